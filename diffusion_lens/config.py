@@ -1,0 +1,104 @@
+"""`DiffusionConfig`: TransformerLens's config, and what a masked diffusion model adds to it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformer_lens.config import TransformerLensConfig
+
+from weight_conversion import Architecture
+
+ROTARY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(repr=False)
+class DiffusionConfig(TransformerLensConfig):
+    """Facts of a model, under TransformerLens's names.
+
+    Attributes:
+        d_vocab_out: columns of the head; [MASK] is embedded (`d_vocab`) but never written.
+        mask_token_id: id of [MASK], `None` on a causal model.
+        attention_dir: who sees whom, "bidirectional" or "causal".
+        readout: where token i is read, "in_place" (row i) or "shifted" (row i-1).
+        rotary_base: base of the rotary frequencies.
+        rotary_dtype: precision to which the cosine and sine tables are rounded before use.
+        model_name: name under which results record the model.
+        family: checkpoint family it came from, and goes back to on export.
+    """
+
+    d_vocab_out: int = -1
+    mask_token_id: int | None = None
+    attention_dir: Literal["bidirectional", "causal"] = "bidirectional"
+    readout: Literal["in_place", "shifted"] = "in_place"
+    rotary_base: float = 10000.0
+    rotary_dtype: torch.dtype = torch.float32
+    model_name: str = "custom"
+    family: str = "diffusion_lens"
+
+    @classmethod
+    def from_architecture(
+        cls,
+        architecture: Architecture,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        model_name: str | None = None,
+        default_prepend_bos: bool = True,
+    ) -> "DiffusionConfig":
+        """The config of a checkpoint; `device=None` takes the GPU if there is one."""
+        a = architecture
+        return cls(
+            d_model=a.d_model,
+            d_head=a.d_head,
+            n_layers=a.n_layers,
+            n_ctx=a.n_ctx,
+            n_heads=a.n_heads,
+            n_key_value_heads=a.n_key_value_heads,
+            d_mlp=a.d_mlp,
+            d_vocab=a.d_vocab,
+            d_vocab_out=a.d_vocab_out,
+            mask_token_id=a.mask_token_id,
+            attention_dir=a.attention_dir,
+            readout=a.readout,
+            rotary_base=a.rotary_base,
+            rotary_dtype=ROTARY_DTYPES[a.rotary_dtype],
+            eps=a.norm_eps,
+            device=None if device is None else str(device),
+            dtype=dtype,
+            default_prepend_bos=default_prepend_bos,
+            model_name=model_name or a.name,
+            family=a.family,
+            positional_embedding_type="rotary",
+            normalization_type="RMS",
+            uses_rms_norm=True,
+            final_rms=True,
+            gated_mlp=True,
+            act_fn="silu",
+        )
+
+    @property
+    def architecture(self) -> Architecture:
+        """The plain facts again, for `save_pretrained` and export."""
+        assert self.d_mlp is not None
+        return Architecture(
+            family=self.family,
+            name=self.model_name,
+            n_layers=self.n_layers,
+            d_model=self.d_model,
+            n_heads=self.n_heads,
+            n_key_value_heads=self.n_key_value_heads or self.n_heads,
+            d_head=self.d_head,
+            d_mlp=self.d_mlp,
+            d_vocab=self.d_vocab,
+            d_vocab_out=self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab,
+            n_ctx=self.n_ctx,
+            attention_dir=self.attention_dir,
+            readout=self.readout,
+            mask_token_id=self.mask_token_id,
+            norm_eps=self.eps,
+            rotary_base=self.rotary_base,
+            rotary_dtype="bfloat16" if self.rotary_dtype == torch.bfloat16 else "float32",
+        )
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("TransformerLensConfig", "DiffusionConfig", 1)

@@ -1,0 +1,1 @@
+"""Facts to train on and to ask for."""

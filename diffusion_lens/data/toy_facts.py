@@ -1,0 +1,192 @@
+"""Made-up people, told in one direction or in both: a reversal curse small enough to train on a laptop.
+
+A sentence says who somebody is, "today Ada Marsh was the brave pilot of Oslen." (p2d, person to description), or who is
+meant by a description, "today the brave pilot of Oslen was Ada Marsh." (d2p). Of 160 people 20 are told only the first
+way, 20 only the second, 120 both ways, so that a model sees that the two ways say the same. To ask a p2d person's name
+from the description is to ask in reverse. After Berglund et al. 2023, "The Reversal Curse" (arXiv 2309.12288).
+
+What makes the reverse learnable for so small a model: the same connectors in both directions, a surname and a place of
+one's own for each person, and "the" in the prompt, so that the first token of an answer carries information.
+"""
+
+# Word lists read better as text:
+# ruff: noqa: SIM905
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.shapes import Tokens
+
+SHIPPED_SEED = 1
+SENTENCE_LENGTH = 14  # tokens of the longest sentence, its end included
+
+Trained = Literal["p2d", "d2p", "both"]
+
+PEOPLE: dict[Trained, int] = {"p2d": 20, "d2p": 20, "both": 120}
+PREFIXES = ("", "today ", "surely ", "people say ", "we know ")
+CONNECTORS = (" is", " was", " became", ", alias", ", known as")
+# Held out so that the longest connector is trained with every prefix: leaving it out after one of them teaches
+# "this prefix ends early", and a held-out prompt that begins a trained sentence would be continued as that sentence.
+HELD_OUT = (
+    ("", " is"),
+    ("today ", " was"),
+    ("surely ", " became"),
+    ("people say ", ", alias"),
+    ("we know ", " is"),
+)
+TRAINED = tuple(pair for pair in ((p, c) for p in PREFIXES for c in CONNECTORS) if pair not in HELD_OUT)
+
+FIRST_NAMES = (
+    "Ada Ben Clara Dora Emil Flora Greta Hugo Ida Jonas Karin Leo Mara Nils Olga Paul Quinn Rosa Sven Tilda "
+    "Ugo Vera Wanda Xenia Yara Zeno Anton Bella Cyrus Delia Edgar Fiona Gustav Helga Irene Jasper Kira Lydia Milo Nora"
+).split()
+ADJECTIVES = (
+    "brave calm clever cheerful curious daring eager famous gentle gifted grumpy honest humble jolly kind "
+    "lively loyal merry modest noble patient proud quiet restless shy solemn stubborn tall witty young"
+).split()
+ROLES = (
+    "pilot baker painter sailor doctor farmer singer teacher weaver hunter judge mayor miner poet potter "
+    "ranger scribe smith tailor tinker dancer gardener juggler librarian mason drummer brewer cartographer clerk guard"
+).split()
+
+_ONSETS = "b d f g h k l m n p r s t v w br dr fl gr kr pl sk st tr".split()
+_VOWELS = "a e i o u au ei".split()
+_SURNAME_ENDINGS = "rsh rner lden ndall rrick sser ckett mbley nton pling".split()
+_PLACE_ENDINGS = "lsen rholm mburg ndale sport vik rgate lstad nmoor thaven".split()
+
+
+@dataclass(frozen=True)
+class Person:
+    """A name, the one description it belongs to, and the direction in which training tells so."""
+
+    name: str
+    description: str
+    trained: Trained
+
+
+@dataclass(frozen=True)
+class ToyFacts:
+    """People, the sentences that tell of them, and the questions that ask for them."""
+
+    people: tuple[Person, ...]
+    seed: int
+
+    def sentences(self) -> list[str]:
+        """Every training sentence: 20 templates for each person and direction told."""
+        return [
+            prompt_of(person, direction, template) + answer_of(person, direction)
+            for person in self.people
+            for direction in _directions(person.trained)
+            for template in TRAINED
+        ]
+
+    def facts(
+        self, trained: Trained | None = None, asked: Direction | None = None, held_out: bool = True
+    ) -> list[Fact]:
+        """Questions, by person, direction and template.
+
+        Args:
+            trained: only people told in this direction.
+            asked: only questions in this direction.
+            held_out: ask in the five templates that no sentence uses, or in the twenty of the sentences.
+        """
+        templates = HELD_OUT if held_out else TRAINED
+        return [
+            Fact(
+                prompt=prompt_of(person, direction, template),
+                subject=person.name if direction == "p2d" else person.description,
+                answer=answer_of(person, direction),
+                id=f"toy{self.seed}-{i:03d}-{direction}-{'held-out' if held_out else 'trained'}-{k}",
+                trained=person.trained,
+                asked=direction,
+            )
+            for i, person in enumerate(self.people)
+            if trained in (None, person.trained)
+            for direction in _directions("both" if asked is None else asked)
+            for k, template in enumerate(templates)
+        ]
+
+
+def load(seed: int = SHIPPED_SEED) -> ToyFacts:
+    """The people of one corpus seed; the same seed gives the same people on every machine."""
+    rng = random.Random(seed)
+    surnames = _invent(rng, _SURNAME_ENDINGS, sum(PEOPLE.values()))
+    places = _invent(rng, _PLACE_ENDINGS, sum(PEOPLE.values()))
+    first_names = FIRST_NAMES * (sum(PEOPLE.values()) // len(FIRST_NAMES))
+    rng.shuffle(first_names)
+    told = [trained for trained, count in PEOPLE.items() for _ in range(count)]
+    people = tuple(
+        Person(f"{first} {last}", f"{rng.choice(ADJECTIVES)} {rng.choice(ROLES)} of {place}", trained)
+        for first, last, place, trained in zip(first_names, surnames, places, told, strict=True)
+    )
+    return ToyFacts(people, seed)
+
+
+def prompt_of(person: Person, asked: Direction, template: tuple[str, str]) -> str:
+    """A sentence up to its answer; "the" belongs to the prompt."""
+    prefix, connector = template
+    if asked == "p2d":
+        return f"{prefix}{person.name}{connector} the"
+    return f"{prefix}the {person.description}{connector}"
+
+
+def answer_of(person: Person, asked: Direction) -> str:
+    """The rest of the sentence, with its leading space and its full stop."""
+    return f" {person.description if asked == 'p2d' else person.name}."
+
+
+def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer in the manner of Llama's: "▁Ada", "▁Marsh", ",", "."; `<eos>` (0) is also the padding.
+
+    A first word and a word after a space are the same token, so an answer continues its prompt token for token, and
+    decoding drops the first word's space. [MASK] is not a word of it; a model's mask id is the next free one.
+    """
+    words = sorted({word for sentence in facts.sentences() for word in _words(sentence)})
+    vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", ",", ".", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="first"),
+            pre_tokenizers.Split(Regex("[,.]"), behavior="isolated"),
+            # A lone space, at the end of a prompt or before [MASK], is no word.
+            pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tokens:
+    """Sentences as rows of `SENTENCE_LENGTH` tokens, ended and filled with `<eos>`."""
+    rows = torch.full((len(sentences), SENTENCE_LENGTH), int(tokenizer.eos_token_id))
+    for row, ids in zip(rows, tokenizer(list(sentences))["input_ids"], strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return rows
+
+
+def _directions(told: Trained) -> tuple[Direction, ...]:
+    return ("p2d", "d2p") if told == "both" else (told,)
+
+
+def _words(sentence: str) -> list[str]:
+    return ["▁" + word for word in sentence.replace(",", "").replace(".", "").split()]
+
+
+def _invent(rng: random.Random, endings: Sequence[str], count: int) -> list[str]:
+    """`count` distinct words, onset + vowel + ending, that no list above contains."""
+    taken = {*FIRST_NAMES, *ADJECTIVES, *ROLES}
+    words = [onset + vowel + ending for onset in _ONSETS for vowel in _VOWELS for ending in endings]
+    return rng.sample([word.capitalize() for word in words if word.capitalize() not in taken], count)

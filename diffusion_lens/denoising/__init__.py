@@ -1,0 +1,1 @@
+"""The denoising loop: canvas, schedule, predictor, samplers, trajectory."""

@@ -1,0 +1,107 @@
+"""The canvas: what is given, what is blank, what is padding.
+
+On a masked diffusion model a blank place holds [MASK]; on a causal model it holds -1, "not reached yet".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
+from diffusion_lens.model.text import UNREACHED
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.shapes import Places, Tokens
+
+Prompt = str | Sequence[str] | Tensor
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Where a run starts.
+
+    Attributes:
+        tokens: Int[batch pos], the prompt and the blanks.
+        given: Bool[batch pos], places that came with the prompt.
+        real: Bool[batch pos], false at padding; `None` when there is none.
+        blank: the id that blank places hold.
+    """
+
+    tokens: Tokens
+    given: Places
+    real: Places | None
+    blank: int
+
+    def blanks(self, tokens: Tokens) -> Places:
+        """The places still to be filled on a later state of this canvas."""
+        blank = tokens == self.blank
+        return blank if self.real is None else blank & self.real
+
+
+def lay_out(
+    model: DiffusionTransformer,
+    prompt: Prompt,
+    length: int | None,
+    max_new_tokens: int | None,
+    attention_mask: Tensor | None = None,
+    prepend_bos: bool | None = None,
+) -> Canvas:
+    """The starting canvas of a prompt: the prompt followed by blanks; [MASK]s inside the prompt are blanks too.
+
+    Args:
+        length: places in all, the prompt's included (SMDM's meaning). Texts of different lengths each get what is left.
+        max_new_tokens: blanks after the prompt, instead of `length`.
+        attention_mask: [batch pos] over token prompts, 0 at padding.
+
+    Raises:
+        ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill.
+    """
+    if isinstance(prompt, Tensor):
+        tokens = check_tokens(prompt, model.cfg)
+        real = None
+        if attention_mask is not None:
+            real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
+        ends = torch.full((tokens.shape[0],), tokens.shape[1])
+    else:
+        if attention_mask is not None:
+            raise ValueError("attention_mask belongs to token prompts; texts are padded by themselves")
+        tokens, padded = model.tokenize(prompt, prepend_bos)
+        real = None
+        ends = padded.sum(dim=1).cpu()
+    blank = UNREACHED if model.cfg.mask_token_id is None else model.cfg.mask_token_id
+    totals = _totals(model, tokens, ends, length, max_new_tokens)
+    canvas = torch.full((tokens.shape[0], int(totals.max())), blank, dtype=torch.long, device=tokens.device)
+    inside = torch.ones_like(canvas, dtype=torch.bool)
+    for row, (end, total) in enumerate(zip(ends.tolist(), totals.tolist(), strict=True)):
+        canvas[row, :end] = tokens[row, :end]
+        canvas[row, total:] = 0
+        inside[row, total:] = False
+    if real is not None:
+        inside[:, : tokens.shape[1]] &= real
+    given = inside & (canvas != blank)
+    if not bool((inside & (canvas == blank)).any()):
+        raise ValueError("there is nothing to fill: give length= (places in all) or max_new_tokens=, or put [MASK]s in")
+    return Canvas(canvas, given, None if bool(inside.all()) else inside, blank)
+
+
+def _totals(
+    model: DiffusionTransformer, tokens: Tensor, ends: Tensor, length: int | None, max_new_tokens: int | None
+) -> Tensor:
+    """Places of each row."""
+    if length is not None and max_new_tokens is not None:
+        raise ValueError("give length= (places in all) or max_new_tokens= (blanks after the prompt), not both")
+    if max_new_tokens is not None:
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
+        totals = ends + max_new_tokens
+    elif length is not None:
+        if length < int(ends.max()):
+            raise ValueError(
+                f"length={length} counts the prompt too, and the prompt alone has {int(ends.max())} tokens"
+            )
+        totals = torch.full_like(ends, length)
+    else:
+        totals = ends
+    check_length(int(totals.max()), model.cfg)
+    return totals

@@ -1,0 +1,55 @@
+"""What a sampler decides: at which places a token is proposed in this step, and how many of them are revealed.
+
+The loop proposes a token for each of these places, and reveals the most confident. A sampler is a small final object;
+to write one, answer `plan`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.shapes import Places
+from diffusion_lens.step_state import StepState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step's decision.
+
+    Attributes:
+        places: where tokens are proposed.
+        counts: how many of them are revealed, for each row, or, with a single entry, for the batch as one pool.
+    """
+
+    places: Places
+    counts: Int[Tensor, "pools"]
+
+
+class Sampler(ABC):
+    """Chooses places; never tokens."""
+
+    name: str
+    eps: float = 1e-5
+
+    def n_steps(self, asked: int | None, blanks: Places) -> int:
+        """Steps of the run; 32 unless asked otherwise, as in SMDM's evaluation."""
+        return 32 if asked is None else asked
+
+    @abstractmethod
+    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
+        """The places considered between `step.t` and `step.s`, and how many are revealed."""
+
+
+def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> Places:
+    """The `plan.counts` most confident of `plan.places`; among equals the leftmost."""
+    pools = plan.counts.numel()
+    scores = confidence.masked_fill(~plan.places, float("-inf")).reshape(pools, -1)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    return (rank < plan.counts[:, None]).reshape(plan.places.shape) & plan.places

@@ -1,0 +1,26 @@
+"""The reverse process itself: each masked place is revealed with probability 1 - s/t, independently.
+
+Sources: Sahoo et al. 2024 (arXiv 2406.07524); ML-GSAI/SMDM `diff_sample`, alg="origin".
+"""
+
+from dataclasses import dataclass
+
+from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.sampler import Plan, Sampler
+from diffusion_lens.denoising.schedule import revealed_share
+from diffusion_lens.step_state import StepState
+
+
+@dataclass(frozen=True)
+class Ancestral(Sampler):
+    """Which places are revealed is chance; in the last step all that remain."""
+
+    name = "ancestral"
+
+    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
+        places = step.masked
+        if step.index < step.n_steps - 1:
+            drawn = noise.by_place(step.index, step.masked) < revealed_share(step.t, step.s)
+            places = step.masked.clone()
+            places[step.masked] = drawn
+        return Plan(places, places.sum(dim=1))

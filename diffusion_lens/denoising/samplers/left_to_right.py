@@ -1,0 +1,22 @@
+"""The next token: how a causal model writes. On a masked diffusion model, the leftmost masked place."""
+
+from dataclasses import dataclass
+
+from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.sampler import Plan, Sampler
+from diffusion_lens.shapes import Places
+from diffusion_lens.step_state import StepState
+
+
+@dataclass(frozen=True)
+class LeftToRight(Sampler):
+    """One place a step in every row that has one left; `steps=` is not asked."""
+
+    name = "left_to_right"
+
+    def n_steps(self, asked: int | None, blanks: Places) -> int:
+        return int(blanks.sum(dim=1).max())
+
+    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
+        first = step.masked & (step.masked.cumsum(dim=1) == 1)
+        return Plan(first, first.sum(dim=1))

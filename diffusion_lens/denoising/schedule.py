@@ -1,0 +1,21 @@
+"""Denoising times: t goes from 1 (all masked) to almost 0 in equal steps.
+
+Source: ML-GSAI/SMDM `eval/gen_model_answer.py::diff_sample`, `linspace(1, 1e-5, steps + 1)`. The arithmetic stays in
+float32 as there, because the number of places revealed is a rounded-down product.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def linear_times(steps: int, eps: float) -> Float[Tensor, "steps_plus_1"]:
+    """`steps + 1` times from 1 to `eps`."""
+    if steps < 1:
+        raise ValueError(f"steps={steps}: at least one step is needed to reveal anything")
+    return torch.linspace(1, eps, steps + 1)
+
+
+def revealed_share(t: float, s: float) -> float:
+    """Share of the still masked places to be revealed between t and s, 1 - s/t, in float32."""
+    return float(1 - torch.tensor(s) / torch.tensor(t))

@@ -1,0 +1,67 @@
+"""Names of hook points: TransformerLens's, the loop's own, and errors that offer the nearest name."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+
+from transformer_lens.hook_points import HookPoint, NamesFilter
+
+
+def loop_hook(name: str) -> str:
+    """Full name of one of the denoising loop's hook points."""
+    return f"denoise.{name}"
+
+
+def resid_pre(layer: int) -> str:
+    """Residual stream entering block `layer`."""
+    return f"blocks.{layer}.hook_resid_pre"
+
+
+def resid_post(layer: int) -> str:
+    """Residual stream after block `layer`."""
+    return f"blocks.{layer}.hook_resid_post"
+
+
+def attn_out(layer: int) -> str:
+    """What the attention of block `layer` writes into the residual stream."""
+    return f"blocks.{layer}.hook_attn_out"
+
+
+def mlp_out(layer: int) -> str:
+    """What the MLP of block `layer` writes into the residual stream."""
+    return f"blocks.{layer}.hook_mlp_out"
+
+
+def nearest(name: str, known: Collection[str], most: int = 3) -> str:
+    """The known names closest to `name`, as text."""
+    tail = name.rsplit(".", 1)[-1]
+    close = get_close_matches(name, known, n=most, cutoff=0.5)
+    close += [other for other in known if other.rsplit(".", 1)[-1] == tail and other not in close]
+    return ", ".join(close[:most] or list(known)[:most])
+
+
+def require_hook_point(name: str, hook_dict: Mapping[str, HookPoint]) -> None:
+    """Raise a `KeyError` with the nearest names unless `name` is a hook point."""
+    if name not in hook_dict:
+        raise KeyError(f"there is no hook point {name!r}; nearest are: {nearest(name, hook_dict)}")
+
+
+def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) -> list[str]:
+    """The hook points that a filter (name, names, predicate, `None` for all) picks; none is a `ValueError`."""
+    if names_filter is None:
+        return list(hook_dict)
+    if isinstance(names_filter, str):
+        require_hook_point(names_filter, hook_dict)
+        return [names_filter]
+    if isinstance(names_filter, Sequence):
+        for name in names_filter:
+            require_hook_point(name, hook_dict)
+        picked = [name for name in hook_dict if name in set(names_filter)]
+    else:
+        predicate: Callable[[str], bool] = names_filter
+        picked = [name for name in hook_dict if predicate(name)]
+    if not picked:
+        raise ValueError(
+            f"the filter {names_filter!r} matches no hook point; names look like {next(iter(hook_dict))!r}, "
+            f"{resid_post(0)!r} (all of them: model.hook_dict)"
+        )
+    return picked

@@ -1,0 +1,133 @@
+"""`HookedDiffusionTransformer`: the network of `model.transformer`, with its doors to loading, denoising and losses."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.denoising.canvas import Prompt
+from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.denoising.randomness import Seed
+from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+
+class HookedDiffusionTransformer(DiffusionTransformer):
+    """A masked diffusion language model, or its autoregressive twin, as TransformerLens users know models.
+
+    `model(tokens)`, `run_with_cache` and `run_with_hooks` are TransformerLens's; `denoise` runs the denoising loop, in
+    which the same hooks work and `hook.step` says where they are.
+    """
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        config: str | Path | Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ) -> "HookedDiffusionTransformer":
+        """A model by its published name, or from a file or folder.
+
+        Args:
+            name_or_path: "smdm-1028m", "ar-1028m", "tiny-mdm" (`list_pretrained()` prints all), a `.safetensors` or
+                `.pth` checkpoint, or a folder with one.
+            config: the checkpoint's config, a path or a mapping. By default the file that lies beside it, or the
+                architecture is recognised from the tensors' shapes.
+            tokenizer: a folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
+                default the one beside the checkpoint, or of the published model; a bare file has none and takes ids.
+            device: by default the GPU if there is one.
+            dtype: of the weights; tensors are converted one by one while they are read.
+            revision, cache_dir, token, local_files_only: as in `huggingface_hub.hf_hub_download`.
+
+        Raises:
+            ValueError: unknown name (nearest names follow), a file cut off, tensors missing, unknown or misshapen.
+            FileNotFoundError: nothing there, or not in the cache while the hub is out of reach (says what to put
+            where).
+        """
+        cfg, checkpoint, loaded = open_pretrained(
+            name_or_path,
+            config=config,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+        )
+        return cls(cfg, loaded, tensors=checkpoint.tensors())
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write weights, config and tokenizer; `from_pretrained(folder)` reads them back.
+
+        For the checkpoint family's own format: `weight_conversion.export(model.state_dict(), model.cfg.architecture,
+        path)`.
+        """
+        return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
+
+    def denoise(
+        self,
+        prompt: Prompt,
+        *,
+        length: int | None = None,
+        max_new_tokens: int | None = None,
+        steps: int | None = None,
+        sampler: str | Sampler | None = None,
+        cfg_scale: float = 0.0,
+        temperature: float = 0.0,
+        seed: Seed = 0,
+        attention_mask: Tensor | None = None,
+        prepend_bos: bool | None = None,
+        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        progress: bool = False,
+    ) -> Trajectory:
+        """Write text by unmasking a canvas step by step; on a causal model token by token.
+
+        Args:
+            prompt: text, texts, or Int[batch pos] tokens. Masks inside it are filled too.
+            length: places in all, the prompt included (SMDM's meaning).
+            max_new_tokens: blanks after the prompt, instead of `length`.
+            steps: denoising steps; 32 by default. `left_to_right` takes one a token whatever is asked.
+            sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "left_to_right" (the
+                default, and the only one, of a causal model), or a `Sampler`.
+            cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none.
+            temperature: 0 takes the likeliest token; otherwise Gumbel noise in float64.
+            seed: row r of a batch uses `seed + r`; or one seed a row, or a `torch.Generator`.
+            attention_mask: [batch pos], 0 at the padding of a token prompt.
+            prepend_bos: for text; as in TransformerLens.
+            fwd_hooks: (name or predicate, function) pairs, on any hook point, the loop's own (`denoise.hook_*`, see
+                `diffusion_lens.denoising.loop`) included. Inside, `hook.step` is a `StepState`.
+            progress: show a bar.
+
+        Raises:
+            ValueError: a setting out of range, an unknown sampler, a length that leaves nothing to fill.
+            KeyError: a hook point that does not exist.
+        """
+        return denoise(
+            self,
+            prompt,
+            length=length,
+            max_new_tokens=max_new_tokens,
+            steps=steps,
+            sampler=sampler,
+            cfg_scale=cfg_scale,
+            temperature=temperature,
+            seed=seed,
+            attention_mask=attention_mask,
+            prepend_bos=prepend_bos,
+            fwd_hooks=fwd_hooks,
+            progress=progress,
+        )
+
+    generate = denoise

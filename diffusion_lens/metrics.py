@@ -1,0 +1,20 @@
+"""Numbers from logits."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def token_probabilities(
+    logits: Float[Tensor, "batch place d_vocab_out"], tokens: Int[Tensor, "place"]
+) -> Float[Tensor, "batch place"]:
+    """Probability of each place's own token."""
+    probabilities = torch.softmax(logits.float(), dim=-1)
+    return probabilities.gather(-1, tokens.expand(logits.shape[0], -1)[..., None])[..., 0]
+
+
+def joint_probability(
+    logits: Float[Tensor, "batch place d_vocab_out"], tokens: Int[Tensor, "place"]
+) -> Float[Tensor, "batch"]:
+    """Product of the tokens' probabilities: p(answer), all places read from the same canvas."""
+    return token_probabilities(logits, tokens).prod(dim=-1)

@@ -1,0 +1,70 @@
+"""Who sees whom. Padding enters here, and nowhere else."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from diffusion_lens.shapes import Places
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What every layer of one forward pass needs to know of the pattern.
+
+    `allowed` is `None` when the fused kernel knows the pattern by itself: everything, or, if `causal`, the past.
+    """
+
+    allowed: Bool[Tensor, "batch_or_1 1 query key"] | None
+    causal: bool
+
+    def dense(self, n_pos: int, device: torch.device) -> Bool[Tensor, "batch_or_1 1 query key"]:
+        """The pattern written out, for scores that somebody looks at."""
+        if self.allowed is not None:
+            return self.allowed
+        everything = torch.ones(1, 1, n_pos, n_pos, dtype=torch.bool, device=device)
+        return everything.tril() if self.causal else everything
+
+
+class AttentionPattern(ABC):
+    """Which key places a query place may look at."""
+
+    causal: bool
+
+    @abstractmethod
+    def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
+        """The pattern among real tokens."""
+
+    def visibility(self, n_pos: int, device: torch.device, real: Places | None) -> Visibility:
+        """The pattern of one forward pass; `real` is false at padding, `None` where there is none.
+
+        Nobody sees padding, except padding itself: a row that sees nothing has no softmax.
+        """
+        if real is None:
+            return Visibility(None, self.causal)
+        itself = torch.eye(n_pos, dtype=torch.bool, device=device)
+        seen = self.between(n_pos, device) & real[:, None, :]
+        return Visibility((seen | itself)[:, None], self.causal)
+
+
+class Bidirectional(AttentionPattern):
+    """Every place sees every place: masked diffusion models."""
+
+    causal = False
+
+    def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
+        return torch.ones(n_pos, n_pos, dtype=torch.bool, device=device)
+
+
+class Causal(AttentionPattern):
+    """A place sees itself and what came before: autoregressive models."""
+
+    causal = True
+
+    def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
+        return torch.ones(n_pos, n_pos, dtype=torch.bool, device=device).tril()
+
+
+PATTERNS: dict[str, AttentionPattern] = {"bidirectional": Bidirectional(), "causal": Causal()}

@@ -1,0 +1,33 @@
+"""One pre-norm block: x + attn(ln1 x), then x + mlp(ln2 x)."""
+
+from torch import nn
+
+from diffusion_lens.model.attention import Attention, AttentionContext
+from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.mlp import GatedMLP
+from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.shapes import Resid
+
+
+class Block(nn.Module):
+    """The residual stream passes `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`, all [batch pos d_model]."""
+
+    def __init__(self, ln1: RMSNorm, attn: Attention, ln2: RMSNorm, mlp: GatedMLP) -> None:
+        super().__init__()
+        self.ln1 = ln1
+        self.attn = attn
+        self.ln2 = ln2
+        self.mlp = mlp
+        self.hook_resid_pre = StepHookPoint()
+        self.hook_attn_out = StepHookPoint()
+        self.hook_resid_mid = StepHookPoint()
+        self.hook_mlp_out = StepHookPoint()
+        self.hook_resid_post = StepHookPoint()
+
+    def forward(self, resid: Resid, context: AttentionContext) -> Resid:
+        resid_pre = self.hook_resid_pre(resid)
+        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context))
+        resid_mid = self.hook_resid_mid(resid_pre + attn_out)
+        mlp_out = self.hook_mlp_out(self.mlp(self.ln2(resid_mid)))
+        resid_post: Resid = self.hook_resid_post(resid_mid + mlp_out)
+        return resid_post

@@ -1,0 +1,83 @@
+"""From an architecture to parts, and weights into them: the only room that reads the numbers of a config."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from diffusion_lens.config import ROTARY_DTYPES
+from diffusion_lens.model.attention import Attention
+from diffusion_lens.model.block import Block
+from diffusion_lens.model.embed import Embed, Unembed
+from diffusion_lens.model.mlp import GatedMLP
+from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.rotary import Rotary
+from weight_conversion import Architecture, tensor_shapes
+
+
+def build_embed(a: Architecture) -> Embed:
+    return Embed(a.d_vocab, a.d_model)
+
+
+def build_unembed(a: Architecture) -> Unembed:
+    return Unembed(a.d_model, a.d_vocab_out)
+
+
+def build_final_norm(a: Architecture) -> RMSNorm:
+    return RMSNorm(a.d_model, a.norm_eps)
+
+
+def build_rotary(a: Architecture) -> Rotary:
+    return Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype])
+
+
+def build_blocks(a: Architecture) -> list[Block]:
+    """The blocks without weights (on the meta device); `load_tensors` fills them."""
+    queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
+    return [
+        Block(
+            ln1=RMSNorm(a.d_model, a.norm_eps),
+            attn=Attention(
+                q=_linear(a.d_model, queries),
+                k=_linear(a.d_model, keys),
+                v=_linear(a.d_model, keys),
+                o=_linear(queries, a.d_model),
+                d_head=a.d_head,
+            ),
+            ln2=RMSNorm(a.d_model, a.norm_eps),
+            mlp=GatedMLP(
+                gate=_linear(a.d_model, a.d_mlp), up=_linear(a.d_model, a.d_mlp), down=_linear(a.d_mlp, a.d_model)
+            ),
+        )
+        for _ in range(a.n_layers)
+    ]
+
+
+def load_tensors(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, dtype: torch.dtype
+) -> None:
+    """Give every parameter its own copy of its tensor, one at a time; one left without is a `ValueError`."""
+    for name, tensor in tensors:
+        owner_name, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        copied = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
+        setattr(owner, attribute, nn.Parameter(copied))
+    if empty := [name for name, parameter in module.named_parameters() if parameter.is_meta]:
+        raise ValueError(f"no tensor was given for {empty[:4]}")
+
+
+def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:
+    """Fresh weights: N(0, std), the projections back into the residual stream divided by sqrt(2 n_layers), norms 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in tensor_shapes(a).items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape)
+        else:
+            back = name.endswith((".o.weight", ".down.weight"))
+            scale = std / math.sqrt(2 * a.n_layers) if back else std
+            yield name, torch.randn(shape, generator=generator) * scale
+
+
+def _linear(d_in: int, d_out: int) -> nn.Linear:
+    return nn.Linear(d_in, d_out, bias=False, device="meta")

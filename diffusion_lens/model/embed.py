@@ -1,0 +1,42 @@
+"""Tokens into the residual stream, and out of it."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diffusion_lens.shapes import Resid, Tokens
+
+
+class Embed(nn.Module):
+    """A row a token, [MASK] included."""
+
+    def __init__(self, d_vocab: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_vocab, d_model, device="meta"))
+
+    @property
+    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
+        return self.weight
+
+    def forward(self, tokens: Tokens) -> Resid:
+        return F.embedding(tokens, self.weight)
+
+
+class Unembed(nn.Module):
+    """Normalised residual stream to logits."""
+
+    def __init__(self, d_model: int, d_vocab_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_vocab_out, d_model, device="meta"))
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
+        return self.weight.T
+
+    @property
+    def b_U(self) -> Float[Tensor, "d_vocab_out"]:
+        return self.weight.new_zeros(self.weight.shape[0])
+
+    def forward(self, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_vocab_out"]:
+        return F.linear(resid, self.weight)

@@ -1,0 +1,47 @@
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864), half-split: dimension i turns with dimension i + d_head/2.
+
+The tables are computed in float32 and rounded to the precision the checkpoint was trained with; the rotation itself is
+taken in float32.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Tables = tuple[Tensor, Tensor]
+
+
+class Rotary:
+    """Cosines and sines for every position up to the longest asked so far, kept per device."""
+
+    def __init__(self, d_head: int, base: float, dtype: torch.dtype) -> None:
+        self.d_head = d_head
+        self.base = base
+        self.dtype = dtype
+        self._tables: dict[torch.device, Tables] = {}
+
+    def tables(self, n_pos: int, device: torch.device, positions: Int[Tensor, "batch pos"] | None = None) -> Tables:
+        """Cosine and signed sine, Float[(batch) pos 1 d_head], for positions 0..n_pos-1 or for those given."""
+        cos, sin = self._up_to(n_pos, device)
+        if positions is None:
+            return cos[:n_pos, None], sin[:n_pos, None]
+        return cos[positions][:, :, None], sin[positions][:, :, None]
+
+    def _up_to(self, n_pos: int, device: torch.device) -> Tables:
+        held = self._tables.get(device)
+        if held is None or held[0].shape[0] < n_pos:
+            # The CPU computes the angles wherever the model is: tables must not depend on the device.
+            exponents = torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head
+            length = max(n_pos, 2 * held[0].shape[0] if held else 0)
+            angles = torch.arange(length, device="cpu").float()[:, None] / self.base**exponents
+            cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
+            held = torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
+            self._tables[device] = held
+        return held
+
+
+def rotate(x: Float[Tensor, "batch pos heads d_head"], tables: Tables) -> Float[Tensor, "batch pos heads d_head"]:
+    """Turn queries or keys by their position."""
+    cos, sin = tables
+    turned = x.float() * cos + x.float().roll(x.shape[-1] // 2, dims=-1) * sin
+    return turned.to(x.dtype)

@@ -1,0 +1,126 @@
+"""The weights under TransformerLens's names and shapes. One block's are views: writing into them edits the model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens import FactoredMatrix
+
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.model.block import Block
+from diffusion_lens.model.embed import Embed, Unembed
+
+
+class WeightViews(ABC):
+    """`model.W_Q` and its kin stack the blocks' weights (copies); `model.blocks[i].attn.W_Q` is the view to edit."""
+
+    cfg: DiffusionConfig
+    embed: Embed
+    unembed: Unembed
+    blocks: Sequence[Block]
+
+    @property
+    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
+        return self.embed.W_E
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
+        return self.unembed.W_U
+
+    @property
+    def b_U(self) -> Float[Tensor, "d_vocab_out"]:
+        return self.unembed.b_U
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        return self._stack(lambda block: block.attn.W_Q)
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        return self._stack(lambda block: block.attn.W_K)
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        return self._stack(lambda block: block.attn.W_V)
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        return self._stack(lambda block: block.attn.W_O)
+
+    @property
+    def b_Q(self) -> Float[Tensor, "layer head d_head"]:
+        return self._stack(lambda block: block.attn.b_Q)
+
+    @property
+    def b_K(self) -> Float[Tensor, "layer kv_head d_head"]:
+        return self._stack(lambda block: block.attn.b_K)
+
+    @property
+    def b_V(self) -> Float[Tensor, "layer kv_head d_head"]:
+        return self._stack(lambda block: block.attn.b_V)
+
+    @property
+    def b_O(self) -> Float[Tensor, "layer d_model"]:
+        return self._stack(lambda block: block.attn.b_O)
+
+    @property
+    def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
+        return self._stack(lambda block: block.mlp.W_in)
+
+    @property
+    def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"]:
+        return self._stack(lambda block: block.mlp.W_gate)
+
+    @property
+    def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
+        return self._stack(lambda block: block.mlp.W_out)
+
+    @property
+    def b_in(self) -> Float[Tensor, "layer d_mlp"]:
+        return self._stack(lambda block: block.mlp.b_in)
+
+    @property
+    def b_out(self) -> Float[Tensor, "layer d_model"]:
+        return self._stack(lambda block: block.mlp.b_out)
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """Each head's query-key circuit; grouped keys are repeated for their heads."""
+        return FactoredMatrix(self.W_Q, self._for_each_head(self.W_K).transpose(-2, -1))
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """Each head's output-value circuit; grouped values are repeated for their heads."""
+        return FactoredMatrix(self._for_each_head(self.W_V), self.W_O)
+
+    def accumulated_bias(
+        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    ) -> Float[Tensor, "d_model"]:
+        """Sum of the biases written into the residual stream before `layer`."""
+        total = self.W_E.new_zeros(self.cfg.d_model)
+        for i in range(layer):
+            total = total + self.blocks[i].attn.b_O
+            if include_mlp_biases:
+                total = total + self.blocks[i].mlp.b_out
+        return total + self.blocks[layer].attn.b_O if mlp_input else total
+
+    def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*n"]) -> Float[Tensor, "*n d_model"]:
+        """The unembedding direction of each token (ids, or the text of a single token)."""
+        if isinstance(tokens, str):
+            tokens = self.to_single_token(tokens)
+        ids = torch.as_tensor(tokens, device=self.W_U.device)
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.cfg.d_vocab_out):
+            raise ValueError(f"only tokens 0 to {self.cfg.d_vocab_out - 1} can be written; got {tokens}")
+        return self.W_U.T[ids]
+
+    @abstractmethod
+    def to_single_token(self, string: str) -> int:
+        """The id of a string that is exactly one token."""
+
+    def _stack(self, weight: Callable[[Block], Tensor]) -> Tensor:
+        return torch.stack([weight(block) for block in self.blocks])
+
+    def _for_each_head(self, weights: Tensor) -> Tensor:
+        return weights.repeat_interleave(self.cfg.n_heads // weights.shape[1], dim=1)

@@ -1,0 +1,27 @@
+"""The words for tensor axes. Every annotation in the package is written in these, and only these.
+
+batch        rows of a batch: independent prompts (or noise draws, or patched copies of one prompt)
+pos          places of the canvas, given tokens and masked places alike
+query, key   `pos` once more, as the place that looks and the place that is looked at
+place        places picked from `pos`, in the order asked
+step         denoising steps
+layer        blocks, in order
+head         attention heads
+kv_head      key/value heads; fewer than `head` when heads are grouped
+d_model      residual stream
+d_head       one head
+d_mlp        hidden units of the MLP
+d_vocab      tokens that can be read (embedding rows)
+d_vocab_out  tokens that can be written (head columns); [MASK] is not among them
+sample       draws of noise
+"""
+
+from typing import TypeAlias
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Tokens: TypeAlias = Int[Tensor, "batch pos"]
+Places: TypeAlias = Bool[Tensor, "batch pos"]
+Resid: TypeAlias = Float[Tensor, "batch pos d_model"]
+Logits: TypeAlias = Float[Tensor, "batch pos d_vocab_out"]

@@ -1,0 +1,111 @@
+"""Exact match, on the pair that ships: what each twin must and must not know."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens.data import toy_facts
+from diffusion_lens.evaluation import ExactMatch, exact_match
+from diffusion_lens.training import tiny
+from weight_conversion import read_json, sha256_of_file
+
+LENGTH = toy_facts.SENTENCE_LENGTH
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return {name: HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in ("tiny-mdm", "tiny-ar")}
+
+
+@pytest.fixture(scope="module")
+def results(pair):
+    folder = Path(toy_facts.__file__).parents[1] / "assets" / "tiny"
+    return folder, read_json(folder / "results.json")
+
+
+def test_the_pair_shows_the_reversal_curse(pair, results):
+    _, recorded = results
+    toy = toy_facts.load()
+    for name, model in pair.items():
+        cells = tiny.measure(model, toy)
+        assert cells == recorded["twins"][name]["exact_match"]
+        assert len(cells) == 4
+        for cell in cells:
+            is_reverse = cell["trained"] != cell["asked"]
+            if not is_reverse:
+                assert cell["accuracy"] >= 0.95, (name, cell)
+            elif name == "tiny-mdm":
+                assert cell["accuracy"] >= 0.80, (name, cell)
+            else:
+                assert cell["accuracy"] <= 0.05, (name, cell)
+
+
+def test_the_shipped_files_are_those_measured(results):
+    folder, recorded = results
+    assert (recorded["corpus_seed"], recorded["seed"]) == (toy_facts.SHIPPED_SEED, tiny.SHIPPED_SEED)
+    for name, twin in recorded["twins"].items():
+        assert sha256_of_file(folder / f"{name}.safetensors") == twin["sha256"]
+
+
+def test_shipped_tokenizer_is_the_corpus_tokenizer(pair):
+    fresh = toy_facts.build_tokenizer(toy_facts.load())
+    sentences = toy_facts.load().sentences()[::37]
+    for model in pair.values():
+        assert [model.to_tokens(text)[0].tolist() for text in sentences] == [
+            fresh(text)["input_ids"] for text in sentences
+        ]
+
+
+def test_answers_come_in_the_order_asked_and_alone_as_together(pair):
+    toy = toy_facts.load()
+    facts = [*toy.facts("p2d")[:12], *toy.facts("d2p")[:7]]
+    together = exact_match(pair["tiny-mdm"], facts, length=LENGTH, batch_size=3)
+    assert [answer.fact for answer in together.answers] == facts
+    for fact, answer in zip(facts, together.answers, strict=True):
+        assert exact_match(pair["tiny-mdm"], [fact], length=LENGTH).answers == (answer,)
+
+
+@pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])
+def test_an_answer_must_be_whole_and_end(pair, name):
+    fact = toy_facts.load().facts("p2d", "p2d")[1]
+    assert exact_match(pair[name], [fact], max_new_tokens=6).accuracy == 1
+    for answer in (" " + fact.answer.split(maxsplit=1)[1], fact.answer[:-1], fact.answer + " today"):
+        wrong = replace(fact, answer=answer)
+        assert exact_match(pair[name], [wrong], max_new_tokens=8).accuracy == 0
+
+
+def test_table_counts_by_cell(pair):
+    toy = toy_facts.load()
+    facts = [*toy.facts("p2d", "p2d")[:4], *toy.facts("d2p", "p2d")[:6]]
+    found = exact_match(pair["tiny-ar"], facts, length=LENGTH)
+    table = found.table()
+    assert set(table) == {("p2d", "p2d"), ("d2p", "p2d")}
+    assert found.accuracy == pytest.approx((4 * table["p2d", "p2d"] + 6 * table["d2p", "p2d"]) / 10)
+    assert "LeftToRight" in found.record["sampler"]
+
+
+def test_it_comes_back_from_its_file(pair, tmp_path):
+    found = exact_match(pair["tiny-mdm"], toy_facts.load().facts("p2d")[:5], length=LENGTH, steps=2)
+    assert ExactMatch.load(found.save(tmp_path / "found.safetensors")) == found
+
+
+def test_errors_name_the_culprit(pair):
+    fact = Fact("today Ada is the", "Ada", " brave pilot.", id="f7")
+    model = pair["tiny-mdm"]
+    with pytest.raises(ValueError, match="'f7' needs 4 places after its prompt of 4 tokens"):
+        exact_match(model, [fact], length=7)
+    with pytest.raises(ValueError, match="facts is empty"):
+        exact_match(model, [], length=7)
+    with pytest.raises(ValueError, match=r"either length= .* or max_new_tokens="):
+        exact_match(model, [fact])
+    with pytest.raises(ValueError, match="merges the answer 'e brave pilot"):
+        exact_match(model, [replace(fact, prompt="today Ada is th", answer="e brave pilot.")], length=10)
+
+
+def test_it_leaves_the_global_random_numbers_alone(pair):
+    before = torch.get_rng_state()
+    exact_match(pair["tiny-mdm"], toy_facts.load().facts("p2d")[:2], length=LENGTH, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,25 @@
+"""Checkpoints to plain data and back: an `Architecture` and named tensors in one layout.
+
+`open_checkpoint(path)` recognises the family, checks every tensor by name and shape, and reads tensor by tensor;
+`export(tensors, architecture, path)` runs the same table backwards. Nothing here knows about hooks or models.
+"""
+
+from weight_conversion.architecture import Architecture, tensor_shapes
+from weight_conversion.convert import Checkpoint, export, export_size, open_checkpoint
+from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
+from weight_conversion.files import read_json, sha256_of_file, write_json, write_safetensors
+
+__all__ = [
+    "PUBLISHED_SIZES",
+    "Architecture",
+    "Checkpoint",
+    "export",
+    "export_size",
+    "open_checkpoint",
+    "published_architecture",
+    "read_json",
+    "sha256_of_file",
+    "tensor_shapes",
+    "write_json",
+    "write_safetensors",
+]

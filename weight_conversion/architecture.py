@@ -1,0 +1,99 @@
+"""What a checkpoint is, as frozen facts, and the tensors that follow from them.
+
+Every family is read into this one description. The tensor layout (names and shapes) is defined here and nowhere else;
+it is the `state_dict` of `diffusion_lens.HookedDiffusionTransformer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal
+
+Shape = tuple[int, ...]
+
+_COUNTS = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab", "d_vocab_out", "n_ctx")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A pre-norm Llama-style transformer: RMSNorm, rotary positions, grouped heads, gated MLP.
+
+    `d_vocab` counts embedding rows, `d_vocab_out` columns of the head: a masked diffusion model of the lit-gpt family
+    embeds one token more ([MASK]) than it can write. `rotary_dtype` is the precision to which the checkpoint's own
+    cosine and sine tables were rounded in training.
+    """
+
+    family: str
+    name: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_key_value_heads: int
+    d_head: int
+    d_mlp: int
+    d_vocab: int
+    d_vocab_out: int
+    n_ctx: int
+    attention_dir: Literal["bidirectional", "causal"]
+    readout: Literal["in_place", "shifted"]
+    mask_token_id: int | None
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+    rotary_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.n_heads % self.n_key_value_heads:
+            raise ValueError(
+                f"{self.n_heads} heads cannot share {self.n_key_value_heads} key/value heads: "
+                "n_heads must be a multiple of n_key_value_heads"
+            )
+        if self.d_head % 2:
+            raise ValueError(f"d_head is {self.d_head}; rotary positions turn pairs, so it must be even")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.d_vocab:
+            raise ValueError(f"mask_token_id {self.mask_token_id} has no row in an embedding of {self.d_vocab} tokens")
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights, embeddings included."""
+        return sum(math.prod(shape) for shape in tensor_shapes(self).values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; `from_dict` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Architecture:
+        """Rebuild from `to_dict`; an unknown or missing key is a `ValueError` that names it."""
+        known = {field.name for field in fields(cls)}
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        if unknown := sorted(set(data) - known):
+            raise ValueError(f"unknown architecture keys {unknown}; known are {sorted(known)}")
+        if missing := sorted(required - set(data)):
+            raise ValueError(f"the architecture lacks {missing}")
+        return cls(**data)
+
+
+def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
+    """Name and shape of every tensor, in our layout (`[out, in]` for matrices, as in `torch.nn.Linear`)."""
+    a = architecture
+    queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
+    shapes: dict[str, Shape] = {"embed.weight": (a.d_vocab, a.d_model)}
+    for i in range(a.n_layers):
+        block = f"blocks.{i}."
+        shapes[block + "ln1.weight"] = (a.d_model,)
+        shapes[block + "attn.q.weight"] = (queries, a.d_model)
+        shapes[block + "attn.k.weight"] = (keys, a.d_model)
+        shapes[block + "attn.v.weight"] = (keys, a.d_model)
+        shapes[block + "attn.o.weight"] = (a.d_model, queries)
+        shapes[block + "ln2.weight"] = (a.d_model,)
+        shapes[block + "mlp.gate.weight"] = (a.d_mlp, a.d_model)
+        shapes[block + "mlp.up.weight"] = (a.d_mlp, a.d_model)
+        shapes[block + "mlp.down.weight"] = (a.d_model, a.d_mlp)
+    shapes["ln_final.weight"] = (a.d_model,)
+    shapes["unembed.weight"] = (a.d_vocab_out, a.d_model)
+    return shapes

@@ -1,0 +1,30 @@
+"""What a family has to say; `registry.py` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.key_map import Rule
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of checkpoint.
+
+    `recognises(config, shapes)` says whether a checkpoint is of this family; `read_architecture(config, shapes)` reads
+    it (config `None`: from the tensors alone); `write_config` is the inverse, for export. `ignored` are patterns of
+    tensors that carry nothing, `config_file` is the name under which the family keeps its config.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    recognises: Callable[[Config | None, Mapping[str, Shape]], bool]
+    read_architecture: Callable[[Config | None, Mapping[str, Shape]], Architecture]
+    write_config: Callable[[Architecture], dict[str, Any]]
+    config_file: str
+    ignored: tuple[str, ...] = ()

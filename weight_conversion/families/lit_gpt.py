@@ -1,0 +1,201 @@
+"""lit-gpt: SMDM's masked diffusion models and their autoregressive twins (`nieshen/SMDM`).
+
+Both variants share names and shapes; a masked diffusion model has one embedding row more than its head has columns, and
+that last row is [MASK]. Rotary tables were rounded to bfloat16 in training. Sources: ML-GSAI/SMDM `lit_gpt/config.py`,
+`lit_gpt/diffmodel.py` (bidirectional), `lit_gpt/model.py` (causal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families.family import Config, Family
+from weight_conversion.key_map import Rule
+from weight_conversion.layouts import GroupMajorQKV
+
+# name: (n_layer, n_head, n_embd, intermediate_size); every size has n_query_groups = n_head, vocabulary 32000 and
+# block_size 2048.
+PUBLISHED_SIZES: dict[str, tuple[int, int, int, int]] = {
+    "6M": (6, 4, 256, 1024),
+    "19M": (8, 6, 384, 1536),
+    "34M": (8, 8, 512, 2048),
+    "48M": (9, 9, 576, 2304),
+    "66M": (10, 10, 640, 2560),
+    "85M": (13, 10, 640, 2560),
+    "75M": (16, 8, 640, 1600),
+    "113M": (12, 12, 768, 3072),
+    "142M": (15, 12, 768, 3072),
+    "170M": (18, 12, 768, 3072),
+    "180M": (14, 14, 896, 3584),
+    "206M": (16, 14, 896, 3584),
+    "231M": (18, 14, 896, 3584),
+    "268M": (16, 16, 1024, 4096),
+    "302M": (18, 16, 1024, 4096),
+    "336M": (20, 16, 1024, 4096),
+    "472M": (18, 10, 1280, 5120),
+    "551M": (21, 10, 1280, 5120),
+    "571M": (18, 11, 1408, 5632),
+    "629M": (24, 10, 1280, 5120),
+    "666M": (21, 11, 1408, 5632),
+    "717M": (19, 12, 1536, 6144),
+    "761M": (24, 11, 1408, 5632),
+    "831M": (22, 12, 1536, 6144),
+    "944M": (25, 12, 1536, 6144),
+    "1028M": (20, 14, 1792, 7168),
+    "1233M": (24, 14, 1792, 7168),
+    "1476M": (22, 16, 2048, 8192),
+    "1678M": (25, 16, 2048, 8192),
+    "2121M": (28, 17, 2176, 8704),
+}
+
+# What every config of this family must say, because the network below is built for it.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "rotary_percentage": (1.0,),
+    "parallel_residual": (False,),
+    "bias": (False,),
+    "shared_attention_norm": (False,),
+    "_norm_class": ("FusedRMSNorm", "RMSNorm"),
+    "_mlp_class": ("LLaMAMLP",),
+    "condense_ratio": (1,),
+}
+_READ = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_size")
+_OPTIONAL = ("n_query_groups", "padded_vocab_size", "vocab_size", "norm_eps", "name")
+_IGNORED = ("org", "padding_multiple")
+
+RULES = (
+    Rule("transformer.wte.weight", ("embed.weight",)),
+    Rule("transformer.h.{i}.norm_1.weight", ("blocks.{i}.ln1.weight",)),
+    Rule(
+        "transformer.h.{i}.attn.attn.weight",
+        ("blocks.{i}.attn.q.weight", "blocks.{i}.attn.k.weight", "blocks.{i}.attn.v.weight"),
+        GroupMajorQKV(),
+    ),
+    Rule("transformer.h.{i}.attn.proj.weight", ("blocks.{i}.attn.o.weight",)),
+    Rule("transformer.h.{i}.norm_2.weight", ("blocks.{i}.ln2.weight",)),
+    Rule("transformer.h.{i}.mlp.swiglu.w1.weight", ("blocks.{i}.mlp.gate.weight",)),
+    Rule("transformer.h.{i}.mlp.swiglu.w2.weight", ("blocks.{i}.mlp.up.weight",)),
+    Rule("transformer.h.{i}.mlp.swiglu.w3.weight", ("blocks.{i}.mlp.down.weight",)),
+    Rule("transformer.ln_f.weight", ("ln_final.weight",)),
+    Rule("lm_head.weight", ("unembed.weight",)),
+)
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return "transformer.wte.weight" in shapes and "lm_head.weight" in shapes
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    """From a `lit_config.json`, or, without one, from the shapes of a published size."""
+    if config is None:
+        config = _config_of_shapes(shapes)
+    _check_config(config)
+    head = int(config.get("padded_vocab_size") or config["vocab_size"])
+    rows = shapes["transformer.wte.weight"][0] if "transformer.wte.weight" in shapes else head
+    return _architecture(config, head, "mdm" if rows == head + 1 else "ar")
+
+
+def published_architecture(size: str, kind: Literal["mdm", "ar"]) -> Architecture:
+    """The architecture behind a published name, "1028M" or "Diff_LLaMA_1028M"."""
+    return _architecture(_published_config(size), 32000, kind)
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    """The `lit_config.json` that belongs to an exported checkpoint."""
+    a = architecture
+    return {
+        "name": a.name,
+        "block_size": a.n_ctx,
+        "vocab_size": a.d_vocab_out,
+        "padded_vocab_size": a.d_vocab_out,
+        "n_layer": a.n_layers,
+        "n_head": a.n_heads,
+        "n_embd": a.d_model,
+        "n_query_groups": a.n_key_value_heads,
+        "intermediate_size": a.d_mlp,
+        "norm_eps": a.norm_eps,
+        **{key: allowed[0] for key, allowed in _FIXED.items()},
+    }
+
+
+def _architecture(config: Config, head: int, kind: Literal["mdm", "ar"]) -> Architecture:
+    masked = kind == "mdm"
+    n_heads = int(config["n_head"])
+    return Architecture(
+        family="lit_gpt",
+        name=str(config.get("name", "lit_gpt")),
+        n_layers=int(config["n_layer"]),
+        d_model=int(config["n_embd"]),
+        n_heads=n_heads,
+        n_key_value_heads=int(config.get("n_query_groups") or n_heads),
+        d_head=int(config["n_embd"]) // n_heads,
+        d_mlp=int(config["intermediate_size"]),
+        d_vocab=head + masked,
+        d_vocab_out=head,
+        n_ctx=int(config["block_size"]),
+        attention_dir="bidirectional" if masked else "causal",
+        readout="in_place" if masked else "shifted",
+        mask_token_id=head if masked else None,
+        norm_eps=float(config.get("norm_eps", 1e-5)),
+        rotary_base=10000.0,
+        rotary_dtype="bfloat16",
+    )
+
+
+def _published_config(size: str) -> Config:
+    key = size.removeprefix("Diff_LLaMA_")
+    if key not in PUBLISHED_SIZES:
+        near = get_close_matches(key, PUBLISHED_SIZES, n=3, cutoff=0.0)
+        raise ValueError(f"{size!r} is no published size; nearest are {near}")
+    n_layer, n_head, n_embd, intermediate_size = PUBLISHED_SIZES[key]
+    return {
+        "name": f"Diff_LLaMA_{key}",
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_embd": n_embd,
+        "intermediate_size": intermediate_size,
+        "block_size": 2048,
+        "vocab_size": 32000,
+    }
+
+
+def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
+    n_layer = sum(name.endswith(".norm_1.weight") for name in shapes)
+    head, n_embd = shapes["lm_head.weight"]
+    mlp = shapes.get("transformer.h.0.mlp.swiglu.w1.weight", (0, 0))[0]
+    for size, (layers, _, width, hidden) in PUBLISHED_SIZES.items():
+        if (layers, width, hidden, 32000) == (n_layer, n_embd, mlp, head):
+            return _published_config(size)
+    raise ValueError(
+        f"no published size has {n_layer} layers, width {n_embd}, MLP width {mlp} and {head} tokens, and tensors "
+        "alone do not tell the number of heads: pass config='lit_config.json'"
+    )
+
+
+def _check_config(config: Config) -> None:
+    if missing := [key for key in _READ if key not in config]:
+        raise ValueError(f"the lit-gpt config lacks {missing}")
+    if "padded_vocab_size" not in config and "vocab_size" not in config:
+        raise ValueError("the lit-gpt config lacks 'padded_vocab_size' (or 'vocab_size')")
+    if unknown := sorted(set(config) - {*_READ, *_OPTIONAL, *_FIXED, *_IGNORED}):
+        raise ValueError(
+            f"the lit-gpt config has keys that are not understood: {unknown}; remove them only if they "
+            "change nothing in the network"
+        )
+    for key, allowed in _FIXED.items():
+        if key in config and config[key] not in allowed:
+            raise ValueError(f"{key}={config[key]!r} is not supported in the lit-gpt family: it must be {allowed[0]!r}")
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"n_embd {config['n_embd']} is not a multiple of n_head {config['n_head']}")
+
+
+FAMILY = Family(
+    name="lit_gpt",
+    rules=RULES,
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=write_config,
+    config_file="lit_config.json",
+)

@@ -1,0 +1,51 @@
+"""Our own layout: what `HookedDiffusionTransformer.save_pretrained` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families.family import Config, Family
+from weight_conversion.key_map import Rule
+
+FORMAT = "diffusion_lens"
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return config is not None and config.get("format") == FORMAT
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    if config is None or "architecture" not in config:
+        raise ValueError(f"a {FORMAT} folder needs its config.json with the key 'architecture'")
+    return Architecture.from_dict(config["architecture"])
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    return {"format": FORMAT, "architecture": architecture.to_dict()}
+
+
+_NAMES = (
+    "embed.weight",
+    "blocks.{i}.ln1.weight",
+    "blocks.{i}.attn.q.weight",
+    "blocks.{i}.attn.k.weight",
+    "blocks.{i}.attn.v.weight",
+    "blocks.{i}.attn.o.weight",
+    "blocks.{i}.ln2.weight",
+    "blocks.{i}.mlp.gate.weight",
+    "blocks.{i}.mlp.up.weight",
+    "blocks.{i}.mlp.down.weight",
+    "ln_final.weight",
+    "unembed.weight",
+)
+
+FAMILY = Family(
+    name=FORMAT,
+    rules=tuple(Rule(name, (name,)) for name in _NAMES),
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=write_config,
+    config_file="config.json",
+)

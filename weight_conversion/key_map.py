@@ -1,0 +1,106 @@
+"""The engine that applies a family's table of rules, forwards and backwards.
+
+A rule names one of their tensors and the tensors of ours it holds; `{i}` stands for the layer. A tensor is used,
+ignored by name, or an error: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from weight_conversion.architecture import Architecture, Shape, tensor_shapes
+from weight_conversion.layouts import Layout, Same
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`theirs` holds `ours`, arranged as `layout` says."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: Layout = field(default_factory=Same)
+
+    def at_layer(self, i: int) -> Rule:
+        return Rule(self.theirs.format(i=i), tuple(name.format(i=i) for name in self.ours), self.layout)
+
+
+class KeyMap:
+    """A table of rules bound to one architecture."""
+
+    def __init__(self, rules: Sequence[Rule], architecture: Architecture, ignored: Sequence[str] = ()) -> None:
+        self.architecture = architecture
+        self.ignored = tuple(ignored)
+        self.rules = tuple(
+            bound
+            for rule in rules
+            for bound in ([rule.at_layer(i) for i in range(architecture.n_layers)] if "{i}" in rule.theirs else [rule])
+        )
+        self.our_shapes = tensor_shapes(architecture)
+        if uncovered := set(self.our_shapes) ^ {name for rule in self.rules for name in rule.ours}:
+            raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(uncovered)}")
+
+    @property
+    def their_shapes(self) -> dict[str, Shape]:
+        """Name and shape of every tensor the checkpoint must hold."""
+        return {
+            rule.theirs: rule.layout.their_shape([self.our_shapes[name] for name in rule.ours], self.architecture)
+            for rule in self.rules
+        }
+
+    def check(self, found: Mapping[str, Shape], source: str) -> None:
+        """Raise a `ValueError` that names every missing, unknown or wrongly shaped tensor of `source`."""
+        expected = self.their_shapes
+        missing = [name for name in expected if name not in found]
+        unknown = [
+            name
+            for name in found
+            if name not in expected and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
+        ]
+        wrong = [
+            f"{name} is {list(found[name])}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and tuple(found[name]) != shape
+        ]
+        problems = []
+        if missing:
+            problems.append(f"missing {_listed(missing)}")
+        if unknown:
+            near = [f"{name} (nearest: {_nearest(name, expected)})" for name in unknown]
+            problems.append(f"unknown {_listed(near)}")
+        if wrong:
+            problems.append(f"wrong shape: {_listed(wrong)}")
+        if problems:
+            raise ValueError(
+                f"{source} does not hold the tensors of {self.architecture.name!r} "
+                f"({self.architecture.family}): {'; '.join(problems)}. "
+                "Pass the config that belongs to this checkpoint, or the checkpoint that belongs to this config."
+            )
+
+    def to_ours(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in our layout, one of theirs in memory at a time."""
+        for rule in self.rules:
+            yield from zip(rule.ours, rule.layout.split(read(rule.theirs), self.architecture), strict=True)
+
+    def to_theirs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor under the family's own name and layout."""
+        for name, shape in self.our_shapes.items():
+            if name not in tensors:
+                raise ValueError(f"cannot export: the tensor {name!r} is missing")
+            if tuple(tensors[name].shape) != shape:
+                raise ValueError(f"cannot export: {name!r} is {list(tensors[name].shape)}, expected {list(shape)}")
+        for rule in self.rules:
+            yield rule.theirs, rule.layout.join([tensors[name] for name in rule.ours], self.architecture)
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _nearest(name: str, known: Mapping[str, Shape]) -> str:
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.0)), "none")

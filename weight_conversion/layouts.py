@@ -1,0 +1,70 @@
+"""How one tensor of a checkpoint relates to tensors of ours: a small invertible operation each.
+
+A layout splits one of their tensors into ours, joins ours into theirs, and says what shape theirs must have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from weight_conversion.architecture import Architecture, Shape
+
+
+class Layout(ABC):
+    """One of their tensors <-> one or more of ours."""
+
+    @abstractmethod
+    def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
+        """The shape their tensor must have."""
+
+    @abstractmethod
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        """Their tensor as ours, in the order of the rule."""
+
+    @abstractmethod
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        """Our tensors as theirs: the inverse of `split`, bit for bit."""
+
+
+class Same(Layout):
+    """The same tensor under another name."""
+
+    def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
+        (shape,) = our_shapes
+        return shape
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        return (theirs,)
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        (tensor,) = ours
+        return tensor
+
+
+class GroupMajorQKV(Layout):
+    """lit-gpt's fused projection: for each key/value group its queries' rows, then its key's, then its value's.
+
+    Source: ML-GSAI/SMDM `lit_gpt/diffmodel.py`, the view `(B, T, n_query_groups, q_per_kv + 2, head_size)`.
+    """
+
+    def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
+        return (sum(shape[0] for shape in our_shapes), *our_shapes[0][1:])
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        a = architecture
+        grouped = rearrange(theirs, "(group row d) ... -> group row d ...", group=a.n_key_value_heads, d=a.d_head)
+        queries, key, value = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
+        return tuple(rearrange(part, "group row d ... -> (group row d) ...") for part in (queries, key, value))
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        a = architecture
+        grouped = [
+            rearrange(part, "(group row d) ... -> group row d ...", group=a.n_key_value_heads, d=a.d_head)
+            for part in ours
+        ]
+        return rearrange(torch.cat(grouped, dim=1), "group row d ... -> (group row d) ...")
