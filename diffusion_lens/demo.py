@@ -16,9 +16,9 @@ Say = Callable[[str], None]
 CAVEAT = """\
 What this shows: both models learned this person only as "NAME is DESCRIPTION". The masked diffusion model also answers
 the reverse question; its autoregressive twin, trained on the same sentences, does not: the reversal curse.
-In the maps, look for an early effect at the subject's last token, and a late one where the answer is read: the first
-[MASK] of the diffusion model, the last prompt token of the twin. Where a model does not know the answer, its map is
-empty: nothing can be restored that was never there.
+In the maps (one colour scale, 0 to 1) the place where the answer is read, the first [MASK] of the diffusion model and
+the last prompt token of the twin, carries nearly all of the effect, already after the first block; the subject's own
+tokens carry little by then. The twin's backward map is blank: nothing can be restored that was never there.
 What it does not show: the pair has 4 layers and made-up facts. There is no mid-layer subject site of the kind ROME
 reports for large models, and nothing here is evidence about SMDM itself: for that, load "smdm-1028m".
 """

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 
-from transformer_lens.hook_points import HookPoint, NamesFilter
+from transformer_lens.hook_points import HookPoint
+
+NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
 def loop_hook(name: str) -> str:

@@ -13,7 +13,9 @@ from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.loading import open_pretrained, save_pretrained
-from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.transformer import DiffusionTransformer, Input
+from diffusion_lens.training.objectives import ask
 
 
 class HookedDiffusionTransformer(DiffusionTransformer):
@@ -22,6 +24,38 @@ class HookedDiffusionTransformer(DiffusionTransformer):
     `model(tokens)`, `run_with_cache` and `run_with_hooks` are TransformerLens's; `denoise` runs the denoising loop, in
     which the same hooks work and `hook.step` says where they are.
     """
+
+    def forward(
+        self,
+        input: Input,
+        return_type: str | None = "logits",
+        *,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the network; the arguments are those of `DiffusionTransformer.forward`, and:
+
+        Args:
+            return_type: also "loss", the loss the model is trained by, or "both", (logits, loss). A masked diffusion
+                model masks the tokens first (see `training.masked_diffusion_loss`): its logits are then those of the
+                masked canvas.
+            generator: source of that noise; by default torch's global one.
+        """
+        if return_type not in ("loss", "both"):
+            return super().forward(input, return_type, **kwargs)
+        real = kwargs.pop("attention_mask", None)
+        if not isinstance(input, Tensor):
+            input, padded = self.tokenize(input, kwargs.pop("prepend_bos", None))
+            real = padded if real is None else real
+        if kwargs:
+            raise ValueError(
+                f"return_type={return_type!r} runs the whole network; it does not go with {sorted(kwargs)}"
+            )
+        asked = ask(self, check_tokens(input, self.cfg), None if real is None else real.bool(), generator)
+        if return_type == "loss":
+            return asked.loss(super().forward(asked.tokens, attention_mask=real, logits_at=asked.rows))
+        logits = super().forward(asked.tokens, attention_mask=real)
+        return logits, asked.loss(logits[asked.rows])
 
     @classmethod
     def from_pretrained(
@@ -66,7 +100,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             token=token,
             local_files_only=local_files_only,
         )
-        return cls(cfg, loaded, tensors=checkpoint.tensors())
+        return cls(cfg, loaded, tensors=checkpoint.pieces())
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write weights, config and tokenizer; `from_pretrained(folder)` reads them back.

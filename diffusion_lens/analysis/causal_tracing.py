@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from diffusion_lens.metrics import joint_probability
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
 
-Kind = Literal["resid", "mlp", "attn"]
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
 
@@ -98,7 +97,7 @@ class CausalTrace:
 def causal_trace(
     model: DiffusionTransformer,
     query: Query,
-    kind: Kind = "resid",
+    kind: str = "resid",
     *,
     noise: float,
     samples: int = 10,
@@ -189,7 +188,7 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
     return factor * float(embedded.float().std())
 
 
-def _window(kind: Kind, layer: int, n_layers: int, window: int) -> Sequence[int]:
+def _window(kind: str, layer: int, n_layers: int, window: int) -> Sequence[int]:
     """The restored blocks around `layer`."""
     if kind == "resid":
         return range(layer, layer + 1)

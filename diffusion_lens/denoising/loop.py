@@ -9,13 +9,15 @@ confident are revealed. The loop's hook points, all over the whole canvas, in th
     denoise.hook_confidence  Float[batch pos]              their probabilities; zero elsewhere
     denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
 
-What a hook returns there is what the loop uses. While one of the last four is hooked, tokens are proposed at every
-masked place (on a causal model: at the next one), so that a hook may change the order.
+What a hook returns there is what the loop uses. While anything is hooked, the network runs at every step and tokens are
+proposed at every masked place (on a causal model: at the next one), so that a hook may change the order; otherwise a
+step that reveals nothing costs nothing.
 """
 
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,46 +88,37 @@ def denoise(
     return run.trajectory(record)
 
 
+@dataclass
 class _Run:
     """One run in progress: the canvas as it stands, and its history."""
 
-    def __init__(
-        self,
-        model: DiffusionTransformer,
-        canvas: Canvas,
-        sampler: Sampler,
-        predictor: Predictor,
-        noise: PlaceNoise,
-        times: list[float],
-        temperature: float,
-    ) -> None:
-        self.model = model
-        self.canvas = canvas
-        self.sampler = sampler
-        self.predictor = predictor
-        self.noise = noise
-        self.times = times
-        self.temperature = temperature
-        self.tokens = canvas.tokens
-        self.canvases = [canvas.tokens]
-        self.revealed_at = torch.full_like(canvas.tokens, -1)
-        self.confidence = torch.ones(canvas.tokens.shape, device=canvas.tokens.device)
+    model: DiffusionTransformer
+    canvas: Canvas
+    sampler: Sampler
+    predictor: Predictor
+    noise: PlaceNoise
+    times: list[float]
+    temperature: float
+
+    def __post_init__(self) -> None:
+        self.tokens = self.canvas.tokens
+        self.canvases = [self.tokens]
+        self.revealed_at = torch.full_like(self.tokens, -1)
+        self.confidence = torch.ones(self.tokens.shape, device=self.tokens.device)
 
     def step(self, index: int) -> None:
         """From times[index] to times[index + 1]."""
         hooks = self.model.loop_hooks
         state = self._state(index, self.tokens)
         self.model.clock.step = state
-        entering = hooks.hook_tokens(self.tokens)
-        if entering is not self.tokens:
-            self.tokens = entering
-            state = self.model.clock.step = self._state(index, entering)
+        if hooks.hook_tokens.is_hooked:
+            # A copy, because the canvas is also history, and hooks are in the habit of writing in place.
+            self.tokens = hooks.hook_tokens(self.tokens.clone())
+            state = self.model.clock.step = self._state(index, self.tokens)
         plan = self.sampler.plan(state, self.noise)
-        watched = _watched(hooks)
-        places = plan.places
-        if watched and self.canvas.blank != UNREACHED:
-            places = state.masked
-        if bool(plan.counts.any()) or ((watched or self.model.is_hooked) and bool(places.any())):
+        watched = self.model.is_hooked or _watched(hooks)
+        places = state.masked if watched and self.canvas.blank != UNREACHED else plan.places
+        if bool(plan.counts.any()) or (watched and bool(places.any())):
             self._reveal(state, plan, places)
         self.canvases.append(self.tokens)
 

@@ -19,9 +19,12 @@ from diffusion_lens.step_state import StepState
 
 
 class Predictor(ABC):
-    """Logits for marked places; `passes` counts the forward passes of the network."""
+    """Logits for marked places."""
 
-    passes: int = 0
+    @property
+    @abstractmethod
+    def passes(self) -> int:
+        """Forward passes of the network so far."""
 
     @abstractmethod
     def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
@@ -34,22 +37,28 @@ class Conditional(Predictor):
 
     model: DiffusionTransformer
     canvas: Canvas
+    _passes: int = 0
+
+    @property
+    def passes(self) -> int:
+        return self._passes
 
     def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
-        return self.predict(state, state.tokens, places)
+        return self.predict(state, state.tokens, places, self.canvas.real)
 
-    def predict(self, state: StepState, tokens: Tokens, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+    def predict(
+        self, state: StepState, tokens: Tokens, places: Places, real: Places | None
+    ) -> Float[Tensor, "place d_vocab_out"]:
         """Logits of `places` on `tokens`, which the hooks see as `state`."""
         batch, rows = self.model.readout.locate(places)
-        real = self.canvas.real
         if self.canvas.blank == UNREACHED:
             # What a causal row cannot see yet need not be run.
             reach = int(rows.max()) + 1
             tokens = tokens[:, :reach].clamp(min=0)
             real = None if real is None else real[:, :reach]
         self.model.clock.step = state
-        self.passes += 1
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
+        self._passes += 1
         return logits
 
 
@@ -60,23 +69,19 @@ class Guided(Predictor):
     inner: Conditional
     scale: float
 
+    @property
+    def passes(self) -> int:
+        return self.inner.passes
+
     def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
-        canvas = self.inner.canvas
+        canvas, predict = self.inner.canvas, self.inner.predict
         unprompted = state.tokens.masked_fill(canvas.given, canvas.blank)
         if self.inner.model.is_hooked:
-            conditional = self.inner(state, places)
-            unconditional = self.inner.predict(replace(state, branch="unconditional"), unprompted, places)
+            conditional = predict(state, state.tokens, places, canvas.real)
+            unconditional = predict(replace(state, branch="unconditional"), unprompted, places, canvas.real)
             self.inner.model.clock.step = state
         else:
-            conditional, unconditional = self._together(state, unprompted, places)
-        self.passes = self.inner.passes
+            real = None if canvas.real is None else canvas.real.repeat(2, 1)
+            both = predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
+            conditional, unconditional = both.chunk(2)
         return unconditional + (self.scale + 1) * (conditional - unconditional)
-
-    def _together(self, state: StepState, unprompted: Tokens, places: Places) -> tuple[Tensor, Tensor]:
-        model, canvas = self.inner.model, self.inner.canvas
-        both = torch.cat([state.tokens, unprompted])
-        real = None if canvas.real is None else canvas.real.repeat(2, 1)
-        self.inner.passes += 1
-        logits = model(both, attention_mask=real, logits_at=model.readout.locate(places.repeat(2, 1)))
-        conditional, unconditional = logits.chunk(2)
-        return conditional, unconditional

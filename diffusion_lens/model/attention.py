@@ -20,7 +20,8 @@ from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.rotary import Tables, rotate
 from diffusion_lens.shapes import Resid
 
-Heads = Float[Tensor, "batch pos heads d_head"]
+Heads = Float[Tensor, "batch pos head d_head"]
+KVHeads = Float[Tensor, "batch pos kv_head d_head"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         out: Resid = self.o(z.flatten(2))
         return out
 
-    def _written_out(self, q: Heads, k: Heads, v: Heads, visibility: Visibility, fused: Heads) -> Heads:
+    def _written_out(self, q: Heads, k: KVHeads, v: KVHeads, visibility: Visibility, fused: Heads) -> Heads:
         shared_by = q.shape[2] // k.shape[2]
         keys, values = (x.repeat_interleave(shared_by, dim=2).transpose(1, 2) for x in (k, v))
         scores = q.transpose(1, 2) @ keys.mT / self.d_head**0.5
@@ -125,7 +126,7 @@ def _by_head(weight: Tensor, d_head: int) -> Tensor:
     return weight.view(-1, d_head, *weight.shape[1:])
 
 
-def _fused(q: Heads, k: Heads, v: Heads, visibility: Visibility) -> Heads:
+def _fused(q: Heads, k: KVHeads, v: KVHeads, visibility: Visibility) -> Heads:
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

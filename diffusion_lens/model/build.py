@@ -57,14 +57,27 @@ def build_blocks(a: Architecture) -> list[Block]:
 def load_tensors(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, dtype: torch.dtype
 ) -> None:
-    """Give every parameter its own copy of its tensor, one at a time; one left without is a `ValueError`."""
-    for name, tensor in tensors:
-        owner_name, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
-        copied = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
-        setattr(owner, attribute, nn.Parameter(copied))
-    if empty := [name for name, parameter in module.named_parameters() if parameter.is_meta]:
-        raise ValueError(f"no tensor was given for {empty[:4]}")
+    """Give every parameter its own copy of its tensor, which may come in several pieces of consecutive rows.
+
+    Raises:
+        ValueError: a tensor unknown, of another shape, or missing.
+    """
+    # Room for all first: the pieces then come and go behind the weights and leave no holes between them.
+    weights = {name: torch.empty(meta.shape, device=device, dtype=dtype) for name, meta in module.named_parameters()}
+    filled = dict.fromkeys(weights, 0)
+    for name, piece in tensors:
+        if name not in weights:
+            raise ValueError(f"the model has no weight {name!r}; it has {', '.join(list(weights)[:4])} and so on")
+        start, stop = filled[name], filled[name] + len(piece)
+        if piece.shape[1:] != weights[name].shape[1:] or stop > len(weights[name]):
+            raise ValueError(f"rows {start}:{stop} of {name!r} are {list(piece.shape)}; it is {list(weights[name].shape)}")
+        weights[name][start:stop].copy_(piece.detach())
+        filled[name] = stop
+    if missing := [name for name, weight in weights.items() if filled[name] < len(weight)]:
+        raise ValueError(f"the model was not given {', '.join(missing[:4])}, or not the whole of it")
+    for name, weight in weights.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
 
 
 def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
-from transformer_lens.hook_points import NamesFilter
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import loop_hook, select_names
+from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import PATTERNS
@@ -94,6 +93,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             self.hook_dict[point.name] = self.mod_dict[point.name] = point
         for hook_point in self.hook_points():
             hook_point.clock = self.clock
+        self._inside = [point for name, point in self.hook_dict.items() if not name.startswith(loop_hook(""))]
 
     @property
     def readout(self) -> Readout:
@@ -103,7 +103,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
     def forward(
         self,
         input: Input,
-        return_type: Literal["logits"] | None = "logits",
+        return_type: str | None = "logits",
         *,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
@@ -173,7 +173,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
     @property
     def is_hooked(self) -> bool:
         """Whether anything listens anywhere inside the network; the loop's own hook points do not count."""
-        return any(point.is_hooked for name, point in self.hook_dict.items() if not name.startswith(loop_hook("")))
+        return any(point.is_hooked for point in self._inside)
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that picks nothing is an error with the nearest names."""

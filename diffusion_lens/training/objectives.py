@@ -5,19 +5,86 @@ an upper bound on the negative log-likelihood (Nie et al. 2024, arXiv 2410.18514
 `pretrain/train_mdm.py`, `sft/finetune_mdm_reverse.py`):
 
     t ~ U(0, 1) for each row,  p = (1 - eps) t + eps,  loss = 1/(batch · pos) Σ_hidden CE / p
+
+Either way a loss is a question (what goes in, which rows are read, what should stand there) and the weighted surprise
+at the answers; `return_type="loss"` of the model asks the same question.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Tokens
+from diffusion_lens.shapes import Places, Tokens
 
-Objective = Callable[[DiffusionTransformer, Tensor, torch.Generator | None], Tensor]
+Objective = Callable[[DiffusionTransformer, Tokens, torch.Generator | None], Tensor]
+
+
+@dataclass(frozen=True)
+class LossQuestion:
+    """What a loss asks of the network.
+
+    Attributes:
+        tokens: Int[batch pos], what goes in.
+        rows: batch and row of the logits that are read, Int[place] each.
+        targets: Int[place], what should stand there.
+        weights: Float[place], how much each surprise counts; the loss is their weighted sum.
+    """
+
+    tokens: Tokens
+    rows: tuple[Int[Tensor, "place"], Int[Tensor, "place"]]
+    targets: Int[Tensor, "place"]
+    weights: Float[Tensor, "place"]
+
+    def loss(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, ""]:
+        """Weighted cross-entropy of the logits read at `rows`."""
+        return (F.cross_entropy(logits.float(), self.targets, reduction="none") * self.weights).sum()
+
+
+def ask_masked(
+    model: DiffusionTransformer,
+    tokens: Tokens,
+    noisy: Tokens | None = None,
+    p_mask: Float[Tensor, "batch pos"] | None = None,
+    *,
+    real: Places | None = None,
+    generator: torch.Generator | None = None,
+    eps: float = 1e-3,
+) -> LossQuestion:
+    """The hidden tokens, each weighted by 1/p; see `masked_diffusion_loss`."""
+    if (noisy is None) != (p_mask is None):
+        raise ValueError("noisy and p_mask belong together: pass both, or neither to have the noise drawn")
+    mask = model.cfg.mask_token_id
+    if mask is None:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no [MASK], so nothing can be hidden from it: an autoregressive model is "
+            "trained by autoregressive_loss"
+        )
+    tokens = tokens.to(model.cfg.device)
+    if noisy is None or p_mask is None:
+        noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)
+    noisy, p_mask = noisy.to(tokens.device), p_mask.to(tokens.device)
+    hidden = noisy == mask
+    counted = tokens.numel()
+    if real is not None:
+        noisy, hidden, counted = torch.where(real, noisy, tokens), hidden & real, int(real.sum())
+    return LossQuestion(noisy, model.readout.locate(hidden), tokens[hidden], 1 / (p_mask[hidden] * counted))
+
+
+def ask_next(model: DiffusionTransformer, tokens: Tokens, *, real: Places | None = None) -> LossQuestion:
+    """Every token but the first of its row, all alike; see `autoregressive_loss`."""
+    tokens = tokens.to(model.cfg.device)
+    predicted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
+    predicted = predicted & (predicted.cumsum(dim=1) > 1)
+    count = int(predicted.sum())
+    if count == 0:
+        raise ValueError("an autoregressive loss needs at least two tokens in a row: the first one is not predicted")
+    weights = torch.full((count,), 1 / count, device=tokens.device)
+    return LossQuestion(tokens, model.readout.locate(predicted), tokens[predicted], weights)
 
 
 def masked_diffusion_loss(
@@ -37,25 +104,14 @@ def masked_diffusion_loss(
         generator: source of the noise drawn here; by default torch's global one.
         eps: least probability of being masked.
     """
-    if (noisy is None) != (p_mask is None):
-        raise ValueError("noisy and p_mask belong together: pass both, or neither to have the noise drawn")
-    mask = _mask_id(model)
-    tokens = tokens.to(model.cfg.device)
-    if noisy is None or p_mask is None:
-        noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)
-    noisy, p_mask = noisy.to(tokens.device), p_mask.to(tokens.device)
-    hidden = noisy == mask
-    logits = model(noisy, logits_at=model.readout.locate(hidden))
-    surprise = F.cross_entropy(logits.float(), tokens[hidden], reduction="none")
-    return (surprise / p_mask[hidden]).sum() / tokens.numel()
+    asked = ask_masked(model, tokens, noisy, p_mask, generator=generator, eps=eps)
+    return asked.loss(model(asked.tokens, logits_at=asked.rows))
 
 
 def autoregressive_loss(model: DiffusionTransformer, tokens: Tokens) -> Float[Tensor, ""]:
     """Mean cross-entropy of every token but the first."""
-    tokens = tokens.to(model.cfg.device)
-    predicted = torch.arange(1, tokens.shape[1], device=tokens.device)
-    logits = model(tokens, logits_at=model.readout.rows(predicted))
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, predicted].flatten())
+    asked = ask_next(model, tokens)
+    return asked.loss(model(asked.tokens, logits_at=asked.rows))
 
 
 def hide(
@@ -75,16 +131,18 @@ def hide(
     return tokens.masked_fill(hidden.to(tokens.device), mask_token_id), p.to(tokens.device)
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "bidirectional": lambda model, tokens, generator: masked_diffusion_loss(model, tokens, generator=generator),
-    "causal": lambda model, tokens, generator: autoregressive_loss(model, tokens),
-}
-
-
-def _mask_id(model: DiffusionTransformer) -> int:
+def ask(
+    model: DiffusionTransformer, tokens: Tokens, real: Places | None, generator: torch.Generator | None
+) -> LossQuestion:
+    """The question that the model's own loss asks."""
     if model.cfg.mask_token_id is None:
-        raise ValueError(
-            f"{model.cfg.model_name!r} has no [MASK], so nothing can be hidden from it: an autoregressive model is "
-            "trained by autoregressive_loss"
-        )
-    return model.cfg.mask_token_id
+        return ask_next(model, tokens, real=real)
+    return ask_masked(model, tokens, real=real, generator=generator)
+
+
+def own_loss(
+    model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None = None
+) -> Float[Tensor, ""]:
+    """The loss the model is trained by: masked diffusion where there is a [MASK], else next token."""
+    asked = ask(model, tokens, None, generator)
+    return asked.loss(model(asked.tokens, logits_at=asked.rows))

@@ -3,7 +3,7 @@
 `python -m diffusion_lens.training.tiny --out FOLDER` trains both (about a quarter of an hour on one core) and writes
 `tiny-mdm.safetensors`, `tiny-ar.safetensors`, the config that serves both, their tokenizer, and `results.json` with the
 recipe and what they know. The pair shows the reversal curse: asked in the direction that training left out, the MDM
-answers and the twin does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514, section 4).
+answers and the twin does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514).
 """
 
 import argparse

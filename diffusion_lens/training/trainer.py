@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
-from diffusion_lens.training.objectives import OBJECTIVES, Objective
+from diffusion_lens.training.objectives import Objective, own_loss
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def train(
     The model comes back in the mode it came in (training or evaluation) and without gradients, exception or not.
 
     Args:
-        objective: loss of (model, batch, generator); by default the one of the model's attention direction.
+        objective: loss of (model, batch, generator); by default the model's own.
         progress: show a progress bar.
     """
-    loss_of = objective or OBJECTIVES[model.cfg.attention_dir]
+    loss_of = objective or own_loss
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.AdamW(_groups(model, config.weight_decay), lr=config.lr, betas=config.betas)
     batches = _batches(tokens.to(model.cfg.device), config.batch_size, generator)

@@ -1,24 +1,11 @@
 """The losses against the authors' numbers, and the noise against its distribution."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.training.objectives import OBJECTIVES, autoregressive_loss, hide, masked_diffusion_loss
-from weight_conversion import Architecture, open_checkpoint
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "lit_gpt"
-
-
-def golden(variant, kind):
-    folder = GOLDEN / variant / kind
-    checkpoint = open_checkpoint(folder / "model.safetensors", folder / "lit_config.json")
-    cfg = DiffusionConfig.from_architecture(checkpoint.architecture, device="cpu")
-    return DiffusionTransformer(cfg, tensors=checkpoint.tensors()), load_file(folder / "likelihood.safetensors")
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens.training.objectives import autoregressive_loss, hide, masked_diffusion_loss, own_loss
+from weight_conversion import Architecture
 
 
 def small(attention_dir="bidirectional", readout="in_place"):
@@ -39,30 +26,24 @@ def small(attention_dir="bidirectional", readout="in_place"):
         readout=readout,
         mask_token_id=11 if masked else None,
     )
-    return DiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=3)
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=3)
 
 
 def total_gradient_norm(model):
     return torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mha"])
-def test_masked_diffusion_loss_is_the_authors(variant):
-    model, expected = golden(variant, "mdm")
-    tokens, noisy, p_mask = (expected[f"sft.{name}"] for name in ("tokens", "noisy", "p_mask"))
-    loss = masked_diffusion_loss(model, tokens, noisy, p_mask)
+def test_losses_and_gradients_are_the_authors(golden):
+    expected = golden.tensors("likelihood")
+    if golden.kind == "mdm":
+        noise = {name: expected[f"sft.{name}"] for name in ("noisy", "p_mask")}
+        loss = masked_diffusion_loss(golden.model, expected["sft.tokens"], **noise)
+    else:
+        loss = autoregressive_loss(golden.model, expected["sft.tokens"])
     loss.backward()
     torch.testing.assert_close(loss, expected["sft.loss"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(total_gradient_norm(model), expected["sft.grad_norm_total"], rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("variant", ["gqa", "mha"])
-def test_autoregressive_loss_is_the_authors(variant):
-    model, expected = golden(variant, "ar")
-    loss = autoregressive_loss(model, expected["sft.tokens"])
-    loss.backward()
-    torch.testing.assert_close(loss, expected["sft.loss"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(total_gradient_norm(model), expected["sft.grad_norm_total"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(total_gradient_norm(golden.model), expected["sft.grad_norm_total"], rtol=1e-4, atol=0)
+    golden.model.zero_grad()
 
 
 @pytest.mark.parametrize("readout", ["in_place", "shifted"])
@@ -122,9 +103,9 @@ def test_the_objective_follows_the_attention_direction():
     tokens = torch.arange(8).repeat(2, 1)
     causal, masked = small("causal", "shifted"), small()
     generator = torch.Generator().manual_seed(0)
-    assert OBJECTIVES["causal"](causal, tokens, generator) == autoregressive_loss(causal, tokens)
+    assert own_loss(causal, tokens, generator) == autoregressive_loss(causal, tokens)
     expected = masked_diffusion_loss(masked, tokens, generator=torch.Generator().manual_seed(0))
-    assert OBJECTIVES["bidirectional"](masked, tokens, generator) == expected
+    assert own_loss(masked, tokens, generator) == expected
 
 
 def test_errors_name_the_culprit():
@@ -133,3 +114,32 @@ def test_errors_name_the_culprit():
         masked_diffusion_loss(small("causal", "shifted"), tokens)
     with pytest.raises(ValueError, match="noisy and p_mask belong together"):
         masked_diffusion_loss(small(), tokens, tokens)
+
+
+def test_the_model_gives_its_own_loss(either):
+    tokens = either.tensors("likelihood")["sft.tokens"]
+    drawn = [torch.Generator().manual_seed(3) for _ in range(3)]
+    loss = either.model(tokens, return_type="loss", generator=drawn[0])
+    logits, again = either.model(tokens, return_type="both", generator=drawn[1])
+    assert logits.shape == (*tokens.shape, either.model.cfg.d_vocab_out)
+    torch.testing.assert_close(loss, again)
+    torch.testing.assert_close(loss, own_loss(either.model, tokens, drawn[2]))
+
+
+def test_padding_does_not_enter_the_next_token_loss():
+    model = small("causal", "shifted")
+    tokens = torch.arange(12)[None] % 11
+    real = torch.ones_like(tokens)
+    real[:, :4] = 0
+    padded = model(tokens, return_type="loss", attention_mask=real)
+    torch.testing.assert_close(padded, model(tokens[:, 4:], return_type="loss"))
+
+
+def test_a_loss_does_not_go_with_a_partial_run(either):
+    with pytest.raises(ValueError, match="stop_at_layer"):
+        either.model(torch.arange(4)[None], return_type="loss", stop_at_layer=1)
+
+
+def test_one_token_has_no_next_token_loss():
+    with pytest.raises(ValueError, match="at least two tokens"):
+        autoregressive_loss(small("causal", "shifted"), torch.tensor([[5]]))

@@ -1,7 +1,6 @@
 """Reveal the places the model is surest of: SMDM's "greedy" (ML-GSAI/SMDM `diff_sample`, alg="greddy")."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -19,7 +18,7 @@ class Confidence(Sampler):
         scope: "row" ranks each row by itself; "batch" ranks the batch as one pool, as the authors' code does.
     """
 
-    scope: Literal["row", "batch"] = "row"
+    scope: str = "row"
     name = "confidence"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,83 @@
+"""The unhooked forward pass against Hugging Face's Llama with the same weights, in turn in one process.
+
+Two shapes: a wide one, where matrix products dominate, and a narrow deep one, where the fixed cost of a layer does,
+which a denoising loop pays hundreds of times. Prints medians and the median of the paired ratios; below 1 is faster
+than Llama.
+
+    python benchmarks/forward.py [--rounds 40] [--threads 2]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from witness import hugging_face_llama
+
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from weight_conversion import Architecture
+
+SHAPES = {
+    "8 layers, d=512, vocab 32000, 4x52": (8, 512, 8, 2048, 32000, 4, 52),
+    "16 layers, d=32, vocab 512, 4x52": (16, 32, 2, 64, 512, 4, 52),
+}
+
+
+def build(n_layers: int, d_model: int, n_heads: int, d_mlp: int, d_vocab: int) -> HookedDiffusionTransformer:
+    """A causal model with random weights."""
+    architecture = Architecture(
+        family="lit_gpt",
+        name="benchmark",
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_key_value_heads=n_heads,
+        d_head=d_model // n_heads,
+        d_mlp=d_mlp,
+        d_vocab=d_vocab,
+        d_vocab_out=d_vocab,
+        n_ctx=2048,
+        attention_dir="causal",
+        readout="shifted",
+        mask_token_id=None,
+    )
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+
+
+def seconds(network: Callable[[Tensor], object], tokens: Tensor) -> float:
+    """Wall time of one forward pass."""
+    begun = time.perf_counter()
+    network(tokens)
+    return time.perf_counter() - begun
+
+
+@torch.no_grad()
+def main(rounds: int = 40, threads: int | None = None) -> dict[str, float]:
+    """Measure; returns the ratio of each shape."""
+    if threads:
+        torch.set_num_threads(threads)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} rounds in turn")
+    ratios = {}
+    for name, (n_layers, d_model, n_heads, d_mlp, d_vocab, batch, pos) in SHAPES.items():
+        model = build(n_layers, d_model, n_heads, d_mlp, d_vocab)
+        llama = hugging_face_llama(model)
+        tokens = torch.randint(d_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
+        error = (model(tokens) - llama(tokens).logits).abs().max().item()
+        pairs = [(seconds(model, tokens), seconds(llama, tokens)) for _ in range(rounds)]
+        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratios[name] = statistics.median(a / b for a, b in pairs)
+        print(
+            f"{name:38} ours {1e3 * ours:7.2f} ms   Llama {1e3 * theirs:7.2f} ms   ratio {ratios[name]:.3f}   "
+            f"max logit difference {error:.1e}"
+        )
+    return ratios
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=None)
+    arguments = parser.parse_args()
+    main(arguments.rounds, arguments.threads)

@@ -1,0 +1,59 @@
+"""Hugging Face's Llama with the weights of one of our models: an independent witness, and the yardstick of speed."""
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from diffusion_lens import HookedDiffusionTransformer
+
+_TOP = {"embed": "model.embed_tokens", "ln_final": "model.norm", "unembed": "lm_head"}
+_BLOCK = {
+    "ln1": "input_layernorm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "ln2": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+def hugging_face_llama(model: HookedDiffusionTransformer, attn_implementation: str = "sdpa") -> LlamaForCausalLM:
+    """The same network as Hugging Face builds it. It is causal; `everything_visible` makes it bidirectional."""
+    cfg = model.cfg
+    if cfg.d_vocab != cfg.d_vocab_out or cfg.rotary_dtype != torch.float32:
+        raise ValueError("Hugging Face's Llama has no mask row and no rounded rotary tables")
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=cfg.d_vocab,
+            hidden_size=cfg.d_model,
+            intermediate_size=cfg.d_mlp,
+            num_hidden_layers=cfg.n_layers,
+            num_attention_heads=cfg.n_heads,
+            num_key_value_heads=cfg.n_key_value_heads,
+            head_dim=cfg.d_head,
+            max_position_embeddings=cfg.n_ctx,
+            rms_norm_eps=cfg.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": cfg.rotary_base},
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation=attn_implementation,
+        )
+    )
+    llama.load_state_dict({_their_name(name): weight for name, weight in model.state_dict().items()})
+    return llama.eval()
+
+
+def everything_visible(tokens: Tensor) -> Tensor:
+    """A 4-d additive mask under which every place sees every place."""
+    batch, pos = tokens.shape
+    return torch.zeros(batch, 1, pos, pos)
+
+
+def _their_name(name: str) -> str:
+    if not name.startswith("blocks."):
+        return f"{_TOP[name.removesuffix('.weight')]}.weight"
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{_BLOCK[rest.removesuffix('.weight')]}.weight"

@@ -1,0 +1,120 @@
+"""Inside the loop a hook knows where it is, and what it returns is what the loop uses."""
+
+import pytest
+import torch
+
+RESID = "blocks.1.hook_resid_post"
+
+
+@pytest.fixture
+def run(either):
+    """Denoise a prompt of 8 places up to 20 in 4 steps; the twin takes a step for each of 4 tokens."""
+    prompt = either.tensors("forward")["tokens"][:1, :8]
+    options = dict(length=20, steps=4, cfg_scale=0.8) if either.kind == "mdm" else dict(length=12)
+    return lambda *fwd_hooks, **more: either.model.denoise(prompt, fwd_hooks=list(fwd_hooks), **options | more)
+
+
+def test_a_hook_knows_its_step(either, run):
+    steps = []
+    trajectory = run((RESID, lambda a, hook: steps.append(hook.step)))
+    branches = 2 if either.kind == "mdm" else 1
+    assert [step.index for step in steps] == [i for i in range(4) for _ in range(branches)]
+    assert [step.t for step in steps] == sorted((step.t for step in steps), reverse=True)
+    assert steps[0].t == 1.0
+    assert all(0 < step.s < step.t <= 1 and step.n_steps == 4 for step in steps)
+    for step in steps:
+        assert torch.equal(step.tokens, trajectory.canvases[step.index])
+        assert torch.equal(step.masked, trajectory.revealed_at >= step.index)
+        assert torch.equal(step.given, trajectory.given)
+    assert {step.branch for step in steps} == ({"conditional", "unconditional"} if branches == 2 else {"conditional"})
+
+
+def test_a_hook_sees_one_branch_at_a_time_and_the_whole_canvas(either, run):
+    shapes = []
+    run((RESID, lambda a, hook: shapes.append((hook.step.branch, tuple(a.shape[:2])))))
+    if either.kind == "mdm":
+        assert shapes == [("conditional", (1, 20)), ("unconditional", (1, 20))] * 4
+    else:
+        assert shapes == [("conditional", (1, pos)) for pos in (8, 9, 10, 11)]
+
+
+def test_the_clock_stops_after_the_run_and_after_an_exception(either, run):
+    def boom(activation, hook):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run((RESID, boom))
+    assert all(point.step is None for point in either.model.hook_points())
+    assert not either.model.list_hooks()
+
+
+def test_hooks_attached_beforehand_work_too(either, run):
+    double = (RESID, lambda a, hook: 2 * a)
+    with either.model.hooks(fwd_hooks=[double]):
+        outer = run()
+    assert torch.equal(outer.canvases, run(double).canvases)
+
+
+def test_a_hook_at_step_k_leaves_the_steps_before_as_they_were(either, run):
+    plain = run()
+    for k in range(4):
+        patched = run((RESID, lambda a, hook, k=k: a.flip(-1) if hook.step.index == k else None))
+        assert torch.equal(patched.canvases[: k + 1], plain.canvases[: k + 1])
+
+
+def test_logits_decide_the_tokens(either, run):
+    def only_42(logits, hook):
+        return torch.nn.functional.one_hot(torch.full(logits.shape[:-1], 42), logits.shape[-1]) * 50.0
+
+    forced = run(("denoise.hook_logits", only_42))
+    assert (forced.tokens[0, 8:] == 42).all()
+    assert (forced.confidence[0, 8:] > 0.99).all()
+
+
+def test_candidates_force_a_token(either, run):
+    forced = run(("denoise.hook_candidates", lambda a, hook: torch.where(hook.step.masked, 7, a)))
+    assert (forced.tokens[0, 8:] == 7).all()
+
+
+def test_confidence_changes_the_order(either, run):
+    """Later places first, on a model that can; a causal model has one place to choose from."""
+    backwards = run(("denoise.hook_confidence", lambda a, hook: torch.arange(a.shape[1], dtype=a.dtype)[None]))
+    order = backwards.revealed_at[0, 8:].tolist()
+    assert order == sorted(order, reverse=either.kind == "mdm")
+
+
+def test_reveal_holds_a_place_back(either, run):
+    place = 10
+
+    def hold_back(reveal, hook):
+        held = reveal.clone()
+        held[:, place] &= hook.step.index == hook.step.n_steps - 1
+        return held
+
+    held = run(("denoise.hook_reveal", hold_back))
+    if either.kind == "mdm":
+        assert held.revealed_at[0, place] == 3
+        assert (held.tokens[0] < 512).all()
+    else:
+        # The next place cannot be filled before this one: the run ends with places not reached.
+        assert held.tokens[0, place:].tolist() == [held.tokens[0, place].item(), -1]
+
+
+def test_tokens_change_the_canvas_going_in(either, run):
+    def swap(tokens, hook):
+        changed = tokens.clone()
+        changed[:, 0] = 3
+        return changed if hook.step.index == 1 else None
+
+    swapped = run(("denoise.hook_tokens", swap))
+    assert swapped.canvases[1, 0, 0] != 3
+    assert (swapped.canvases[2:, 0, 0] == 3).all()
+
+
+def test_the_mask_is_never_written_unless_a_hook_insists(either, run):
+    if either.kind == "ar":
+        return
+    mask = either.model.cfg.mask_token_id
+    insisted = run(("denoise.hook_candidates", lambda a, hook: torch.where(hook.step.masked, mask, a)))
+    assert (insisted.tokens[0, 8:] == mask).all()
+    assert (insisted.confidence[0, 8:] == 0).all()

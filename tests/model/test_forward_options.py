@@ -1,0 +1,179 @@
+"""Padding, partial runs, picked rows, weights, devices: what surrounds the forward pass."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformer_lens import ActivationCache
+from transformer_lens.model_protocol import TransformerLensModel, TransformerLensModelWithWeights
+
+relaxed = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def tokens(either):
+    return either.tensors("forward")["tokens"]
+
+
+@relaxed
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3), left=st.booleans(), seed=st.integers(0, 99))
+def test_padding_never_moves_a_real_tokens_logits(either, lengths, left, seed):
+    model, generator = either.model, torch.Generator().manual_seed(seed)
+    width = max(lengths) + 3
+    tokens = torch.randint(500, (len(lengths), width), generator=generator)
+    real = torch.zeros(len(lengths), width, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        real[row, slice(width - length, None) if left else slice(length)] = True
+    padded = model(tokens, attention_mask=real)
+    assert padded.isfinite().all()
+    for row in range(len(lengths)):
+        alone = model(tokens[row][real[row]][None])[0]
+        torch.testing.assert_close(padded[row][real[row]], alone, rtol=1e-5, atol=2e-5)
+
+
+def test_a_mask_of_ones_is_no_mask(either, tokens):
+    assert torch.equal(either.model(tokens, attention_mask=torch.ones_like(tokens)), either.model(tokens))
+
+
+@relaxed
+@given(cut=st.integers(0, 3))
+def test_stopping_and_starting_again_is_one_run(either, cut):
+    tokens = either.tensors("forward")["tokens"]
+    resid = either.model(tokens, stop_at_layer=cut)
+    assert resid.shape == (*tokens.shape, either.model.cfg.d_model)
+    assert torch.equal(either.model(resid, start_at_layer=cut), either.model(tokens))
+
+
+def test_negative_layers_count_from_the_end(either, tokens):
+    assert torch.equal(either.model(tokens, stop_at_layer=-1), either.model(tokens, stop_at_layer=2))
+
+
+def test_picked_rows_are_rows_of_the_whole(either, tokens):
+    whole = either.model(tokens)
+    close = dict(rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(either.model(tokens, logits_at=[3, -1]), whole[:, [3, -1]], **close)
+    mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    torch.testing.assert_close(either.model(tokens, logits_at=mask), whole[mask], **close)
+    batch, rows = torch.tensor([2, 0]), torch.tensor([16, 5])
+    torch.testing.assert_close(either.model(tokens, logits_at=(batch, rows)), whole[batch, rows], **close)
+
+
+def test_return_type_none_runs_the_hooks(either, tokens):
+    seen = []
+    out = either.model.run_with_hooks(
+        tokens, return_type=None, fwd_hooks=[("ln_final.hook_scale", lambda a, hook: seen.append(a.shape))]
+    )
+    assert out is None
+    assert seen == [torch.Size([3, 17, 1])]
+
+
+def test_cache_is_transformer_lens_own(either, tokens):
+    _, cache = either.model.run_with_cache(tokens[:1], remove_batch_dim=True)
+    assert isinstance(cache, ActivationCache)
+    assert cache["resid_post", -1].shape == (17, either.model.cfg.d_model)
+    assert cache["k", 0].shape == (17, either.model.cfg.n_key_value_heads, either.model.cfg.d_head)
+    stack, labels = cache.decompose_resid(layer=-1, return_labels=True)
+    assert labels[0] == "embed"
+    torch.testing.assert_close(stack.sum(0), cache["resid_post", -1], rtol=1e-5, atol=1e-4)
+
+
+def test_cached_scale_reproduces_the_final_norm(either, tokens):
+    _, cache = either.model.run_with_cache(tokens)
+    final = cache.accumulated_resid(layer=-1, apply_ln=False)[-1]
+    normed = cache.apply_ln_to_stack(final[None], layer=-1)[0] * either.model.ln_final.w
+    torch.testing.assert_close(normed @ either.model.W_U, either.model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_the_protocols_hold(either):
+    assert isinstance(either.model, TransformerLensModel)
+    assert isinstance(either.model, TransformerLensModelWithWeights)
+
+
+def test_weights_under_their_names_rebuild_an_attention_output(either, tokens):
+    """Heads multiplied out by hand from W_V, W_O and the cached pattern give attn_out."""
+    model = either.model
+    _, cache = model.run_with_cache(tokens)
+    normed = cache["normalized", 1, "ln1"] * model.blocks[1].ln1.w
+    shared_by = model.cfg.n_heads // model.cfg.n_key_value_heads
+    out = torch.zeros_like(normed)
+    for head in range(model.cfg.n_heads):
+        value = normed @ model.W_V[1, head // shared_by] + model.b_V[1, head // shared_by]
+        out += cache["pattern", 1][:, head] @ value @ model.W_O[1, head]
+    torch.testing.assert_close(out + model.b_O[1], cache["attn_out", 1], rtol=1e-4, atol=1e-5)
+    ov = model.OV[1, 3].AB
+    torch.testing.assert_close(ov, model.W_V[1, 3 // shared_by] @ model.W_O[1, 3], rtol=1e-5, atol=1e-5)
+
+
+def test_weights_under_their_names_rebuild_an_mlp_output(either, tokens):
+    model = either.model
+    _, cache = model.run_with_cache(tokens)
+    normed = cache["normalized", 2, "ln2"] * model.blocks[2].ln2.w
+    gate, up = normed @ model.W_gate[2], normed @ model.W_in[2] + model.b_in[2]
+    out = (gate * torch.sigmoid(gate) * up) @ model.W_out[2] + model.b_out[2]
+    torch.testing.assert_close(out, cache["mlp_out", 2], rtol=1e-4, atol=1e-5)
+
+
+def test_one_blocks_weights_are_views(either, tokens):
+    model = copy.deepcopy(either.model)
+    before = model(tokens)
+    with torch.no_grad():
+        model.blocks[0].mlp.W_out[3] += 1.0
+        model.blocks[1].attn.W_Q[0] *= 2.0
+    assert not torch.allclose(model(tokens), before)
+    assert torch.equal(either.model(tokens), before)
+
+
+def test_a_deep_copy_has_a_clock_of_its_own(either):
+    model = copy.deepcopy(either.model)
+    assert model.clock is not either.model.clock
+    assert {id(point.clock) for point in model.hook_points()} == {id(model.clock)}
+
+
+def test_moving_keeps_the_config_in_step(either):
+    model = copy.deepcopy(either.model).to(torch.float64)
+    assert model.cfg.dtype == torch.float64
+    assert either.model.cfg.dtype == torch.float32
+
+
+def test_bidirectional_rows_do_not_know_their_batch(either, tokens):
+    alone = torch.cat([either.model(row[None]) for row in tokens])
+    torch.testing.assert_close(either.model(tokens), alone, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (torch.tensor([[1, 513]]), ValueError, "513 is not among the"),
+        (torch.tensor([[1, -1]]), ValueError, "has not reached"),
+        (torch.tensor([[1, -7]]), ValueError, "-7 is not among"),
+        (torch.tensor([[1.0, 2.0]]), TypeError, "must be integers"),
+        (torch.zeros(1, 0, dtype=torch.long), ValueError, "nothing to run on"),
+        (torch.zeros(0, 4, dtype=torch.long), ValueError, "nothing to run on"),
+        (torch.zeros(1, 129, dtype=torch.long), ValueError, "n_ctx=128"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), ValueError, "must be \\[batch, pos\\]"),
+        ("some text", ValueError, "without a tokenizer"),
+    ],
+)
+def test_bad_tokens(either, tokens, error, message):
+    with pytest.raises(error, match=message):
+        either.model(tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(start_at_layer=9), "start_at_layer=9"),
+        (dict(stop_at_layer=-9), "stop_at_layer=-9"),
+        (dict(logits_at=[17]), "outside the 17 rows"),
+        (dict(logits_at=torch.zeros(2, 17, dtype=torch.bool)), "logits_at"),
+        (dict(attention_mask=torch.ones(3, 4)), "must match the tokens"),
+        (dict(attention_mask=torch.zeros(3, 17)), "without a single real token"),
+        (dict(return_type="logit"), "return_type='logit'"),
+        (dict(start_at_layer=1), "residual stream"),
+    ],
+)
+def test_bad_options(either, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        either.model(tokens, **options)

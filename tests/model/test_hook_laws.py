@@ -1,0 +1,167 @@
+"""What must hold of every hook point, whatever the numbers."""
+
+import pytest
+import torch
+
+from diffusion_lens.hook_names import loop_hook
+
+
+def network_hooks(model):
+    return [name for name in model.hook_dict if not name.startswith(loop_hook(""))]
+
+
+def poke(activation, hook):
+    return activation * 1.5 + 0.1
+
+
+@pytest.fixture
+def tokens(either):
+    return either.tensors("forward")["tokens"][:2]
+
+
+def test_every_hook_point_is_alive(either, tokens):
+    model = either.model
+    model.set_use_attn_result(True)
+    try:
+        base = model(tokens)
+        dead = [
+            name
+            for name in network_hooks(model)
+            if torch.allclose(model.run_with_hooks(tokens, fwd_hooks=[(name, poke)]), base)
+        ]
+    finally:
+        model.set_use_attn_result(False)
+    assert dead == []
+
+
+def test_the_hook_points_are_transformer_lens_names(either):
+    per_block = {
+        "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
+        "ln1.hook_scale", "ln1.hook_normalized", "ln2.hook_scale", "ln2.hook_normalized",
+        "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k",
+        "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "attn.hook_result",
+        "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post",
+    }  # fmt: skip
+    model = either.model
+    expected = {f"blocks.{i}.{name}" for i in range(model.cfg.n_layers) for name in per_block}
+    expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
+    expected |= {f"denoise.hook_{name}" for name in ("tokens", "logits", "candidates", "confidence", "reveal")}
+    assert set(model.hook_dict) == expected
+    assert all(point.name == name for name, point in model.hook_dict.items())
+
+
+@pytest.mark.parametrize("returned", ["none", "itself", "copy"])
+def test_identity_hooks_change_no_bit(either, tokens, returned):
+    hooks = {
+        "none": lambda activation, hook: None,
+        "itself": lambda activation, hook: activation,
+        "copy": lambda activation, hook: activation.clone(),
+    }
+    names = network_hooks(either.model)
+    if returned == "copy":  # a copied pattern is used as given: same numbers, another order of summation
+        names = [name for name in names if not name.endswith(("hook_attn_scores", "hook_pattern"))]
+    hooked = either.model.run_with_hooks(tokens, fwd_hooks=[(lambda name: name in names, hooks[returned])])
+    assert torch.equal(hooked, either.model(tokens))
+
+
+def test_a_replaced_pattern_is_used(either, tokens):
+    copied = either.model.run_with_hooks(
+        tokens, fwd_hooks=[(lambda name: name.endswith("hook_pattern"), lambda pattern, hook: pattern.clone())]
+    )
+    torch.testing.assert_close(copied, either.model(tokens), rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("site", ["hook_pattern", "hook_attn_scores"])
+def test_writing_into_a_pattern_in_place_is_felt(either, tokens, site):
+    def blind_to_first(activation, hook):
+        activation[..., 0] = float("-inf") if site == "hook_attn_scores" else 0.0
+
+    # Row 0 of a causal pattern sees only itself, so it is left out of the comparison by NaN; the rows after it count.
+    hooked = either.model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.0.attn.{site}", blind_to_first)])
+    assert not torch.allclose(hooked[:, 1:], either.model(tokens)[:, 1:])
+
+
+def test_gradients_reach_a_hooked_pattern(either, tokens):
+    seen = []
+
+    def keep(pattern, hook):
+        pattern.retain_grad()
+        seen.append(pattern)
+
+    logits = either.model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", keep)])
+    logits[:, -1].sum().backward()
+    either.model.zero_grad()
+    assert seen[0].grad is not None
+    assert seen[0].grad.abs().max() > 0
+
+
+def test_pattern_rows_sum_to_one_and_respect_the_direction(either, tokens):
+    _, cache = either.model.run_with_cache(tokens)
+    pattern = cache["pattern", 0]
+    torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern[..., 0]))
+    above = pattern.triu(diagonal=1).abs().max().item()
+    assert (above == 0) == (either.kind == "ar")
+
+
+def test_a_later_token_moves_an_earlier_row_only_when_bidirectional(either, tokens):
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 500
+    moved = not torch.equal(either.model(tokens)[:, :-1], either.model(changed)[:, :-1])
+    assert moved == (either.kind == "mdm")
+
+
+def test_head_results_sum_to_attn_out(either, tokens):
+    model = either.model
+    model.set_use_attn_result(True)
+    try:
+        _, cache = model.run_with_cache(tokens)
+    finally:
+        model.set_use_attn_result(False)
+    torch.testing.assert_close(cache["result", 1].sum(2), cache["attn_out", 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", ["blocks.1.hook_resid_psot", "hook_embedd", "blocks.9.hook_resid_post"])
+def test_an_unknown_hook_point_offers_the_nearest(either, tokens, bad):
+    for attempt in (
+        lambda: either.model.run_with_hooks(tokens, fwd_hooks=[(bad, poke)]),
+        lambda: either.model.run_with_cache(tokens, names_filter=bad),
+        lambda: either.model.run_with_cache(tokens, names_filter=["hook_embed", bad]),
+        lambda: either.model.add_hook(bad, poke),
+    ):
+        with pytest.raises(KeyError, match="nearest") as error:
+            attempt()
+        assert bad in str(error.value)
+        assert any(name in str(error.value) for name in ("hook_resid_post", "hook_embed"))
+
+
+def test_a_filter_that_matches_nothing_is_an_error(either, tokens):
+    nothing = lambda name: "no such" in name  # noqa: E731
+    with pytest.raises(ValueError, match="matches no hook point"):
+        either.model.run_with_cache(tokens, names_filter=nothing)
+    with pytest.raises(ValueError, match="matches no hook point"):
+        either.model.run_with_hooks(tokens, fwd_hooks=[(nothing, poke)])
+
+
+def test_a_hook_point_that_a_plain_pass_never_reaches_says_so(either, tokens):
+    with pytest.raises(ValueError, match="set_use_attn_result"):
+        either.model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_result", poke)])
+    with pytest.raises(ValueError, match="inside the denoising loop"):
+        either.model.run_with_cache(tokens, names_filter="denoise.hook_logits")
+
+
+def test_nothing_stays_hooked_when_a_hook_raises(either, tokens):
+    def boom(activation, hook):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        either.model.run_with_cache(tokens, names_filter="hook_embed", stop_at_layer=None) and (
+            either.model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_mlp_out", boom)])
+        )
+    assert not either.model.list_hooks()
+    assert not either.model.is_caching
+
+
+def test_outside_the_loop_there_is_no_step(either, tokens):
+    steps = []
+    either.model.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step))])
+    assert steps == [None]
