@@ -20,7 +20,14 @@ from diffusion_lens.catalogue import (
     unknown_name,
 )
 from diffusion_lens.config import DiffusionConfig
-from weight_conversion import Checkpoint, export, open_checkpoint, read_json, sha256_of_file
+from weight_conversion import (
+    CHECKPOINT_SUFFIXES,
+    Checkpoint,
+    export,
+    open_checkpoint,
+    read_json,
+    sha256_of_file,
+)
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
 
@@ -35,16 +42,18 @@ def open_pretrained(
     **hub: Any,
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
     """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`."""
-    name = str(name_or_path)
-    published = None if Path(name).exists() else PUBLISHED.get(name.lower())
-    path = _fetch(published, hub) if published else _local_path(name)
+    here = Path(name_or_path).expanduser()
+    name = str(name_or_path).lower()
+    published = None if here.exists() else PUBLISHED.get(name)
+    embedded = name in EMBEDDED and not here.exists()
+    path = _fetch(published, hub) if published else _embedded(name) if embedded else _existing(here)
     checkpoint = open_checkpoint(path, config)
     loaded = _open_tokenizer(tokenizer, path, hub if published else None)
     cfg = DiffusionConfig.from_architecture(
         checkpoint.architecture,
         device=device,
         dtype=dtype,
-        model_name=published.name if published else path.stem if name in EMBEDDED else None,
+        model_name=published.name if published else name if embedded else None,
         default_prepend_bos=loaded is None or loaded.bos_token_id is not None,
     )
     return cfg, checkpoint, loaded
@@ -54,7 +63,7 @@ def save_pretrained(
     folder: str | Path, tensors: Mapping[str, torch.Tensor], cfg: DiffusionConfig, tokenizer: Any
 ) -> Path:
     """Weights and config in our own layout, the tokenizer beside them; `from_pretrained(folder)` reads them."""
-    target = Path(folder)
+    target = Path(folder).expanduser()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; save_pretrained needs a folder")
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
@@ -66,53 +75,65 @@ def save_pretrained(
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """A fast tokenizer from `tokenizer.json`, its special tokens from `tokenizer_config.json`."""
     if missing := [name for name in TOKENIZER_FILES if not (folder / name).exists()]:
-        raise FileNotFoundError(f"the tokenizer folder {folder} lacks {' and '.join(missing)}")
+        raise FileNotFoundError(f"the tokenizer folder {folder} lacks {' and '.join(missing)}; put it there")
     settings = read_json(folder / "tokenizer_config.json")
     special = {key: _text_of(settings[key]) for key in _SPECIAL_TOKENS if settings.get(key)}
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(f"{folder / 'tokenizer.json'} is not a fast tokenizer: {error}; fetch it again") from error
 
 
 def _text_of(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _local_path(name: str) -> Path:
-    if name in EMBEDDED:
-        return embedded_folder() / f"{name}.safetensors"
-    path = Path(name).expanduser()
+def _embedded(name: str) -> Path:
+    return embedded_folder() / f"{name}.safetensors"
+
+
+def _existing(path: Path) -> Path:
     if path.exists():
         return path
-    if path.suffix in (".safetensors", ".pth", ".pt", ".ckpt", ".bin"):
+    if path.suffix in CHECKPOINT_SUFFIXES:
         raise FileNotFoundError(f"there is no checkpoint at {path}")
-    raise unknown_name(name)
+    raise unknown_name(str(path))
 
 
 def _fetch(published: Published, hub: Mapping[str, Any]) -> Path:
     """Download a published checkpoint, or find it in the cache; verify its hash where one is known."""
+    out_of_reach: Exception | None = None
     for file in published.files:
         try:
             path = Path(hf_hub_download(REPO, file, **hub))
         except LocalEntryNotFoundError as error:
-            raise FileNotFoundError(
-                f"{published.name!r} is neither in the Hugging Face cache nor can the hub be reached. Download "
-                f"{published.files[0]} ({published.n_bytes:,} bytes) from huggingface.co/{REPO} on a connected machine "
-                f"and pass its path: from_pretrained('{Path(published.files[0]).name}', tokenizer='folder')"
-            ) from error
+            # The .pth may be in the cache all the same; one round of retries against a dead network is enough.
+            out_of_reach, hub = error, {**hub, "local_files_only": True}
+            continue
         except EntryNotFoundError:
             continue
         if published.sha256 and path.suffix == ".safetensors" and (found := sha256_of_file(path)) != published.sha256:
             raise ValueError(
                 f"{path} is not the published {published.name!r}: its SHA-256 is {found}, expected {published.sha256}. "
-                "Delete it and fetch it again."
+                f"Delete {path.resolve()} and fetch it again."
             )
         return path
-    raise FileNotFoundError(f"huggingface.co/{REPO} holds neither of {published.files}")
+    if out_of_reach is None:
+        raise FileNotFoundError(
+            f"huggingface.co/{REPO} holds neither {' nor '.join(published.files)}, the files of {published.name!r}; "
+            "look for its file there and pass the path of a downloaded copy"
+        )
+    raise FileNotFoundError(
+        f"{published.name!r} is not in the Hugging Face cache, and the hub cannot be reached (or must not be). "
+        f"Download {published.files[0]} ({published.n_bytes:,} bytes) from huggingface.co/{REPO} on a connected "
+        f"machine and pass its path: from_pretrained('{Path(published.files[0]).name}', tokenizer='folder')"
+    ) from out_of_reach
 
 
 def _open_tokenizer(tokenizer: Any, checkpoint: Path, hub: Mapping[str, Any] | None) -> Any:
     """The tokenizer asked for, the one beside the checkpoint, the published one (`hub` given), or none."""
     if tokenizer is not None:
-        return load_tokenizer(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
+        return load_tokenizer(Path(tokenizer).expanduser()) if isinstance(tokenizer, str | Path) else tokenizer
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     if (folder / TOKENIZER_FILES[0]).exists():
         return load_tokenizer(folder)

@@ -7,9 +7,10 @@
 from weight_conversion.architecture import Architecture, tensor_shapes
 from weight_conversion.convert import Checkpoint, export, export_size, open_checkpoint
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
-from weight_conversion.files import read_json, sha256_of_file, write_json, write_safetensors
+from weight_conversion.files import CHECKPOINT_SUFFIXES, read_json, sha256_of_file, write_json, write_safetensors
 
 __all__ = [
+    "CHECKPOINT_SUFFIXES",
     "PUBLISHED_SIZES",
     "Architecture",
     "Checkpoint",

@@ -15,6 +15,12 @@ Shape = tuple[int, ...]
 
 _COUNTS = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab", "d_vocab_out", "n_ctx")
 
+_CHOICES = {
+    "attention_dir": ("bidirectional", "causal"),
+    "readout": ("in_place", "shifted"),
+    "rotary_dtype": ("float32", "bfloat16"),
+}
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -45,8 +51,12 @@ class Architecture:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.n_heads % self.n_key_value_heads:
             raise ValueError(
                 f"{self.n_heads} heads cannot share {self.n_key_value_heads} key/value heads: "

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from weight_conversion.architecture import Architecture
-from weight_conversion.families.family import Config
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families import native
+from weight_conversion.families.family import Config, Family
 from weight_conversion.files import (
     TensorSource,
     open_tensors,
@@ -24,14 +27,21 @@ from weight_conversion.registry import FAMILIES, recognise
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint: its facts at once, its tensors when asked, one at a time."""
+    """A checked checkpoint: its facts at once, its tensors when asked."""
 
     architecture: Architecture
     source: TensorSource
     key_map: KeyMap
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in our layout. It may share memory with the file: copy what is to be kept."""
+        """Every tensor in our layout, whole. It may share memory with the file: copy what is to be kept."""
+        return self.key_map.to_ours(self.source.read, most_bytes=sys.maxsize)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """The same in pieces: a large tensor comes as several, consecutive rows of it, under the same name.
+
+        Who copies each piece to its place before asking for the next never holds more than a few megabytes of the file.
+        """
         return self.key_map.to_ours(self.source.read)
 
 
@@ -50,11 +60,14 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
     path = Path(path)
     source = open_tensors(path)
     shapes = source.shapes()
-    settings = _read_config(path, config)
+    settings, read_from = _given(config) if config is not None else _beside(source.path.parent, shapes)
     family = recognise(settings, shapes, str(path))
-    architecture = family.read_architecture(settings, shapes)
-    key_map = KeyMap(family.rules, architecture, family.ignored)
-    key_map.check(shapes, str(path))
+    try:
+        architecture = family.read_architecture(settings, shapes)
+        key_map = KeyMap(family.rules, architecture, family.ignored)
+        key_map.check(shapes, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error} [config: {read_from}]") from error
     return Checkpoint(architecture, source, key_map)
 
 
@@ -66,6 +79,9 @@ def export(
     Args:
         path: the `.safetensors` file to write; the family's config goes beside it.
         family: by default the one the architecture came from.
+
+    Raises:
+        ValueError: a tensor is missing or misshapen, or the family's config has no words for this architecture.
     """
     target = Path(path)
     if target.suffix != ".safetensors":
@@ -74,8 +90,9 @@ def export(
     if name not in FAMILIES:
         raise ValueError(f"unknown family {name!r}; known are {', '.join(FAMILIES)}")
     key_map = KeyMap(FAMILIES[name].rules, architecture)
+    config = _config_of(architecture, FAMILIES[name], key_map)
     write_safetensors(dict(key_map.to_theirs(tensors)), target)
-    write_json(FAMILIES[name].write_config(architecture), target.parent / FAMILIES[name].config_file)
+    write_json(config, target.parent / FAMILIES[name].config_file)
     return target
 
 
@@ -84,15 +101,39 @@ def export_size(architecture: Architecture) -> int:
     return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)
 
 
-def _read_config(path: Path, config: str | Path | Config | None) -> Config | None:
+def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> dict[str, Any]:
+    """The family's config for an architecture; read back, it must say the same."""
+    config = family.write_config(architecture)
+    meant, said = asdict(architecture), asdict(family.read_architecture(config, key_map.their_shapes))
+    lost = [
+        f"{key}={meant[key]!r} (would become {said[key]!r})"
+        for key in meant
+        if key != "family" and meant[key] != said[key]
+    ]
+    if lost:
+        raise ValueError(f"the {family.name} format cannot say {', '.join(lost)}: pass family='{native.FORMAT}'")
+    return config
+
+
+def _given(config: str | Path | Config) -> tuple[Config, str]:
+    """A config passed by the caller, and how to call it in an error."""
     if isinstance(config, Mapping):
-        return config
-    if config is not None:
-        settings: Config = read_json(Path(config))
-        return settings
-    folder = path if path.is_dir() else path.parent
+        return config, "the mapping that was passed"
+    path = Path(config).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no config file at {path}; pass the path of the checkpoint's JSON config")
+    settings = read_json(path)
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{path} is not a config: it should hold one JSON object")
+    return settings, str(path)
+
+
+def _beside(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Config | None, str]:
+    """The config that the checkpoint's own family keeps beside it, if there is one."""
     for family in FAMILIES.values():
-        if (folder / family.config_file).exists():
-            beside: Config = read_json(folder / family.config_file)
-            return beside
-    return None
+        path = folder / family.config_file
+        if path.exists():
+            settings, read_from = _given(path)
+            if family.recognises(settings, shapes):
+                return settings, read_from
+    return None, "none was passed or found, so the tensors' shapes were compared with the published sizes"

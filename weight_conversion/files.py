@@ -1,8 +1,7 @@
-"""Files of tensors: read one tensor at a time, written whole or not at all.
+"""Files of tensors: read in pieces, written whole or not at all.
 
-Safetensors files are opened anew for each tensor, so that the pages of a tensor already read are given back: peak
-memory stays at the weights plus one tensor. A `.pth` is read with `weights_only=True`: no code of a checkpoint is ever
-run.
+A file is mapped into memory and opened anew again and again, so that the pages already read are given back: peak memory
+stays at the weights plus one piece. A `.pth` is read with `weights_only=True`: no code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
+import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,8 @@ from torch import Tensor
 from weight_conversion.architecture import Shape
 
 INDEX = "model.safetensors.index.json"
+CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin")
+REOPEN_BYTES = 1 << 24
 
 
 class TensorSource(ABC):
@@ -38,8 +39,8 @@ class TensorSource(ABC):
         """Name and shape of every tensor, without reading one."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """One tensor. It may share memory with the file: copy what is to be kept."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor, or its rows `start` to `stop`. It may share memory with the file: copy what is to be kept."""
 
 
 class SafetensorsFile(TensorSource):
@@ -52,10 +53,10 @@ class SafetensorsFile(TensorSource):
         with self._open() as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         with self._open() as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            rows: Tensor = file.get_slice(name)[start:stop]
+            return rows
 
     def _open(self) -> Any:
         try:
@@ -72,45 +73,63 @@ class ShardedFiles(TensorSource):
 
     def __init__(self, index: Path) -> None:
         self.path = index
-        self._where: dict[str, str] = read_json(index)["weight_map"]
-        if absent := sorted({shard for shard in self._where.values() if not (index.parent / shard).exists()}):
-            raise FileNotFoundError(f"{index} names shards that are not beside it: {absent}")
+        content = read_json(index)
+        where = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+            raise ValueError(f"{index} should hold 'weight_map', a mapping of tensor names to files; fetch it again")
+        shards = [index.parent / shard for shard in sorted(set(where.values()))]
+        if absent := [shard.name for shard in shards if not shard.exists()]:
+            raise FileNotFoundError(f"{index} names files that are not beside it: {absent}; fetch them too")
+        self._where = {name: SafetensorsFile(shard) for shard in shards for name in SafetensorsFile(shard).shapes()}
 
     def shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {}
-        for shard in sorted(set(self._where.values())):
-            shapes.update(SafetensorsFile(self.path.parent / shard).shapes())
-        return shapes
+        shards = {file.path: file for file in self._where.values()}
+        return {name: shape for file in shards.values() for name, shape in file.shapes().items()}
 
-    def read(self, name: str) -> Tensor:
-        return SafetensorsFile(self.path.parent / self._where[name]).read(name)
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        return self._where[name].read(name, start, stop)
 
 
 class TorchFile(TensorSource):
-    """A `.pth` / `.pt` / `.ckpt` / `.bin`: a mapping of tensors, at the top or under "model" or "state_dict"."""
+    """A `.pth` / `.pt` / `.ckpt` / `.bin`: a mapping of tensors, at the top or under "model" or "state_dict".
+
+    One in the format from before torch 1.6 cannot be mapped; it is in memory as long as it is open.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(
-                f"{path} was not read: it is cut off, or it holds more than tensors and would have to run code of its "
-                f"own to be read, which is refused ({str(error).splitlines()[0]}). Use the .safetensors file of the "
-                "same model, or save the plain state_dict."
-            ) from error
-        for key in ("model", "state_dict"):
-            if isinstance(content, dict) and isinstance(content.get(key), dict):
-                content = content[key]
-        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise ValueError(f"{path} does not hold a mapping of names to tensors, at the top or under 'model'")
-        self._tensors: dict[str, Tensor] = content
+        self._mapped = _is_zip(path)
+        self._tensors = self._load()
+        self._n_read = 0
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        if self._mapped and self._n_read > REOPEN_BYTES:
+            self._tensors, self._n_read = self._load(), 0
+        rows = self._tensors[name][start:stop]
+        self._n_read += rows.nbytes
+        return rows
+
+    def _load(self) -> dict[str, Tensor]:
+        try:
+            content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
+        except Exception as error:  # what a broken pickle raises depends on its bytes
+            raise ValueError(
+                f"{self.path} was not read: it is cut off, or it holds more than tensors and would have to run code of "
+                f"its own to be read, which is refused ({_reason(error)}). Use the .safetensors file of the same "
+                "model, or save the plain state_dict."
+            ) from error
+        for key in ("model", "state_dict"):
+            if isinstance(content, dict) and isinstance(content.get(key), dict):
+                content = content[key]
+        if not isinstance(content, dict) or not content or not all(_is_named_tensor(*item) for item in content.items()):
+            raise ValueError(
+                f"{self.path} does not hold a mapping of names to tensors, at the top or under 'model' or "
+                "'state_dict'; save the plain state_dict"
+            )
+        return content
 
 
 def open_tensors(path: Path) -> TensorSource:
@@ -121,15 +140,21 @@ def open_tensors(path: Path) -> TensorSource:
         candidates = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.pth"))
         if len(candidates) != 1:
             held = [file.name for file in candidates] or "none"
-            raise FileNotFoundError(f"{path} should hold one .safetensors or .pth checkpoint; it holds {held}")
+            raise FileNotFoundError(
+                f"the folder {path} should hold one .safetensors or .pth checkpoint; it holds {held}. Pass the path of "
+                "the file itself."
+            )
         path = candidates[0]
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
-    if path.suffix in (".pth", ".pt", ".ckpt", ".bin"):
+    if path.suffix in CHECKPOINT_SUFFIXES:
         return TorchFile(path)
-    raise ValueError(f"{path} is neither .safetensors nor .pth; a checkpoint is one of these or a folder with one")
+    raise ValueError(
+        f"{path} is not a checkpoint by its name; pass a file that ends in {', '.join(CHECKPOINT_SUFFIXES)}, or a "
+        "folder with one"
+    )
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -142,14 +167,14 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 def write_json(data: Any, path: Path) -> None:
     """Write under a temporary name, then rename."""
     with _renamed_when_whole(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file; a syntax error becomes a `ValueError` that names the file."""
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
@@ -192,6 +217,17 @@ def _renamed_when_whole(path: Path) -> Iterator[Path]:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _is_named_tensor(name: object, value: object) -> bool:
+    return isinstance(name, str) and isinstance(value, Tensor)
+
+
+def _reason(error: Exception) -> str:
+    # torch wraps the one telling phrase into advice to switch the protection off.
+    text = str(error) or type(error).__name__
+    found = re.search(r"Unsupported (global: GLOBAL \S+|operand \d+)", text)
+    return found[0] if found else text.splitlines()[0]
 
 
 def _is_zip(path: Path) -> bool:

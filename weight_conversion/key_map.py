@@ -6,6 +6,7 @@ ignored by name, or an error: nothing is dropped in silence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from weight_conversion.architecture import Architecture, Shape, tensor_shapes
 from weight_conversion.layouts import Layout, Same
+
+PIECE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,26 @@ class KeyMap:
                 "Pass the config that belongs to this checkpoint, or the checkpoint that belongs to this config."
             )
 
-    def to_ours(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in our layout, one of theirs in memory at a time."""
+    def to_ours(
+        self, read: Callable[[str, int, int], Tensor], most_bytes: int = PIECE_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in our layout, in consecutive pieces of rows, about `most_bytes` of theirs in memory at a time.
+
+        Args:
+            read: rows `start` to `stop` of their tensor, by name.
+        """
         for rule in self.rules:
-            yield from zip(rule.ours, rule.layout.split(read(rule.theirs), self.architecture), strict=True)
+            n_rows, *row = rule.layout.their_shape([self.our_shapes[name] for name in rule.ours], self.architecture)
+            block = rule.layout.block_rows(self.architecture)
+            step = block * max(1, most_bytes // (4 * math.prod(row) * block))
+            for start in range(0, n_rows, step):
+                theirs = read(rule.theirs, start, min(start + step, n_rows))
+                if not theirs.is_floating_point():
+                    raise ValueError(
+                        f"{rule.theirs} holds {theirs.dtype} numbers; weights must be floating point. A quantised "
+                        "checkpoint must be turned back first."
+                    )
+                yield from zip(rule.ours, rule.layout.split(theirs, self.architecture), strict=True)
 
     def to_theirs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Every tensor under the family's own name and layout."""

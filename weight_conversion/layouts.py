@@ -1,6 +1,7 @@
 """How one tensor of a checkpoint relates to tensors of ours: a small invertible operation each.
 
-A layout splits one of their tensors into ours, joins ours into theirs, and says what shape theirs must have.
+A layout splits one of their tensors into ours, joins ours into theirs, and says what shape theirs must have. Rows that
+can be split without the others form a block, so that a large tensor need never be in memory whole.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ class Layout(ABC):
         """The shape their tensor must have."""
 
     @abstractmethod
+    def block_rows(self, architecture: Architecture) -> int:
+        """Rows of theirs in one block."""
+
+    @abstractmethod
     def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
-        """Their tensor as ours, in the order of the rule."""
+        """Their tensor, or any whole blocks of it, as ours, in the order of the rule."""
 
     @abstractmethod
     def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
@@ -37,6 +42,9 @@ class Same(Layout):
     def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
         (shape,) = our_shapes
         return shape
+
+    def block_rows(self, architecture: Architecture) -> int:
+        return 1
 
     def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
         return (theirs,)
@@ -55,10 +63,14 @@ class GroupMajorQKV(Layout):
     def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
         return (sum(shape[0] for shape in our_shapes), *our_shapes[0][1:])
 
-    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+    def block_rows(self, architecture: Architecture) -> int:
         a = architecture
-        grouped = rearrange(theirs, "(group row d) ... -> group row d ...", group=a.n_key_value_heads, d=a.d_head)
-        queries, key, value = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
+        return (a.n_heads // a.n_key_value_heads + 2) * a.d_head
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        heads = architecture.n_heads // architecture.n_key_value_heads
+        grouped = rearrange(theirs, "(group row d) ... -> group row d ...", row=heads + 2, d=architecture.d_head)
+        queries, key, value = grouped.split([heads, 1, 1], dim=1)
         return tuple(rearrange(part, "group row d ... -> (group row d) ...") for part in (queries, key, value))
 
     def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:

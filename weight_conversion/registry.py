@@ -17,5 +17,7 @@ def recognise(config: Config | None, shapes: Mapping[str, Shape], source: str) -
         if family.recognises(config, shapes):
             return family
     raise ValueError(
-        f"{source} is of no known family ({', '.join(FAMILIES)}); its first tensors are {sorted(shapes)[:4]}"
+        f"{source} is of no known family ({', '.join(FAMILIES)}); its first tensors are {sorted(shapes)[:4]}. "
+        "A folder written by save_pretrained needs its config.json beside the weights; any other format has to be "
+        "converted to one of these first."
     )

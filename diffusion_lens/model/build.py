@@ -70,7 +70,9 @@ def load_tensors(
             raise ValueError(f"the model has no weight {name!r}; it has {', '.join(list(weights)[:4])} and so on")
         start, stop = filled[name], filled[name] + len(piece)
         if piece.shape[1:] != weights[name].shape[1:] or stop > len(weights[name]):
-            raise ValueError(f"rows {start}:{stop} of {name!r} are {list(piece.shape)}; it is {list(weights[name].shape)}")
+            raise ValueError(
+                f"rows {start}:{stop} of {name!r} are {list(piece.shape)}; it is {list(weights[name].shape)}"
+            )
         weights[name][start:stop].copy_(piece.detach())
         filled[name] = stop
     if missing := [name for name, weight in weights.items() if filled[name] < len(weight)]:

@@ -7,6 +7,8 @@ that last row is [MASK]. Rotary tables were rounded to bfloat16 in training. Sou
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -62,8 +64,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "condense_ratio": (1,),
 }
 _READ = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_size")
-_OPTIONAL = ("n_query_groups", "padded_vocab_size", "vocab_size", "norm_eps", "name")
-_IGNORED = ("org", "padding_multiple")
+_OPTIONAL = ("n_query_groups", "padded_vocab_size", "vocab_size", "padding_multiple", "norm_eps", "name")
+_IGNORED = ("org",)
+_COUNTS = (*_READ, "n_query_groups", "padded_vocab_size", "vocab_size", "padding_multiple")
 
 RULES = (
     Rule("transformer.wte.weight", ("embed.weight",)),
@@ -84,7 +87,7 @@ RULES = (
 
 
 def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return "transformer.wte.weight" in shapes and "lm_head.weight" in shapes
+    return any(re.fullmatch(r"transformer\.h\.\d+\.norm_1\.weight", name) for name in shapes)
 
 
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
@@ -92,7 +95,7 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     if config is None:
         config = _config_of_shapes(shapes)
     _check_config(config)
-    head = int(config.get("padded_vocab_size") or config["vocab_size"])
+    head = config.get("padded_vocab_size") or _padded(config["vocab_size"], config.get("padding_multiple") or 1)
     rows = shapes["transformer.wte.weight"][0] if "transformer.wte.weight" in shapes else head
     return _architecture(config, head, "mdm" if rows == head + 1 else "ar")
 
@@ -122,23 +125,23 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 
 def _architecture(config: Config, head: int, kind: Literal["mdm", "ar"]) -> Architecture:
     masked = kind == "mdm"
-    n_heads = int(config["n_head"])
+    n_heads = config["n_head"]
     return Architecture(
         family="lit_gpt",
         name=str(config.get("name", "lit_gpt")),
-        n_layers=int(config["n_layer"]),
-        d_model=int(config["n_embd"]),
+        n_layers=config["n_layer"],
+        d_model=config["n_embd"],
         n_heads=n_heads,
-        n_key_value_heads=int(config.get("n_query_groups") or n_heads),
-        d_head=int(config["n_embd"]) // n_heads,
-        d_mlp=int(config["intermediate_size"]),
+        n_key_value_heads=config.get("n_query_groups") or n_heads,
+        d_head=config["n_embd"] // n_heads,
+        d_mlp=config["intermediate_size"],
         d_vocab=head + masked,
         d_vocab_out=head,
-        n_ctx=int(config["block_size"]),
+        n_ctx=config["block_size"],
         attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=head if masked else None,
-        norm_eps=float(config.get("norm_eps", 1e-5)),
+        norm_eps=config.get("norm_eps", 1e-5),
         rotary_base=10000.0,
         rotary_dtype="bfloat16",
     )
@@ -148,7 +151,7 @@ def _published_config(size: str) -> Config:
     key = size.removeprefix("Diff_LLaMA_")
     if key not in PUBLISHED_SIZES:
         near = get_close_matches(key, PUBLISHED_SIZES, n=3, cutoff=0.0)
-        raise ValueError(f"{size!r} is no published size; nearest are {near}")
+        raise ValueError(f"{size!r} is no published size; nearest are {', '.join(near)}")
     n_layer, n_head, n_embd, intermediate_size = PUBLISHED_SIZES[key]
     return {
         "name": f"Diff_LLaMA_{key}",
@@ -162,22 +165,27 @@ def _published_config(size: str) -> Config:
 
 
 def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
-    n_layer = sum(name.endswith(".norm_1.weight") for name in shapes)
-    head, n_embd = shapes["lm_head.weight"]
-    mlp = shapes.get("transformer.h.0.mlp.swiglu.w1.weight", (0, 0))[0]
-    for size, (layers, _, width, hidden) in PUBLISHED_SIZES.items():
-        if (layers, width, hidden, 32000) == (n_layer, n_embd, mlp, head):
+    """The published size with as many layers and the same MLP; a single bad tensor is left to the check to name."""
+    layers = {int(match[1]) for name in shapes if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
+    mlps = Counter(shape for name, shape in shapes.items() if name.endswith(".mlp.swiglu.w1.weight"))
+    n_layer, mlp = max(layers) + 1, max(mlps, key=lambda shape: mlps[shape], default=())
+    for size, (published_layers, _, width, hidden) in PUBLISHED_SIZES.items():
+        if (published_layers, (hidden, width)) == (n_layer, mlp):
             return _published_config(size)
     raise ValueError(
-        f"no published size has {n_layer} layers, width {n_embd}, MLP width {mlp} and {head} tokens, and tensors "
-        "alone do not tell the number of heads: pass config='lit_config.json'"
+        f"no published size has {n_layer} layers with an MLP of {list(mlp)}, and tensors alone do not tell the number "
+        "of heads: pass config='lit_config.json'"
     )
+
+
+def _padded(vocab_size: int, multiple: int) -> int:
+    return -(-vocab_size // multiple) * multiple
 
 
 def _check_config(config: Config) -> None:
     if missing := [key for key in _READ if key not in config]:
-        raise ValueError(f"the lit-gpt config lacks {missing}")
-    if "padded_vocab_size" not in config and "vocab_size" not in config:
+        raise ValueError(f"the lit-gpt config lacks {missing}; add them")
+    if not config.get("padded_vocab_size") and not config.get("vocab_size"):
         raise ValueError("the lit-gpt config lacks 'padded_vocab_size' (or 'vocab_size')")
     if unknown := sorted(set(config) - {*_READ, *_OPTIONAL, *_FIXED, *_IGNORED}):
         raise ValueError(
@@ -187,6 +195,10 @@ def _check_config(config: Config) -> None:
     for key, allowed in _FIXED.items():
         if key in config and config[key] not in allowed:
             raise ValueError(f"{key}={config[key]!r} is not supported in the lit-gpt family: it must be {allowed[0]!r}")
+    for key in _COUNTS:
+        count = config.get(key)
+        if not (isinstance(count, int) and count > 0) and not (count is None and key not in _READ):
+            raise ValueError(f"{key}={count!r} in the lit-gpt config must be a whole number, at least 1")
     if config["n_embd"] % config["n_head"]:
         raise ValueError(f"n_embd {config['n_embd']} is not a multiple of n_head {config['n_head']}")
 

@@ -13,12 +13,12 @@ FORMAT = "diffusion_lens"
 
 
 def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("format") == FORMAT
+    return config is not None and config.get("format") == FORMAT and any(name in shapes for name in _NAMES)
 
 
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    if config is None or "architecture" not in config:
-        raise ValueError(f"a {FORMAT} folder needs its config.json with the key 'architecture'")
+    if config is None or not isinstance(config.get("architecture"), Mapping):
+        raise ValueError(f"a {FORMAT} folder needs its config.json with 'architecture', a mapping; save it again")
     return Architecture.from_dict(config["architecture"])
 
 

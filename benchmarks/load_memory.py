@@ -1,0 +1,97 @@
+"""Memory taken by loading a checkpoint of a published size, as a multiple of the weights themselves.
+
+Writes a lit-gpt checkpoint of that size with random numbers, then loads it for each dtype in a process of its own and
+reads the peak of its resident memory (Linux: VmHWM). Growth is counted from just before `from_pretrained`, with
+everything imported and the embedded tiny model loaded once; pages of the file that are mapped at the same time count
+too. 1.00 would be the weights and nothing else.
+
+    python benchmarks/load_memory.py [--size 1028M] [--suffix .safetensors] [--folder /tmp] [--keep]
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer
+from weight_conversion import Architecture, export, open_checkpoint, published_architecture, tensor_shapes
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def write_checkpoint(architecture: Architecture, path: Path) -> Path:
+    """A checkpoint with random numbers and the config that belongs to it; a `.pth` holds them under "model"."""
+    generator = torch.Generator().manual_seed(0)
+    plain = path.with_suffix(".safetensors")
+    shapes = tensor_shapes(architecture)
+    export({name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}, architecture, plain)
+    if path.suffix != ".safetensors":
+        source = open_checkpoint(plain).source
+        torch.save({"model": {name: source.read(name).clone() for name in source.shapes()}}, path)
+        plain.unlink()
+    return path
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process so far, file pages included."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def measure(path: Path, dtype: str) -> dict[str, float]:
+    """Load `path` in this process: bytes of the weights, growth of the peak, seconds."""
+    HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    with contextlib.suppress(OSError):  # where it is not allowed, the peak of the imports is the baseline
+        Path("/proc/self/clear_refs").write_text("5")
+    before, begun = peak_bytes(), time.perf_counter()
+    model = HookedDiffusionTransformer.from_pretrained(path, device="cpu", dtype=getattr(torch, dtype))
+    seconds = time.perf_counter() - begun
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return {"weights": weights, "growth": peak_bytes() - before, "seconds": seconds}
+
+
+def measure_apart(path: Path, dtype: str) -> dict[str, float]:
+    """`measure` in a fresh process, so that no run inherits another's memory."""
+    command = [sys.executable, __file__, "--measure", str(path), dtype]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main(size: str = "1028M", suffix: str = ".safetensors", folder: str | None = None, keep: bool = False) -> None:
+    """Write, measure, print one table; the file is deleted again unless it is to be kept."""
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        path = write_checkpoint(published_architecture(size, "mdm"), scratch / f"mdm-{size}{suffix}")
+        print(f"{path}: {path.stat().st_size:,} bytes, torch {torch.__version__}, CPU")
+        print(f"{'dtype':10} {'weights':>15} {'peak growth':>15} {'ratio':>6} {'seconds':>8}")
+        for dtype in DTYPES:
+            found = measure_apart(path, dtype)
+            ratio = found["growth"] / found["weights"]
+            print(f"{dtype:10} {found['weights']:15,} {found['growth']:15,} {ratio:6.3f} {found['seconds']:8.1f}")
+    finally:
+        if not keep:
+            shutil.rmtree(scratch)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", default="1028M")
+    parser.add_argument("--suffix", default=".safetensors", choices=[".safetensors", ".pth"])
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--measure", nargs=2, metavar=("PATH", "DTYPE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(Path(arguments.measure[0]), arguments.measure[1])))
+    else:
+        main(arguments.size, arguments.suffix, arguments.folder, arguments.keep)
