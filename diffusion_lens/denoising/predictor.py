@@ -18,6 +18,13 @@ from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import StepState
 
 
+def guide(
+    conditional: Float[Tensor, "*place d_vocab_out"], unconditional: Float[Tensor, "*place d_vocab_out"], scale: float
+) -> Float[Tensor, "*place d_vocab_out"]:
+    """Guided logits, u + (1 + w)(c - u)."""
+    return unconditional + (scale + 1) * (conditional - unconditional)
+
+
 class Predictor(ABC):
     """Logits for marked places."""
 
@@ -84,4 +91,4 @@ class Guided(Predictor):
             real = None if canvas.real is None else canvas.real.repeat(2, 1)
             both = predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
             conditional, unconditional = both.chunk(2)
-        return unconditional + (self.scale + 1) * (conditional - unconditional)
+        return guide(conditional, unconditional, self.scale)

@@ -1,0 +1,300 @@
+"""How likely a model finds an answer: its negative log-likelihood (NLL) after a prompt, in nats.
+
+A causal model has one, exactly, from one forward pass. A masked diffusion model predicts a token from whatever else is
+shown, so it has one for each order in which the answer may be revealed:
+
+    NLL(order) = - Σ_j log p(a_order(j) | prompt, a_order(1) … a_order(j-1), the rest masked)
+
+`chain_rule_nll` takes the order left to right, one canvas a token. `monte_carlo_nll` estimates the mean over all
+orders, which is the diffusion bound on the NLL (Nie et al. 2024, arXiv 2410.18514, eq. 4): of L answer tokens each is
+masked with probability p,
+
+    ∫ dp E[Σ_masked -log p(a_i | prompt, what is not masked) / p]
+
+Both as ML-GSAI/SMDM `evaluate_diff.py` has them; its guidance masks the prompt and leaves the answer in sight.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from diffusion_lens.denoising.predictor import guide
+from diffusion_lens.denoising.randomness import row_seeds
+from diffusion_lens.facts import Fact
+from diffusion_lens.model.inputs import check_length, check_tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.shapes import Places
+from diffusion_lens.training.objectives import hide
+
+Text = str | Tensor
+
+
+@dataclass(frozen=True)
+class NLLEstimate:
+    """A Monte-Carlo estimate of a negative log-likelihood, in nats.
+
+    Attributes:
+        value: the mean of the draws.
+        standard_error: of `value`. Draws of one batch share their stratification, so batches are the independent units:
+            it comes from the scatter of their means. NaN when there is only one batch.
+        samples: number of draws.
+        record: prompt and answer, noise, guidance, seed, model, weights' hash, versions.
+    """
+
+    value: float
+    standard_error: float
+    samples: int
+    record: dict[str, Any] = field(repr=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        numbers = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("value", "standard_error")}
+        return save_result(path, "NLL estimate", numbers, {"samples": self.samples, "record": self.record})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "NLLEstimate":
+        """Read what `save` wrote."""
+        numbers, record = load_result(path, "NLL estimate")
+        return cls(numbers["value"].item(), numbers["standard_error"].item(), record["samples"], record["record"])
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A prompt and the answer after it, in tokens."""
+
+    prompt: Int[Tensor, "pos"]
+    answer: Int[Tensor, "place"]
+
+    @property
+    def tokens(self) -> Int[Tensor, "both"]:
+        return torch.cat([self.prompt, self.answer])
+
+
+@torch.no_grad()
+def chain_rule_nll(
+    model: DiffusionTransformer, prompt: Text, answer: Text, *, cfg_scale: float = 0.0, max_batch: int = 32
+) -> Float[Tensor, ""]:
+    """NLL of the answer, revealed from left to right.
+
+    On a masked diffusion model each answer token is scored on a canvas of its own, with itself and all that follows
+    masked; hooks see these canvases as rows of one batch. On a causal model it is one teacher-forced pass.
+
+    Args:
+        prompt: text, or Int[pos] tokens; on a masked diffusion model it may be empty or hold [MASK]s.
+        answer: text or tokens, as the prompt is; of text, the tokens that continue the prompt (see `Fact.tokenize`).
+        cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none. Hooks see the conditional pass, then
+            the unconditional one.
+        max_batch: most canvases in one forward pass; it changes no number.
+
+    Raises:
+        ValueError: an answer that is empty, not writable or merged into the prompt, more places than the context has,
+            a setting out of range, guidance on a causal model.
+    """
+    _check_settings(cfg_scale, max_batch=max_batch)
+    question = _ask(model, prompt, answer)
+    start, n_answer = len(question.prompt), len(question.answer)
+    mask = model.cfg.mask_token_id
+    if mask is None:
+        if cfg_scale:
+            raise ValueError(
+                f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
+                "the likelihood of an autoregressive model is that of cfg_scale=0"
+            )
+        if not start:
+            raise ValueError(
+                f"nothing precedes the answer, and {model.cfg.model_name!r} predicts a token from those before it: "
+                "give a prompt, if only the BOS token"
+            )
+        canvases = question.tokens[None]
+        places = torch.arange(len(question.tokens), device=canvases.device)[None] >= start
+    else:
+        canvases = question.tokens.repeat(n_answer, 1)
+        places = torch.zeros_like(canvases, dtype=torch.bool)
+        places[:, start:] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
+        canvases[:, start:][torch.ones_like(places[:, start:]).triu()] = mask
+    return _surprisals(model, question, canvases, places, cfg_scale, max_batch).sum()
+
+
+@torch.no_grad()
+def monte_carlo_nll(
+    model: DiffusionTransformer,
+    prompt: Text,
+    answer: Text,
+    *,
+    samples: int = 1024,
+    batch_size: int = 16,
+    cfg_scale: float = 0.0,
+    seed: int | torch.Generator = 0,
+    noisy: Int[Tensor, "sample pos"] | None = None,
+    p_mask: Float[Tensor, "sample pos"] | None = None,
+    max_batch: int = 32,
+    progress: bool = False,
+) -> NLLEstimate:
+    """The diffusion bound on the answer's NLL, from random masks on the answer.
+
+    p is uniform between 0.001 and 1, as in training; what that changes is of the order of a thousandth. Surprises weigh
+    1/p, so rare draws weigh much, and a standard error from few draws tends to be too small.
+
+    Args:
+        prompt, answer, cfg_scale, max_batch: as in `chain_rule_nll`.
+        samples: draws in all; a draw is one forward pass of one row (two with guidance).
+        batch_size: draws that cover the range of p evenly together (see `training.objectives.hide`). Larger batches
+            scatter less, and leave fewer of them to judge the scatter by.
+        seed: of the noise, or a `torch.Generator` to take the seed from.
+        noisy: canvases to use instead of drawing any: prompt and answer, some places of the answer masked. Its rows
+            then count as independent draws; samples, batch_size and seed play no part.
+        p_mask: the probability with which each place of `noisy` was masked.
+        progress: show a bar.
+
+    Raises:
+        ValueError: as in `chain_rule_nll`; noise that does not fit the question; a causal model.
+    """
+    _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
+    mask = model.cfg.mask_token_id
+    if mask is None:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no [MASK] to draw noise with; the likelihood of an autoregressive model "
+            "is exact: take chain_rule_nll"
+        )
+    question = _ask(model, prompt, answer)
+    record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
+    if (noisy is None) != (p_mask is None):
+        raise ValueError("noisy and p_mask belong together: pass both, or neither to have the noise drawn")
+    if noisy is not None and p_mask is not None:
+        noisy, p_mask = noisy.to(model.cfg.device), p_mask.to(model.cfg.device)
+        places = _check_noise(question, mask, noisy, p_mask)
+        batches = torch.arange(len(noisy))
+        record |= {"noise": "given"}
+    else:
+        drawn_from = row_seeds(seed, 1)[0]
+        noisy, p_mask = _draw_noise(question, mask, samples, batch_size, drawn_from)
+        places = noisy != question.tokens
+        batches = torch.arange(samples) // batch_size
+        record |= {"noise": "drawn", "seed": drawn_from, "batch_size": batch_size}
+    surprisals = _surprisals(model, question, noisy, places, cfg_scale, max_batch, progress=progress)
+    draws = torch.zeros(len(noisy), dtype=torch.float64)
+    draws.index_add_(0, places.nonzero()[:, 0].cpu(), surprisals.cpu().double() / p_mask[places].cpu())
+    return NLLEstimate(
+        value=draws.mean().item(),
+        standard_error=_standard_error(draws, batches),
+        samples=len(draws),
+        record={**record, "cfg_scale": cfg_scale, **provenance(model, model.cfg)},
+    )
+
+
+def _surprisals(
+    model: DiffusionTransformer,
+    question: _Question,
+    canvases: Int[Tensor, "sample pos"],
+    places: Places,
+    cfg_scale: float,
+    max_batch: int,
+    progress: bool = False,
+) -> Float[Tensor, "place"]:
+    """-log p of the question's own token at every marked place of the canvases, in reading order."""
+    shown = places.any(dim=1)  # the rest ask nothing
+    canvases, places = canvases[shown], places[shown]
+    targets = question.tokens.expand_as(canvases)
+    mask = model.cfg.mask_token_id
+    scored = [torch.zeros(0, device=canvases.device)]
+    for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
+        rows = slice(start, start + max_batch)
+        at = model.readout.locate(places[rows])
+        logits = model(canvases[rows], logits_at=at).float()
+        if cfg_scale and mask is not None:
+            unprompted = canvases[rows].clone()
+            unprompted[:, : len(question.prompt)] = mask
+            logits = guide(logits, model(unprompted, logits_at=at).float(), cfg_scale)
+        scored.append(F.cross_entropy(logits, targets[rows][places[rows]], reduction="none"))
+    return torch.cat(scored)
+
+
+def _draw_noise(
+    question: _Question, mask: int, samples: int, batch_size: int, seed: int
+) -> tuple[Int[Tensor, "sample pos"], Float[Tensor, "sample pos"]]:
+    """Canvases with part of the answer masked, and the probability it was masked with, stratified batch by batch."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
+    drawn = [hide(question.answer.repeat(size, 1), mask, generator=generator) for size in sizes]
+    answers, p = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    noisy = torch.cat([question.prompt.expand(samples, -1), answers], dim=1)
+    return noisy, p[:, :1].expand_as(noisy)
+
+
+def _standard_error(draws: Float[Tensor, "sample"], batches: Int[Tensor, "sample"]) -> float:
+    """Standard error of the mean of draws that are independent between batches only, whatever the batches' sizes."""
+    n_batches = int(batches.max()) + 1
+    deviations = torch.zeros(n_batches, dtype=draws.dtype).index_add_(0, batches, draws - draws.mean())
+    variance = n_batches * deviations.square().sum() / (n_batches - 1) / len(draws) ** 2 if n_batches > 1 else math.nan
+    return math.sqrt(variance)
+
+
+def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
+    if isinstance(prompt, str) and isinstance(answer, str):
+        ids = Fact(prompt, subject="", answer=answer).tokenize(model)
+        before, after = (torch.tensor(part, device=model.cfg.device) for part in ids)
+    elif isinstance(prompt, Tensor) and isinstance(answer, Tensor):
+        before, after = _one_row(model, "prompt", prompt), _one_row(model, "answer", answer)
+    else:
+        given = f"the prompt is {type(prompt).__name__}, the answer {type(answer).__name__}"
+        raise TypeError(f"{given}; give both as text, or both as tokens")
+    if not len(after):
+        raise ValueError("the answer is empty: there is nothing to score")
+    if bool((unwritable := after >= model.cfg.d_vocab_out).any()):
+        place = int(unwritable.nonzero()[0])
+        token = int(after[place])
+        name = "[MASK]" if token == model.cfg.mask_token_id else f"token {token}"
+        raise ValueError(
+            f"answer[{place}] is {name}: {model.cfg.model_name!r} never writes it, so it has no likelihood"
+        )
+    check_length(len(before) + len(after), model.cfg)
+    return _Question(before, after)
+
+
+def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
+    if tokens.dim() == 2 and tokens.shape[0] == 1:
+        tokens = tokens[0]
+    if tokens.dim() != 1:
+        raise ValueError(f"{name} has shape {list(tokens.shape)}; a likelihood is asked for one row, [pos] or [1 pos]")
+    if not len(tokens):
+        return torch.zeros(0, dtype=torch.long, device=model.cfg.device)
+    return check_tokens(tokens, model.cfg)[0]
+
+
+def _check_settings(cfg_scale: float, **counts: int) -> None:
+    if not math.isfinite(cfg_scale) or cfg_scale < 0:
+        raise ValueError(f"cfg_scale={cfg_scale}; it must be a finite number, 0 (no guidance) or more")
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count}; it must be at least 1")
+
+
+def _check_noise(
+    question: _Question, mask: int, noisy: Int[Tensor, "sample pos"], p_mask: Float[Tensor, "sample pos"]
+) -> Places:
+    """The places that given noise asks for."""
+    n_prompt, n_pos = len(question.prompt), len(question.tokens)
+    if noisy.shape != p_mask.shape or noisy.dim() != 2 or noisy.shape[1] != n_pos or not len(noisy):
+        raise ValueError(
+            f"noisy has shape {list(noisy.shape)} and p_mask {list(p_mask.shape)}; both are [sample, pos] with "
+            f"pos={n_pos}, prompt and answer together"
+        )
+    changed = noisy != question.tokens
+    allowed = (noisy == mask) & (torch.arange(n_pos, device=noisy.device) >= n_prompt)
+    if bool((wrong := changed & ~allowed).any()):
+        sample, place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"noisy[{sample}, {place}] is {int(noisy[sample, place])} and not {int(question.tokens[place])}; noise "
+            f"masks places of the answer ({n_prompt} to {n_pos - 1}) and changes nothing else"
+        )
+    if not bool(((p_mask > 0) & (p_mask <= 1))[changed].all()):
+        raise ValueError("p_mask must lie above 0 and not above 1 wherever noisy is masked")
+    return changed
