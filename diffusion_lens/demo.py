@@ -99,14 +99,14 @@ def _tell(asked: Asked, say: Say) -> None:
 
 
 def _draw_denoising(asked: list[Asked]) -> plots.Figure:
-    figure, panels = plots.panels(2, 2, width=17, height=8)
+    figure, panels = plots.panels(2, 2, width=17.0, height=8.0)
     for each, ax in zip(asked, panels, strict=True):
         each.trajectory.plot(ax=ax, title=_title(each))
     return figure
 
 
 def _draw_traces(asked: list[Asked]) -> plots.Figure:
-    figure, panels = plots.panels(2, 2, width=11, height=9)
+    figure, panels = plots.panels(2, 2, width=11.0, height=9.0)
     for each, ax in zip(asked, panels, strict=True):
         each.trace.plot(
             ax=ax,

@@ -53,8 +53,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             )
         asked = ask(self, check_tokens(input, self.cfg), None if real is None else real.bool(), generator)
         if return_type == "loss":
-            return asked.loss(super().forward(asked.tokens, attention_mask=real, logits_at=asked.rows))
-        logits = super().forward(asked.tokens, attention_mask=real)
+            picked: Any = super().forward(asked.tokens, attention_mask=real, logits_at=asked.rows)
+            return asked.loss(picked)
+        logits: Any = super().forward(asked.tokens, attention_mask=real)
         return logits, asked.loss(logits[asked.rows])
 
     @classmethod

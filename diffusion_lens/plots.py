@@ -61,7 +61,6 @@ def denoising_grid(
         if revealed_at[place] >= 0:
             shade[int(revealed_at[place]) + 1 :, place] = float(confidence[place])
     image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.25, aspect="auto")
-    image.cmap.set_bad("white")
     for row, canvas in enumerate(words):
         for place, word in enumerate(canvas):
             given, new = revealed_at[place] < 0, 0 <= revealed_at[place] == row - 1

@@ -1,0 +1,165 @@
+"""The house plan, read from the imports: rooms in order, no cycles, no family outside its room."""
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("weight_conversion", "diffusion_lens")
+
+# In order: a file imports from its own room and from rooms listed before it. A room is a file, or a folder with all
+# that is in it unless a longer name in the list says otherwise.
+ROOMS = (
+    "weight_conversion.architecture",
+    "weight_conversion.layouts",
+    "weight_conversion.key_map",
+    "weight_conversion.files",
+    "weight_conversion.families",
+    "weight_conversion.registry",
+    "weight_conversion.convert",
+    "weight_conversion",
+    "diffusion_lens.shapes",
+    "diffusion_lens.step_state",
+    "diffusion_lens.config",
+    "diffusion_lens.hook_names",
+    "diffusion_lens.readout",
+    "diffusion_lens.model",
+    "diffusion_lens.records",
+    "diffusion_lens.plots",
+    "diffusion_lens.catalogue",
+    "diffusion_lens.loading",
+    "diffusion_lens.metrics",
+    "diffusion_lens.interventions",
+    "diffusion_lens.facts",
+    "diffusion_lens.denoising",
+    "diffusion_lens.training",
+    "diffusion_lens.hooked_diffusion_transformer",
+    "diffusion_lens.analysis",
+    "diffusion_lens.data",
+    "diffusion_lens.evaluation",
+    "diffusion_lens.training.tiny",
+    "diffusion_lens.demo",
+    "diffusion_lens.cli",
+    "diffusion_lens",
+)
+FACES = ("weight_conversion", "diffusion_lens")  # the packages' own __init__.py, and nothing else
+
+FAMILY_BLIND = ("diffusion_lens.model", "diffusion_lens.denoising", "diffusion_lens.analysis")
+FAMILY_NAME = re.compile(r"lit.?gpt|smdm|llama|llada|dream|nieshen|diff_sample", re.IGNORECASE)
+# Samplers of other people's code, under its name: part of the public surface.
+PRESETS = {"smdm", "llada", "dream"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in FILES.items()}
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
+
+
+def room_of(name: str) -> str:
+    known = [room for room in ROOMS if (name == room if room in FACES else within(name, room))]
+    assert known, f"{name} is in no room: give it a line in ROOMS of tests/test_house.py"
+    return max(known, key=len)
+
+
+def imports(name: str, tree: ast.AST) -> set[str]:
+    """Modules that a file imports, wherever in it; `from package import module` counts as the module."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} imports relatively, from line {node.lineno}; write the whole name"
+            assert node.module is not None
+            targets = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {target if target in FILES else node.module for target in targets}
+    return found
+
+
+IMPORTS = {name: imports(name, tree) for name, tree in TREES.items()}
+
+
+def test_the_plan_names_only_rooms_that_exist() -> None:
+    assert [room for room in ROOMS if not any(within(name, room) for name in FILES)] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_reach_only_rooms_listed_before(name: str) -> None:
+    own = ROOMS.index(room_of(name))
+    ours = {target for target in IMPORTS[name] if target.split(".")[0] in PACKAGES}
+    assert ours <= set(FILES), f"{name} imports what is no module: {sorted(ours - set(FILES))}"
+    later = sorted(target for target in ours if ROOMS.index(room_of(target)) > own)
+    assert not later, f"{name} (room {ROOMS[own]}) imports from rooms listed after it: {later}"
+
+
+def test_there_are_no_cycles() -> None:
+    try:
+        list(TopologicalSorter({name: found & set(FILES) for name, found in IMPORTS.items()}).static_order())
+    except CycleError as error:
+        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
+
+def test_weight_conversion_knows_nothing_of_models() -> None:
+    foreign = {"diffusion_lens", "transformer_lens", "transformers"}
+    for name, found in IMPORTS.items():
+        if within(name, "weight_conversion"):
+            assert not {target.split(".")[0] for target in found} & foreign, name
+
+
+def test_no_room_is_a_cupboard() -> None:
+    folders = [ROOT / folder for folder in (*PACKAGES, "tests", "examples", "benchmarks")]
+    cupboards = {"util", "utils", "helper", "helpers", "common", "misc"}
+    assert [path for folder in folders for path in folder.rglob("*") if path.stem in cupboards] == []
+
+
+def test_a_file_is_read_in_one_sitting() -> None:
+    n_lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
+    assert not {name: lines for name, lines in n_lines.items() if lines > 300}, "300 lines are the most"
+
+
+def test_only_the_command_line_prints() -> None:
+    printing = {
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert not {place for place in printing if not place.startswith("diffusion_lens.cli:")}
+
+
+def words_of_code(tree: ast.AST) -> set[tuple[int, str]]:
+    """Every name and string of a file with its line; docstrings and comments, where sources are cited, left out."""
+    cited: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                cited.add(statement.value)
+    words: set[tuple[int, str]] = set()
+    for node in ast.walk(tree):
+        if node in cited:
+            continue
+        for field in ("id", "attr", "name", "asname", "arg", "module", "value"):
+            word = getattr(node, field, None)
+            if isinstance(word, str):
+                words.add((getattr(node, "lineno", 0), word))
+    return words
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if any(within(name, room) for room in FAMILY_BLIND)])
+def test_families_are_not_known_by_name(name: str) -> None:
+    allowed = PRESETS if within(name, "diffusion_lens.denoising.samplers") else set()
+    named = {(line, word) for line, word in words_of_code(TREES[name]) if FAMILY_NAME.search(word)}
+    assert not {(line, word) for line, word in named if word not in allowed}, f"{name} asks which family this is"
+    asked = {line for line, word in words_of_code(TREES[name]) if word == "family"}
+    assert not asked, f"{name} asks for the family in lines {sorted(asked)}; ask for the property it needs"

@@ -1,0 +1,66 @@
+"""What the pages promise: their Python runs, their commands and links exist."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MARKDOWN = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("diffusion_lens/**/*.md"))
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the line on which the text begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], match[2], text[: match.start(2)].count("\n") + 1) for match in found]
+
+
+WITH_PYTHON = [page for page in MARKDOWN if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_runs_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python":
+            # Empty lines before it make a traceback point into the page.
+            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), namespace)
+
+
+def test_the_readme_has_python_to_run() -> None:
+    assert "README.md" in WITH_PYTHON
+
+
+@pytest.mark.parametrize("command", ["make demo", "make test"])
+def test_the_two_commands_stand_alone(command: str) -> None:
+    assert [command] in [block.text.splitlines() for block in blocks("README.md")]
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_make_targets_exist(page: str) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    shell = "\n".join(block.text for block in blocks(page) if block.language != "python")
+    named = set(re.findall(r"`make ([a-z]+)", (ROOT / page).read_text(encoding="utf-8")))
+    named |= set(re.findall(r"^make ([a-z]+)", shell, re.MULTILINE))
+    assert named <= set(targets), f"{page} names targets that the Makefile lacks: {sorted(named - set(targets))}"
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_links_into_the_checkout_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", (ROOT / page).read_text(encoding="utf-8"))
+    missing = [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
+    assert not missing, f"{page} links to what is not there: {missing}"
