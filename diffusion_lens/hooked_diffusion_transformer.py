@@ -82,7 +82,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             tokenizer: a folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
                 default the one beside the checkpoint, or of the published model; a bare file has none and takes ids.
             device: by default the GPU if there is one.
-            dtype: of the weights; tensors are converted one by one while they are read.
+            dtype: of the weights; converted piece by piece while they are read.
             revision, cache_dir, token, local_files_only: as in `huggingface_hub.hf_hub_download`.
 
         Raises:

@@ -92,6 +92,21 @@ def test_an_export_that_fails_leaves_the_old_pair(good, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def test_who_reads_the_old_file_goes_on_reading_it(good, tmp_path):
+    tensors, architecture = good
+    path = export(tensors, architecture, tmp_path / "model.safetensors")
+    mapped = open_checkpoint(path)
+    old = path.read_bytes()
+    with path.open("rb") as reader:
+        held = dict(mapped.tensors())
+        export({name: tensor + 1 for name, tensor in held.items()}, architecture, path)
+        assert reader.read() == old != path.read_bytes()
+    assert all(torch.equal(held[name], tensors[name]) for name in tensors)
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode  # as readable as any new file
+
+
 def test_saving_a_model_into_a_file(either, tmp_path, refused):
     (tmp_path / "taken").touch()
     refused(
