@@ -412,6 +412,7 @@ def test_a_tokenizer_without_bos_prepends_none(tmp_path, tokenizer_folder):
 
 def test_mask_is_a_word_of_a_model_that_has_one(speaking, tokenizer_folder):
     assert speaking.to_tokens("Ada was[MASK][MASK]").tolist() == [[1, 4, 5, 512, 512]]
+    assert speaking.to_tokens("Ada [MASK] was [MASK]").tolist() == [[1, 4, 512, 5, 512]]
     assert speaking.to_string(torch.tensor([1, 4, 512])) == "<s> Ada[MASK]"
     assert speaking.to_str_tokens(torch.tensor([4, 512]))[1] == "[MASK]"
     assert speaking.to_single_token("[MASK]") == speaking.cfg.mask_token_id == 512

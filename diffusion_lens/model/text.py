@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
+from tokenizers import AddedToken
 from torch import Tensor
 
 from diffusion_lens.config import DiffusionConfig
@@ -25,7 +26,10 @@ class TextInterface(ABC):
         """Use `tokenizer`; [MASK] becomes a word of it where its id is the tokenizer's next free one."""
         mask = self.cfg.mask_token_id
         if mask is not None and tokenizer is not None and mask == len(tokenizer):
-            tokenizer.add_special_tokens({"mask_token": MASK_TEXT})
+            # Where each piece of text gets a space in front (Llama), spaces around [MASK] would become tokens.
+            prefixes = len(tokenizer.tokenize(" a")) > len(tokenizer.tokenize("a"))
+            mask_token = AddedToken(MASK_TEXT, lstrip=True, rstrip=prefixes, special=True)
+            tokenizer.add_special_tokens({"mask_token": mask_token})
         self.tokenizer = tokenizer
         if default_prepend_bos is not None:
             self.cfg.default_prepend_bos = default_prepend_bos
