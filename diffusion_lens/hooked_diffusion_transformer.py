@@ -1,17 +1,19 @@
 """`HookedDiffusionTransformer`: the network of `model.transformer`, with its doors to loading, denoising and losses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt
-from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.denoising.loop import denoise, denoise_with_cache
 from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.hook_names import NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
@@ -166,3 +168,45 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         )
 
     generate = denoise
+
+    def denoise_with_cache(
+        self,
+        prompt: Prompt,
+        names_filter: NamesFilter,
+        *,
+        steps_filter: int | Iterable[int] | None = None,
+        pos_slice: slice | None = None,
+        branch: str = "conditional",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        max_bytes: int | None = None,
+        **denoise_options: Any,
+    ) -> tuple[Trajectory, TrajectoryCache]:
+        """`denoise`, keeping activations by step; the run itself is the same to the bit.
+
+        Args:
+            names_filter: name, names or predicate of the hook points to keep; required, since everything at every step
+                is a question about your disk.
+            steps_filter: step or steps to keep, negative ones from the end; by default all.
+            pos_slice: places to keep (of scores and patterns, the queries).
+            branch: under guidance, the branch to keep, "conditional" or "unconditional".
+            device, dtype: where and in what precision to keep them; by default as they are.
+            max_bytes: refuse, before anything runs, a cache estimated larger.
+            denoise_options: as in `denoise`.
+
+        Raises:
+            ValueError: a filter that picks nothing, a step outside the run, a cache over `max_bytes` (with the largest
+                contributors).
+        """
+        return denoise_with_cache(
+            self,
+            prompt,
+            names_filter,
+            steps_filter=steps_filter,
+            pos_slice=pos_slice,
+            branch=branch,
+            device=device,
+            dtype=dtype,
+            max_bytes=max_bytes,
+            **denoise_options,
+        )

@@ -63,13 +63,19 @@ def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], reco
 
 def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and record of a saved result; a `ValueError` when the file is cut off or of another kind."""
+    tensors, record = open_result(path, kind)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, record
+
+
+def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `load_result`, but the tensors stay on disk until they are used (memory-mapped)."""
     source = Path(path)
     if not source.exists():
         raise FileNotFoundError(f"there is no saved {kind} at {source}")
     try:
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{source} is not a whole safetensors file: {error}") from error
     record: dict[str, Any] = json.loads(metadata.get(RECORD, "{}"))

@@ -33,6 +33,12 @@ class Canvas:
     real: Places | None
     blank: int
 
+    @property
+    def positions(self) -> Tokens:
+        """Int[batch pos], the number of each place among the real ones of its row."""
+        real = torch.ones_like(self.tokens) if self.real is None else self.real.long()
+        return (real.cumsum(dim=1) - 1).clamp(min=0)
+
     def blanks(self, tokens: Tokens) -> Places:
         """The places still to be filled on a later state of this canvas."""
         blank = tokens == self.blank

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.model.key_values import KeyValueCache
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Places, Tokens
@@ -92,3 +93,46 @@ class Guided(Predictor):
             both = predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
             conditional, unconditional = both.chunk(2)
         return guide(conditional, unconditional, self.scale)
+
+
+@dataclass
+class LeftToRightCached(Predictor):
+    """One token's work a step on a causal model: keys and values are kept while nothing is hooked.
+
+    Hooks see the whole canvas, so a step with hooks runs all of it; so do padded rows, and rows that stand at different
+    places.
+    """
+
+    inner: Conditional
+
+    def __post_init__(self) -> None:
+        self._held = KeyValueCache(self.inner.model.cfg.n_layers)
+        self._tokens: Tokens = self.inner.canvas.tokens[:, :0]
+        self._passes = 0
+
+    @property
+    def passes(self) -> int:
+        return self._passes + self.inner.passes
+
+    def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+        model, canvas = self.inner.model, self.inner.canvas
+        batch, rows = model.readout.locate(places)
+        together = len(batch) == places.shape[0] and bool((rows == rows[0]).all())
+        if model.is_hooked or canvas.real is not None or not together:
+            return self.inner(state, places)
+        tokens = state.tokens[:, : int(rows[0]) + 1]
+        done = self._held.n_pos
+        if done >= tokens.shape[1] or not torch.equal(tokens[:, :done], self._tokens):
+            self._held, done = KeyValueCache(model.cfg.n_layers), 0
+        logits: Tensor = model(tokens[:, done:], past_kv_cache=self._held, logits_at=[-1])
+        self._tokens, self._passes = tokens, self._passes + 1
+        return logits[:, 0]
+
+
+def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float) -> Predictor:
+    """The predictor of a run: guided, cached on a causal model, or plain."""
+    if cfg_scale:
+        return Guided(Conditional(model, canvas), cfg_scale)
+    if canvas.blank == UNREACHED:
+        return LeftToRightCached(Conditional(model, canvas))
+    return Conditional(model, canvas)

@@ -23,10 +23,12 @@ class Plan:
     Attributes:
         places: where tokens are proposed.
         counts: how many of them are revealed, for each row, or, with a single entry, for the batch as one pool.
+        remask: revealed places that return to [MASK] in this step, if any.
     """
 
     places: Places
     counts: Int[Tensor, "pools"]
+    remask: Places | None = None
 
 
 class Sampler(ABC):
@@ -40,8 +42,13 @@ class Sampler(ABC):
         return 32 if asked is None else asked
 
     @abstractmethod
-    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
-        """The places considered between `step.t` and `step.s`, and how many are revealed."""
+    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+        """The places considered between `step.t` and `step.s`, and how many are revealed.
+
+        Args:
+            noise: random numbers by place, for samplers that leave something to chance.
+            confidence: probability of each token when it was revealed; NaN where none was (given, masked, padding).
+        """
 
 
 def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> Places:

@@ -1,17 +1,23 @@
 """What a run of the denoising loop leaves behind."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.denoising.html import canvas_table
+from diffusion_lens.denoising.run import Run, begin_again, execute
+from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
 from diffusion_lens.shapes import Places, Tokens
 
-_TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given")
+_TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +31,11 @@ class Trajectory:
         revealed_at: Int[batch pos], the step in which a place was revealed; -1 where it was given.
         confidence: Float[batch pos], probability of the revealed token when it was revealed; 1 where it was given.
         given: Bool[batch pos], the places that came with the prompt.
+        real: Bool[batch pos], false at padding.
         text: the final canvas as text, a string a row; empty strings when the model has no tokenizer.
         words: the text of every id that occurs.
         record: sampler, steps, times, guidance, temperature, seeds, model, weights' hash, versions, forward passes,
-            seconds.
+            seconds, tokens per second.
     """
 
     tokens: Tokens
@@ -36,19 +43,114 @@ class Trajectory:
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     given: Places
+    real: Places
     text: list[str]
     words: dict[int, str]
     record: dict[str, Any]
 
+    @classmethod
+    def of(cls, run: Run, record: dict[str, Any]) -> "Trajectory":
+        """The trajectory of a finished run."""
+        model, canvas = run.model, run.canvas
+        canvases = torch.stack(run.canvases)
+        ids = canvases.unique().tolist()
+        has_text = model.tokenizer is not None
+        return cls(
+            tokens=run.tokens,
+            canvases=canvases,
+            revealed_at=run.revealed_at,
+            confidence=run.confidence.nan_to_num(nan=1.0),
+            given=canvas.given,
+            real=torch.ones_like(canvas.given) if canvas.real is None else canvas.real,
+            text=model.to_string(run.tokens) if has_text else [""] * len(run.tokens),
+            words=dict(zip(ids, model.words(ids), strict=True)),
+            record=record,
+        )
+
+    @property
+    def first_step(self) -> int:
+        """Index of the first step held: 0, or where a branch begins."""
+        return int(self.record["first_step"])
+
     @property
     def n_steps(self) -> int:
-        """Steps of the run."""
+        """Steps held."""
         return self.canvases.shape[0] - 1
 
     @property
     def forward_passes(self) -> int:
         """Forward passes of the network that the run took; two guided branches in one batch count once."""
         return int(self.record["forward_passes"])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Revealed tokens by seconds of the run."""
+        return float((self.revealed_at >= self.first_step).sum()) / float(self.record["seconds"])
+
+    def from_step(self, step: int) -> "Trajectory":
+        """The run from the canvas before `step` on: the place to branch off, by replaying it under a hook or a seed.
+
+        Steps keep their number, and with it their time and their random numbers.
+        """
+        if not self.first_step <= step < self.first_step + self.n_steps:
+            last = self.first_step + self.n_steps - 1
+            raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last}")
+        fields = {**vars(self), "canvases": self.canvases[step - self.first_step :]}
+        return Trajectory(**{**fields, "record": {**self.record, "first_step": step}})
+
+    def replay(
+        self,
+        model: DiffusionTransformer,
+        *,
+        canvas: str = "forced",
+        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        sampler: Sampler | None = None,
+        seeds: Sequence[int] | None = None,
+        progress: bool = False,
+    ) -> "Trajectory":
+        """The same steps again, under intervention.
+
+        Args:
+            canvas: "forced" runs the network on the recorded canvases: the tokens stay, their confidence changes.
+                "free" lets the canvas change: a run with the same settings and seeds from the first canvas on.
+            fwd_hooks: as in `denoise`.
+            sampler: for "free", in place of the recorded one.
+            seeds: for "free", one a row, in place of the recorded ones.
+
+        Raises:
+            ValueError: another model than the recorded one, or an unknown sampler.
+        """
+        if canvas not in ("forced", "free"):
+            raise ValueError(f"canvas={canvas!r}; it is 'forced' (the recorded canvases) or 'free' (they may change)")
+        run = begin_again(
+            model,
+            canvases=self.canvases,
+            given=self.given,
+            real=self.real,
+            revealed_at=self.revealed_at,
+            confidence=self.confidence,
+            record=self.record,
+            sampler=sampler,
+            seeds=seeds,
+            forced=canvas == "forced",
+        )
+        record = execute(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
+        return Trajectory.of(run, {**self.record, **run.settings(), **record, "replay": canvas})
+
+    def diff(self, other: "Trajectory") -> "TrajectoryDiff":
+        """Where two runs of the same prompt part."""
+        if self.canvases.shape != other.canvases.shape:
+            raise ValueError(
+                f"runs of different shape cannot be compared: {list(self.canvases.shape)} and "
+                f"{list(other.canvases.shape)} (step+1, batch, pos)"
+            )
+        parted = (self.canvases != other.canvases).flatten(1).any(dim=1).nonzero()
+        return TrajectoryDiff(
+            first_step=self.first_step + int(parted[0]) - 1 if len(parted) else None,
+            tokens=self.tokens != other.tokens,
+            order=self.revealed_at != other.revealed_at,
+            confidence=other.confidence - self.confidence,
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -73,6 +175,34 @@ class Trajectory:
             self.str_canvases(row), self.revealed_at[row], self.confidence[row], title=title, ax=ax
         )
 
+    def to_html(self, row: int = 0) -> str:
+        """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
+        title = f"{self.record['model']}: {self.text[row] or 'a run'}"
+        return canvas_table(
+            title,
+            self.str_canvases(row),
+            self.revealed_at[row].tolist(),
+            self.confidence[row].tolist(),
+            self.first_step,
+        )
+
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
         return f"Trajectory({batch} x {pos} places, {self.n_steps} steps, {self.forward_passes} forward passes)"
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryDiff:
+    """Where two runs part.
+
+    Attributes:
+        first_step: the first step after which the canvases differ; `None` if they never do.
+        tokens: Bool[batch pos], places whose final token differs.
+        order: Bool[batch pos], places revealed in another step.
+        confidence: Float[batch pos], the other run's confidence minus this one's.
+    """
+
+    first_step: int | None
+    tokens: Bool[Tensor, "batch pos"]
+    order: Bool[Tensor, "batch pos"]
+    confidence: Float[Tensor, "batch pos"]

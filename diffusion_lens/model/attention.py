@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from diffusion_lens.model.attention_patterns import Visibility
 from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.key_values import LayerKeyValues
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.rotary import Tables, rotate
 from diffusion_lens.shapes import Resid
 
 Heads = Float[Tensor, "batch pos head d_head"]
-KVHeads = Float[Tensor, "batch pos kv_head d_head"]
+KeyHeads = Float[Tensor, "batch key kv_head d_head"]
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,14 @@ class Attention(nn.Module):
     def b_O(self) -> Float[Tensor, "d_model"]:
         return bias_of(self.o)
 
-    def forward(self, x: Resid, context: AttentionContext) -> Resid:
+    def forward(self, x: Resid, context: AttentionContext, past: LayerKeyValues | None = None) -> Resid:
         q = self.hook_q(self.q(x).unflatten(-1, (-1, self.d_head)))
         k = self.hook_k(self.k(x).unflatten(-1, (-1, self.d_head)))
         v = self.hook_v(self.v(x).unflatten(-1, (-1, self.d_head)))
         q = self.hook_rot_q(rotate(q, context.rotary))
         k = self.hook_rot_k(rotate(k, context.rotary))
+        if past is not None:
+            k, v = past.extend(k, v)
         mixed = _fused(q, k, v, context.visibility)
         if self.hook_attn_scores.is_hooked or self.hook_pattern.is_hooked:
             mixed = self._written_out(q, k, v, context.visibility, mixed)
@@ -106,11 +109,11 @@ class Attention(nn.Module):
         out: Resid = self.o(z.flatten(2))
         return out
 
-    def _written_out(self, q: Heads, k: KVHeads, v: KVHeads, visibility: Visibility, fused: Heads) -> Heads:
+    def _written_out(self, q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility, fused: Heads) -> Heads:
         shared_by = q.shape[2] // k.shape[2]
         keys, values = (x.repeat_interleave(shared_by, dim=2).transpose(1, 2) for x in (k, v))
         scores = q.transpose(1, 2) @ keys.mT / self.d_head**0.5
-        allowed = visibility.dense(q.shape[1], q.device)
+        allowed = visibility.dense(q.shape[1], k.shape[1], q.device)
         scores, scores_kept = _show(self.hook_attn_scores, scores.masked_fill(~allowed, float("-inf")))
         pattern = torch.softmax(scores.float(), dim=-1).to(values.dtype)
         pattern, pattern_kept = _show(self.hook_pattern, pattern)
@@ -126,7 +129,7 @@ def _by_head(weight: Tensor, d_head: int) -> Tensor:
     return weight.view(-1, d_head, *weight.shape[1:])
 
 
-def _fused(q: Heads, k: KVHeads, v: KVHeads, visibility: Visibility) -> Heads:
+def _fused(q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility) -> Heads:
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

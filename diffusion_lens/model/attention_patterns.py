@@ -20,11 +20,11 @@ class Visibility:
     allowed: Bool[Tensor, "batch_or_1 1 query key"] | None
     causal: bool
 
-    def dense(self, n_pos: int, device: torch.device) -> Bool[Tensor, "batch_or_1 1 query key"]:
+    def dense(self, n_query: int, n_key: int, device: torch.device) -> Bool[Tensor, "batch_or_1 1 query key"]:
         """The pattern written out, for scores that somebody looks at."""
         if self.allowed is not None:
             return self.allowed
-        everything = torch.ones(1, 1, n_pos, n_pos, dtype=torch.bool, device=device)
+        everything = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
         return everything.tril() if self.causal else everything
 
 
@@ -37,11 +37,15 @@ class AttentionPattern(ABC):
     def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
         """The pattern among real tokens."""
 
-    def visibility(self, n_pos: int, device: torch.device, real: Places | None) -> Visibility:
+    def visibility(self, n_pos: int, device: torch.device, real: Places | None, n_past: int = 0) -> Visibility:
         """The pattern of one forward pass; `real` is false at padding, `None` where there is none.
 
-        Nobody sees padding, except padding itself: a row that sees nothing has no softmax.
+        Nobody sees padding, except padding itself: a row that sees nothing has no softmax. With `n_past` places run
+        before, the queries are the places after them.
         """
+        if n_past:
+            seen = None if n_pos == 1 else self.between(n_past + n_pos, device)[None, None, n_past:]
+            return Visibility(seen, causal=False)
         if real is None:
             return Visibility(None, self.causal)
         itself = torch.eye(n_pos, dtype=torch.bool, device=device)

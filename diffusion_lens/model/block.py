@@ -4,6 +4,7 @@ from torch import nn
 
 from diffusion_lens.model.attention import Attention, AttentionContext
 from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.key_values import LayerKeyValues
 from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.shapes import Resid
@@ -24,9 +25,9 @@ class Block(nn.Module):
         self.hook_mlp_out = StepHookPoint()
         self.hook_resid_post = StepHookPoint()
 
-    def forward(self, resid: Resid, context: AttentionContext) -> Resid:
+    def forward(self, resid: Resid, context: AttentionContext, past: LayerKeyValues | None = None) -> Resid:
         resid_pre = self.hook_resid_pre(resid)
-        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context))
+        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context, past))
         resid_mid = self.hook_resid_mid(resid_pre + attn_out)
         mlp_out = self.hook_mlp_out(self.mlp(self.ln2(resid_mid)))
         resid_post: Resid = self.hook_resid_post(resid_mid + mlp_out)

@@ -20,11 +20,13 @@ class Rotary:
         self.dtype = dtype
         self._tables: dict[torch.device, Tables] = {}
 
-    def tables(self, n_pos: int, device: torch.device, positions: Int[Tensor, "batch pos"] | None = None) -> Tables:
-        """Cosine and signed sine, Float[(batch) pos 1 d_head], for positions 0..n_pos-1 or for those given."""
-        cos, sin = self._up_to(n_pos, device)
+    def tables(
+        self, n_pos: int, device: torch.device, positions: Int[Tensor, "batch pos"] | None = None, n_past: int = 0
+    ) -> Tables:
+        """Cosine, signed sine, Float[(batch) pos 1 d_head], for `n_pos` positions from `n_past` on, or those given."""
+        cos, sin = self._up_to(n_past + n_pos, device)
         if positions is None:
-            return cos[:n_pos, None], sin[:n_pos, None]
+            return cos[n_past : n_past + n_pos, None], sin[n_past : n_past + n_pos, None]
         return cos[positions][:, :, None], sin[positions][:, :, None]
 
     def _up_to(self, n_pos: int, device: torch.device) -> Tables:

@@ -20,6 +20,7 @@ from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import PATTERNS
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_tokens
+from diffusion_lens.model.key_values import KeyValueCache
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
@@ -110,6 +111,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         logits_at: Rows | None = None,
+        past_kv_cache: KeyValueCache | None = None,
     ) -> Tensor | None:
         """Run the network.
 
@@ -123,6 +125,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             logits_at: compute the logits of these rows only. Int[place] picks `logits[:, rows]`; a pair (Int[place],
                 Int[place]) of batch and row indices, or Bool[batch pos], picks `logits[batch, rows]`, flattened to
                 [place d_vocab_out].
+            past_kv_cache: on a causal model, keys and values of the places before `input`; the new ones are appended.
 
         Returns:
             Float[batch pos d_vocab_out], the picked rows of it, or Float[batch pos d_model] with `stop_at_layer`.
@@ -131,9 +134,15 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
         start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
         resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
-        context = self._context(resid.shape[1], real)
-        for block in self.blocks[start:stop]:
-            resid = block(resid, context)
+        if past_kv_cache is None:
+            context = self._context(resid.shape[1], real)
+            for block in self.blocks[start:stop]:
+                resid = block(resid, context)
+        else:
+            self._check_past(past_kv_cache, resid.shape[1], real, whole=(start, stop) == (0, self.cfg.n_layers))
+            context = self._context(resid.shape[1], None, past_kv_cache.n_pos)
+            for block, past in zip(self.blocks, past_kv_cache.layers, strict=True):
+                resid = block(resid, context, past)
         if stop_at_layer is not None:
             return resid
         normalized = self.ln_final(resid)
@@ -218,11 +227,19 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             return resid, None
         return resid, check_attention_mask(attention_mask, resid.shape[0], resid.shape[1], resid.device)
 
-    def _context(self, n_pos: int, real: Places | None) -> AttentionContext:
+    def _check_past(self, past: KeyValueCache, n_pos: int, real: Places | None, whole: bool) -> None:
+        if self.cfg.attention_dir != "causal":
+            raise ValueError(f"{self.cfg.model_name!r} is bidirectional: earlier places change with every new token")
+        if real is not None or not whole:
+            raise ValueError("past_kv_cache goes with whole runs without padding")
+        check_length(past.n_pos + n_pos, self.cfg)
+
+    def _context(self, n_pos: int, real: Places | None, n_past: int = 0) -> AttentionContext:
         device = self.unembed.weight.device
         positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
         return AttentionContext(
-            self._rotary.tables(n_pos, device, positions), self._pattern.visibility(n_pos, device, real)
+            self._rotary.tables(n_pos, device, positions, n_past),
+            self._pattern.visibility(n_pos, device, real, n_past),
         )
 
     def _pick(self, resid: Resid, rows: Rows) -> Float[Tensor, "*picked d_model"]:

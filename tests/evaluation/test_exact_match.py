@@ -94,7 +94,7 @@ def test_table_counts_by_cell(pair):
     table = found.table()
     assert set(table) == {("p2d", "p2d"), ("d2p", "p2d")}
     assert found.accuracy == pytest.approx((4 * table["p2d", "p2d"] + 6 * table["d2p", "p2d"]) / 10)
-    assert "LeftToRight" in found.record["sampler"]
+    assert found.record["sampler"] == {"name": "left_to_right"}
 
 
 def test_it_comes_back_from_its_file(pair, tmp_path):

@@ -1,13 +1,34 @@
 """The samplers, by name and as objects; presets carry the name of the code they equal."""
 
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers.ancestral import Ancestral
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
+from diffusion_lens.denoising.samplers.remdm import ReMDM
 
-SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight())}
+SAMPLERS: dict[str, Sampler] = {
+    sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight(), ReMDM())
+}
+
+
+def describe_sampler(sampler: Sampler) -> dict[str, Any]:
+    """A sampler as plain data: its name and settings."""
+    settings = asdict(sampler) if is_dataclass(sampler) else {}
+    return {"name": sampler.name, **settings}
+
+
+def sampler_from(description: Mapping[str, Any]) -> Sampler:
+    """The sampler that `describe_sampler` described; one of your own has to be passed instead."""
+    settings = dict(description)
+    name = settings.pop("name")
+    if name not in SAMPLERS:
+        raise ValueError(f"the run used a sampler {name!r} that is not one of {', '.join(SAMPLERS)}: pass sampler=")
+    return type(SAMPLERS[name])(**settings)
 
 
 def smdm() -> Confidence:
@@ -31,4 +52,4 @@ def resolve_sampler(sampler: str | Sampler | None, attention_dir: str) -> Sample
     return sampler
 
 
-__all__ = ["SAMPLERS", "Ancestral", "Confidence", "LeftToRight", "Sampler", "resolve_sampler", "smdm"]
+__all__ = ["SAMPLERS", "Ancestral", "Confidence", "LeftToRight", "ReMDM", "Sampler", "resolve_sampler", "smdm"]

@@ -5,6 +5,9 @@ Sources: Sahoo et al. 2024 (arXiv 2406.07524); ML-GSAI/SMDM `diff_sample`, alg="
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
+from torch import Tensor
+
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.denoising.schedule import revealed_share
@@ -17,7 +20,7 @@ class Ancestral(Sampler):
 
     name = "ancestral"
 
-    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
+    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         places = step.masked
         if step.index < step.n_steps - 1:
             drawn = noise.by_place(step.index, step.masked) < revealed_share(step.t, step.s)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
@@ -25,7 +27,7 @@ class Confidence(Sampler):
         if self.scope not in ("row", "batch"):
             raise ValueError(f"scope={self.scope!r}; it is 'row' or 'batch'")
 
-    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
+    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         counts = step.masked.sum(dim=1) if self.scope == "row" else step.masked.sum()[None]
         if step.index < step.n_steps - 1:
             counts = (counts.float() * revealed_share(step.t, step.s)).to(torch.long)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
+from torch import Tensor
+
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.shapes import Places
@@ -17,6 +20,6 @@ class LeftToRight(Sampler):
     def n_steps(self, asked: int | None, blanks: Places) -> int:
         return int(blanks.sum(dim=1).max())
 
-    def plan(self, step: StepState, noise: PlaceNoise) -> Plan:
+    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         first = step.masked & (step.masked.cumsum(dim=1) == 1)
         return Plan(first, first.sum(dim=1))

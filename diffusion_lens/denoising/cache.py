@@ -1,0 +1,194 @@
+"""Activations by denoising step: one of TransformerLens's `ActivationCache`s for each step asked for."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import ActivationCache
+from transformer_lens.hook_points import HookPoint
+
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.records import open_result, save_result
+
+_SEPARATOR = "/"
+
+
+class TrajectoryCache(Mapping[int, ActivationCache]):
+    """What passed the chosen hook points, by step.
+
+    `cache[5]["resid_post", 3]` and `cache[5, "blocks.3.hook_resid_post"]` are one step's activation; negative steps
+    count from the last step of the run. `cache.stack(name)` is all steps of one.
+    """
+
+    def __init__(self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None) -> None:
+        self._by_step = {step: ActivationCache(by_step[step], model) for step in sorted(by_step)}
+        self.n_steps = n_steps
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps held."""
+        return tuple(self._by_step)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all activations held."""
+        return sum(x.nbytes for cache in self._by_step.values() for x in cache.cache_dict.values())
+
+    def __getitem__(self, key: Any) -> Any:
+        step, name = key if isinstance(key, tuple) else (key, None)
+        resolved = step + self.n_steps if step < 0 else step
+        if resolved not in self._by_step:
+            raise KeyError(f"step {step} was not cached; the {self.n_steps} steps of the run hold {list(self.steps)}")
+        cache = self._by_step[resolved]
+        return cache if name is None else cache[name]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_step)
+
+    def __len__(self) -> int:
+        return len(self._by_step)
+
+    def stack(self, name: Any) -> Float[Tensor, "step batch *rest"]:
+        """One hook point over the steps held, in their order.
+
+        On a causal model later steps have more places; places not reached yet are NaN.
+        """
+        each = [cache[name] for cache in self._by_step.values()]
+        widest = [max(sizes) for sizes in zip(*(x.shape for x in each), strict=True)]
+        out = each[0].new_full((len(each), *widest), float("nan"))
+        for row, x in zip(out, each, strict=True):
+            row[tuple(slice(size) for size in x.shape)] = x
+        return out
+
+    def save(self, path: str | Path) -> Path:
+        """Write all activations to one `.safetensors` file."""
+        tensors = {
+            f"{step}{_SEPARATOR}{name}": x
+            for step, cache in self._by_step.items()
+            for name, x in cache.cache_dict.items()
+        }
+        return save_result(path, "trajectory cache", tensors, {"n_steps": self.n_steps})
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any = None) -> "TrajectoryCache":
+        """Read what `save` wrote, memory-mapped: an activation is read from disk when it is used.
+
+        Args:
+            model: for the methods of `ActivationCache` that ask the model, such as `logit_attrs`.
+        """
+        tensors, record = open_result(path, "trajectory cache")
+        by_step: dict[int, dict[str, Tensor]] = {}
+        for key, x in tensors.items():
+            step, name = key.split(_SEPARATOR, 1)
+            by_step.setdefault(int(step), {})[name] = x
+        return cls(by_step, record["n_steps"], model)
+
+    def __repr__(self) -> str:
+        names = sorted({name for cache in self._by_step.values() for name in cache.cache_dict})
+        return f"TrajectoryCache(steps {list(self.steps)} of {self.n_steps}, {self.n_bytes:,} bytes, {names})"
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """Which activations of a run are kept, and how."""
+
+    names: tuple[str, ...]
+    steps: frozenset[int]
+    branch: str
+    pos_slice: slice | None
+    device: str | torch.device | None
+    dtype: torch.dtype | None
+
+    def hooks(self, kept: dict[int, dict[str, Tensor]]) -> list[tuple[str, Any]]:
+        """Hooks that keep what passes."""
+
+        def keep(activation: Tensor, hook: HookPoint) -> None:
+            step = hook.step  # type: ignore[attr-defined]
+            if step.branch != self.branch or hook.name is None:
+                return
+            x = activation.detach()
+            if self.pos_slice is not None and x.dim() > 1:
+                axis = position_axis(hook.name)
+                x = x[(slice(None),) * axis + (self.pos_slice,)]
+            dtype = self.dtype if x.is_floating_point() else None
+            kept.setdefault(step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
+
+        return [(name, keep) for name in self.names]
+
+
+def position_axis(name: str) -> int:
+    """Axis of the places: 1, but 2 (the query) for scores and patterns [batch head query key]."""
+    return 2 if name.endswith(("hook_attn_scores", "hook_pattern")) else 1
+
+
+def activation_shape(name: str, cfg: DiffusionConfig, batch: int, pos: int) -> tuple[int, ...]:
+    """Shape of what passes a hook point."""
+    assert cfg.d_mlp is not None
+    kv_heads = cfg.n_key_value_heads or cfg.n_heads
+    tail = name.rsplit(".", 1)[-1]
+    if tail in ("hook_attn_scores", "hook_pattern"):
+        return (batch, cfg.n_heads, pos, pos)
+    widths: dict[str, tuple[int, ...]] = {
+        "hook_scale": (1,),
+        "hook_q": (cfg.n_heads, cfg.d_head),
+        "hook_rot_q": (cfg.n_heads, cfg.d_head),
+        "hook_z": (cfg.n_heads, cfg.d_head),
+        "hook_k": (kv_heads, cfg.d_head),
+        "hook_rot_k": (kv_heads, cfg.d_head),
+        "hook_v": (kv_heads, cfg.d_head),
+        "hook_result": (cfg.n_heads, cfg.d_model),
+        "hook_pre": (cfg.d_mlp,),
+        "hook_pre_linear": (cfg.d_mlp,),
+        "hook_post": (cfg.d_mlp,),
+        "hook_logits": (cfg.d_vocab_out,),
+        "hook_tokens": (),
+        "hook_candidates": (),
+        "hook_confidence": (),
+        "hook_reveal": (),
+    }
+    return (batch, pos, *widths.get(tail, (cfg.d_model,)))
+
+
+_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_confidence": 8, "hook_reveal": 1}
+
+
+def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
+    """Bytes that each hook point will take over all steps asked for; on a causal model an upper bound."""
+    width = (request.dtype or cfg.dtype).itemsize
+    kept_pos = len(range(pos)[request.pos_slice]) if request.pos_slice is not None else pos
+    sizes = {}
+    for name in request.names:
+        shape = list(activation_shape(name, cfg, batch, pos))
+        shape[position_axis(name)] = kept_pos
+        item = _ITEM_BYTES.get(name.rsplit(".", 1)[-1], width)
+        sizes[name] = torch.Size(shape).numel() * item * len(request.steps)
+    return sizes
+
+
+def check_budget(sizes: Mapping[str, int], max_bytes: int | None) -> None:
+    """Raise a `ValueError` with the estimate and its largest contributors when it is over the budget."""
+    total = sum(sizes.values())
+    if max_bytes is not None and total > max_bytes:
+        largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+        shown = ", ".join(f"{name} {size:,}" for name, size in largest)
+        raise ValueError(
+            f"this cache would take {total:,} bytes, and max_bytes is {max_bytes:,}; the largest are {shown}. "
+            "Narrow names_filter, steps_filter or pos_slice, or give dtype=torch.bfloat16"
+        )
+
+
+def resolve_steps(steps_filter: int | Iterable[int] | None, n_steps: int) -> frozenset[int]:
+    """The steps asked for, negative ones counted from the end; a step outside the run is a `ValueError`."""
+    if steps_filter is None:
+        return frozenset(range(n_steps))
+    asked = [steps_filter] if isinstance(steps_filter, int) else list(steps_filter)
+    resolved = {step + n_steps if step < 0 else step for step in asked}
+    if outside := [step for step in asked if not 0 <= (step + n_steps if step < 0 else step) < n_steps]:
+        raise ValueError(f"steps_filter asks for {outside}, and the run has steps 0 to {n_steps - 1}")
+    if not resolved:
+        raise ValueError("steps_filter picks no step")
+    return frozenset(resolved)

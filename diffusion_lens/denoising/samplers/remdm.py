@@ -1,0 +1,83 @@
+"""ReMDM (Wang et al. 2025, arXiv 2503.00307): a revealed token may return to [MASK] and be written anew.
+
+With alpha(t) the share revealed at time t, a revealed place is masked again with probability sigma, and a masked one
+is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), so that every time keeps its share. sigma
+is at most sigma_max = min(1, (1 - alpha_s) / alpha_t). Source: kuleshov-group/remdm `diffusion.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.sampler import Plan, Sampler
+from diffusion_lens.step_state import StepState
+
+# The authors' settings of eta for each strategy.
+ETA = {"cap": 0.008, "rescale": 0.015, "conf": 1.0, "loop": 0.02}
+
+
+@dataclass(frozen=True)
+class ReMDM(Sampler):
+    """Which places are revealed and which masked again is chance; in the last step all are revealed and none masked.
+
+    Attributes:
+        strategy: "cap", sigma = min(eta, sigma_max); "rescale", sigma = eta · sigma_max; "conf", sigma_max · eta spread
+            over the revealed places by softmax(-p), so that the tokens least sure when written return first; "loop",
+            plain steps until `t_on`, then sigma = eta at a constant share `alpha_on`, plain steps again after `t_off`.
+        eta: strength; by default the authors' for the strategy.
+    """
+
+    strategy: str = "cap"
+    eta: float | None = None
+    t_on: float = 0.55
+    t_off: float = 0.05
+    alpha_on: float = 0.9
+    name = "remdm"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ETA:
+            raise ValueError(f"strategy={self.strategy!r}; it is one of {', '.join(ETA)}")
+        if self.eta is not None and not 0 <= self.eta <= 1:
+            raise ValueError(f"eta={self.eta}; it must be between 0 (never mask again) and 1")
+        if not 0 < self.t_off < self.t_on < 1 or not 0 < self.alpha_on < 1:
+            raise ValueError(
+                f"t_off={self.t_off}, t_on={self.t_on}, alpha_on={self.alpha_on}; they must satisfy "
+                "0 < t_off < t_on < 1 and 0 < alpha_on < 1"
+            )
+
+    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+        if step.index == step.n_steps - 1:
+            return Plan(step.masked, step.masked.sum(dim=1))
+        alpha_t, alpha_s = self._alpha(step.t), self._alpha(step.s)
+        revealed = ~confidence.isnan()
+        sigma = self._sigma(step, alpha_t, alpha_s)
+        share = torch.zeros_like(confidence)
+        if self.strategy == "conf":
+            spread = (-confidence).masked_fill(~revealed, float("-inf")).softmax(dim=1).nan_to_num()
+            share = sigma * spread
+            sigma = 0.0
+        else:
+            share += sigma
+        reveal = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t)
+        places, remask = step.masked.clone(), revealed.clone()
+        places[step.masked] = noise.by_place(step.index, step.masked) < reveal
+        remask[revealed] = noise.by_place(step.index, revealed) < share[revealed]
+        return Plan(places, places.sum(dim=1), remask)
+
+    def _alpha(self, t: float) -> float:
+        """Share revealed at time t."""
+        if self.strategy != "loop":
+            return 1 - t
+        if t > self.t_on:
+            return (1 - t) * self.alpha_on / (1 - self.t_on)
+        return self.alpha_on if t > self.t_off else 1 - t * (1 - self.alpha_on) / self.t_off
+
+    def _sigma(self, step: StepState, alpha_t: float, alpha_s: float) -> float:
+        eta = ETA[self.strategy] if self.eta is None else self.eta
+        highest = min(1.0, (1 - alpha_s) / alpha_t) if alpha_t > 0 else 1.0
+        if self.strategy == "loop":
+            return min(eta, highest) if self.t_off < step.s and step.t <= self.t_on else 0.0
+        return min(eta, highest) if self.strategy == "cap" else eta * highest

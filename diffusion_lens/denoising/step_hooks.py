@@ -1,0 +1,65 @@
+"""Wrap a hook so that it acts only at some steps, at masked places, or in one branch of guidance.
+
+The wrapped function is still a plain `fn(activation, hook)`. Outside the denoising loop, where `hook.step` is `None`,
+it looks away.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.step_state import StepState
+
+Hook = Callable[..., Any]
+
+
+def at_steps(hook_fn: Hook, steps: int | Iterable[int]) -> Hook:
+    """Act at these steps only; negative numbers count from the last step."""
+    chosen = frozenset([steps] if isinstance(steps, int) else steps)
+    if not chosen:
+        raise ValueError("no steps were given: the hook would never act")
+
+    def acts(step: StepState) -> bool:
+        return step.index in chosen or step.index - step.n_steps in chosen
+
+    return _when(hook_fn, acts)
+
+
+def on_branch(hook_fn: Hook, branch: str) -> Hook:
+    """Act in one branch of guidance only, "conditional" or "unconditional"; without guidance all is "conditional"."""
+    if branch not in ("conditional", "unconditional"):
+        raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
+    return _when(hook_fn, lambda step: step.branch == branch)
+
+
+def while_masked(hook_fn: Hook) -> Hook:
+    """Act on the places that are still masked only; the others keep their activation.
+
+    For activations [batch pos ...]. The function sees the whole activation; what it returns, or writes in place, is
+    used at the masked places. A causal network never runs over places it has not reached, so there it changes nothing
+    but the loop's own `denoise.hook_*`.
+    """
+
+    def wrapped(activation: Tensor, hook: Any) -> Tensor | None:
+        if hook.step is None:
+            return None
+        if hook.name.endswith(("hook_attn_scores", "hook_pattern")):
+            raise ValueError(f"{hook.name} is [batch head query key]: while_masked needs [batch pos ...]")
+        masked = hook.step.masked[:, : activation.shape[1]]
+        handed = activation.clone()
+        returned = hook_fn(handed, hook)
+        changed = handed if returned is None else returned
+        return torch.where(masked.view(*masked.shape, *[1] * (activation.dim() - 2)), changed, activation)
+
+    return wrapped
+
+
+def _when(hook_fn: Hook, acts: Callable[[StepState], bool]) -> Hook:
+    def wrapped(activation: Tensor, hook: Any) -> Any:
+        if hook.step is None or not acts(hook.step):
+            return None
+        return hook_fn(activation, hook)
+
+    return wrapped

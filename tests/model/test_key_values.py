@@ -1,0 +1,43 @@
+"""With a key/value cache each place is run once, and the logits stay what they were."""
+
+import pytest
+import torch
+
+from diffusion_lens.model.key_values import KeyValueCache
+
+
+@pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [4, 9, 10], [16]])
+def test_pieces_give_the_logits_of_the_whole(golden, cuts):
+    tokens = golden.tensors("forward")["tokens"]
+    cache = KeyValueCache(golden.model.cfg.n_layers)
+    if golden.kind == "mdm":
+        with pytest.raises(ValueError, match="bidirectional"):
+            golden.model(tokens, past_kv_cache=cache)
+        return
+    pieces = [golden.model(piece, past_kv_cache=cache) for piece in tokens.tensor_split(cuts, dim=1)]
+    assert cache.n_pos == tokens.shape[1]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), golden.model(tokens), rtol=1e-5, atol=5e-5)
+
+
+def test_the_loop_uses_it_only_where_nothing_is_hooked(golden):
+    if golden.kind == "mdm":
+        return
+    prompt, lengths = torch.tensor([[5, 6, 7]]), []
+    plain = golden.model.denoise(prompt, length=12)
+    hook = ("hook_embed", lambda a, hook: lengths.append(a.shape[1]))
+    hooked = golden.model.denoise(prompt, length=12, fwd_hooks=[hook])
+    assert torch.equal(plain.canvases, hooked.canvases)
+    assert lengths == list(range(3, 12))
+
+
+def test_a_past_does_not_go_with_padding_or_a_partial_run(golden):
+    if golden.kind == "mdm":
+        return
+    tokens = torch.tensor([[5, 6, 7]])
+    for options in (dict(attention_mask=torch.tensor([[0, 1, 1]])), dict(stop_at_layer=1)):
+        with pytest.raises(ValueError, match="whole runs without padding"):
+            golden.model(tokens, past_kv_cache=KeyValueCache(golden.model.cfg.n_layers), **options)
+    full = KeyValueCache(golden.model.cfg.n_layers)
+    golden.model(torch.zeros(1, 120, dtype=torch.long), past_kv_cache=full)
+    with pytest.raises(ValueError, match="n_ctx=128"):
+        golden.model(torch.zeros(1, 9, dtype=torch.long), past_kv_cache=full)
