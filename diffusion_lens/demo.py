@@ -91,7 +91,7 @@ def _tell(asked: Asked, say: Say) -> None:
         if step and canvas == canvases[step - 1]:
             continue
         written = [word if word not in ("[MASK]", "") else "·" for word in canvas[given:]]
-        label = "start " if step == 0 else f"step {step}"
+        label = "start " if step == 0 else f"step {step - 1}"
         say(f"  {label}  {' '.join(word.replace('<eos>', '∎') for word in written)}")
     first = asked.trace.record["answer"][0].strip()
     verdict = "right" if asked.is_right else f"wrong, it is{asked.fact.answer}"

@@ -32,6 +32,9 @@ class Query:
     answer_tokens: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Tensor) or self.tokens.dim() != 1:
+            given = list(self.tokens.shape) if isinstance(self.tokens, Tensor) else type(self.tokens).__name__
+            raise ValueError(f"a query's tokens are one row, a tensor Int[pos]; got {given}")
         n_pos = self.tokens.shape[0]
         start, stop = self.subject
         if not 0 <= start < stop <= n_pos:

@@ -15,7 +15,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
-from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
 from diffusion_lens.training.objectives import ask
 
@@ -53,7 +53,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             raise ValueError(
                 f"return_type={return_type!r} runs the whole network; it does not go with {sorted(kwargs)}"
             )
-        asked = ask(self, check_tokens(input, self.cfg), None if real is None else real.bool(), generator)
+        tokens = check_tokens(input, self.cfg)
+        if real is not None:
+            real = check_attention_mask(real, tokens.shape[0], tokens.shape[1], tokens.device)
+        asked = ask(self, tokens, real, generator)
         if return_type == "loss":
             picked: Any = super().forward(asked.tokens, attention_mask=real, logits_at=asked.rows)
             return asked.loss(picked)

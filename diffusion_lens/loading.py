@@ -27,6 +27,7 @@ from weight_conversion import (
     open_checkpoint,
     read_json,
     sha256_of_file,
+    write_json,
 )
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
@@ -54,7 +55,7 @@ def open_pretrained(
         device=device,
         dtype=dtype,
         model_name=published.name if published else name if embedded else None,
-        default_prepend_bos=loaded is None or loaded.bos_token_id is not None,
+        default_prepend_bos=loaded is None or _prepends_bos(loaded),
     )
     return cfg, checkpoint, loaded
 
@@ -69,6 +70,8 @@ def save_pretrained(
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
+        settings = read_json(target / TOKENIZER_FILES[1])
+        write_json({**settings, "add_bos_token": cfg.default_prepend_bos}, target / TOKENIZER_FILES[1])
     return target
 
 
@@ -79,9 +82,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     settings = read_json(folder / "tokenizer_config.json")
     special = {key: _text_of(settings[key]) for key in _SPECIAL_TOKENS if settings.get(key)}
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ValueError(f"{folder / 'tokenizer.json'} is not a fast tokenizer: {error}; fetch it again") from error
+    tokenizer.init_kwargs["add_bos_token"] = settings.get("add_bos_token", True)
+    return tokenizer
+
+
+def _prepends_bos(tokenizer: Any) -> bool:
+    return tokenizer.bos_token_id is not None and bool(tokenizer.init_kwargs.get("add_bos_token", True))
 
 
 def _text_of(token: str | Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ def token_probabilities(
     logits: Float[Tensor, "batch place d_vocab_out"], tokens: Int[Tensor, "place"]
 ) -> Float[Tensor, "batch place"]:
     """Probability of each place's own token."""
-    probabilities = torch.softmax(logits.float(), dim=-1)
+    probabilities = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     return probabilities.gather(-1, tokens.expand(logits.shape[0], -1)[..., None])[..., 0]
 
 

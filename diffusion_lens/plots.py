@@ -76,7 +76,7 @@ def denoising_grid(
                 color=colour,
                 fontweight="bold" if new else "normal",
             )
-    ax.set_yticks(range(n_canvases), ["start", *(f"step {i}" for i in range(1, n_canvases))])
+    ax.set_yticks(range(n_canvases), ["start", *(f"step {i}" for i in range(n_canvases - 1))])
     ax.set_xticks([])
     ax.tick_params(length=0)
     for side in ax.spines.values():

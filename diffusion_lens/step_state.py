@@ -34,7 +34,11 @@ class StepState:
 
 
 class StepClock:
-    """The current step of one model's loop; `None` outside. Shared by all hook points of that model."""
+    """The current step of one model's loop; `None` outside. Shared by all hook points of that model.
+
+    While guidance runs both of its branches as one batch, `branches` holds the state of each half.
+    """
 
     def __init__(self) -> None:
         self.step: StepState | None = None
+        self.branches: tuple[StepState, StepState] | None = None

@@ -54,6 +54,10 @@ class Architecture:
             count = getattr(self, name)
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
+        for name in ("norm_eps", "rotary_base"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a number above 0")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")

@@ -122,7 +122,8 @@ def causal_trace(
     Raises:
         ValueError: a setting out of range, or a query without an answer.
     """
-    _check(query, kind, noise, samples, window, max_batch)
+    _check(kind, noise, samples, window, max_batch)
+    _check_answer(model, query)
     tokens = query.tokens.to(model.cfg.device)[None]
     answer = torch.tensor(query.answer_tokens, device=tokens.device)
     rows = model.readout.rows(torch.tensor(query.answer_positions, device=tokens.device))
@@ -201,13 +202,24 @@ def _draw(query: Query, d_model: int, noise: float, samples: int, seed: int) -> 
     return torch.from_numpy(noise * drawn)
 
 
-def _check(query: Query, kind: str, noise: float, samples: int, window: int, max_batch: int) -> None:
-    if kind not in SITES:
-        raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(SITES)}")
+def _check_answer(model: DiffusionTransformer, query: Query) -> None:
     if not query.answer_tokens:
         raise ValueError("the query has no answer: there is no probability to trace")
+    if outside := [token for token in query.answer_tokens if not 0 <= token < model.cfg.d_vocab_out]:
+        raise ValueError(
+            f"{model.cfg.model_name!r} cannot write the answer tokens {outside}; only 0 to d_vocab_out - 1"
+        )
+    if model.cfg.attention_dir == "causal" and 0 in query.answer_positions:
+        raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
+
+
+def _check(kind: str, noise: float, samples: int, window: int, max_batch: int) -> None:
+    if kind not in SITES:
+        raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(SITES)}")
     if not math.isfinite(noise) or noise < 0:
         raise ValueError(f"noise={noise}; it must be a finite number, 0 or more")
     for name, count in (("samples", samples), ("window", window), ("max_batch", max_batch)):
         if count < 1:
             raise ValueError(f"{name}={count}; it must be at least 1")
+    if samples > max_batch:
+        raise ValueError(f"max_batch={max_batch} does not hold one cell of {samples} draws; raise it to {samples}")

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
-from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.records import open_result, save_result
@@ -53,16 +52,8 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
         return len(self._by_step)
 
     def stack(self, name: Any) -> Float[Tensor, "step batch *rest"]:
-        """One hook point over the steps held, in their order.
-
-        On a causal model later steps have more places; places not reached yet are NaN.
-        """
-        each = [cache[name] for cache in self._by_step.values()]
-        widest = [max(sizes) for sizes in zip(*(x.shape for x in each), strict=True)]
-        out = each[0].new_full((len(each), *widest), float("nan"))
-        for row, x in zip(out, each, strict=True):
-            row[tuple(slice(size) for size in x.shape)] = x
-        return out
+        """One hook point over the steps held, in their order."""
+        return torch.stack([cache[name] for cache in self._by_step.values()])
 
     def save(self, path: str | Path) -> Path:
         """Write all activations to one `.safetensors` file."""
@@ -103,19 +94,18 @@ class CacheRequest:
     device: str | torch.device | None
     dtype: torch.dtype | None
 
-    def hooks(self, kept: dict[int, dict[str, Tensor]]) -> list[tuple[str, Any]]:
+    def hooks(self, kept: dict[int, dict[str, Tensor]]) -> list[Any]:
         """Hooks that keep what passes."""
 
-        def keep(activation: Tensor, hook: HookPoint) -> None:
-            step = hook.step  # type: ignore[attr-defined]
-            if step.branch != self.branch or hook.name is None:
+        def keep(activation: Tensor, hook: Any) -> None:
+            if hook.step.branch != self.branch:
                 return
             x = activation.detach()
             if self.pos_slice is not None and x.dim() > 1:
                 axis = position_axis(hook.name)
                 x = x[(slice(None),) * axis + (self.pos_slice,)]
             dtype = self.dtype if x.is_floating_point() else None
-            kept.setdefault(step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
+            kept.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
 
         return [(name, keep) for name in self.names]
 
@@ -157,7 +147,7 @@ _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_confidence": 8, "ho
 
 
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
-    """Bytes that each hook point will take over all steps asked for; on a causal model an upper bound."""
+    """Bytes that each hook point will take over all steps asked for."""
     width = (request.dtype or cfg.dtype).itemsize
     kept_pos = len(range(pos)[request.pos_slice]) if request.pos_slice is not None else pos
     sizes = {}

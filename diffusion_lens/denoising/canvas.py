@@ -81,7 +81,7 @@ def lay_out(
     inside = torch.ones_like(canvas, dtype=torch.bool)
     for row, (end, total) in enumerate(zip(ends.tolist(), totals.tolist(), strict=True)):
         canvas[row, :end] = tokens[row, :end]
-        canvas[row, total:] = 0
+        canvas[row, total:] = model.pad_id
         inside[row, total:] = False
     if real is not None:
         inside[:, : tokens.shape[1]] &= real

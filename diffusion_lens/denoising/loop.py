@@ -7,6 +7,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def prepare(
 ) -> Run:
     """A checked run that has not begun."""
     chosen = resolve_sampler(sampler, model.cfg.attention_dir)
-    _check_numbers(cfg_scale, temperature, model)
+    _check_numbers(steps, cfg_scale, temperature, model)
     canvas = lay_out(model, prompt, length, max_new_tokens, attention_mask, prepend_bos)
     blanks = canvas.blanks(canvas.tokens)
     return Run(
@@ -114,7 +115,9 @@ def prepare(
     )
 
 
-def _check_numbers(cfg_scale: float, temperature: float, model: DiffusionTransformer) -> None:
+def _check_numbers(steps: int | None, cfg_scale: float, temperature: float, model: DiffusionTransformer) -> None:
+    if steps is not None and (not isinstance(steps, Integral) or steps < 1):
+        raise ValueError(f"steps={steps}: a whole number is needed, at least one step to reveal anything")
     if not math.isfinite(cfg_scale) or cfg_scale < 0:
         raise ValueError(f"cfg_scale={cfg_scale}; it must be a finite number, 0 (no guidance) or more")
     if cfg_scale and model.cfg.mask_token_id is None:

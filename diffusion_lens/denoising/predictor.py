@@ -60,8 +60,8 @@ class Conditional(Predictor):
         """Logits of `places` on `tokens`, which the hooks see as `state`."""
         batch, rows = self.model.readout.locate(places)
         if self.canvas.blank == UNREACHED:
-            # What a causal row cannot see yet need not be run.
-            reach = int(rows.max()) + 1
+            # What a causal row cannot see yet need not be run; but a hook sees the whole canvas.
+            reach = tokens.shape[1] if self.model.is_hooked else int(rows.max()) + 1
             tokens = tokens[:, :reach].clamp(min=0)
             real = None if real is None else real[:, :reach]
         self.model.clock.step = state
@@ -72,7 +72,7 @@ class Conditional(Predictor):
 
 @dataclass
 class Guided(Predictor):
-    """Guidance around a `Conditional`: hooks see one branch at a time; without hooks both run as one batch."""
+    """Guidance around a `Conditional`: both branches run as one batch, and hooks are shown one branch at a time."""
 
     inner: Conditional
     scale: float
@@ -82,16 +82,15 @@ class Guided(Predictor):
         return self.inner.passes
 
     def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
-        canvas, predict = self.inner.canvas, self.inner.predict
+        canvas, clock = self.inner.canvas, self.inner.model.clock
         unprompted = state.tokens.masked_fill(canvas.given, canvas.blank)
-        if self.inner.model.is_hooked:
-            conditional = predict(state, state.tokens, places, canvas.real)
-            unconditional = predict(replace(state, branch="unconditional"), unprompted, places, canvas.real)
-            self.inner.model.clock.step = state
-        else:
-            real = None if canvas.real is None else canvas.real.repeat(2, 1)
-            both = predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
-            conditional, unconditional = both.chunk(2)
+        real = None if canvas.real is None else canvas.real.repeat(2, 1)
+        clock.branches = (state, replace(state, branch="unconditional"))
+        try:
+            both = self.inner.predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
+        finally:
+            clock.branches, clock.step = None, state
+        conditional, unconditional = both.chunk(2)
         return guide(conditional, unconditional, self.scale)
 
 

@@ -7,6 +7,7 @@ chance at another: a run and its patched copy differ by the patch alone.
 
 import hashlib
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from jaxtyping import Float
@@ -22,8 +23,10 @@ def row_seeds(seed: Seed, n_batch: int) -> list[int]:
     if isinstance(seed, torch.Generator):
         drawn: list[int] = torch.randint(2**62, (n_batch,), generator=seed, device=seed.device).tolist()
         return drawn
-    if isinstance(seed, int):
-        return [seed + row for row in range(n_batch)]
+    if isinstance(seed, Integral):
+        return [int(seed) + row for row in range(n_batch)]
+    if not isinstance(seed, Sequence):
+        raise TypeError(f"seed={seed!r}; it is a number, one a row, or a torch.Generator")
     if len(seed) != n_batch:
         raise ValueError(f"{len(seed)} seeds for {n_batch} rows; give one a row, or a single number")
     return list(seed)

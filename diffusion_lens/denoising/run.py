@@ -9,9 +9,9 @@ confident are revealed. The loop's hook points, all over the whole canvas, in th
     denoise.hook_confidence  Float[batch pos]              their probabilities; zero elsewhere
     denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
 
-What a hook returns there is what the loop uses. While anything is hooked, the network runs at every step and tokens are
-proposed at every masked place (on a causal model: at the next one), so that a hook may change the order; otherwise a
-step that reveals nothing costs nothing.
+What a hook returns there is what the loop uses; only masked places can be revealed. While anything is hooked, the
+network runs at every step and tokens are proposed at every masked place (on a causal model: at the next one), so that a
+hook may change the order; otherwise a step that reveals nothing costs nothing.
 
 With a `script`, the canvases of an earlier run, the run is forced: the network and its hooks see those canvases, their
 tokens are revealed (nothing passes `hook_candidates` and `hook_reveal`), and what changes under a hook is how probable
@@ -127,7 +127,7 @@ class Run:
         confidence = hooks.hook_confidence(confidence)
         reveal = most_confident(confidence, plan)
         if self.script is None:
-            reveal = hooks.hook_reveal(reveal)
+            reveal = hooks.hook_reveal(reveal) & places
         self.tokens = torch.where(reveal, candidates, self.tokens)
         self.revealed_at = self.revealed_at.masked_fill(reveal, state.index)
         self.confidence = torch.where(reveal, confidence.float(), self.confidence)

@@ -38,8 +38,7 @@ def while_masked(hook_fn: Hook) -> Hook:
     """Act on the places that are still masked only; the others keep their activation.
 
     For activations [batch pos ...]. The function sees the whole activation; what it returns, or writes in place, is
-    used at the masked places. A causal network never runs over places it has not reached, so there it changes nothing
-    but the loop's own `denoise.hook_*`.
+    used at the masked places. On a causal model these are the places not reached yet, which nothing that is read sees.
     """
 
     def wrapped(activation: Tensor, hook: Any) -> Tensor | None:
@@ -47,7 +46,7 @@ def while_masked(hook_fn: Hook) -> Hook:
             return None
         if hook.name.endswith(("hook_attn_scores", "hook_pattern")):
             raise ValueError(f"{hook.name} is [batch head query key]: while_masked needs [batch pos ...]")
-        masked = hook.step.masked[:, : activation.shape[1]]
+        masked = hook.step.masked
         handed = activation.clone()
         returned = hook_fn(handed, hook)
         changed = handed if returned is None else returned

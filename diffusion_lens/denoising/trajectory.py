@@ -55,14 +55,15 @@ class Trajectory:
         canvases = torch.stack(run.canvases)
         ids = canvases.unique().tolist()
         has_text = model.tokenizer is not None
+        real = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
         return cls(
             tokens=run.tokens,
             canvases=canvases,
             revealed_at=run.revealed_at,
             confidence=run.confidence.nan_to_num(nan=1.0),
             given=canvas.given,
-            real=torch.ones_like(canvas.given) if canvas.real is None else canvas.real,
-            text=model.to_string(run.tokens) if has_text else [""] * len(run.tokens),
+            real=real,
+            text=[model.to_string(row[kept]) if has_text else "" for row, kept in zip(run.tokens, real, strict=True)],
             words=dict(zip(ids, model.words(ids), strict=True)),
             record=record,
         )

@@ -31,13 +31,14 @@ class AttentionContext:
 
     rotary: Tables
     visibility: Visibility
+    use_attn_result: bool = False
 
 
 class Attention(nn.Module):
     """Hook points carry [batch pos head d_head]; `hook_k` and `hook_v` carry the key/value heads.
 
     `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result` [batch pos head d_model] passes only
-    when `use_attn_result` is on.
+    when the config's `use_attn_result` is on.
     """
 
     def __init__(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear, d_head: int) -> None:
@@ -47,7 +48,6 @@ class Attention(nn.Module):
         self.v = v
         self.o = o
         self.d_head = d_head
-        self.use_attn_result = False
         self.hook_q = StepHookPoint()
         self.hook_k = StepHookPoint()
         self.hook_v = StepHookPoint()
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         if self.hook_attn_scores.is_hooked or self.hook_pattern.is_hooked:
             mixed = self._written_out(q, k, v, context.visibility, mixed)
         z = self.hook_z(mixed)
-        if self.use_attn_result:
+        if context.use_attn_result:
             result = self.hook_result(einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model"))
             summed: Resid = result.sum(dim=2) + self.b_O
             return summed
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         scores = q.transpose(1, 2) @ keys.mT / self.d_head**0.5
         allowed = visibility.dense(q.shape[1], k.shape[1], q.device)
         scores, scores_kept = _show(self.hook_attn_scores, scores.masked_fill(~allowed, float("-inf")))
-        pattern = torch.softmax(scores.float(), dim=-1).to(values.dtype)
+        pattern = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1).to(values.dtype)
         pattern, pattern_kept = _show(self.hook_pattern, pattern)
         mixed = (pattern @ values).transpose(1, 2)
         if not (scores_kept and pattern_kept):
@@ -141,12 +141,10 @@ def _fused(q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility) -> Heads:
 
 
 def _show(point: StepHookPoint, x: Tensor) -> tuple[Tensor, bool]:
-    """`x` after the hooks, and whether they left it as it was. Many hooks write in place: the version tells."""
-    if x.is_inference():
-        return point(x), not point.is_hooked
-    before = x._version
+    """`x` after the hooks, and whether they left it as it was. Many write in place, so its values are compared."""
+    before = x.detach().clone()
     seen = point(x)
-    return seen, seen is x and x._version == before
+    return seen, seen is x and torch.equal(before, x)
 
 
 class _ValueOf(torch.autograd.Function):

@@ -13,6 +13,9 @@ from diffusion_lens.shapes import Resid
 class Block(nn.Module):
     """The residual stream passes `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`, all [batch pos d_model]."""
 
+    # TransformerLens's logit lens asks: a block's output here is the residual stream, not a stack of several.
+    hook_out_is_single_residual_stream = True
+
     def __init__(self, ln1: RMSNorm, attn: Attention, ln2: RMSNorm, mlp: GatedMLP) -> None:
         super().__init__()
         self.ln1 = ln1

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32 as TransformerLens does."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32 at least, as in TransformerLens."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         return self.weight
 
     def forward(self, x: Resid) -> Resid:
-        x32 = x.float()
-        scale = self.hook_scale((x32.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
-        normalized: Tensor = self.hook_normalized((x32 / scale).to(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = self.hook_scale((wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
+        normalized: Tensor = self.hook_normalized((wide / scale).to(x.dtype))
         return normalized * self.weight

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864), half-split: dimension i turns with dimension i + d_head/2.
 
 The tables are computed in float32 and rounded to the precision the checkpoint was trained with; the rotation itself is
-taken in float32.
+taken in float32 at least.
 """
 
 import torch
@@ -32,18 +32,22 @@ class Rotary:
     def _up_to(self, n_pos: int, device: torch.device) -> Tables:
         held = self._tables.get(device)
         if held is None or held[0].shape[0] < n_pos:
-            # The CPU computes the angles wherever the model is: tables must not depend on the device.
-            exponents = torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head
-            length = max(n_pos, 2 * held[0].shape[0] if held else 0)
-            angles = torch.arange(length, device="cpu").float()[:, None] / self.base**exponents
-            cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
-            held = torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
-            self._tables[device] = held
+            held = self._tables[device] = self._compute(max(n_pos, 2 * held[0].shape[0] if held else 0), device)
         return held
+
+    # Tables outlive the call that needed them first, so they must not be inference tensors, whatever it was under.
+    @torch.inference_mode(False)
+    def _compute(self, length: int, device: torch.device) -> Tables:
+        # The CPU computes the angles wherever the model is: tables must not depend on the device.
+        exponents = torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head
+        angles = torch.arange(length, device="cpu").float()[:, None] / self.base**exponents
+        cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
 
 def rotate(x: Float[Tensor, "batch pos heads d_head"], tables: Tables) -> Float[Tensor, "batch pos heads d_head"]:
     """Turn queries or keys by their position."""
     cos, sin = tables
-    turned = x.float() * cos + x.float().roll(x.shape[-1] // 2, dims=-1) * sin
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    turned = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
     return turned.to(x.dtype)

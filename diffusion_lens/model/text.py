@@ -34,20 +34,35 @@ class TextInterface(ABC):
         if default_prepend_bos is not None:
             self.cfg.default_prepend_bos = default_prepend_bos
 
-    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tokens:
-        """Token ids, Int[batch pos]; shorter rows are padded on the right (`tokenize` also returns which are real)."""
-        return self.tokenize(input, prepend_bos)[0]
+    def to_tokens(
+        self,
+        input: str | Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: str = "right",
+        move_to_device: bool = True,
+        truncate: bool = True,
+    ) -> Tokens:
+        """Token ids, Int[batch pos]; shorter rows are padded (`tokenize` also returns which are real)."""
+        tokens, real = self.tokenize(input, prepend_bos)
+        if padding_side == "left":
+            # A stable sort by "is real" moves each row's padding to the front and keeps its tokens in order.
+            tokens = tokens.gather(1, real.long().argsort(dim=1, stable=True))
+        if truncate:
+            tokens = tokens[:, : self.cfg.n_ctx]
+        return tokens if move_to_device else tokens.cpu()
 
     def tokenize(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> tuple[Tokens, Places]:
         """Token ids and which of them are real, not padding."""
-        texts = [input] if isinstance(input, str) else list(input)
+        texts = [input] if isinstance(input, str) or input is None else list(input)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"text is a string or a list of them, not {input!r}; token ids go in as torch.tensor(ids)")
         if not texts:
             raise ValueError("there is no text to tokenize: the list is empty")
         rows = [self._encode(text, prepend_bos) for text in texts]
         length = max(len(row) for row in rows)
         if length == 0:
             raise ValueError("the text is empty and no BOS is prepended: there is no token to run on")
-        tokens = torch.full((len(rows), length), self._pad_id(), dtype=torch.long)
+        tokens = torch.full((len(rows), length), self.pad_id, dtype=torch.long)
         real = torch.zeros(len(rows), length, dtype=torch.bool)
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = torch.tensor(row, dtype=torch.long)
@@ -57,6 +72,8 @@ class TextInterface(ABC):
     def to_string(self, tokens: Int[Tensor, "*batch pos"] | Sequence[int]) -> Any:
         """Text of one row, or a list of texts for a batch. Places never reached (-1) are left out."""
         ids = torch.as_tensor(tokens)
+        if ids.dim() == 0:
+            ids = ids[None]
         if ids.dim() == 2:
             return [self.to_string(row) for row in ids]
         kept = [int(i) for i in ids if int(i) != UNREACHED]
@@ -64,11 +81,17 @@ class TextInterface(ABC):
         return text
 
     def to_str_tokens(
-        self, input: str | Int[Tensor, "pos"] | Int[Tensor, "1 pos"] | Sequence[int], prepend_bos: bool | None = None
-    ) -> list[str]:
-        """The text of each token."""
-        ids = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input).flatten()
-        return [self._word(int(i)) for i in ids]
+        self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None
+    ) -> Any:
+        """The text of each token of one row; a list of texts gives a list for each."""
+        if isinstance(input, str):
+            input = self.to_tokens(input, prepend_bos)[0]
+        elif not isinstance(input, Tensor) and any(isinstance(text, str) for text in input):
+            return [self.to_str_tokens(str(text), prepend_bos) for text in input]
+        ids = torch.as_tensor(input)
+        if ids.dim() > 1 and ids.shape[0] != 1:
+            raise ValueError(f"to_str_tokens takes one row of tokens, not {list(ids.shape)}; go row by row")
+        return [self._word(int(i)) for i in ids.flatten()]
 
     def to_single_token(self, string: str) -> int:
         """The id of a string that is exactly one token; otherwise a `ValueError` that shows its pieces."""
@@ -85,7 +108,7 @@ class TextInterface(ABC):
         """The text of each id, or the ids themselves in brackets when there is no tokenizer: for labels."""
         if self.tokenizer is None:
             return [f"<{token}>" for token in tokens]
-        return self.to_str_tokens(tokens)
+        return [self._word(token) for token in tokens]
 
     def token_spans(self, text: str, prepend_bos: bool | None = None) -> list[tuple[int, int]]:
         """Character span of each token of `to_tokens(text)`; a prepended BOS has (0, 0)."""
@@ -115,9 +138,10 @@ class TextInterface(ABC):
             raise ValueError(f"prepend_bos=True, but the tokenizer of {self.cfg.model_name!r} has no BOS token")
         return asked and self._require_tokenizer().bos_token_id is not None
 
-    def _pad_id(self) -> int:
-        tokenizer = self._require_tokenizer()
-        for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+    @property
+    def pad_id(self) -> int:
+        """The id that fills places which are not real: the tokenizer's padding, else its end, else 0."""
+        for candidate in (getattr(self.tokenizer, "pad_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
             if candidate is not None:
                 return int(candidate)
         return 0

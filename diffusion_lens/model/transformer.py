@@ -176,8 +176,6 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result [batch pos head d_model] at `attn.hook_result` (large), as in TransformerLens."""
         self.cfg.use_attn_result = use_attn_result
-        for block in self.blocks:
-            block.attn.use_attn_result = use_attn_result
 
     @property
     def is_hooked(self) -> bool:
@@ -193,10 +191,28 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         self._check_hookable(name)
         super()._enable_hook(name, hook, dir)
 
-    def _check_hookable(self, name: str | Callable[[str], bool]) -> None:
-        select_names(name, self.hook_dict)
-        if isinstance(name, str) and not name.startswith(loop_hook("")) and (reason := self._silence(name)):
-            raise ValueError(f"{name!r} {reason}")
+    def run_with_hooks(
+        self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
+    ) -> Any:
+        """As in TransformerLens; a hook that this run would never reach is an error."""
+        for name, _ in [*fwd_hooks, *bwd_hooks]:
+            self._check_hookable(name, in_loop=False)
+        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
+
+    def get_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens; a filter that matches nothing is an error."""
+        return super().get_caching_hooks(select_names(names_filter, self.hook_dict), *args, **kwargs)
+
+    def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens; a filter that matches nothing is an error."""
+        return super().add_caching_hooks(select_names(names_filter, self.hook_dict), *args, **kwargs)
+
+    def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
+        """Refuse a hook that picks nothing, or only points that never pass (outside the loop, the loop's own)."""
+        picked = select_names(name, self.hook_dict)
+        reasons = [None if in_loop and each.startswith(loop_hook("")) else self._silence(each) for each in picked]
+        if all(reasons):
+            raise ValueError(f"{picked[0]!r} {reasons[0]}")
 
     def _silence(self, name: str) -> str | None:
         """Why a plain forward pass never reaches a hook point, or `None`."""
@@ -240,12 +256,13 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         return AttentionContext(
             self._rotary.tables(n_pos, device, positions, n_past),
             self._pattern.visibility(n_pos, device, real, n_past),
+            self.cfg.use_attn_result,
         )
 
     def _pick(self, resid: Resid, rows: Rows) -> Float[Tensor, "*picked d_model"]:
-        if isinstance(rows, tuple):
+        if isinstance(rows, tuple) and len(rows) == 2 and all(isinstance(index, Tensor) for index in rows):
             return resid[rows]
-        picked = torch.as_tensor(rows, device=resid.device)
+        picked = torch.as_tensor(rows, device=resid.device) if len(rows) else torch.zeros(0, dtype=torch.long)
         if picked.dtype == torch.bool and picked.shape == resid.shape[:2]:
             return resid[picked]
         if picked.dim() != 1 or picked.dtype == torch.bool:

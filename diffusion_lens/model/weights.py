@@ -11,6 +11,7 @@ from transformer_lens import FactoredMatrix
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, Unembed
+from diffusion_lens.model.norm import RMSNorm
 
 
 class WeightViews(ABC):
@@ -20,6 +21,7 @@ class WeightViews(ABC):
     embed: Embed
     unembed: Unembed
     blocks: Sequence[Block]
+    ln_final: RMSNorm
 
     @property
     def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -85,6 +87,17 @@ class WeightViews(ABC):
     def b_out(self) -> Float[Tensor, "layer d_model"]:
         return self._stack(lambda block: block.mlp.b_out)
 
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """The matrices under TransformerLens's names, as its `SVDInterpreter` asks for them."""
+        names = {"attn": ("W_Q", "W_K", "W_V", "W_O"), "mlp": ("W_in", "W_gate", "W_out")}
+        ends = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U}
+        return ends | {
+            f"blocks.{i}.{part}.{name}": getattr(getattr(block, part), name)
+            for i, block in enumerate(self.blocks)
+            for part, each in names.items()
+            for name in each
+        }
+
     @property
     def QK(self) -> FactoredMatrix:
         """Each head's query-key circuit; grouped keys are repeated for their heads."""
@@ -106,14 +119,24 @@ class WeightViews(ABC):
                 total = total + self.blocks[i].mlp.b_out
         return total + self.blocks[layer].attn.b_O if mlp_input else total
 
-    def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*n"]) -> Float[Tensor, "*n d_model"]:
-        """The unembedding direction of each token (ids, or the text of a single token)."""
+    def tokens_to_residual_directions(
+        self, tokens: str | int | Int[Tensor, "*n"]
+    ) -> Float[Tensor, "*directions d_model"]:
+        """The direction whose product with the normalised stream (before ln_final's weight) is a token's logit.
+
+        The weight of ln_final is folded in, as TransformerLens's attribution tools take for granted.
+
+        Args:
+            tokens: ids, or the text of a single token; a single id gives [d_model].
+        """
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
         ids = torch.as_tensor(tokens, device=self.W_U.device)
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.cfg.d_vocab_out):
             raise ValueError(f"only tokens 0 to {self.cfg.d_vocab_out - 1} can be written; got {tokens}")
-        return self.W_U.T[ids]
+        if ids.numel() == 1:
+            ids = ids.reshape(())
+        return self.W_U.T[ids] * self.ln_final.w
 
     @abstractmethod
     def to_single_token(self, string: str) -> int:

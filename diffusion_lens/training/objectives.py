@@ -42,7 +42,8 @@ class LossQuestion:
 
     def loss(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, ""]:
         """Weighted cross-entropy of the logits read at `rows`."""
-        return (F.cross_entropy(logits.float(), self.targets, reduction="none") * self.weights).sum()
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return (F.cross_entropy(wide, self.targets, reduction="none") * self.weights).sum()
 
 
 def ask_masked(
@@ -65,6 +66,8 @@ def ask_masked(
             "trained by autoregressive_loss"
         )
     tokens = tokens.to(model.cfg.device)
+    if bool((tokens >= model.cfg.d_vocab_out).any()):
+        raise ValueError("the tokens of a loss are clean text; [MASK]s in them belong into noisy=, with p_mask=")
     if noisy is None or p_mask is None:
         noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)
     noisy, p_mask = noisy.to(tokens.device), p_mask.to(tokens.device)

@@ -90,7 +90,7 @@ def test_before_the_subject_a_causal_model_has_nothing_to_restore(either, query)
 
 def test_how_cells_are_packed_changes_nothing(either, query):
     wide = causal_trace(either.model, query, noise=0.5, samples=3)
-    narrow = causal_trace(either.model, query, noise=0.5, samples=3, max_batch=1)
+    narrow = causal_trace(either.model, query, noise=0.5, samples=3, max_batch=3)
     torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=1e-6)
 
 
@@ -148,6 +148,7 @@ def test_save_load_and_plot(tiny, tmp_path):
         (dict(noise=-1.0), "noise=-1.0"),
         (dict(kind="mlp", window=0), "window=0"),
         (dict(max_batch=0), "max_batch=0"),
+        (dict(samples=20, max_batch=4), "max_batch=4 does not hold one cell of 20 draws"),
     ],
 )
 def test_bad_settings(either, query, options, message):
@@ -158,6 +159,21 @@ def test_bad_settings(either, query, options, message):
 def test_a_query_without_an_answer(either, query):
     with pytest.raises(ValueError, match="has no answer"):
         causal_trace(either.model, Query(query.tokens, query.subject, (), ()), noise=0.5)
+
+
+@pytest.mark.parametrize(("position", "token"), [(8, 512), (8, 99999), (8, -1)])
+def test_an_answer_that_cannot_be_written(either, query, position, token):
+    with pytest.raises(ValueError, match=f"cannot write the answer tokens .{token}"):
+        causal_trace(either.model, Query(query.tokens, query.subject, (position,), (token,)), noise=0.5)
+
+
+def test_nothing_precedes_the_first_place_of_a_causal_model(either, query):
+    first = Query(query.tokens, query.subject, (0,), (3,))
+    if either.kind == "mdm":
+        assert causal_trace(either.model, first, noise=0.5, samples=1).clean > 0
+        return
+    with pytest.raises(ValueError, match="nothing precedes place 0"):
+        causal_trace(either.model, first, noise=0.5)
 
 
 def test_noise_scale_needs_subjects(tiny):

@@ -35,7 +35,7 @@ def test_a_hook_sees_one_branch_at_a_time_and_the_whole_canvas(either, run):
     if either.kind == "mdm":
         assert shapes == [("conditional", (1, 20)), ("unconditional", (1, 20))] * 4
     else:
-        assert shapes == [("conditional", (1, pos)) for pos in (8, 9, 10, 11)]
+        assert shapes == [("conditional", (1, 12))] * 4
 
 
 def test_the_clock_stops_after_the_run_and_after_an_exception(either, run):

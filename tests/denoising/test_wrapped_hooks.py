@@ -37,10 +37,9 @@ def test_while_masked_acts_on_masked_places_only(either):
     options = dict(length=12, steps=4) if either.kind == "mdm" else dict(length=8)
     either.model.denoise(PROMPT, fwd_hooks=fwd_hooks, **options)
     for (was, masked), now in zip(before, after, strict=True):
-        masked = masked[:, : was.shape[1]]
         assert not now[masked].any()
         assert torch.equal(now[~masked], was[~masked])
-        assert masked.any() == (either.kind == "mdm")
+        assert masked.any()
 
 
 def test_while_masked_in_place_and_in_the_loop(either):

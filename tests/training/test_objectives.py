@@ -135,6 +135,11 @@ def test_padding_does_not_enter_the_next_token_loss():
     torch.testing.assert_close(padded, model(tokens[:, 4:], return_type="loss"))
 
 
+def test_masks_are_no_clean_text():
+    with pytest.raises(ValueError, match="clean text"):
+        small()(torch.tensor([[1, 11, 2]]), return_type="loss")
+
+
 def test_a_loss_does_not_go_with_a_partial_run(either):
     with pytest.raises(ValueError, match="stop_at_layer"):
         either.model(torch.arange(4)[None], return_type="loss", stop_at_layer=1)

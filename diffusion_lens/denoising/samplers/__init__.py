@@ -18,7 +18,7 @@ SAMPLERS: dict[str, Sampler] = {
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     """A sampler as plain data: its name and settings."""
-    settings = asdict(sampler) if is_dataclass(sampler) else {}
+    settings: dict[str, Any] = asdict(sampler) if is_dataclass(sampler) else {}
     return {"name": sampler.name, **settings}
 
 
@@ -45,6 +45,10 @@ def resolve_sampler(sampler: str | Sampler | None, attention_dir: str) -> Sample
             near = get_close_matches(sampler, SAMPLERS, n=1, cutoff=0.0)
             raise ValueError(f"unknown sampler {sampler!r}; known are {', '.join(SAMPLERS)} (nearest: {near[0]})")
         sampler = SAMPLERS[sampler]
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"sampler={sampler!r} is neither a name nor a Sampler object; write Confidence(), with brackets"
+        )
     if attention_dir == "causal" and not isinstance(sampler, LeftToRight):
         raise ValueError(
             f"the sampler {sampler.name!r} fills places in any order, which a causal model cannot; use 'left_to_right'"
