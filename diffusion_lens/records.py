@@ -42,7 +42,7 @@ def weights_sha256(model: nn.Module) -> str:
     Kept on the model until a weight moves or changes: compared each time are addresses, dtypes, versions and norms.
     Reading 4.6 GB anew takes a few seconds.
     """
-    norms = [torch.linalg.vector_norm(weight.detach(), dtype=torch.float64) for weight in model.parameters()]
+    norms = [torch.linalg.vector_norm(weight.detach()).float() for weight in model.parameters()]
     state = (
         [(weight.data_ptr(), weight.dtype, weight._version) for weight in model.parameters()],
         torch.stack(norms).tolist(),

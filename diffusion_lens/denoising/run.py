@@ -6,7 +6,7 @@ confident are revealed. The loop's hook points, all over the whole canvas, in th
     denoise.hook_tokens      Int[batch pos]                the canvas going in
     denoise.hook_logits      Float[batch pos d_vocab_out]  after guidance, by place; zeros where nothing is proposed
     denoise.hook_candidates  Int[batch pos]                the tokens proposed; the canvas's own elsewhere
-    denoise.hook_confidence  Float[batch pos]              their probabilities; zero elsewhere
+    denoise.hook_confidence  Float[batch pos]              their probabilities, by which they are ranked; zero elsewhere
     denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
 
 What a hook returns there is what the loop uses; only masked places can be revealed. While anything is hooked, the
@@ -124,8 +124,7 @@ class Run:
             candidates = hooks.hook_candidates(candidates)
         confidence = torch.zeros(places.shape, dtype=torch.float64, device=places.device)
         confidence[places] = confidence_of(logits, candidates[places])
-        confidence = hooks.hook_confidence(confidence)
-        reveal = most_confident(confidence, plan)
+        reveal = most_confident(hooks.hook_confidence(confidence.clone()), plan)
         if self.script is None:
             reveal = hooks.hook_reveal(reveal) & places
         self.tokens = torch.where(reveal, candidates, self.tokens)
