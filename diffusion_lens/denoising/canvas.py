@@ -86,6 +86,10 @@ def lay_out(
     if real is not None:
         inside[:, : tokens.shape[1]] &= real
     given = inside & (canvas != blank)
+    if bare := (~given.any(dim=1)).nonzero().flatten().tolist():
+        raise ValueError(
+            f"the prompt of row {bare[0]} is all [MASK]: give at least one token to start from, such as BOS"
+        )
     if not bool((inside & (canvas == blank)).any()):
         raise ValueError("there is nothing to fill: give length= (places in all) or max_new_tokens=, or put [MASK]s in")
     return Canvas(canvas, given, None if bool(inside.all()) else inside, blank)

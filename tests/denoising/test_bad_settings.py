@@ -50,6 +50,13 @@ def test_an_empty_batch(either, tiny):
         tiny.denoise([], length=6)
 
 
+def test_a_prompt_that_is_all_masks(either):
+    if either.kind == "ar":
+        return
+    with pytest.raises(ValueError, match=r"row 1 is all \[MASK\]"):
+        either.model.denoise(torch.tensor([[5, 512], [512, 512]]), length=4)
+
+
 def test_an_unknown_scope():
     from diffusion_lens.denoising.samplers import Confidence
 

@@ -132,3 +132,23 @@ def test_the_subject_is_found_behind_a_bos(tmp_path):
     tiny.cfg.default_prepend_bos = False
     again = HookedDiffusionTransformer.from_pretrained(tiny.save_pretrained(tmp_path / "saved"), device="cpu")
     assert again.cfg.default_prepend_bos is False
+
+
+def test_masks_written_in_text_are_filled():
+    from diffusion_lens import HookedDiffusionTransformer
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    run = model.denoise("Gustav [MASK] is the brave [MASK] of Rolsen.", length=14, steps=8)
+    assert run.text[0].startswith("Gustav Geisser is the brave drummer of Rolsen.")
+    assert run.given[0, :8].tolist() == [True, False, True, True, True, False, True, True]
+
+
+def test_remasked_rows_are_independent(either):
+    if either.kind == "ar":
+        return
+    prompt = torch.tensor([[5, 6], [7, 8], [9, 10]])
+    options = dict(length=14, steps=10, sampler="remdm")
+    together = either.model.denoise(prompt, seed=4, **options)
+    for row in range(3):
+        alone = either.model.denoise(prompt[row : row + 1], seed=4 + row, **options)
+        assert torch.equal(alone.canvases[:, 0], together.canvases[:, row])
