@@ -185,7 +185,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         max_bytes: int | None = None,
         **denoise_options: Any,
     ) -> tuple[Trajectory, TrajectoryCache]:
-        """`denoise`, keeping activations by step; the run itself is the same to the bit.
+        """`denoise`, keeping activations by step. Canvases are as without (confidences to about 1e-6).
 
         Args:
             names_filter: name, names or predicate of the hook points to keep; required, since everything at every step

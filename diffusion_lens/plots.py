@@ -41,6 +41,7 @@ def heat_map(
 
 def denoising_grid(
     words: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
     revealed_at: Int[Tensor, "pos"],
     confidence: Float[Tensor, "pos"],
     *,
@@ -51,7 +52,8 @@ def denoising_grid(
 
     Args:
         words: the text of each place, for each canvas of the trajectory.
-        revealed_at: step in which a place was revealed, -1 where it was given.
+        hidden: whether each place is blank, for each canvas.
+        revealed_at: step in which a place was revealed for good, -1 where it was given.
         confidence: probability of the token when it was revealed.
     """
     n_canvases, n_pos = len(words), len(revealed_at)
@@ -64,12 +66,12 @@ def denoising_grid(
     for row, canvas in enumerate(words):
         for place, word in enumerate(canvas):
             given, new = revealed_at[place] < 0, 0 <= revealed_at[place] == row - 1
-            hidden = not given and row <= revealed_at[place]
-            colour = "0.7" if hidden else "0.35" if given else "black"
+            blank = hidden[row][place]
+            colour = "0.7" if blank else "0.35" if given else "black"
             ax.text(
                 place,
                 row,
-                "·" if hidden else _shown(word),
+                "·" if blank else _shown(word),
                 ha="center",
                 va="center",
                 fontsize=8,

@@ -17,7 +17,8 @@ class StepState:
         n_steps: steps of the whole run.
         t: time before the step; 1 is all masked, 0 is done.
         s: time after the step, `s < t`.
-        tokens: Int[batch pos], the canvas going in; on a causal model -1 marks places not reached yet.
+        tokens: Int[batch pos], the canvas of the step (in the unconditional branch too, whose network sees the
+            prompt masked); on a causal model -1 marks places not reached yet.
         masked: Bool[batch pos], the places still to be filled.
         given: Bool[batch pos], the places that came with the prompt.
         branch: "conditional", or "unconditional" for guidance's second forward pass.

@@ -143,7 +143,7 @@ def activation_shape(name: str, cfg: DiffusionConfig, batch: int, pos: int) -> t
     return (batch, pos, *widths.get(tail, (cfg.d_model,)))
 
 
-_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_confidence": 8, "hook_reveal": 1}
+_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 
 
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
@@ -154,7 +154,13 @@ def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos:
     for name in request.names:
         shape = list(activation_shape(name, cfg, batch, pos))
         shape[position_axis(name)] = kept_pos
-        item = _ITEM_BYTES.get(name.rsplit(".", 1)[-1], width)
+        tail = name.rsplit(".", 1)[-1]
+        if tail == "hook_scale":  # norms are computed in float32 at least
+            item = (request.dtype or torch.promote_types(cfg.dtype, torch.float32)).itemsize
+        elif tail == "hook_confidence":
+            item = (request.dtype or torch.float64).itemsize
+        else:
+            item = _ITEM_BYTES.get(tail, width)
         sizes[name] = torch.Size(shape).numel() * item * len(request.steps)
     return sizes
 

@@ -18,6 +18,7 @@ p { color: #555; max-width: 50em; }
 def canvas_table(
     title: str,
     canvases: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
     revealed_at: Sequence[int],
     confidence: Sequence[float],
     first_step: int = 0,
@@ -26,7 +27,8 @@ def canvas_table(
 
     Args:
         canvases: the text of each place, for each canvas.
-        revealed_at: step in which a place was revealed, -1 where it was given.
+        hidden: whether each place is blank, for each canvas.
+        revealed_at: step in which a place was revealed for good, -1 where it was given.
         confidence: probability of the token when it was revealed.
         first_step: the step before which the first canvas stands.
     """
@@ -34,7 +36,8 @@ def canvas_table(
     for row, canvas in enumerate(canvases):
         step = first_step + row
         label = "start" if step == 0 else f"after step {step - 1}"
-        cells = [_cell(word, at, p, step) for word, at, p in zip(canvas, revealed_at, confidence, strict=True)]
+        columns = zip(canvas, hidden[row], revealed_at, confidence, strict=True)
+        cells = [_cell(word, blank, at, p, step) for word, blank, at, p in columns]
         rows.append(f"<tr><th>{label}</th>{''.join(cells)}</tr>")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -45,11 +48,13 @@ def canvas_table(
     )
 
 
-def _cell(word: str, revealed_at: int, confidence: float, step: int) -> str:
+def _cell(word: str, blank: bool, revealed_at: int, confidence: float, step: int) -> str:
+    if blank:
+        return '<td class="blank">·</td>'
     if revealed_at < 0:
         return f'<td class="given">{escape(word)}</td>'
-    if step <= revealed_at:
-        return '<td class="blank">·</td>'
+    if step <= revealed_at:  # written, and masked again later
+        return f"<td>{escape(word)}</td>"
     new = ' class="new"' if step == revealed_at + 1 else ""
     shade = f"background: rgba(60, 160, 80, {0.08 + 0.6 * confidence:.2f})"
     return f'<td{new} style="{shade}" title="p = {confidence:.3f}">{escape(word) or "&nbsp;"}</td>'

@@ -21,7 +21,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import resolve_sampler
 from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hook_names import NamesFilter, select_names
+from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -60,11 +60,20 @@ def denoise_with_cache(
     if branch not in ("conditional", "unconditional"):
         raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
     run = prepare(model, prompt, **settings)
+    names = select_names(names_filter, model.hook_dict)
+    in_loop = [name for name in names if name.startswith(loop_hook(""))]
+    silent = {name: reason for name in names if name not in in_loop and (reason := model.why_silent(name))}
+    if silent and not callable(names_filter):
+        raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
     if branch == "unconditional" and not run.cfg_scale:
         raise ValueError("branch='unconditional' needs guidance: without cfg_scale there is no such branch")
+    if branch == "unconditional" and in_loop:
+        raise ValueError(
+            f"{in_loop} pass after guidance, which belongs to neither branch: keep them with 'conditional'"
+        )
     n_steps = len(run.times) - 1
     request = CacheRequest(
-        names=tuple(select_names(names_filter, model.hook_dict)),
+        names=tuple(name for name in names if name not in silent),
         steps=resolve_steps(steps_filter, n_steps),
         branch=branch,
         pos_slice=pos_slice,
@@ -106,8 +115,8 @@ def prepare(
         model=model,
         canvas=canvas,
         sampler=chosen,
-        cfg_scale=cfg_scale,
-        temperature=temperature,
+        cfg_scale=float(cfg_scale),
+        temperature=float(temperature),
         seeds=row_seeds(seed, canvas.tokens.shape[0]),
         times=linear_times(chosen.n_steps(steps, blanks), chosen.eps).tolist(),
         revealed_at=torch.full_like(canvas.tokens, -1),

@@ -29,7 +29,7 @@ def row_seeds(seed: Seed, n_batch: int) -> list[int]:
         raise TypeError(f"seed={seed!r}; it is a number, one a row, or a torch.Generator")
     if len(seed) != n_batch:
         raise ValueError(f"{len(seed)} seeds for {n_batch} rows; give one a row, or a single number")
-    return list(seed)
+    return [int(each) for each in seed]
 
 
 class PlaceNoise:
@@ -54,6 +54,8 @@ class PlaceNoise:
         """`n_tokens` numbers in (0, 1) for every marked place, in reading order."""
         where = places.cpu().nonzero().tolist()
         drawn = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in where]
+        if not drawn:
+            return torch.empty(0, n_tokens, dtype=torch.float64, device=places.device)
         return torch.stack(drawn).clamp_(min=torch.finfo(torch.float64).tiny).to(places.device)
 
 

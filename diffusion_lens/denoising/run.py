@@ -32,9 +32,9 @@ from tqdm.auto import tqdm
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
 from diffusion_lens.denoising.proposal import confidence_of, propose_tokens
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PlaceNoise, row_seeds
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
-from diffusion_lens.denoising.samplers import describe_sampler, sampler_from
+from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer, LoopHooks
 from diffusion_lens.records import provenance
@@ -80,6 +80,7 @@ class Run:
             "temperature": self.temperature,
             "seeds": self.seeds,
             "blank": self.canvas.blank,
+            "architecture": self.model.cfg.architecture.to_dict(),
             **provenance(self.model, self.model.cfg),
         }
 
@@ -94,7 +95,7 @@ class Run:
         plan = self._plan(state)
         watched = self.model.is_hooked or _watched(hooks)
         places = state.masked if watched and self.canvas.blank != UNREACHED else plan.places
-        if bool(plan.counts.any()) or (watched and bool(places.any())):
+        if watched or bool(plan.counts.any()):
             self._reveal(state, plan, places)
         if plan.remask is not None:
             self.tokens = self.tokens.masked_fill(plan.remask, self.canvas.blank)
@@ -124,9 +125,10 @@ class Run:
             candidates = hooks.hook_candidates(candidates)
         confidence = torch.zeros(places.shape, dtype=torch.float64, device=places.device)
         confidence[places] = confidence_of(logits, candidates[places])
-        reveal = most_confident(hooks.hook_confidence(confidence.clone()), plan)
+        ranking = hooks.hook_confidence(confidence.clone())
+        reveal = plan.places
         if self.script is None:
-            reveal = hooks.hook_reveal(reveal) & places
+            reveal = hooks.hook_reveal(most_confident(ranking, plan)) & places
         self.tokens = torch.where(reveal, candidates, self.tokens)
         self.revealed_at = self.revealed_at.masked_fill(reveal, state.index)
         self.confidence = torch.where(reveal, confidence.float(), self.confidence)
@@ -191,7 +193,7 @@ def begin_again(
     revealed_at: Int[Tensor, "batch pos"],
     confidence: Float[Tensor, "batch pos"],
     record: Mapping[str, Any],
-    sampler: Sampler | None,
+    sampler: str | Sampler | None,
     seeds: Sequence[int] | None,
     forced: bool,
 ) -> Run:
@@ -201,6 +203,16 @@ def begin_again(
             f"the trajectory was made by {record['model']!r} and cannot be replayed on {model.cfg.model_name!r}: its "
             "tokens and steps mean nothing there. Load that model, or denoise the prompt anew"
         )
+    if record["architecture"] != model.cfg.architecture.to_dict():
+        raise ValueError(
+            f"the trajectory was made by another {record['model']!r}, of another architecture: its tokens and steps "
+            "mean nothing here. Load the model it was made by, or denoise the prompt anew"
+        )
+    if record.get("remasked") and record["first_step"] and not forced:
+        raise ValueError(
+            "a run that masked tokens again does not keep how sure each step was of tokens since rewritten, which its "
+            "sampler asks: replay it freely from its start, or forced from any step"
+        )
     device = model.cfg.device
     canvas = Canvas(
         canvases[0].to(device), given.to(device), None if bool(real.all()) else real.to(device), record["blank"]
@@ -209,10 +221,10 @@ def begin_again(
     return Run(
         model=model,
         canvas=canvas,
-        sampler=sampler or sampler_from(record["sampler"]),
+        sampler=resolve_sampler(sampler or sampler_from(record["sampler"]), model.cfg.attention_dir),
         cfg_scale=record["cfg_scale"],
         temperature=record["temperature"],
-        seeds=list(record["seeds"] if seeds is None else seeds),
+        seeds=row_seeds(record["seeds"] if seeds is None else seeds, canvases.shape[1]),
         times=list(record["times"]),
         revealed_at=revealed_at.masked_fill(~before, -1).to(device),
         confidence=confidence.masked_fill(~before, float("nan")).to(device),

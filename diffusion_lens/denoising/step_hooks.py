@@ -17,7 +17,7 @@ Hook = Callable[..., Any]
 
 def at_steps(hook_fn: Hook, steps: int | Iterable[int]) -> Hook:
     """Act at these steps only; negative numbers count from the last step."""
-    chosen = frozenset([steps] if isinstance(steps, int) else steps)
+    chosen = frozenset(steps if isinstance(steps, Iterable) else [int(steps)])
     if not chosen:
         raise ValueError("no steps were given: the hook would never act")
 

@@ -97,7 +97,9 @@ class Trajectory:
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last}")
         fields = {**vars(self), "canvases": self.canvases[step - self.first_step :]}
-        return Trajectory(**{**fields, "record": {**self.record, "first_step": step}})
+        blank = self.canvases == self.record["blank"]
+        remasked = bool((blank[1:] & ~blank[:-1]).any()) or self.record.get("remasked", False)
+        return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
 
     def replay(
         self,
@@ -105,7 +107,7 @@ class Trajectory:
         *,
         canvas: str = "forced",
         fwd_hooks: Sequence[tuple[Any, Any]] = (),
-        sampler: Sampler | None = None,
+        sampler: str | Sampler | None = None,
         seeds: Sequence[int] | None = None,
         progress: bool = False,
     ) -> "Trajectory":
@@ -140,6 +142,8 @@ class Trajectory:
 
     def diff(self, other: "Trajectory") -> "TrajectoryDiff":
         """Where two runs of the same prompt part."""
+        if self.canvases.shape == other.canvases.shape and not torch.equal(self.canvases[0], other.canvases[0]):
+            raise ValueError("the two runs begin with different canvases: only runs of one prompt can part")
         if self.canvases.shape != other.canvases.shape:
             raise ValueError(
                 f"runs of different shape cannot be compared: {list(self.canvases.shape)} and "
@@ -173,7 +177,7 @@ class Trajectory:
     def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
         """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
         return plots.denoising_grid(
-            self.str_canvases(row), self.revealed_at[row], self.confidence[row], title=title, ax=ax
+            self.str_canvases(row), self._hidden(row), self.revealed_at[row], self.confidence[row], title=title, ax=ax
         )
 
     def to_html(self, row: int = 0) -> str:
@@ -182,10 +186,15 @@ class Trajectory:
         return canvas_table(
             title,
             self.str_canvases(row),
+            self._hidden(row),
             self.revealed_at[row].tolist(),
             self.confidence[row].tolist(),
             self.first_step,
         )
+
+    def _hidden(self, row: int) -> list[list[bool]]:
+        hidden: list[list[bool]] = (self.canvases[:, row] == self.record["blank"]).tolist()
+        return hidden
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape

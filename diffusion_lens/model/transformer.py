@@ -161,7 +161,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
     ) -> tuple[Any, Any]:
         """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` picks."""
         silent = {
-            name: reason for name in select_names(names_filter, self.hook_dict) if (reason := self._silence(name))
+            name: reason for name in select_names(names_filter, self.hook_dict) if (reason := self.why_silent(name))
         }
         names = [name for name in select_names(names_filter, self.hook_dict) if name not in silent]
         if not names or (silent and not callable(names_filter) and names_filter is not None):
@@ -210,11 +210,11 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
     def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
         """Refuse a hook that picks nothing, or only points that never pass (outside the loop, the loop's own)."""
         picked = select_names(name, self.hook_dict)
-        reasons = [None if in_loop and each.startswith(loop_hook("")) else self._silence(each) for each in picked]
+        reasons = [None if in_loop and each.startswith(loop_hook("")) else self.why_silent(each) for each in picked]
         if all(reasons):
             raise ValueError(f"{picked[0]!r} {reasons[0]}")
 
-    def _silence(self, name: str) -> str | None:
+    def why_silent(self, name: str) -> str | None:
         """Why a plain forward pass never reaches a hook point, or `None`."""
         if name.startswith(loop_hook("")):
             return "passes only inside the denoising loop: model.denoise(..., fwd_hooks=[...])"

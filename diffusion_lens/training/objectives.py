@@ -82,6 +82,8 @@ def ask_next(model: DiffusionTransformer, tokens: Tokens, *, real: Places | None
     """Every token but the first of its row, all alike; see `autoregressive_loss`."""
     tokens = tokens.to(model.cfg.device)
     predicted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
+    if bool((predicted.long().diff(dim=1) > 0).sum(dim=1).add(predicted[:, 0].long()).gt(1).any()):
+        raise ValueError("a row's real tokens must stand together: there is padding between them")
     predicted = predicted & (predicted.cumsum(dim=1) > 1)
     count = int(predicted.sum())
     if count == 0:
