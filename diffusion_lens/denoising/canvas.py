@@ -68,7 +68,7 @@ def lay_out(
         real = None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-        if real is not None and model.cfg.attention_dir == "causal" and bool((real[:, :-1] & ~real[:, 1:]).any()):
+        if real is not None and model.cfg.attention_dir == "causal" and bool((real.long().diff(dim=1) < 0).any()):
             raise ValueError("a causal model continues from the place before: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:

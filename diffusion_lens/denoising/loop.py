@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffusion_lens.denoising.cache import CacheRequest, TrajectoryCache, check_budget, estimate_bytes, resolve_steps
 from diffusion_lens.denoising.canvas import Prompt, lay_out
+from diffusion_lens.denoising.predictor import check_cfg_scale
 from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.run import Run, execute
 from diffusion_lens.denoising.sampler import Sampler
@@ -127,8 +128,7 @@ def prepare(
 def _check_numbers(steps: int | None, cfg_scale: float, temperature: float, model: DiffusionTransformer) -> None:
     if steps is not None and (not isinstance(steps, Integral) or steps < 1):
         raise ValueError(f"steps={steps}: a whole number is needed, at least one step to reveal anything")
-    if not math.isfinite(cfg_scale) or cfg_scale < 0:
-        raise ValueError(f"cfg_scale={cfg_scale}; it must be a finite number, 0 (no guidance) or more")
+    check_cfg_scale(cfg_scale)
     if cfg_scale and model.cfg.mask_token_id is None:
         raise ValueError(
             f"cfg_scale={cfg_scale} masks the prompt, and {model.cfg.model_name!r} has no [MASK]; use 0 there"

@@ -4,6 +4,7 @@ Unsupervised classifier-free guidance (Nie et al. 2024, arXiv 2410.18514, eq. 9)
 comes from the same canvas with everything given masked.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,12 @@ def guide(
 ) -> Float[Tensor, "*place d_vocab_out"]:
     """Guided logits, u + (1 + w)(c - u)."""
     return unconditional + (scale + 1) * (conditional - unconditional)
+
+
+def check_cfg_scale(scale: float) -> None:
+    """Raise a `ValueError` unless the weight of guidance is a finite number, 0 or more."""
+    if not math.isfinite(scale) or scale < 0:
+        raise ValueError(f"cfg_scale={scale}; it must be a finite number, 0 (no guidance) or more")
 
 
 class Predictor(ABC):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from diffusion_lens.denoising.predictor import guide
+from diffusion_lens.denoising.predictor import check_cfg_scale, guide
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.inputs import check_length, check_tokens
@@ -270,8 +270,7 @@ def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tens
 
 
 def _check_settings(cfg_scale: float, **counts: int) -> None:
-    if not math.isfinite(cfg_scale) or cfg_scale < 0:
-        raise ValueError(f"cfg_scale={cfg_scale}; it must be a finite number, 0 (no guidance) or more")
+    check_cfg_scale(cfg_scale)
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count}; it must be at least 1")
