@@ -5,12 +5,12 @@ Looking changes nothing, to the bit: unless a hook replaced or wrote into what i
 used on, with the gradient of the written-out ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +18,8 @@ from diffusion_lens.model.attention_patterns import Visibility
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.key_values import LayerKeyValues
 from diffusion_lens.model.mlp import bias_of
-from diffusion_lens.model.rotary import Tables, rotate
+from diffusion_lens.model.picked_rows import PickedRows
+from diffusion_lens.model.rotary import Tables, rotate, tables_at
 from diffusion_lens.shapes import Resid
 
 Heads = Float[Tensor, "batch pos head d_head"]
@@ -32,6 +33,10 @@ class AttentionContext:
     rotary: Tables
     visibility: Visibility
     use_attn_result: bool = False
+
+    def at(self, rows: Int[Tensor, "batch place"], n_key: int) -> "AttentionContext":
+        """What queries at some rows only need to know."""
+        return replace(self, rotary=tables_at(self.rotary, rows), visibility=self.visibility.at(rows, n_key))
 
 
 class Attention(nn.Module):
@@ -90,23 +95,31 @@ class Attention(nn.Module):
     def b_O(self) -> Float[Tensor, "d_model"]:
         return bias_of(self.o)
 
-    def forward(self, x: Resid, context: AttentionContext, past: LayerKeyValues | None = None) -> Resid:
-        q = self.hook_q(self.q(x).unflatten(-1, (-1, self.d_head)))
+    def forward(
+        self,
+        x: Resid,
+        context: AttentionContext,
+        past: LayerKeyValues | None = None,
+        picked: PickedRows | None = None,
+    ) -> Float[Tensor, "batch query d_model"]:
+        """Attend; with `picked` only those rows ask, and only theirs come out."""
+        q = self.hook_q(self.q(x if picked is None else picked.of(x)).unflatten(-1, (-1, self.d_head)))
         k = self.hook_k(self.k(x).unflatten(-1, (-1, self.d_head)))
         v = self.hook_v(self.v(x).unflatten(-1, (-1, self.d_head)))
-        q = self.hook_rot_q(rotate(q, context.rotary))
         k = self.hook_rot_k(rotate(k, context.rotary))
         if past is not None:
             k, v = past.extend(k, v)
-        mixed = _fused(q, k, v, context.visibility)
+        asking = context if picked is None else context.at(picked.grid, k.shape[1])
+        q = self.hook_rot_q(rotate(q, asking.rotary))
+        mixed = _fused(q, k, v, asking.visibility)
         if self.hook_attn_scores.is_hooked or self.hook_pattern.is_hooked:
-            mixed = self._written_out(q, k, v, context.visibility, mixed)
+            mixed = self._written_out(q, k, v, asking.visibility, mixed)
         z = self.hook_z(mixed)
         if context.use_attn_result:
             result = self.hook_result(einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model"))
-            summed: Resid = result.sum(dim=2) + self.b_O
+            summed: Tensor = result.sum(dim=2) + self.b_O
             return summed
-        out: Resid = self.o(z.flatten(2))
+        out: Tensor = self.o(z.flatten(2))
         return out
 
     def _written_out(self, q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility, fused: Heads) -> Heads:

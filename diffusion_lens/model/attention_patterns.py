@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from diffusion_lens.shapes import Places
@@ -26,6 +26,16 @@ class Visibility:
             return self.allowed
         everything = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
         return everything.tril() if self.causal else everything
+
+    def at(self, rows: Int[Tensor, "batch place"], n_key: int) -> "Visibility":
+        """The pattern of some query rows only."""
+        if self.allowed is not None:
+            batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+            return Visibility(self.allowed[:, 0].expand(rows.shape[0], -1, -1)[batch, rows][:, None], causal=False)
+        if self.causal:
+            seen = torch.arange(n_key, device=rows.device) <= rows[..., None]
+            return Visibility(seen[:, None], causal=False)
+        return self
 
 
 class AttentionPattern(ABC):

@@ -1,12 +1,14 @@
 """One pre-norm block: x + attn(ln1 x), then x + mlp(ln2 x)."""
 
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from diffusion_lens.model.attention import Attention, AttentionContext
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.key_values import LayerKeyValues
 from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.picked_rows import PickedRows
 from diffusion_lens.shapes import Resid
 
 
@@ -28,10 +30,17 @@ class Block(nn.Module):
         self.hook_mlp_out = StepHookPoint()
         self.hook_resid_post = StepHookPoint()
 
-    def forward(self, resid: Resid, context: AttentionContext, past: LayerKeyValues | None = None) -> Resid:
+    def forward(
+        self,
+        resid: Resid,
+        context: AttentionContext,
+        past: LayerKeyValues | None = None,
+        picked: PickedRows | None = None,
+    ) -> Float[Tensor, "batch query d_model"]:
+        """Run the block; with `picked` only those rows come out."""
         resid_pre = self.hook_resid_pre(resid)
-        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context, past))
-        resid_mid = self.hook_resid_mid(resid_pre + attn_out)
+        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context, past, picked))
+        resid_mid = self.hook_resid_mid((resid_pre if picked is None else picked.of(resid_pre)) + attn_out)
         mlp_out = self.hook_mlp_out(self.mlp(self.ln2(resid_mid)))
-        resid_post: Resid = self.hook_resid_post(resid_mid + mlp_out)
+        resid_post: Tensor = self.hook_resid_post(resid_mid + mlp_out)
         return resid_post

@@ -11,9 +11,14 @@ AllKVHeads = Float[Tensor, "batch key kv_head d_head"]
 class LayerKeyValues:
     """One layer's rotated keys, and values, in order of place."""
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    def __init__(self, keys: AllKVHeads | None = None, values: AllKVHeads | None = None) -> None:
+        self.keys = keys
+        self.values = values
+
+    @property
+    def n_pos(self) -> int:
+        """Places held."""
+        return 0 if self.keys is None else self.keys.shape[1]
 
     def extend(self, keys: KVHeads, values: KVHeads) -> tuple[AllKVHeads, AllKVHeads]:
         """Append those of new places; returns all."""
@@ -32,5 +37,4 @@ class KeyValueCache:
     @property
     def n_pos(self) -> int:
         """Places held."""
-        keys = self.layers[0].keys
-        return 0 if keys is None else keys.shape[1]
+        return self.layers[0].n_pos

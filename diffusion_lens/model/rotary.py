@@ -45,6 +45,15 @@ class Rotary:
         return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
 
+def tables_at(tables: Tables, rows: Int[Tensor, "batch place"]) -> Tables:
+    """Cosine and signed sine of some rows, Float[batch place 1 d_head]."""
+    cos, sin = tables
+    if cos.dim() == 3:
+        return cos[rows], sin[rows]
+    batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    return cos[batch, rows], sin[batch, rows]
+
+
 def rotate(x: Float[Tensor, "batch pos heads d_head"], tables: Tables) -> Float[Tensor, "batch pos heads d_head"]:
     """Turn queries or keys by their position."""
     cos, sin = tables

@@ -8,8 +8,6 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
 
@@ -20,7 +18,8 @@ from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import PATTERNS
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_tokens
-from diffusion_lens.model.key_values import KeyValueCache
+from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.picked_rows import PickedRows, Rows
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
@@ -28,7 +27,6 @@ from diffusion_lens.shapes import Places, Resid
 from diffusion_lens.step_state import StepClock
 
 Input = str | Sequence[str] | Tensor
-Rows = Tensor | Sequence[int] | tuple[Tensor, Tensor]
 
 
 class LoopHooks(nn.Module):
@@ -94,6 +92,8 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             self.hook_dict[point.name] = self.mod_dict[point.name] = point
         for hook_point in self.hook_points():
             hook_point.clock = self.clock
+        last = (f"blocks.{self.cfg.n_layers - 1}.", "ln_final.")
+        self._last_points = [point for name, point in self.hook_dict.items() if name.startswith(last)]
         self._inside = [point for name, point in self.hook_dict.items() if not name.startswith(loop_hook(""))]
 
     @property
@@ -125,7 +125,8 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             logits_at: compute the logits of these rows only. Int[place] picks `logits[:, rows]`; a pair (Int[place],
                 Int[place]) of batch and row indices, or Bool[batch pos], picks `logits[batch, rows]`, flattened to
                 [place d_vocab_out].
-            past_kv_cache: on a causal model, keys and values of the places before `input`; the new ones are appended.
+            past_kv_cache: on a causal model, keys and values of the places before `input`, in the layers that run; the
+                new ones are appended.
 
         Returns:
             Float[batch pos d_vocab_out], the picked rows of it, or Float[batch pos d_model] with `stop_at_layer`.
@@ -134,21 +135,26 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
         start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
         resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
-        if past_kv_cache is None:
-            context = self._context(resid.shape[1], real)
-            for block in self.blocks[start:stop]:
-                resid = block(resid, context)
-        else:
-            self._check_past(past_kv_cache, resid.shape[1], real, whole=(start, stop) == (0, self.cfg.n_layers))
-            context = self._context(resid.shape[1], None, past_kv_cache.n_pos)
-            for block, past in zip(self.blocks, past_kv_cache.layers, strict=True):
-                resid = block(resid, context, past)
+        picked = None
+        if logits_at is not None and stop_at_layer is None:
+            picked = PickedRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
+        # A hook in the last block or after it sees every row, as everywhere.
+        early = picked is not None and picked.saves_work and not any(point.is_hooked for point in self._last_points)
+        past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
+        context = self._context(resid.shape[1], real, self._n_past(past, resid.shape[1], real))
+        for layer, block_past in zip(range(start, stop), past, strict=True):
+            only = picked if early and layer == self.cfg.n_layers - 1 else None
+            resid = self.blocks[layer](resid, context, block_past, only)
         if stop_at_layer is not None:
             return resid
+        if picked is not None and early and start == self.cfg.n_layers:
+            resid = picked.of(resid)
         normalized = self.ln_final(resid)
         if return_type is None:
             return None
-        logits: Tensor = self.unembed(normalized if logits_at is None else self._pick(normalized, logits_at))
+        if picked is not None:
+            normalized = picked.flat(normalized if early else picked.of(normalized))
+        logits: Tensor = self.unembed(normalized)
         return logits
 
     def run_with_cache(
@@ -243,12 +249,21 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             return resid, None
         return resid, check_attention_mask(attention_mask, resid.shape[0], resid.shape[1], resid.device)
 
-    def _check_past(self, past: KeyValueCache, n_pos: int, real: Places | None, whole: bool) -> None:
+    def _n_past(self, past: Sequence[LayerKeyValues | None], n_pos: int, real: Places | None) -> int:
+        """Places that ran before, the same in every layer that runs now."""
+        held = {layer.n_pos for layer in past if layer is not None}
+        if not held:
+            return 0
         if self.cfg.attention_dir != "causal":
             raise ValueError(f"{self.cfg.model_name!r} is bidirectional: earlier places change with every new token")
-        if real is not None or not whole:
-            raise ValueError("past_kv_cache goes with whole runs without padding")
-        check_length(past.n_pos + n_pos, self.cfg)
+        if real is not None:
+            raise ValueError("past_kv_cache goes with runs without padding")
+        if len(held) > 1:
+            raise ValueError(
+                f"past_kv_cache holds {sorted(held)} places in different layers; run the same ones in each"
+            )
+        check_length(n_pos + max(held), self.cfg)
+        return max(held)
 
     def _context(self, n_pos: int, real: Places | None, n_past: int = 0) -> AttentionContext:
         device = self.unembed.weight.device
@@ -258,18 +273,6 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             self._pattern.visibility(n_pos, device, real, n_past),
             self.cfg.use_attn_result,
         )
-
-    def _pick(self, resid: Resid, rows: Rows) -> Float[Tensor, "*picked d_model"]:
-        if isinstance(rows, tuple) and len(rows) == 2 and all(isinstance(index, Tensor) for index in rows):
-            return resid[rows]
-        picked = torch.as_tensor(rows, device=resid.device) if len(rows) else torch.zeros(0, dtype=torch.long)
-        if picked.dtype == torch.bool and picked.shape == resid.shape[:2]:
-            return resid[picked]
-        if picked.dim() != 1 or picked.dtype == torch.bool:
-            raise ValueError(f"logits_at is {picked.dtype} {list(picked.shape)}; see forward() for what it may be")
-        if picked.numel() and not -resid.shape[1] <= int(picked.min()) <= int(picked.max()) < resid.shape[1]:
-            raise ValueError(f"logits_at={picked.tolist()} reaches outside the {resid.shape[1]} rows")
-        return resid[:, picked]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # .to, .cuda, .half and their kin all pass here: the config must not lag behind the weights.

@@ -60,6 +60,60 @@ def test_picked_rows_are_rows_of_the_whole(either, tokens):
     torch.testing.assert_close(either.model(tokens, logits_at=(batch, rows)), whole[batch, rows], **close)
 
 
+@relaxed
+@given(data=st.data(), padded=st.booleans(), left=st.booleans())
+def test_the_last_block_may_leave_out_rows_that_nobody_reads(either, data, padded, left):
+    """Any ragged choice of rows, some of them twice, in any order: the rows of the whole run."""
+    model, tokens = either.model, either.tensors("forward")["tokens"]
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 16)), min_size=1, max_size=12))
+    batch, rows = torch.tensor(pairs).unbind(1)
+    real = torch.ones_like(tokens)
+    if padded:
+        real[1, : 4 if left else 17] = 0
+        real[1, 5:9] = 1
+    torch.testing.assert_close(
+        model(tokens, attention_mask=real, logits_at=(batch, rows)),
+        model(tokens, attention_mask=real)[batch, rows],
+        rtol=1e-5,
+        atol=2e-5,
+    )
+
+
+def test_a_hook_in_the_last_block_sees_every_row(either, tokens):
+    model, seen = either.model, {}
+
+    def keep(activation, hook):
+        seen[hook.name] = activation.shape[1]
+
+    names = [f"blocks.{model.cfg.n_layers - 1}.hook_mlp_out", "ln_final.hook_scale", "blocks.0.hook_mlp_out"]
+    for name in names:
+        model.run_with_hooks(tokens, logits_at=[2], fwd_hooks=[(name, keep)])
+    assert seen == dict.fromkeys(names, tokens.shape[1])
+
+
+def test_unread_rows_of_the_last_block_cost_nothing(either, tokens):
+    """The products that the last MLP and the head take, counted: one row of 17."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def cost(**options):
+        with FlopCounterMode(display=False) as counter:
+            either.model(tokens, start_at_layer=None, **options)
+        return counter.get_total_flops()
+
+    cfg = either.model.cfg
+    whole, one = cost(), cost(logits_at=[4])
+    by_row = 2 * (
+        3 * cfg.d_model * cfg.d_mlp + 2 * cfg.n_heads * cfg.d_head * cfg.d_model + cfg.d_model * cfg.d_vocab_out
+    )
+    assert whole - one >= 3 * 16 * by_row
+
+
+@pytest.mark.parametrize("rows", [(torch.tensor([3]), torch.tensor([0])), (torch.tensor([0]), torch.tensor([17]))])
+def test_pairs_outside_are_refused(either, tokens, rows):
+    with pytest.raises(ValueError, match="logits_at reaches"):
+        either.model(tokens, logits_at=rows)
+
+
 def test_return_type_none_runs_the_hooks(either, tokens):
     seen = []
     out = either.model.run_with_hooks(

@@ -30,13 +30,25 @@ def test_the_loop_uses_it_only_where_nothing_is_hooked(golden):
     assert lengths == [12] * 9
 
 
-def test_a_past_does_not_go_with_padding_or_a_partial_run(golden):
+def test_a_partial_run_takes_up_its_own_layers_past(golden):
+    """Places 6 on, from layer 1 on, given what the places before them left in those layers."""
     if golden.kind == "mdm":
         return
-    tokens = torch.tensor([[5, 6, 7]])
-    for options in (dict(attention_mask=torch.tensor([[0, 1, 1]])), dict(stop_at_layer=1)):
-        with pytest.raises(ValueError, match="whole runs without padding"):
-            golden.model(tokens, past_kv_cache=KeyValueCache(golden.model.cfg.n_layers), **options)
+    model, tokens, cache = golden.model, golden.tensors("forward")["tokens"], KeyValueCache(golden.model.cfg.n_layers)
+    resid = model(tokens, stop_at_layer=1)
+    model(resid[:, :6], start_at_layer=1, past_kv_cache=cache)
+    later = model(resid[:, 6:], start_at_layer=1, past_kv_cache=cache, logits_at=[0, 4])
+    torch.testing.assert_close(later, model(tokens)[:, [6, 10]], rtol=1e-5, atol=5e-5)
+    with pytest.raises(ValueError, match=r"holds \[0, 17\] places in different layers"):
+        model(tokens, past_kv_cache=cache)
+
+
+def test_a_past_does_not_go_with_padding_or_beyond_the_context(golden):
+    if golden.kind == "mdm":
+        return
+    padded, tokens = torch.tensor([[0, 1, 1]]), torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="runs without padding"):
+        golden.model(tokens, past_kv_cache=KeyValueCache(golden.model.cfg.n_layers), attention_mask=padded)
     full = KeyValueCache(golden.model.cfg.n_layers)
     golden.model(torch.zeros(1, 120, dtype=torch.long), past_kv_cache=full)
     with pytest.raises(ValueError, match="n_ctx=128"):
