@@ -106,14 +106,15 @@ def _draw_denoising(asked: list[Asked]) -> plots.Figure:
 
 
 def _draw_traces(asked: list[Asked]) -> plots.Figure:
-    figure, panels = plots.panels(2, 2, width=11.0, height=9.0)
-    for each, ax in zip(asked, panels, strict=True):
-        each.trace.plot(
-            ax=ax,
-            title=f"{_title(each)}\nclean {each.trace.clean:.2f}, corrupted {each.trace.corrupted:.2f}",
-            limits=(0.0, 1.0),
-        )
-    return figure
+    rows = asked[:2], asked[2:]  # a row a model
+    return plots.trace_panels(
+        [[each.trace for each in row] for row in rows],
+        [
+            [f"{_title(each)}\nclean {each.trace.clean:.2f}, corrupted {each.trace.corrupted:.2f}" for each in row]
+            for row in rows
+        ],
+        limits=(0.0, 1.0),
+    )
 
 
 def _title(asked: Asked) -> str:

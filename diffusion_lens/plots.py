@@ -1,7 +1,10 @@
-"""Pictures, as matplotlib axes: drawn, returned, never shown. Needs the extra `plot`."""
+"""Pictures, as matplotlib axes: drawn, returned, never shown. Needs the extra `plot`.
+
+The numbers of a picture lie in the result that drew it: every result has a `save` of its own.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -10,8 +13,26 @@ from torch import Tensor
 Figure = Any  # matplotlib's; the library is imported when something is drawn
 
 # One hue a kind, as in ROME's figures.
-_HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
-_RESTORED = {"resid": "hidden state", "mlp": "MLP outputs", "attn": "attention outputs"}
+HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
+RESTORED = {
+    "resid": "layer (hidden state restored)",
+    "mlp": "centre of the layers (MLP outputs restored)",
+    "attn": "centre of the layers (attention outputs restored)",
+}
+ABSENT = "#ededed"  # where there is no number; white is a low probability
+
+
+@runtime_checkable
+class Trace(Protocol):
+    """What `trace_panels` asks of a trace."""
+
+    @property
+    def scores(self) -> Float[Tensor, "pos layer"]: ...
+
+    @property
+    def corrupted(self) -> float: ...
+
+    def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any: ...
 
 
 def heat_map(
@@ -19,23 +40,135 @@ def heat_map(
     *,
     str_tokens: Sequence[str],
     subject: tuple[int, int],
-    limits: tuple[float, float],
+    positions: Sequence[int],
+    layers: Sequence[int],
     kind: str,
     answer: Sequence[str],
+    limits: tuple[float, float],
     title: str | None = None,
     ax: Any = None,
 ) -> Any:
-    """ROME's figure: tokens down, the subject's starred, layers across, p(answer) as colour within `limits`."""
-    ax = _axes(ax, width=0.5 * scores.shape[1] + 3.2, height=0.26 * scores.shape[0] + 1.1)
-    image = ax.imshow(scores.numpy(), cmap=_HUES[kind], vmin=limits[0], vmax=limits[1], aspect="auto")
-    start, stop = subject
-    labels = [_shown(word) + ("*" if start <= i < stop else "") for i, word in enumerate(str_tokens)]
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set_xticks(range(scores.shape[1]))
-    ax.set_xlabel(f"layer whose {_RESTORED[kind]} is restored")
+    """ROME's figure: tokens down, the subject's starred, layers across, p(answer) as colour; NaN is grey.
+
+    Args:
+        str_tokens: the whole canvas, a string a place.
+        subject: first and one past the last place of the subject.
+        positions: the place of each row.
+        layers: the layer of each column.
+        kind: what was restored, "resid", "mlp" or "attn"; it chooses the hue.
+        answer: the text of each of its tokens.
+        limits: probabilities at the ends of the colour scale.
+    """
+    ax = _axes(ax, *_map_size(*scores.shape))
+    ax.set_facecolor(ABSENT)
+    lowest, highest = limits
+    highest = max(highest, lowest + 1e-6)  # a scale has an extent even where nothing was brought back
+    image = ax.imshow(scores.numpy(), cmap=HUES[kind], vmin=lowest, vmax=highest, aspect="auto")
+    # Tokens are text and never markup: a "$" would begin a formula.
+    ax.set_yticks(range(len(positions)), row_labels(str_tokens, subject, positions), fontsize=8, parse_math=False)
+    columns = _spaced(len(layers))
+    ax.set_xticks(columns, [str(layers[column]) for column in columns], fontsize=8)
+    ax.set_xlabel(RESTORED[kind], fontsize=9)
     ax.set_title(title or "Impact of restoring a state after corrupted input", fontsize=10)
-    bar = ax.figure.colorbar(image, ax=ax)
-    bar.ax.set_title(f"p({''.join(answer).strip() or '…'})", fontsize=8)
+    thin = min(0.05, 1 / len(layers))
+    bar = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
+    bar.ax.tick_params(labelsize=8)
+    # Not the bar's title: the layout makes no room for the width of titles.
+    named = f"p({short_answer(answer)})"
+    bar.ax.annotate(
+        named, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", fontsize=8, parse_math=False
+    )
+    return ax
+
+
+def trace_panels(
+    rows: Sequence[Sequence[Trace]],
+    titles: Sequence[Sequence[str]] | None = None,
+    limits: tuple[float, float] | None = None,
+) -> Figure:
+    """Heat maps in rows, each row on one colour scale: the three kinds of a trace, or a model beside its twin.
+
+    Cells of a row are equally high, so that the same place of two canvases stands at the same height; below the end of
+    the shorter canvas is grey.
+
+    Args:
+        rows: the traces of each row; rows may differ in length.
+        titles: one for each trace, in the same rows; by default what the trace's own `plot` writes.
+        limits: probabilities at the ends of one scale for all; by default a row's scale goes from the lowest corrupted
+            run to the highest score in it.
+
+    Raises:
+        ValueError: an empty row, or titles in other rows than the traces.
+    """
+    if not rows or not all(rows):
+        raise ValueError("there is nothing to draw; trace_panels takes rows of traces, such as [[resid, mlp, attn]]")
+    lengths = [len(row) for row in rows]
+    if titles is not None and [len(row) for row in titles] != lengths:
+        raise ValueError(f"titles come in rows of {[len(row) for row in titles]}, the traces in rows of {lengths}")
+    n_columns = max(lengths)
+    tallest = [max(trace.scores.shape[0] for trace in row) for row in rows]
+    widest = [max(row[column].scores.shape[1] for row in rows if column < len(row)) for column in range(n_columns)]
+    figure, axes = panels(
+        len(rows),
+        n_columns,
+        width=sum(_map_size(0, n_layers)[0] for n_layers in widest),
+        height=sum(_map_size(n_pos, 0)[1] for n_pos in tallest),
+        width_ratios=widest,
+        height_ratios=tallest,
+    )
+    for i, row in enumerate(rows):
+        shared = limits or (
+            min(trace.corrupted for trace in row),
+            max(float(trace.scores.nan_to_num().max()) for trace in row),
+        )
+        own = axes[i * n_columns : (i + 1) * n_columns]
+        for j, trace in enumerate(row):
+            trace.plot(ax=own[j], title=titles[i][j] if titles else None, limits=shared)
+            own[j].set_ylim(tallest[i] - 0.5, -0.5)
+        for ax in own[len(row) :]:
+            ax.remove()
+    return figure
+
+
+def effect_curves(
+    mean: Float[Tensor, "role layer"],
+    low: Float[Tensor, "role layer"],
+    high: Float[Tensor, "role layer"],
+    roles: Sequence[str],
+    layers: Sequence[int],
+    kind: str,
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Average indirect effect over layers, a curve with its interval for each role that a token can have.
+
+    A role keeps its colour whichever others occur.
+
+    Args:
+        mean: the effect, a difference of probabilities; NaN where a role does not occur.
+        low, high: ends of the interval drawn as a band.
+        roles: the name of each row.
+        layers: the layer of each column.
+        kind: what was restored, as in `heat_map`.
+
+    Raises:
+        ValueError: no role occurs.
+    """
+    occurring = [row for row in range(len(roles)) if not mean[row].isnan().all()]
+    if not occurring:
+        raise ValueError(f"there is no curve to draw: the effect is NaN in every role of {', '.join(roles)}")
+    ax = _axes(ax, width=6.0, height=3.2)
+    ax.axhline(0, color="0.8", linewidth=0.8)
+    for row in occurring:
+        colour = f"C{row}"
+        ax.plot(layers, mean[row].numpy(), color=colour, label=roles[row], marker="o", markersize=3)
+        ax.fill_between(layers, low[row].numpy(), high[row].numpy(), color=colour, alpha=0.2, linewidth=0)
+    ax.set_xticks([layers[column] for column in _spaced(len(layers))])
+    ax.tick_params(labelsize=8)
+    ax.set_xlabel(RESTORED[kind], fontsize=9)
+    ax.set_ylabel("average indirect effect", fontsize=9)
+    ax.set_title(title or "Average effect of restoring a state", fontsize=10)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     return ax
 
 
@@ -71,12 +204,13 @@ def denoising_grid(
             ax.text(
                 place,
                 row,
-                "·" if blank else _shown(word),
+                "·" if blank else readable(word),
                 ha="center",
                 va="center",
                 fontsize=8,
                 color=colour,
                 fontweight="bold" if new else "normal",
+                parse_math=False,
             )
     ax.set_yticks(range(n_canvases), ["start", *(f"step {i}" for i in range(n_canvases - 1))])
     ax.set_xticks([])
@@ -89,7 +223,15 @@ def denoising_grid(
     return ax
 
 
-def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+def panels(
+    rows: int,
+    columns: int,
+    width: float,
+    height: float,
+    *,
+    width_ratios: Sequence[int] | None = None,
+    height_ratios: Sequence[int] | None = None,
+) -> tuple[Figure, list[Any]]:
     """A figure that no window manager knows, and its axes in reading order."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -98,12 +240,38 @@ def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure
         raise ImportError("plots need matplotlib: pip install 'diffusion-lens[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+    grid = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios, height_ratios=height_ratios)
+    return figure, list(grid.flat)
+
+
+def row_labels(str_tokens: Sequence[str], subject: tuple[int, int], positions: Sequence[int]) -> list[str]:
+    """The readable token of each position, the subject's starred."""
+    start, stop = subject
+    return [readable(str_tokens[place]) + ("*" if start <= place < stop else "") for place in positions]
+
+
+def readable(word: str) -> str:
+    """A token as a label: without outer spaces, SentencePiece's "▁" among them, and with no character invisible."""
+    spaced = word.replace("▁", " ")
+    text = spaced.strip(" ") or "␣" * len(spaced)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def short_answer(answer: Sequence[str]) -> str:
+    """The answer token by token, cut where it would outgrow the name of a colour bar."""
+    text = " ".join(map(readable, answer))
+    return text if len(text) <= 18 else f"{text[:17].rstrip()}…"
 
 
 def _axes(ax: Any, width: float, height: float) -> Any:
     return panels(1, 1, width, height)[1][0] if ax is None else ax
 
 
-def _shown(word: str) -> str:
-    return word.strip() or repr(word)[1:-1]
+def _map_size(n_pos: int, n_layers: int) -> tuple[float, float]:
+    """Inches of a heat map in which every token can be read, with its labels and its bar."""
+    return 2.2 + max(2.0, 0.17 * n_layers), 1.0 + max(0.8, 0.2 * n_pos)
+
+
+def _spaced(n: int) -> range:
+    """At most a dozen of n columns to write a number under."""
+    return range(0, n, -(-n // 12))

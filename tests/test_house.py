@@ -29,6 +29,7 @@ ROOMS = (
     "diffusion_lens.model",
     "diffusion_lens.records",
     "diffusion_lens.plots",
+    "diffusion_lens.pages",
     "diffusion_lens.catalogue",
     "diffusion_lens.loading",
     "diffusion_lens.metrics",
