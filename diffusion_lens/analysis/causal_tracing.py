@@ -1,35 +1,31 @@
 """Causal tracing (Meng et al. 2022, arXiv 2202.05262, section 2): which states carry the answer?
 
-Three runs of one query. *Clean*: as it is. *Corrupted*: Gaussian noise on the embeddings of the subject's tokens,
-several draws, p(answer) averaged over them. *Restored*: corrupted, but with one state put back to its clean value: the
-residual stream after one block ("resid"), or the MLP or attention outputs of a window of blocks ("mlp", "attn"), at
-one place. The indirect effect of a state is p_restored - p_corrupted.
+Three runs of one query. *Clean*: as it is. *Corrupted*: the subject disturbed, by default Gaussian noise on the
+embeddings of its tokens, several draws, p(answer) averaged over them. *Restored*: corrupted, but with one state put
+back to its clean value: the residual stream after one block ("resid"), or the MLP or attention outputs of a window of
+blocks ("mlp", "attn"), at one place. The indirect effect of a state is p_restored - p_corrupted. With `severed` the MLP
+or attention outputs of that place are held at their corrupted values above it, to see which path the effect takes.
 
-Restoring a state at layer l changes nothing below l. So the corrupted residual streams are kept, and each cell starts
-from the one that enters its first restored block; all places of a layer go through as one batch.
+What is disturbed is `analysis.corruption`; how little of each restored run is computed, `analysis.restored_runs`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from diffusion_lens import plots
+from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.corruption import Corruption
+from diffusion_lens.analysis.restoration import Restoration
+from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.facts import Query
-from diffusion_lens.hook_names import attn_out, mlp_out, resid_post, resid_pre
-from diffusion_lens.interventions import add_noise, restore
-from diffusion_lens.metrics import joint_probability
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
-
-SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,19 +33,31 @@ class CausalTrace:
     """One query traced.
 
     Attributes:
-        scores: Float[pos layer], p(answer) with that state restored.
+        scores: Float[pos layer], p(answer) with that state restored, mean over the draws.
+        token_scores: Float[pos layer place], the same for each token of the answer alone.
+        clean_token_scores: Float[place], of the clean run.
+        corrupted_token_scores: Float[place], of the corrupted run.
         clean: p(answer) of the clean run.
         corrupted: p(answer) of the corrupted run, mean over the draws.
+        known: whether the clean run's likeliest token is the answer's at every place.
         str_tokens: the canvas, a string a place.
         subject: first and one past the last place of the subject.
-        record: kind, window, noise, samples, seed, answer, model, weights' hash, versions.
+        positions: the place of each row of the grid.
+        layers: the layer of each column.
+        record: kind, window, severed, corruption, noise, samples, seed, answer, model, weights' hash, versions.
     """
 
     scores: Float[Tensor, "pos layer"]
+    token_scores: Float[Tensor, "pos layer place"]
+    clean_token_scores: Float[Tensor, "place"]
+    corrupted_token_scores: Float[Tensor, "place"]
     clean: float
     corrupted: float
+    known: bool
     str_tokens: list[str]
     subject: tuple[int, int]
+    positions: list[int]
+    layers: list[int]
     record: dict[str, Any]
 
     @property
@@ -64,8 +72,9 @@ class CausalTrace:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        record = {name: value for name, value in vars(self).items() if name != "scores"}
-        return save_result(path, "causal trace", {"scores": self.scores}, record)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        record = {name: value for name, value in vars(self).items() if name not in tensors}
+        return save_result(path, "causal trace", tensors, record)
 
     @classmethod
     def load(cls, path: str | Path) -> "CausalTrace":
@@ -80,15 +89,16 @@ class CausalTrace:
         Args:
             limits: probabilities at the ends of the colour scale; by default from corrupted to the highest score.
         """
-        highest = max(float(self.scores.max()), self.corrupted + 1e-6)
         return plots.heat_map(
             self.scores,
             str_tokens=self.str_tokens,
             subject=self.subject,
-            limits=limits or (self.corrupted, highest),
+            positions=self.positions,
+            layers=self.layers,
             kind=self.record["kind"],
             answer=self.record["answer"],
-            title=title,
+            limits=limits or (self.corrupted, float(self.scores.nan_to_num().max())),
+            title=title or f"{self.record['model']}\nclean {self.clean:.2f}, corrupted {self.corrupted:.2f}",
             ax=ax,
         )
 
@@ -99,11 +109,16 @@ def causal_trace(
     query: Query,
     kind: str = "resid",
     *,
-    noise: float,
+    window: int = 10,
+    noise: float | None = None,
     samples: int = 10,
     seed: int = 1,
-    window: int = 10,
-    max_batch: int = 512,
+    corruption: str = "gaussian",
+    swap: Query | Sequence[int] | None = None,
+    severed: str | None = None,
+    positions: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    max_bytes: int = 2**30,
     progress: bool = False,
 ) -> CausalTrace:
     """Trace one query on either variant.
@@ -111,63 +126,72 @@ def causal_trace(
     Args:
         query: canvas, subject and answer. A longer answer counts as a whole: the product of its tokens' probabilities.
         kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window.
-        noise: standard deviation of the noise; `noise_scale` gives ROME's 3 standard deviations of the embeddings.
-        samples: draws of noise.
-        seed: of `numpy.random.RandomState`, as in ROME's code, so that published traces are met number for number.
         window: blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; for "resid"
             not used.
-        max_batch: rows per forward pass.
+        noise: scale of the noise; `noise_scale` gives ROME's 3 standard deviations of the embeddings. "mask" and "swap"
+            need none.
+        samples: draws of noise.
+        seed: of `numpy.random.RandomState`, as in ROME's code, so that published traces are met number for number.
+        corruption: "gaussian", "uniform" or "replace" noise, "mask" or "swap"; see `analysis.corruption`.
+        swap: for "swap", another query, whose subject's tokens are taken, or the tokens.
+        severed: "mlp" or "attn" holds these outputs of the restored place, above it, at their corrupted values.
+        positions: places to restore, negative ones from the end; by default all.
+        layers: layers to restore, likewise.
+        max_bytes: memory to use beside the weights.
         progress: show a bar.
 
     Raises:
-        ValueError: a setting out of range, or a query without an answer.
+        ValueError: a setting out of range, a query without an answer, a budget too small for one cell.
     """
-    _check(kind, noise, samples, window, max_batch)
-    _check_answer(model, query)
-    tokens = query.tokens.to(model.cfg.device)[None]
-    answer = torch.tensor(query.answer_tokens, device=tokens.device)
-    rows = model.readout.rows(torch.tensor(query.answer_positions, device=tokens.device))
-    n_layers, n_pos = model.cfg.n_layers, tokens.shape[1]
-    kept = [SITES[kind](layer) for layer in range(n_layers)]
-
-    clean_logits, clean = model.run_with_cache(tokens, names_filter=kept, logits_at=rows, remove_batch_dim=True)
-    corruption = add_noise(_draw(query, model.cfg.d_model, noise, samples, seed), slice(*query.subject))
-    with model.hooks(fwd_hooks=[("hook_embed", corruption)]):
-        low_logits, low = model.run_with_cache(
-            tokens.expand(samples, -1),
-            names_filter=[resid_pre(layer) for layer in range(n_layers)],
-            logits_at=rows,
-        )
-
-    scores = torch.zeros(n_pos, n_layers)
-    cells_per_batch = max(1, max_batch // samples)
-    for layer in tqdm(range(n_layers), desc=f"trace {kind}", unit="layer", disable=not progress):
-        span = _window(kind, layer, n_layers, window)
-        for places in torch.arange(n_pos).split(cells_per_batch):
-            each = places.repeat_interleave(samples)
-            hooks: list[Any] = [(SITES[kind](block), restore(clean[SITES[kind](block)], each)) for block in span]
-            resid = low[resid_pre(span[0])].repeat(len(places), 1, 1)
-            logits = model.run_with_hooks(resid, start_at_layer=span[0], logits_at=rows, fwd_hooks=hooks)
-            restored = joint_probability(logits, answer).view(len(places), samples)
-            scores[places, layer] = restored.mean(dim=1).cpu()
-
-    record = {
-        "kind": kind,
-        "window": None if kind == "resid" else window,
-        "noise": noise,
-        "samples": samples,
-        "seed": seed,
-        "answer": model.words(query.answer_tokens),
-        **provenance(model, model.cfg),
-    }
-    return CausalTrace(
-        scores=scores,
-        clean=joint_probability(clean_logits, answer).item(),
-        corrupted=joint_probability(low_logits, answer).mean().item(),
-        str_tokens=model.words(tokens[0].tolist()),
-        subject=query.subject,
-        record=record,
+    restoration = Restoration(kind, window, severed)
+    corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
+    answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
+    chosen = pick_indices("positions", positions, len(query.tokens)), pick_indices("layers", layers, model.cfg.n_layers)
+    runs = RestoredRuns(
+        model,
+        clean=CanvasRun(canvas, answer),
+        corrupted=CanvasRun(canvas.expand(corrupt.rows, -1), answer, corrupt.hooks(model, query)),
+        first=query.subject[0],
+        restoration=restoration,
+        layers=chosen[1],
+        max_bytes=max_bytes,
     )
+    by_draw = runs.grid(chosen[0], progress)
+    return CausalTrace(
+        scores=by_draw.prod(dim=3).mean(dim=2),
+        token_scores=by_draw.mean(dim=2),
+        clean_token_scores=runs.clean_scores[0].cpu(),
+        corrupted_token_scores=runs.corrupted_scores.mean(dim=0).cpu(),
+        clean=runs.clean_scores.prod(dim=1).item(),
+        corrupted=runs.corrupted_scores.prod(dim=1).mean().item(),
+        known=bool((runs.clean_logits.argmax(dim=-1) == answer.tokens).all()),
+        str_tokens=model.words(query.tokens.tolist()),
+        subject=query.subject,
+        positions=chosen[0],
+        layers=chosen[1],
+        record={
+            **restoration.describe(),
+            **corrupt.describe(),
+            "answer": model.words(query.answer_tokens),
+            **provenance(model, model.cfg),
+        },
+    )
+
+
+def swapped_in(other: Query | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The tokens that take the subject's place: another query's subject, or as given."""
+    if isinstance(other, Query):
+        return tuple(other.tokens[slice(*other.subject)].tolist())
+    return None if other is None else tuple(other)
+
+
+def pick_indices(name: str, asked: Sequence[int] | None, size: int) -> list[int]:
+    """Positions or layers as plain indices: all by default, negative ones from the end."""
+    if asked is None:
+        return list(range(size))
+    if not asked or any(not -size <= index < size for index in asked):
+        raise ValueError(f"{name}={list(asked)}; they are numbers from 0 to {size - 1}, or negative ones from the end")
+    return [int(index) % size for index in asked]
 
 
 @torch.no_grad()
@@ -187,39 +211,3 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
     ]
     embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
     return factor * float(embedded.float().std())
-
-
-def _window(kind: str, layer: int, n_layers: int, window: int) -> Sequence[int]:
-    """The restored blocks around `layer`."""
-    if kind == "resid":
-        return range(layer, layer + 1)
-    return range(max(0, layer - window // 2), min(n_layers, layer + math.ceil(window / 2)))
-
-
-def _draw(query: Query, d_model: int, noise: float, samples: int, seed: int) -> Float[Tensor, "sample place d_model"]:
-    start, stop = query.subject
-    drawn = np.random.RandomState(seed).randn(samples, stop - start, d_model)
-    return torch.from_numpy(noise * drawn)
-
-
-def _check_answer(model: DiffusionTransformer, query: Query) -> None:
-    if not query.answer_tokens:
-        raise ValueError("the query has no answer: there is no probability to trace")
-    if outside := [token for token in query.answer_tokens if not 0 <= token < model.cfg.d_vocab_out]:
-        raise ValueError(
-            f"{model.cfg.model_name!r} cannot write the answer tokens {outside}; only 0 to d_vocab_out - 1"
-        )
-    if model.cfg.attention_dir == "causal" and 0 in query.answer_positions:
-        raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
-
-
-def _check(kind: str, noise: float, samples: int, window: int, max_batch: int) -> None:
-    if kind not in SITES:
-        raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(SITES)}")
-    if not math.isfinite(noise) or noise < 0:
-        raise ValueError(f"noise={noise}; it must be a finite number, 0 or more")
-    for name, count in (("samples", samples), ("window", window), ("max_batch", max_batch)):
-        if count < 1:
-            raise ValueError(f"{name}={count}; it must be at least 1")
-    if samples > max_batch:
-        raise ValueError(f"max_batch={max_batch} does not hold one cell of {samples} draws; raise it to {samples}")

@@ -1,7 +1,7 @@
 """What a run of the denoising loop leaves behind."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,17 @@ class Trajectory:
         blank = self.canvases == self.record["blank"]
         remasked = bool((blank[1:] & ~blank[:-1]).any()) or self.record.get("remasked", False)
         return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
+
+    def repeat(self, n: int) -> "Trajectory":
+        """`n` copies of every row, one after the other with the same seeds: to be replayed under hooks by row."""
+        rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
+        return replace(
+            self,
+            **rows,
+            canvases=self.canvases.repeat(1, n, 1),
+            text=self.text * n,
+            record={**self.record, "seeds": self.record["seeds"] * n},
+        )
 
     def replay(
         self,

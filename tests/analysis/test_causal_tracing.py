@@ -1,11 +1,14 @@
 """Grids equal ROME's own tracer, and the laws of a trace hold."""
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale
 from diffusion_lens.hook_names import resid_post
+from diffusion_lens.interventions import swap
 
 
 def query_of(golden, case, tokens):
@@ -38,34 +41,163 @@ def test_grids_are_romes(golden):
             for kind in ("mlp", "attn"):
                 windowed = causal_trace(golden.model, query, kind=kind, window=window, **settings).scores
                 torch.testing.assert_close(windowed, recorded[f"{prefix}scores.{kind}.window{window}"], **close)
+        for severed in ("mlp", "attn"):
+            cut = causal_trace(golden.model, query, severed=severed, **settings).scores
+            torch.testing.assert_close(cut, recorded[f"{prefix}scores.resid.severed_{severed}"], **close)
+        for corruption in ("replace", "uniform"):
+            other = causal_trace(golden.model, query, corruption=corruption, **settings).scores
+            torch.testing.assert_close(other, recorded[f"{prefix}scores.resid.{corruption}"], **close)
 
 
-def test_a_cell_is_what_ordinary_hooks_give(either, query):
-    """One cell the slow way: the whole network, one place restored by hand."""
-    model, layer, place = either.model, 1, 3
-    start, stop = query.subject
-    trace = causal_trace(model, query, noise=0.5, samples=4, seed=9)
+SITE = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
+
+
+def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=None):
+    """The plain procedure: the whole network for every cell, everything restored and held by ordinary hooks."""
+    n_layers, n_pos = model.cfg.n_layers, len(query.tokens)
     _, clean = model.run_with_cache(query.tokens[None])
-    import numpy as np
+    noisy = [("hook_embed", corrupt)]
+    with model.hooks(fwd_hooks=noisy):
+        _, low = model.run_with_cache(query.tokens.repeat(samples, 1))
+    rows = [place - (model.cfg.readout == "shifted") for place in query.answer_positions]
 
-    drawn = 0.5 * np.random.RandomState(9).randn(4, stop - start, model.cfg.d_model)
+    def put(source, place):
+        def hook_fn(activation, hook):
+            activation = activation.clone()
+            activation[:, place] = source[hook.name][:, place]
+            return activation
+
+        return hook_fn
+
+    scores = torch.zeros(n_pos, n_layers, len(rows), samples)
+    for layer in range(n_layers):
+        first, last = (layer, layer + 1) if kind == "resid" else (layer - window // 2, layer + (window + 1) // 2)
+        for place in range(n_pos):
+            hooks = [
+                (f"blocks.{block}.{SITE[kind]}", put(clean, place))
+                for block in range(n_layers)
+                if first <= block < last
+            ]
+            if severed:
+                hooks += [(f"blocks.{block}.{SITE[severed]}", put(low, place)) for block in range(layer + 1, n_layers)]
+            logits = model.run_with_hooks(query.tokens.repeat(samples, 1), fwd_hooks=noisy + hooks)
+            for token, row in enumerate(rows):
+                scores[place, layer, token] = logits[:, row].softmax(-1)[:, query.answer_tokens[token]].detach()
+    return scores
+
+
+def noise_by_hand(query, d_model, noise, samples, seed):
+    start, stop = query.subject
+    drawn = noise * np.random.RandomState(seed).randn(samples, stop - start, d_model)
 
     def corrupt(embedding, hook):
         embedding = embedding.clone()
         embedding[:, start:stop] += torch.from_numpy(drawn).float()
         return embedding
 
-    def put_back(resid, hook):
-        resid = resid.clone()
-        resid[:, place] = clean[resid_post(layer)][0, place]
-        return resid
+    return corrupt
 
+
+@pytest.fixture
+def two_tokens(either, query):
+    """A question whose answer is the two likeliest tokens at two places, in no order, one of them inside the canvas."""
+    n = len(query.tokens)
+    places, rows = ((n - 1, n - 3), (n - 1, n - 3)) if either.kind == "mdm" else ((n - 2, n), (n - 3, n - 1))
+    likeliest = either.model(query.tokens[None])[0, list(rows)].argmax(-1).tolist()
+    return Query(query.tokens, query.subject, places, tuple(likeliest))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kind="resid"),
+        dict(kind="resid", severed="mlp"),
+        dict(kind="resid", severed="attn"),
+        dict(kind="mlp", window=1),
+        dict(kind="mlp", window=2),
+        dict(kind="attn", window=3),
+        dict(kind="attn", window=10),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_cell_is_what_ordinary_hooks_give(either, two_tokens, options):
+    model = either.model
+    slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 4, 9), 4, **options)
+    trace = causal_trace(model, two_tokens, noise=0.5, samples=4, seed=9, **options)
+    torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trace.token_scores, slow.mean(3), rtol=0, atol=1e-6)
+    narrow = causal_trace(model, two_tokens, noise=0.5, samples=4, seed=9, positions=[-1, 4], layers=[2, 0], **options)
+    assert (narrow.positions, narrow.layers) == ([8, 4], [2, 0])
+    torch.testing.assert_close(narrow.token_scores, slow.mean(3)[[8, 4]][:, [2, 0]], rtol=0, atol=1e-6)
+
+
+def test_mask_and_swap_are_the_canvas_with_other_tokens(either, two_tokens):
+    """Nothing is drawn: one corrupted run, that of a canvas whose subject is another."""
+    model, (start, stop) = either.model, two_tokens.subject
+
+    def traced_by_hand(tokens):
+        def shown(embedding, hook):
+            embedding = embedding.clone()
+            embedding[:, start:stop] = model.embed(torch.tensor([tokens]))
+            return embedding
+
+        return slow_trace(model, two_tokens, shown, 1).prod(2).mean(2)
+
+    other = [21, 22, 23]
+    swapped = causal_trace(model, two_tokens, corruption="swap", swap=other)
+    torch.testing.assert_close(swapped.scores, traced_by_hand(other), rtol=0, atol=1e-6)
+    from_query = Query(torch.tensor([21, 22, 23, 4]), (0, 3), (), ())
+    assert torch.equal(causal_trace(model, two_tokens, corruption="swap", swap=from_query).scores, swapped.scores)
+    changed = two_tokens.tokens.clone()
+    changed[start:stop] = torch.tensor(other)
+    counterfactual = Query(changed, two_tokens.subject, two_tokens.answer_positions, two_tokens.answer_tokens)
+    assert swapped.corrupted == pytest.approx(causal_trace(model, counterfactual, noise=0.0, samples=1).clean, rel=1e-5)
+    assert "noise" not in swapped.record
+    if either.kind == "ar":
+        with pytest.raises(ValueError, match="MASK"):
+            causal_trace(model, two_tokens, corruption="mask")
+        return
+    masked = causal_trace(model, two_tokens, corruption="mask")
+    torch.testing.assert_close(masked.scores, traced_by_hand([512] * 3), rtol=0, atol=1e-6)
+
+
+def test_a_hook_of_the_callers_acts_on_every_run(either, two_tokens):
+    """One that mixes places, so that not even the causal model may leave places out."""
+    model = either.model
+
+    def mix(activation, hook):
+        return activation + 0.5 * activation.flip(1)
+
+    with model.hooks(fwd_hooks=[("blocks.1.hook_attn_out", mix)]):
+        slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2)
+        trace = causal_trace(model, two_tokens, noise=0.5, samples=2)
+    torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
+    assert (causal_trace(model, two_tokens, noise=0.5, samples=2).scores - trace.scores).abs().max() > 1e-5
+
+
+def test_patching_everything_is_the_clean_run(either, query):
+    """The law by which the grid's cells were made, asked of all places at once: swap all of a layer's outputs."""
+    model = either.model
+    corrupt = noise_by_hand(query, model.cfg.d_model, 0.5, 3, 1)
+    _, clean = model.run_with_cache(query.tokens[None])
     logits = model.run_with_hooks(
-        query.tokens.repeat(4, 1), fwd_hooks=[("hook_embed", corrupt), (resid_post(layer), put_back)]
+        query.tokens.repeat(3, 1), fwd_hooks=[("hook_embed", corrupt), (resid_post(1), swap(clean))]
     )
-    row = query.answer_positions[0] - (either.kind == "ar")
-    probability = logits[:, row].softmax(-1)[:, query.answer_tokens[0]].mean()
-    torch.testing.assert_close(trace.scores[place, layer], probability.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits, model(query.tokens[None]).expand_as(logits), rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_differs_is_computed(either, query):
+    """Matrix products of a whole trace, counted, against the plain procedure's."""
+    model = either.model
+
+    def cost(run):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    plain = cost(lambda: slow_trace(model, query, lambda activation, hook: None, 4))
+    ours = cost(lambda: causal_trace(model, query, noise=0.5, samples=4))
+    assert plain / ours > {"mdm": 5, "ar": 9}[either.kind]
 
 
 @pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
@@ -90,7 +222,7 @@ def test_before_the_subject_a_causal_model_has_nothing_to_restore(either, query)
 
 def test_how_cells_are_packed_changes_nothing(either, query):
     wide = causal_trace(either.model, query, noise=0.5, samples=3)
-    narrow = causal_trace(either.model, query, noise=0.5, samples=3, max_batch=3)
+    narrow = causal_trace(either.model, query, noise=0.5, samples=3, max_bytes=700_000)
     torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=1e-6)
 
 
@@ -129,7 +261,8 @@ def test_save_load_and_plot(tiny, tmp_path):
     trace = causal_trace(tiny, fact.to_query(tiny), noise=0.2, samples=2, seed=4)
     again = CausalTrace.load(trace.save(tmp_path / "trace.safetensors"))
     assert torch.equal(again.scores, trace.scores)
-    for name in ("clean", "corrupted", "str_tokens", "subject", "record"):
+    assert torch.equal(again.token_scores, trace.token_scores)
+    for name in ("clean", "corrupted", "known", "str_tokens", "subject", "positions", "layers", "record"):
         assert getattr(again, name) == getattr(trace, name)
     assert {"seed", "samples", "noise", "model", "weights_sha256", "versions"} <= set(again.record)
     ax = again.plot()
@@ -147,8 +280,17 @@ def test_save_load_and_plot(tiny, tmp_path):
         (dict(noise=float("nan")), "noise=nan"),
         (dict(noise=-1.0), "noise=-1.0"),
         (dict(kind="mlp", window=0), "window=0"),
-        (dict(max_batch=0), "max_batch=0"),
-        (dict(samples=20, max_batch=4), "max_batch=4 does not hold one cell of 20 draws"),
+        (dict(max_bytes=1000), r"max_bytes=1,000 is too little: .* one cell of 10 draws takes"),
+        (dict(corruption="gausian"), "nearest is gaussian"),
+        (dict(noise=None), "needs noise="),
+        (dict(corruption="swap"), "goes with swap="),
+        (dict(swap=[1, 2, 3]), "swap= with nothing else"),
+        (dict(corruption="swap", swap=[1]), "swap has 1 tokens and the subject 3"),
+        (dict(severed="resid"), "severed='resid'"),
+        (dict(severed="mlp", kind="attn"), "goes with kind='resid'"),
+        (dict(positions=[0, 9]), r"positions=\[0, 9\]; .* 0 to 8"),
+        (dict(layers=[-4]), r"layers=\[-4\]; .* 0 to 2"),
+        (dict(layers=[]), r"layers=\[\]"),
     ],
 )
 def test_bad_settings(either, query, options, message):
@@ -174,6 +316,13 @@ def test_nothing_precedes_the_first_place_of_a_causal_model(either, query):
         return
     with pytest.raises(ValueError, match="nothing precedes place 0"):
         causal_trace(either.model, first, noise=0.5)
+
+
+def test_known_is_what_the_model_would_write(tiny):
+    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
+    wrong = Fact("Gustav Geisser is the", "Gustav Geisser", " brave pilot of Rolsen.")
+    known = [causal_trace(tiny, each.to_query(tiny), noise=0.1, samples=1).known for each in (fact, wrong)]
+    assert known == [True, False]
 
 
 def test_noise_scale_needs_subjects(tiny):

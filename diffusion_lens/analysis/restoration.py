@@ -1,0 +1,45 @@
+"""What a restored run puts back, and what it holds."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from diffusion_lens.hook_names import attn_out, mlp_out, resid_post
+
+SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """What is put back around a layer, and what is held above it.
+
+    Attributes:
+        kind: "resid", the residual stream after one block; "mlp" or "attn", the outputs of a window of blocks.
+        window: blocks around a layer l, from l - window // 2 to l + ceil(window / 2) exclusive; of no use for "resid".
+        severed: "mlp" or "attn": these outputs of the restored place are held at their corrupted values in the blocks
+            above, to see which path the effect takes; with "resid" only.
+    """
+
+    kind: str = "resid"
+    window: int = 10
+    severed: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in SITES:
+            raise ValueError(f"unknown kind {self.kind!r}; it is one of {', '.join(SITES)}")
+        if self.window < 1:
+            raise ValueError(f"window={self.window}; it must be at least 1")
+        if self.severed not in (None, "mlp", "attn"):
+            raise ValueError(f"severed={self.severed!r}; it is 'mlp', 'attn' or None")
+        if self.severed and self.kind != "resid":
+            raise ValueError(f"severed={self.severed!r} goes with kind='resid', not with a window of {self.kind!r}")
+
+    def span(self, layer: int, n_layers: int) -> range:
+        """The restored blocks around `layer`."""
+        if self.kind == "resid":
+            return range(layer, layer + 1)
+        return range(max(0, layer - self.window // 2), min(n_layers, layer + math.ceil(self.window / 2)))
+
+    def describe(self) -> dict[str, Any]:
+        """For a record."""
+        return {"kind": self.kind, "window": None if self.kind == "resid" else self.window, "severed": self.severed}

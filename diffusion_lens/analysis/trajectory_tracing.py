@@ -1,0 +1,246 @@
+"""Causal tracing over denoising steps: by which states is the answer carried, and when?
+
+In the loop of a masked diffusion model the tokens of an answer appear at different steps, from t1, which reveals the
+first of them, to t2, which reveals the last. At every step between, a causal trace asks the canvas of that step:
+p(answer) is the joint probability of the tokens still masked, those already revealed being context. The first step
+isolates the flow from the subject; later ones also show the flow from the tokens already revealed. A causal model takes
+the same call; what it has not reached is continued with the answer's tokens (teacher forcing).
+
+Two readings of the corrupted run. *Forced*: it sees the canvases of the clean run. *Free*: each draw reveals what it
+likes, from the start; an answer token that a draw has revealed counts 1, another one in its place 0.
+
+Under guidance the subject is corrupted and the state restored in the conditional branch; the other sees no subject.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens import pages
+from diffusion_lens.analysis.canvas_at_step import TracedRun, check_steps
+from diffusion_lens.analysis.causal_tracing import CausalTrace, pick_indices, swapped_in
+from diffusion_lens.analysis.corruption import Corruption
+from diffusion_lens.analysis.restoration import Restoration
+from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.facts import Fact, Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_result, provenance, save_result
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryTrace:
+    """One query traced at several steps of one run.
+
+    Attributes:
+        scores: Float[step pos layer], p(answer tokens still masked) with that state restored at that step, mean over
+            the draws; NaN at places that the canvas of a causal model does not hold yet.
+        token_scores: Float[step pos layer place], the same for each token of the answer alone.
+        chained: Float[pos layer], p(answer) by the chain rule: each token read at the step that committed it, with the
+            state restored at all these steps. `None` for free canvases, and where not all of these steps were traced.
+        clean: Float[step], of the clean run.
+        corrupted: Float[step], of the corrupted run.
+        clean_token_scores: Float[step place].
+        corrupted_token_scores: Float[step place].
+        steps: the step of each grid.
+        revealed_at: the step in which the clean run revealed each answer token.
+        known: whether the clean run wrote the answer.
+        str_canvases: the canvas of each step, a string a place.
+        subject: first and one past the last place of the subject.
+        positions: the place of each row of the grids.
+        layers: the layer of each column.
+        record: the settings of the trace and of the run, model, weights' hash, versions.
+    """
+
+    scores: Float[Tensor, "step pos layer"]
+    token_scores: Float[Tensor, "step pos layer place"]
+    chained: Float[Tensor, "pos layer"] | None
+    clean: Float[Tensor, "step"]
+    corrupted: Float[Tensor, "step"]
+    clean_token_scores: Float[Tensor, "step place"]
+    corrupted_token_scores: Float[Tensor, "step place"]
+    steps: list[int]
+    revealed_at: list[int]
+    known: bool
+    str_canvases: list[list[str]]
+    subject: tuple[int, int]
+    positions: list[int]
+    layers: list[int]
+    record: dict[str, Any]
+
+    @property
+    def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
+        """How much of the answer a state brings back: scores - corrupted."""
+        return self.scores - self.corrupted[:, None, None]
+
+    @property
+    def order(self) -> list[int]:
+        """The answer's tokens in the order in which the model committed them; from left to right within a step."""
+        return sorted(range(len(self.revealed_at)), key=lambda token: self.revealed_at[token])
+
+    def at_step(self, step: int) -> CausalTrace:
+        """The grid of one step as a `CausalTrace`."""
+        if step not in self.steps:
+            raise KeyError(f"step {step} was not traced; the steps are {self.steps}")
+        i = self.steps.index(step)
+        return CausalTrace(
+            scores=self.scores[i],
+            token_scores=self.token_scores[i],
+            clean_token_scores=self.clean_token_scores[i],
+            corrupted_token_scores=self.corrupted_token_scores[i],
+            clean=self.clean[i].item(),
+            corrupted=self.corrupted[i].item(),
+            known=self.known,
+            str_tokens=self.str_canvases[i],
+            subject=self.subject,
+            positions=self.positions,
+            layers=self.layers,
+            record={**self.record, "step": step},
+        )
+
+    def plot(self, step: int, ax: Any = None, title: str | None = None) -> Any:
+        """The heat map of one step, on the colour scale of all of them; returns the matplotlib axes."""
+        limits = float(self.corrupted.min()), float(self.scores.nan_to_num().max())
+        return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
+
+    def page(self, title: str | None = None) -> Any:
+        """The heat maps with a slider over the steps, as a plotly figure; `pages.write_page` writes it."""
+        return pages.step_slider(
+            self.scores,
+            str_canvases=self.str_canvases,
+            subject=self.subject,
+            steps=self.steps,
+            layers=self.layers,
+            positions=self.positions,
+            kind=self.record["kind"],
+            answer=self.record["answer"],
+            clean=self.clean,
+            corrupted=self.corrupted,
+            title=title or f"{self.record['model']}: {''.join(self.str_canvases[-1])}",
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        record = {name: value for name, value in vars(self).items() if name not in tensors}
+        return save_result(path, "trajectory trace", tensors, record)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TrajectoryTrace":
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, "trajectory trace")
+        fields: dict[str, Any] = {**tensors, **record, "subject": tuple(record["subject"])}
+        return cls(**fields)
+
+
+@torch.no_grad()
+def trace_trajectory(
+    model: DiffusionTransformer,
+    fact_or_query: Fact | Query,
+    trajectory: Trajectory | None = None,
+    kind: str = "resid",
+    *,
+    steps: Sequence[int] | None = None,
+    canvas: str = "forced",
+    window: int = 10,
+    noise: float | None = None,
+    samples: int = 10,
+    seed: int = 1,
+    corruption: str = "gaussian",
+    swap: Query | Sequence[int] | None = None,
+    severed: str | None = None,
+    positions: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    max_bytes: int = 2**30,
+    progress: bool = False,
+) -> TrajectoryTrace:
+    """A causal trace at every step at which an answer token is open.
+
+    Args:
+        trajectory: the clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal
+            model of the prompt); by default with those of `denoise`.
+        steps: which steps; by default from the one that reveals the first answer token to the one that reveals the
+            last.
+        canvas: "forced" or "free", what the corrupted run sees.
+
+    The other arguments are those of `causal_trace`.
+
+    Raises:
+        ValueError: a setting out of range, a trajectory of another prompt, a step at which no answer token is open.
+    """
+    run = TracedRun.of(model, fact_or_query, trajectory)
+    restoration = Restoration(kind, window, severed)
+    corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
+    if canvas not in ("forced", "free"):
+        raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each draw its own)")
+    chosen = check_steps(run, range(min(run.revealed_at), max(run.revealed_at) + 1) if steps is None else steps)
+    places = pick_indices("positions", positions, run.n_pos)
+    blocks = pick_indices("layers", layers, model.cfg.n_layers)
+    own = run.corrupted(corrupt) if canvas == "free" else None
+
+    grids, clean_scores, low_scores = [], [], []
+    for step in tqdm(chosen, desc=f"trace {kind}", unit="step", disable=not progress):
+        clean = run.canvas(step)[None]
+        low = clean.expand(corrupt.rows, -1) if own is None else own.canvases[step - own.first_step]
+        runs = RestoredRuns(
+            model,
+            clean=CanvasRun(run.seen(clean), run.answer(clean)),
+            corrupted=CanvasRun(run.seen(low), run.answer(low), corrupt.hooks(model, run.query)),
+            first=run.query.subject[0],
+            restoration=restoration,
+            layers=blocks,
+            max_bytes=max_bytes,
+        )
+        by_draw = runs.grid(places)
+        reached = set(run.on_canvas(step))
+        by_draw[[place not in reached for place in places]] = torch.nan
+        grids.append(by_draw)
+        clean_scores.append(runs.clean_scores[0].cpu())
+        low_scores.append(runs.corrupted_scores.cpu())
+
+    scores, low = torch.stack(grids), torch.stack(low_scores)
+    return TrajectoryTrace(
+        scores=scores.prod(dim=4).mean(dim=3),
+        token_scores=scores.mean(dim=3),
+        chained=_chain(scores, low, chosen, run.revealed_at) if own is None else None,
+        clean=torch.stack(clean_scores).prod(dim=1),
+        corrupted=low.prod(dim=2).mean(dim=1),
+        clean_token_scores=torch.stack(clean_scores),
+        corrupted_token_scores=low.mean(dim=1),
+        steps=chosen,
+        revealed_at=run.revealed_at,
+        known=run.wrote_the_answer,
+        str_canvases=[model.words(run.canvas(step).tolist()) for step in chosen],
+        subject=run.query.subject,
+        positions=places,
+        layers=blocks,
+        record={
+            **run.trajectory.record,
+            **restoration.describe(),
+            **corrupt.describe(),
+            "canvas": canvas,
+            "answer": model.words(run.query.answer_tokens),
+            **provenance(model, model.cfg),
+        },
+    )
+
+
+def _chain(
+    scores: Float[Tensor, "step pos layer sample place"],
+    corrupted: Float[Tensor, "step sample place"],
+    steps: Sequence[int],
+    revealed_at: Sequence[int],
+) -> Float[Tensor, "pos layer"] | None:
+    """Each token at the step that committed it; where there was no such place yet, nothing could be restored."""
+    if not set(revealed_at) <= set(steps):
+        return None
+    at = [steps.index(step) for step in revealed_at]
+    own = torch.stack([scores[step, ..., token] for token, step in enumerate(at)], dim=-1)
+    low = torch.stack([corrupted[step, :, token] for token, step in enumerate(at)], dim=-1)
+    return torch.where(own.isnan(), low, own).prod(dim=3).mean(dim=2)

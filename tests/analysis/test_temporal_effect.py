@@ -1,0 +1,100 @@
+"""A state restored at one step only, and what is written in the end."""
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_lens.analysis import TemporalEffect, noise_scale, temporal_effect
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.step_hooks import at_steps
+from diffusion_lens.hook_names import resid_post
+
+FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
+
+
+@pytest.fixture
+def query(tiny):
+    places = 14 - tiny.to_tokens(FACT.prompt).shape[1]
+    return FACT.to_query(tiny, answer_places=places) if tiny.cfg.mask_token_id else FACT.to_query(tiny)
+
+
+@pytest.fixture
+def run(tiny, query):
+    if tiny.cfg.mask_token_id:
+        return tiny.denoise(query.tokens[None], steps=3)
+    return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
+
+
+def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run):
+    """Draw by draw and cell by cell: the whole loop under noise, one state put back at one step."""
+    noise, (start, stop), layer = noise_scale(tiny, [query]), query.subject, 0
+    drawn = noise * np.random.RandomState(5).randn(4, stop - start, tiny.cfg.d_model)
+    places = [start, query.answer_positions[0] - 1, query.answer_positions[0]]
+    effect = temporal_effect(
+        tiny, query, run, noise=noise, samples=4, seed=5, steps=[0, 1], positions=places, layers=[layer]
+    )
+    expected = torch.full((2, 3, len(query.answer_tokens), 4), torch.nan)
+    for draw in range(4):
+
+        def corrupt(embedding, hook, draw=draw):
+            embedding = embedding.clone()
+            embedding[:, start:stop] += torch.from_numpy(drawn[draw]).float()
+            return embedding
+
+        for step in (0, 1):
+            _, clean = tiny.run_with_cache(run.canvases[step].clamp(min=0))
+            for i, place in enumerate(places):
+                if run.canvases[step, 0, place] == -1:
+                    continue
+
+                def put_back(resid, hook, clean=clean, place=place):
+                    resid = resid.clone()
+                    resid[:, place] = clean[hook.name][:, place]
+                    return resid
+
+                hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
+                ended = run.replay(tiny, canvas="free", fwd_hooks=hooks).tokens[0, list(query.answer_positions)]
+                expected[step, i, :, draw] = (ended == torch.tensor(query.answer_tokens)).float()
+    torch.testing.assert_close(effect.token_scores[:, :, 0], expected.mean(3), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(effect.scores[:, :, 0], expected.prod(2).mean(2), rtol=0, atol=0, equal_nan=True)
+    assert effect.clean == 1
+    assert 0 <= effect.corrupted < 1
+
+
+def test_without_noise_every_branch_ends_with_the_answer(tiny, query, run):
+    effect = temporal_effect(tiny, query, run, noise=0.0, samples=1, layers=[1], steps=[0])
+    assert effect.corrupted == 1
+    assert set(effect.scores.nan_to_num(nan=1.0).flatten().tolist()) == {1.0}
+
+
+def test_with_one_step_all_that_is_read_restored_is_the_clean_text(tiny, query):
+    """On one step a branch is the whole run: restoring the read place after the last block brings its token back."""
+    if not tiny.cfg.mask_token_id:
+        return
+    run, place = tiny.denoise(query.tokens[None], steps=1), query.answer_positions[2]
+    effect = temporal_effect(
+        tiny, query, run, noise=noise_scale(tiny, [query]), samples=5, positions=[place], layers=[-1]
+    )
+    assert effect.token_scores[0, 0, 0, 2] == 1
+    assert effect.token_scores[0, 0, 0].min() < 1
+
+
+def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path):
+    settings = dict(noise=0.3, samples=2, steps=[0], layers=[0], kind="mlp", window=2)
+    wide = temporal_effect(tiny, query, run, **settings)
+    narrow = temporal_effect(tiny, query, run, **settings, max_bytes=1)
+    torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=0, equal_nan=True)
+    again = TemporalEffect.load(wide.save(tmp_path / "effect.safetensors"))
+    torch.testing.assert_close(again.scores, wide.scores, rtol=0, atol=0, equal_nan=True)
+    assert (again.steps, again.layers, again.subject, again.record) == (
+        wide.steps,
+        wide.layers,
+        wide.subject,
+        wide.record,
+    )
+    torch.testing.assert_close(wide.indirect_effect, wide.scores - wide.corrupted, equal_nan=True)
+
+
+def test_steps_after_the_answer_are_refused(tiny, query, run):
+    with pytest.raises(ValueError, match=r"steps=\[99\]"):
+        temporal_effect(tiny, query, run, noise=0.1, steps=[99])

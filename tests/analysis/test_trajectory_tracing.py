@@ -1,0 +1,231 @@
+"""A trace at a step is a trace of that step's canvas; forced and free, under guidance, on both models of the pair."""
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_lens import Query
+from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.step_hooks import at_steps, on_branch
+from diffusion_lens.hook_names import resid_post
+
+FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+
+
+@pytest.fixture
+def query(tiny):
+    places = 14 - tiny.to_tokens(FACT.prompt).shape[1]
+    return FACT.to_query(tiny, answer_places=places) if tiny.cfg.mask_token_id else FACT.to_query(tiny)
+
+
+@pytest.fixture
+def run(tiny, query):
+    """A clean run: five steps on the diffusion model, one a token on the twin."""
+    if tiny.cfg.mask_token_id:
+        return tiny.denoise(query.tokens[None], steps=5)
+    return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
+
+
+@pytest.fixture
+def noise(tiny, query):
+    return dict(noise=noise_scale(tiny, [query]), samples=3, seed=2)
+
+
+def asked_at(tiny, query, run, step):
+    """The query that a step's canvas poses, written out by hand: open tokens only, the twin's canvas forced on."""
+    canvas = run.canvases[step, 0].clone()
+    still_open = [i for i, place in enumerate(query.answer_positions) if run.revealed_at[0, place] >= step]
+    canvas[canvas == -1] = torch.tensor(query.answer_tokens)[len(query.answer_tokens) - int((canvas == -1).sum()) :]
+    positions = tuple(query.answer_positions[i] for i in still_open)
+    return still_open, Query(canvas, query.subject, positions, tuple(query.answer_tokens[i] for i in still_open))
+
+
+def test_by_default_from_the_first_answer_token_revealed_to_the_last(tiny, query, run, noise):
+    trace = trace_trajectory(tiny, query, run, **noise)
+    revealed = run.revealed_at[0, list(query.answer_positions)].tolist()
+    assert trace.known
+    assert trace.steps == list(range(min(revealed), max(revealed) + 1))
+    assert trace.revealed_at == revealed
+    assert [revealed[token] for token in trace.order] == sorted(revealed)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(kind="mlp", window=2), dict(severed="attn")])
+def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise, options):
+    trace = trace_trajectory(tiny, query, run, **noise, **options)
+    for i, step in enumerate(trace.steps):
+        still_open, posed = asked_at(tiny, query, run, step)
+        alone = causal_trace(tiny, posed, **noise, **options)
+        reached = (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
+        torch.testing.assert_close(trace.scores[i, reached], alone.scores[reached], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            trace.token_scores[i, reached][..., still_open], alone.token_scores[reached], rtol=0, atol=1e-6
+        )
+        assert trace.clean[i] == pytest.approx(alone.clean, abs=1e-6)
+        assert trace.corrupted[i] == pytest.approx(alone.corrupted, abs=1e-6)
+        assert trace.scores[i].isnan().all(1).sum() == len(trace.positions) - len(reached)
+        settled = [i for i in range(len(query.answer_tokens)) if i not in still_open]
+        assert (trace.clean_token_scores[i, settled] == 1).all()
+        assert trace.at_step(step).str_tokens == tiny.words(run.canvases[step, 0].tolist())
+
+
+def test_chained_is_the_product_over_the_steps_that_commit(tiny, query, run, noise):
+    """Draw by draw: with one draw the mean of products is the product."""
+    noise["samples"] = 1
+    trace = trace_trajectory(tiny, query, run, **noise)
+    expected = torch.ones(trace.scores.shape[1:])
+    for token, step in enumerate(trace.revealed_at):
+        i = trace.steps.index(step)
+        expected *= trace.token_scores[i, ..., token].nan_to_num(nan=trace.corrupted_token_scores[i, token].item())
+    torch.testing.assert_close(trace.chained, expected, rtol=1e-5, atol=1e-7)
+    assert trace_trajectory(tiny, query, run, steps=trace.steps[:1], **noise).chained is None
+
+
+def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise):
+    """The slow way: each draw's own loop under noise, then one cell at each step by ordinary hooks, read by hand."""
+    layer, place, (start, stop) = 1, query.answer_positions[0] - 1, query.subject
+    drawn = noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)
+    trace = trace_trajectory(tiny, query, run, canvas="free", **noise)
+    expected = torch.zeros(len(trace.steps), 3)
+    for draw in range(3):
+
+        def corrupt(embedding, hook, draw=draw):
+            embedding = embedding.clone()
+            embedding[:, start:stop] += torch.from_numpy(drawn[draw]).float()
+            return embedding
+
+        own = run.replay(tiny, canvas="free", fwd_hooks=[("hook_embed", corrupt)])
+        for i, step in enumerate(trace.steps):
+            shown = asked_at(tiny, query, run, step)[1].tokens
+            _, clean = tiny.run_with_cache(shown[None])
+            canvas = own.canvases[step, 0].clone()
+            canvas[canvas == -1] = shown[canvas == -1]
+
+            def put_back(resid, hook, clean=clean):
+                resid = resid.clone()
+                resid[:, place] = clean[hook.name][:, place]
+                return resid
+
+            hooks = [("hook_embed", corrupt), (resid_post(layer), put_back)]
+            probabilities = tiny.run_with_hooks(canvas[None], fwd_hooks=hooks)[0].softmax(-1)
+            expected[i, draw] = 1
+            for at, token in zip(query.answer_positions, query.answer_tokens, strict=True):
+                held, row = own.canvases[step, 0, at].item(), int(tiny.readout.rows(torch.tensor(at)))
+                blank = held in (-1, tiny.cfg.mask_token_id)
+                expected[i, draw] *= probabilities[row, token].item() if blank else float(held == token)
+    torch.testing.assert_close(trace.scores[:, place, layer], expected.mean(1), rtol=0, atol=1e-5)
+    assert trace.chained is None
+
+
+def test_without_noise_free_is_forced_and_has_no_effect(tiny, query, run):
+    quiet = dict(noise=0.0, samples=2)
+    forced = trace_trajectory(tiny, query, run, **quiet)
+    free = trace_trajectory(tiny, query, run, canvas="free", **quiet)
+    for trace in (forced, free):
+        assert trace.indirect_effect.nan_to_num().abs().max() < 1e-5
+        torch.testing.assert_close(trace.clean, trace.corrupted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(free.scores, forced.scores, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_under_guidance_the_clean_scores_are_the_loops_own(tiny, query, noise):
+    """The probability of each token at the step that revealed it is the confidence that the loop recorded."""
+    if not tiny.cfg.mask_token_id:
+        return
+    guided = tiny.denoise(query.tokens[None], steps=5, cfg_scale=0.8)
+    trace = trace_trajectory(tiny, query, guided, **noise)
+    assert trace.known
+    for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
+        score = trace.clean_token_scores[trace.steps.index(step), token].item()
+        assert score == pytest.approx(guided.confidence[0, place].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("cfg_scale", [0.0, 0.8])
+def test_forced_corruption_is_a_forced_replay_under_the_same_noise(tiny, query, noise, cfg_scale):
+    """Noise in the conditional branch, on the recorded canvases: what `replay` reports of each token it reveals."""
+    if not tiny.cfg.mask_token_id:
+        return
+    run, (start, stop) = tiny.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale), query.subject
+    drawn = torch.from_numpy(noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)).float()
+
+    def corrupt(embedding, hook):
+        embedding = embedding.clone()
+        embedding[:, start:stop] += drawn
+        return embedding
+
+    replayed = run.repeat(3).replay(tiny, fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
+    trace = trace_trajectory(tiny, query, run, **noise)
+    for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
+        score = trace.corrupted_token_scores[trace.steps.index(step), token].item()
+        assert score == pytest.approx(replayed.confidence[:, place].mean().item(), abs=1e-5)
+
+
+def test_a_fact_is_enough(tiny):
+    trace = trace_trajectory(tiny, FACT, noise=0.1, samples=1, layers=[0])
+    assert trace.scores.shape[1:] == (len(trace.str_canvases[0]), 1)
+    assert trace.record["noise"] == 0.1
+    assert trace.record["sampler"]
+
+
+def test_save_and_load(tiny, query, run, noise, tmp_path):
+    trace = trace_trajectory(tiny, query, run, **noise, layers=[0, 2])
+    again = TrajectoryTrace.load(trace.save(tmp_path / "trace.safetensors"))
+    for name, value in vars(trace).items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(getattr(again, name), value, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert getattr(again, name) == value
+
+
+def test_the_page_and_the_pictures_carry_the_scores(tiny, query, run, noise):
+    trace = trace_trajectory(tiny, query, run, **noise, kind="mlp", window=2)
+    page = trace.page()
+    assert [frame.name for frame in page.frames] == [str(step) for step in trace.steps]
+    shown = torch.tensor(np.array(page.frames[1].data[0].z, dtype=float)).float()
+    torch.testing.assert_close(shown, trace.scores[1], equal_nan=True)
+    images = [trace.plot(step).get_images()[0] for step in trace.steps[:2]]
+    assert images[0].get_clim() == images[1].get_clim()
+
+
+def test_bad_settings(tiny, query, run, noise):
+    def refused(message, trajectory=run, **options):
+        with pytest.raises(ValueError, match=message):
+            trace_trajectory(tiny, query, trajectory, **{**noise, **options})
+
+    refused("canvas='loose'", canvas="loose")
+    refused(r"steps=\[5\]", steps=[5])
+    refused(r"steps=\[\]", steps=[])
+    refused("has 2 rows", trajectory=run.repeat(2))
+    changed = query.tokens.clone()
+    changed[0] = 7
+    with pytest.raises(ValueError, match="another prompt"):
+        trace_trajectory(tiny, Query(changed, query.subject, query.answer_positions, query.answer_tokens), run, **noise)
+    with pytest.raises(ValueError, match="does not write the answer's places"):
+        trace_trajectory(tiny, Query(query.tokens, query.subject, (0,), (5,)), run, **noise)
+    with pytest.raises(KeyError, match="step 77 was not traced"):
+        trace_trajectory(tiny, query, run, **noise, layers=[0]).at_step(77)
+
+
+def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
+    """Restoring the read places after the last block, by `at_steps` in a forced replay: the clean confidence."""
+    place = query.answer_positions[0]
+    step = int(run.revealed_at[0, place])
+    row = int(tiny.readout.rows(torch.tensor(place)))
+    trace = trace_trajectory(tiny, query, run, noise=0.4, samples=1, steps=[step], positions=[row], layers=[-1])
+    drawn = torch.from_numpy(
+        0.4 * np.random.RandomState(1).randn(1, query.subject[1] - query.subject[0], tiny.cfg.d_model)
+    )
+    _, cache = tiny.run_with_cache(run.canvases[step].clamp(min=0))
+
+    def corrupt(embedding, hook):
+        embedding = embedding.clone()
+        embedding[:, slice(*query.subject)] += drawn.float()
+        return embedding
+
+    def put_back(resid, hook):
+        resid = resid.clone()
+        resid[:, row] = cache[hook.name][:, row]
+        return resid
+
+    last = resid_post(tiny.cfg.n_layers - 1)
+    replayed = run.replay(tiny, fwd_hooks=[("hook_embed", corrupt), (last, at_steps(put_back, step))])
+    assert trace.token_scores[0, 0, 0, 0].item() == pytest.approx(replayed.confidence[0, place].item(), abs=1e-5)
