@@ -1,0 +1,121 @@
+"""Attribution patching (Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale").
+
+To first order, patching a state a into the corrupted run moves the metric M by
+
+    (a_clean - a_corrupted) · dM/da, the gradient taken at the corrupted run.
+
+One forward pass of the clean input, and one forward and one backward pass of the corrupted one, estimate every cell of
+every site at once. How far the estimate can be trusted depends on how curved M is between the two runs: so the largest
+cells are patched in truth, and the difference is kept beside the estimate.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffusion_lens.analysis.patch_runs import Pair, Reading, Side
+from diffusion_lens.analysis.patch_sites import Cells, Site, Sweep
+
+
+@dataclass(frozen=True, eq=False)
+class EstimateError:
+    """Estimated effects beside exact ones, on the cells where the estimate is largest.
+
+    Attributes:
+        cells: Int[cell axis], each cell's index in the scores of the grid.
+        estimated: Float[cell], its estimated effect, score - corrupted.
+        exact: Float[cell], its effect when it is patched.
+    """
+
+    cells: Int[Tensor, "cell axis"]
+    estimated: Float[Tensor, "cell"]
+    exact: Float[Tensor, "cell"]
+
+    @classmethod
+    def by_step(cls, errors: Sequence["EstimateError | None"]) -> "EstimateError | None":
+        """Those of several steps as one, with the step's index before the others."""
+        present = [(step, error) for step, error in enumerate(errors) if error is not None]
+        if not present:
+            return None
+        return cls(
+            torch.cat([F.pad(error.cells, (1, 0), value=step) for step, error in present]),
+            torch.cat([error.estimated for _, error in present]),
+            torch.cat([error.exact for _, error in present]),
+        )
+
+    @property
+    def difference(self) -> Float[Tensor, "cell"]:
+        """Estimate minus exact value."""
+        return self.estimated - self.exact
+
+    @property
+    def max_abs(self) -> float:
+        """The largest difference."""
+        return float(self.difference.abs().max())
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's correlation of estimated and exact effects; NaN for fewer than two cells, or equal ones."""
+        if len(self.exact) < 2:
+            return math.nan
+        return float(torch.corrcoef(torch.stack([self.estimated, self.exact]))[0, 1])
+
+
+def run_with_gradients(
+    side: Side, names: Iterable[str], reading: Reading
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The metric, the activations at these hook points, and the metric's gradient there.
+
+    Only activations are differentiated: which parameters are frozen plays no part, and none gets a gradient.
+
+    Raises:
+        ValueError: a metric without a gradient.
+    """
+    embedded = side.embed()
+    with torch.inference_mode(False), torch.enable_grad():
+        logits, kept = side.run(embedded.clone().requires_grad_(), names, reading.rows)
+        score = reading(logits)
+        if not score.requires_grad:
+            raise ValueError(
+                "method='attribution' needs the metric's gradient, and it has none: compute the metric with torch "
+                "from the logits, without .item(), .detach() or argmax"
+            )
+        gradients = torch.autograd.grad(score, list(kept.values()))
+    states = {name: state.detach() for name, state in kept.items()}
+    return float(score.detach()), states, dict(zip(kept, gradients, strict=True))
+
+
+def sweep_by_gradient(
+    pair: Pair, sweep: Sweep, cells: Cells, check: int
+) -> tuple[Float[Tensor, "layer *cell"], EstimateError | None]:
+    """The estimated score of every cell of a site, and how it compares on the `check` largest."""
+    site, layers = sweep.site, sweep.layers
+    effects = torch.stack([_estimated_effects(pair, site, layer, cells) for layer in layers])
+    scores = (pair.corrupted_score + effects).view(len(layers), *cells.shape)
+    flat = effects.flatten()
+    largest = flat.abs().nan_to_num(nan=-1).topk(min(check, len(flat))).indices.sort().values
+    largest = largest[~flat[largest].isnan()]
+    if not len(largest):
+        return scores, None
+    exact = []
+    for index, layer in enumerate(layers):
+        chosen = largest[largest // cells.n == index] % cells.n
+        exact.append(pair.patched_scores(site, layer, cells.pick(chosen.to(cells.cell.device))))
+    indices = torch.stack(torch.unravel_index(largest, scores.shape), dim=1)
+    return scores, EstimateError(indices, flat[largest], torch.cat(exact) - pair.corrupted_score)
+
+
+def _estimated_effects(pair: Pair, site: Site, layer: int, cells: Cells) -> Float[Tensor, "cell"]:
+    """The first-order effect of each cell of a layer; NaN for a cell without a place."""
+    clean, corrupted = pair.states(site, layer)
+    slope = cells.from_corrupted(site.by_place(pair.gradients[site.hook_point(layer)]))
+    wide = torch.promote_types(slope.dtype, torch.float32)
+    change = cells.from_clean(clean).to(wide) - cells.from_corrupted(corrupted).to(wide)
+    terms = (change * slope.to(wide)).flatten(1).sum(dim=1)
+    effects = terms.new_zeros(cells.n).index_add(0, cells.cell, terms)
+    return effects.masked_fill(~cells.present, math.nan).cpu()

@@ -1,0 +1,266 @@
+"""Activation patching: which activation carries what the clean run knows and the corrupted one does not?
+
+Run the corrupted input with one activation taken from the clean run, and see how far a metric of the logits moves back
+(Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv 2202.05262; Zhang and Nanda 2023, arXiv 2309.16042). A grid
+holds the metric for every layer, place and head of a site. The two runs may be
+
+    two prompts of one length, as in `transformer_lens.patching`, whose numbers these grids are;
+    two prompts whose places are paired by hand, such as the forward and the reverse query of a fact;
+    two models, such as a masked diffusion model and its causal twin;
+    two trajectories: the canvas of step k of the one into the canvas of step k of the other, a grid a step.
+
+`method="attribution"` gives the first-order estimate of the same grid (see `diffusion_lens.analysis.attribution`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.attribution import EstimateError, run_with_gradients, sweep_by_gradient
+from diffusion_lens.analysis.patch_result import PatchGrid
+from diffusion_lens.analysis.patch_runs import Pair, Reading, Side, stream_entering, sweep_exactly
+from diffusion_lens.analysis.patch_sites import (
+    Group,
+    Positions,
+    Sweep,
+    resolve_groups,
+    resolve_heads,
+    resolve_sites,
+)
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.facts import Query
+from diffusion_lens.metrics import joint_probability
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import provenance
+
+Patchable = str | Sequence[str] | Tensor | Query | Trajectory
+Metric = Callable[[Tensor], Any]
+METHODS = ("exact", "attribution")
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerProbability:
+    """The metric p(answer), and the rows where it is read.
+
+    Attributes:
+        rows: Int[place], rows of the logits.
+        tokens: Int[place], the answer.
+    """
+
+    rows: Int[Tensor, "place"]
+    tokens: Int[Tensor, "place"]
+
+    def __call__(self, logits: Float[Tensor, "batch place d_vocab_out"]) -> Float[Tensor, ""]:
+        return joint_probability(logits, self.tokens).mean()
+
+
+def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProbability:
+    """p(answer) of a query as a metric for `patch_grid`: the product of its tokens' probabilities, mean over the batch.
+
+    Raises:
+        ValueError: no answer, or one that the model cannot write.
+    """
+    answer = Answer.of(model, query)
+    return AnswerProbability(answer.rows, answer.tokens)
+
+
+@torch.no_grad()
+def patch_grid(
+    model: DiffusionTransformer,
+    clean: Patchable,
+    corrupted: Patchable,
+    metric: Metric,
+    sites: str | Sequence[str],
+    steps: Sequence[int] | None = None,
+    *,
+    positions: Positions = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    logits_at: Sequence[int] | Tensor | None = None,
+    source_model: DiffusionTransformer | None = None,
+    method: str = "exact",
+    check: int = 8,
+    max_batch: int = 128,
+    progress: bool = False,
+) -> Any:
+    """Patch every cell of one site or several, from the clean run into the corrupted one.
+
+    Args:
+        clean, corrupted: text or texts, tokens Int[batch pos], a `Query`, or, with `steps`, a `Trajectory` each.
+        metric: as in TransformerLens, a function from logits [batch pos d_vocab_out] to a scalar tensor; of the
+            corrupted model's logits. `answer_probability(model, query)` is one that brings its rows.
+        sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out" [layer pos]; "q", "k", "v", "z",
+            "pattern" [layer pos head].
+        steps: steps of the trajectories; the grid gets a step axis. On a causal model a step's canvas ends with the
+            last place reached.
+        positions: `None` sweeps every place, "all" patches all places at once (no pos axis: whole heads, whole layers).
+            Otherwise a list, an entry a cell: a place, a (clean place, corrupted place) pair, or a list of these to be
+            patched together.
+        layers, heads: the ones to sweep; by default all.
+        logits_at: rows of the logits to compute; the metric is shown [batch place d_vocab_out].
+        source_model: the model that reads the clean input, if it is another.
+        method: "exact", or "attribution" for the estimate by gradients.
+        check: with "attribution", how many of the largest cells of each site (and step) to patch exactly as well.
+        max_batch: rows per forward pass; fewer take less memory, above all without `logits_at`.
+        progress: show a bar.
+
+    Returns:
+        A `PatchGrid`; for a list of sites, a dictionary with one for each.
+
+    Raises:
+        ValueError: an unknown site or method, runs of different lengths without pairs, states that do not fit, a place,
+            layer, head or step that is not there, a metric that returns no scalar.
+    """
+    source = model if source_model is None else source_model
+    reading, chosen = Reading.of(metric, logits_at), resolve_sites(sites)
+    _check_settings(method, check, max_batch)
+    layers = _resolve_layers(layers, source, model)
+    sides = _sides(source, clean, model, corrupted, steps, max_batch)
+    groups = resolve_groups(positions, *(max(side.n_pos for side in run) for run in zip(*sides, strict=True)))
+    sweeps = [Sweep(site, layers, groups, positions == "all", resolve_heads(heads, site, model.cfg)) for site in chosen]
+    if heads is not None and all(sweep.heads is None for sweep in sweeps):
+        raise ValueError(f"heads={list(heads)}, but {', '.join(site.name for site in chosen)} has no heads")
+
+    baselines, labels = [], []
+    found: list[list[tuple[Tensor, EstimateError | None]]] = []
+    for clean_side, corrupted_side in sides:
+        pair = _take(clean_side, corrupted_side, reading, sweeps, method, max_batch)
+        baselines.append([pair.clean_score, pair.corrupted_score])
+        labels.append([_label(group, clean_side, corrupted_side) for group in groups])
+        cells = [sweep.cells(clean_side.n_pos, corrupted_side.n_pos, model.cfg.device) for sweep in sweeps]
+        if method == "attribution":
+            found.append([sweep_by_gradient(pair, *each, check) for each in zip(sweeps, cells, strict=True)])
+        else:
+            found.append([(sweep_exactly(pair, *each, progress), None) for each in zip(sweeps, cells, strict=True)])
+
+    record = {
+        "method": method,
+        "metric": getattr(metric, "__name__", type(metric).__name__),
+        "logits_at": reading.rows,
+        "clean_tokens": [side.tokens.tolist() for side, _ in sides],
+        "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
+        "source": None if source is model else provenance(source, source.cfg),
+        **provenance(model, model.cfg),
+    }
+    if steps is None:
+        clean_score, corrupted_score = torch.tensor(baselines[0])
+    else:
+        clean_score, corrupted_score = torch.tensor(baselines).unbind(dim=1)
+    grids = {}
+    for sweep, by_step in zip(sweeps, zip(*found, strict=True), strict=True):
+        coordinates, (scores, error) = sweep.coordinates, by_step[0]
+        if steps is not None:
+            coordinates = {"step": list(steps), **coordinates}
+            scores = torch.stack([scores for scores, _ in by_step])
+            error = EstimateError.by_step([error for _, error in by_step])
+        grids[sweep.site.name] = PatchGrid(
+            scores=scores,
+            axes=tuple(coordinates),
+            site=sweep.site.name,
+            clean=clean_score,
+            corrupted=corrupted_score,
+            coordinates=coordinates,
+            labels=labels,
+            error=error,
+            record=record,
+        )
+    return grids[sites] if isinstance(sites, str) else grids
+
+
+def _check_settings(method: str, check: int, max_batch: int) -> None:
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
+    for name, count, least in (("check", check, 0), ("max_batch", max_batch, 1)):
+        if count < least:
+            raise ValueError(f"{name}={count}; it must be at least {least}")
+
+
+def _resolve_layers(
+    layers: Sequence[int] | None, source: DiffusionTransformer, model: DiffusionTransformer
+) -> list[int]:
+    """The layers swept; both models must have them."""
+    n_clean, n_corrupted = source.cfg.n_layers, model.cfg.n_layers
+    if layers is None:
+        if n_clean != n_corrupted:
+            raise ValueError(
+                f"{source.cfg.model_name!r} has {n_clean} layers and {model.cfg.model_name!r} {n_corrupted}: say which "
+                "to patch with layers=[...]"
+            )
+        return list(range(n_corrupted))
+    last = min(n_clean, n_corrupted) - 1
+    if not layers or not all(0 <= layer <= last for layer in layers):
+        raise ValueError(f"layers={list(layers)}; pick some of 0 to {last}")
+    return list(layers)
+
+
+def _sides(
+    source: DiffusionTransformer,
+    clean: Patchable,
+    model: DiffusionTransformer,
+    corrupted: Patchable,
+    steps: Sequence[int] | None,
+    max_batch: int,
+) -> list[tuple[Side, Side]]:
+    """The clean and the corrupted canvas, or those of each step."""
+    if isinstance(clean, Trajectory) and isinstance(corrupted, Trajectory):
+        if not steps:
+            raise ValueError("a trajectory has a canvas a step: say which to patch, such as steps=[0]")
+        sides = [(Side.at_step(source, clean, step), Side.at_step(model, corrupted, step)) for step in steps]
+    elif steps is not None or isinstance(clean, Trajectory) or isinstance(corrupted, Trajectory):
+        raise ValueError(
+            "steps= goes with two trajectories, as model.denoise(...) returns them, one as clean and one as corrupted"
+        )
+    else:
+        sides = [(Side.of(source, clean), Side.of(model, corrupted))]
+    n_clean, n_corrupted = (side.tokens.shape[0] for side in sides[0])
+    if n_clean != n_corrupted:
+        raise ValueError(f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: pair them row by row")
+    if n_corrupted > max_batch:
+        raise ValueError(f"max_batch={max_batch} does not hold one cell of {n_corrupted} rows")
+    return sides
+
+
+def _take(clean: Side, corrupted: Side, reading: Reading, sweeps: Sequence[Sweep], method: str, max_batch: int) -> Pair:
+    """Run both sides, once each."""
+    points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
+    entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
+    # The metric's rows are rows of the corrupted run; in a run laid out otherwise they are other places.
+    read_alike = (
+        clean.n_pos == corrupted.n_pos
+        and clean.model.readout is corrupted.model.readout
+        and clean.model.cfg.d_vocab_out == corrupted.model.cfg.d_vocab_out
+    )
+    clean_logits, clean_states = clean.run(clean.embed(), points, reading.rows if read_alike else [])
+    gradients: dict[str, Tensor] = {}
+    if method == "attribution":
+        score, states, gradients = run_with_gradients(corrupted, points | entrances, reading)
+    else:
+        logits, states = corrupted.run(corrupted.embed(), points | entrances, reading.rows)
+        score = float(reading(logits))
+    device = corrupted.model.cfg.device
+    return Pair(
+        side=corrupted,
+        reading=reading,
+        clean={name: state.to(device) for name, state in clean_states.items()},
+        corrupted=states,
+        gradients=gradients,
+        clean_score=float(reading(clean_logits.to(device))) if read_alike else math.nan,
+        corrupted_score=score,
+        max_batch=max_batch,
+    )
+
+
+def _label(group: Group, clean: Side, corrupted: Side) -> str:
+    """The text of a cell's places in the first row; nothing where none is reached."""
+    reached = [(source, target) for source, target in group if source < clean.n_pos and target < corrupted.n_pos]
+    words = []
+    for source, target in reached[:1] + reached[1:][-1:]:
+        here = corrupted.word(target)
+        words.append(here if source == target else f"{clean.word(source)} → {here}")
+    return " … ".join(words)

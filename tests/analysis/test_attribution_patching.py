@@ -1,0 +1,162 @@
+"""Attribution patching: the right gradient, exact where it must be, measured where it is not."""
+
+import copy
+
+import pytest
+import torch
+from transformer_lens.tools.analysis.attribution_patching import attribution_patch
+
+from diffusion_lens.analysis.patch_result import PatchGrid
+from diffusion_lens.analysis.patch_sites import SITES
+from diffusion_lens.analysis.patching import patch_grid
+
+
+def metric(logits):
+    return (logits[:, -1, 3] - logits[:, -1, 5]).mean()
+
+
+def attribute(model, clean, corrupted, sites, **options):
+    return patch_grid(model, clean, corrupted, metric, sites, method="attribution", **options)
+
+
+@pytest.fixture
+def runs():
+    return torch.tensor([[11, 22, 33, 44]]), torch.tensor([[11, 99, 33, 44]])
+
+
+def nearby(model, distance):
+    """The model with its embeddings moved a little: a clean run at a small distance from the corrupted one."""
+    moved = copy.deepcopy(model)
+    weight = moved.embed.weight
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.data += distance * weight.std() * direction
+    return moved
+
+
+def test_estimates_are_transformer_lenss(either, runs):
+    """TransformerLens scores the writers of the residual stream: heads and MLPs, by place."""
+    grids = attribute(either.model, *runs, ["z", "mlp_out"])
+    theirs = attribution_patch(either.model, *runs, metric).node_scores
+    for node, effect in theirs.items():
+        if node.kind == "attn_head_out":
+            ours = grids["z"].effect[node.layer, node.position, node.head]
+        elif node.kind == "mlp_out":
+            ours = grids["mlp_out"].effect[node.layer, node.position]
+        else:
+            continue
+        assert ours.item() == pytest.approx(effect, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
+def test_exact_where_the_metric_is_linear(either, runs, site):
+    """After the last block only the final norm bends what is patched; with its scale held, nothing does."""
+    held = [("ln_final.hook_scale", lambda scale, hook: torch.full_like(scale, 2.0))]
+    with either.model.hooks(fwd_hooks=held):
+        estimate = attribute(either.model, *runs, site, layers=[2])
+        exact = patch_grid(either.model, *runs, metric, site, layers=[2])
+    assert exact.effect.abs().max() > 0.1
+    torch.testing.assert_close(estimate.scores, exact.scores, rtol=1e-4, atol=1e-4)
+    assert estimate.error.max_abs < 1e-3 * exact.effect.abs().max()
+
+
+def test_halving_the_distance_quarters_the_error(either, runs):
+    """What a first-order estimate leaves out is of second order, at every site, through the softmax as well."""
+    tokens = runs[0]
+    far, near = (
+        attribute(either.model, tokens, tokens, list(SITES), source_model=nearby(either.model, x), positions="all")
+        for x in (8e-3, 4e-3)
+    )
+    for site in SITES:
+        relative = [
+            float(grids[site].error.difference.norm() / grids[site].error.exact.norm()) for grids in (far, near)
+        ]
+        assert relative[0] < 0.2, site
+        assert relative[1] / relative[0] == pytest.approx(0.5, abs=0.1), site
+
+
+def test_the_error_is_measured_on_the_largest_cells(either, runs):
+    grid, exact = attribute(either.model, *runs, "z", check=5), patch_grid(either.model, *runs, metric, "z")
+    error = grid.error
+    chosen = tuple(error.cells.T)
+    assert len(error.cells) == 5
+    largest = grid.effect.abs().flatten().sort(descending=True).values
+    assert set(grid.effect[chosen].abs().tolist()) == set(largest[:5].tolist())
+    torch.testing.assert_close(error.exact, exact.effect[chosen], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(error.estimated, grid.effect[chosen], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(error.difference, grid.scores[chosen] - exact.scores[chosen], rtol=1e-4, atol=1e-4)
+    assert error.max_abs == pytest.approx(float((grid.scores - exact.scores)[chosen].abs().max()), rel=1e-3)
+    table = torch.stack([grid.scores[chosen], exact.scores[chosen]])
+    assert error.correlation == pytest.approx(float(torch.corrcoef(table)[0, 1]), abs=1e-4)
+    assert attribute(either.model, *runs, "z", check=0).error is None
+    assert len(attribute(either.model, *runs, "mlp_out", check=1000).error.cells) == 12
+
+
+def test_one_forward_pass_of_each_input_and_one_backward_pass(either, runs):
+    passes = []
+    count = ("hook_embed", lambda embedding, hook: passes.append(len(embedding)))
+    blocks = ("blocks.0.hook_mlp_out", lambda out, hook: passes.append(0))
+    with either.model.hooks(fwd_hooks=[count, blocks]):
+        attribute(either.model, *runs, list(SITES), check=0)
+    assert passes == [1, 0, 1, 0]
+
+
+def test_parameters_and_grad_mode_play_no_part(either, runs):
+    """Estimates are the same under no_grad, in inference mode and with frozen weights, and leave no gradient."""
+    model, sites = either.model, ["q", "pattern", "resid_pre"]
+    expected = attribute(model, *runs, sites)
+    with torch.no_grad():
+        quiet = attribute(model, *runs, sites)
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        inferred = attribute(model, *(run.clone() for run in runs), sites)
+    model.requires_grad_(False)
+    try:
+        frozen = attribute(model, *runs, sites)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    finally:
+        model.requires_grad_(True)
+    for site in sites:
+        for other in (quiet, inferred, frozen):
+            assert torch.equal(other[site].scores, expected[site].scores)
+        assert not expected[site].scores.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_pairs_are_estimated_place_by_place(either, runs):
+    """A longer clean run: the estimates of a group are the sum of those of its pairs."""
+    clean = torch.tensor([[7, 11, 22, 33, 44, 55]])
+    grid = attribute(either.model, clean, runs[1], "v", positions=[(4, 1), (5, 2), [(4, 1), (5, 2)]])
+    apart, together = grid.effect[:, :2].sum(dim=1), grid.effect[:, 2]
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    assert apart.abs().min() > 0
+
+
+def test_steps_are_estimated_one_by_one(either, tmp_path):
+    model, steps = either.model, [0, 1]
+    clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=2, steps=2) for token in (33, 44))
+    grid = attribute(model, clean, corrupted, "mlp_out", steps=steps, check=3)
+    singly = [attribute(model, clean, corrupted, "mlp_out", steps=[step], check=3) for step in steps]
+    for index, alone in enumerate(singly):
+        n_pos = alone.scores.shape[2]
+        torch.testing.assert_close(grid.scores[index, :, :n_pos], alone.scores[0], equal_nan=True)
+        assert grid.scores[index, :, n_pos:].isnan().all()
+        of_step = grid.error.cells[:, 0] == index
+        assert torch.equal(grid.error.cells[of_step, 1:], alone.error.cells[:, 1:])
+        torch.testing.assert_close(grid.error.exact[of_step], alone.error.exact)
+    torch.testing.assert_close(grid.error.estimated, grid.effect[tuple(grid.error.cells.T)], rtol=1e-4, atol=1e-4)
+    again = PatchGrid.load(grid.save(tmp_path / "grid.safetensors"))
+    assert torch.equal(again.error.cells, grid.error.cells)
+    assert torch.equal(again.error.difference, grid.error.difference)
+    assert again.record["method"] == "attribution"
+
+
+@pytest.mark.parametrize(
+    "number", [lambda logits: logits[0, -1, 3].item(), lambda logits: logits.detach().sum(), lambda logits: 1.0]
+)
+def test_a_metric_without_a_gradient(either, runs, number):
+    with pytest.raises(ValueError, match="needs the metric's gradient, and it has none"):
+        patch_grid(either.model, *runs, number, "z", method="attribution")
+
+
+def test_the_correlation_of_one_cell_is_not_a_number(either, runs):
+    assert attribute(either.model, *runs, "mlp_out", check=1).error.correlation != pytest.approx(1)

@@ -1,0 +1,427 @@
+"""Grids equal TransformerLens's own, and the laws of patching hold."""
+
+import copy
+
+import pytest
+import torch
+from transformer_lens import patching
+
+from diffusion_lens import Fact, HookedDiffusionTransformer, Query
+from diffusion_lens.analysis.patch_result import PatchGrid
+from diffusion_lens.analysis.patch_sites import SITES
+from diffusion_lens.analysis.patching import answer_probability, patch_grid
+from diffusion_lens.hook_names import resid_post, resid_pre
+from diffusion_lens.model.text import UNREACHED
+
+# Our sites by the names of TransformerLens's tools, by place and for all places of a head together.
+BY_PLACE = {
+    "resid_pre": "resid_pre",
+    "resid_mid": "resid_mid",
+    "attn_out": "attn_out",
+    "mlp_out": "mlp_out",
+    "z": "attn_head_out_by_pos",
+    "q": "attn_head_q_by_pos",
+    "k": "attn_head_k_by_pos",
+    "v": "attn_head_v_by_pos",
+    "pattern": "attn_head_pattern_by_pos",
+}
+BY_HEAD = {
+    "z": "attn_head_out_all_pos",
+    "q": "attn_head_q_all_pos",
+    "k": "attn_head_k_all_pos",
+    "v": "attn_head_v_all_pos",
+    "pattern": "attn_head_pattern_all_pos",
+}
+
+
+def metric(logits):
+    return (logits[:, -1, 3] - logits[:, -1, 5]).mean()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.fixture
+def runs(either):
+    """Two rows of three places; the runs differ at place 1 in one row, at place 2 in the other."""
+    clean = torch.tensor([[11, 22, 33], [55, 66, 77]])
+    corrupted = torch.tensor([[11, 99, 33], [55, 66, 111]])
+    return clean, corrupted
+
+
+@pytest.fixture(scope="session")
+def models():
+    """The embedded pair by its kinds."""
+    return {kind: HookedDiffusionTransformer.from_pretrained(f"tiny-{kind}", device="cpu") for kind in ("mdm", "ar")}
+
+
+def patched(model, tokens, name, places, states):
+    """The metric's logits with `states` at `places`, the slow way: the whole network, one hook."""
+
+    def hook_fn(activation, hook):
+        activation = activation.clone()
+        activation[:, places] = states
+        return activation
+
+    with torch.no_grad():
+        return model.run_with_hooks(tokens, fwd_hooks=[(name, hook_fn)])
+
+
+@pytest.mark.parametrize("site", BY_PLACE)
+def test_grids_are_transformer_lenss(either, runs, site):
+    clean, corrupted = runs
+    grid = patch_grid(either.model, clean, corrupted, metric, site)
+    _, cache = either.model.run_with_cache(clean)
+    with torch.no_grad():
+        theirs = getattr(patching, f"get_act_patch_{BY_PLACE[site]}")(either.model, corrupted, cache, metric)
+    assert grid.axes == ("layer", "pos", "head")[: grid.scores.dim()]
+    close(grid.scores, theirs.transpose(1, 2) if site == "pattern" else theirs)
+    assert grid.effect.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("site", BY_HEAD)
+def test_whole_heads_are_transformer_lenss(either, runs, site):
+    clean, corrupted = runs
+    grid = patch_grid(either.model, clean, corrupted, metric, site, positions="all")
+    _, cache = either.model.run_with_cache(clean)
+    with torch.no_grad():
+        theirs = getattr(patching, f"get_act_patch_{BY_HEAD[site]}")(either.model, corrupted, cache, metric)
+    assert grid.axes == ("layer", "head")
+    close(grid.scores, theirs)
+
+
+def test_the_stream_after_a_block_is_the_stream_before_the_next(either, runs):
+    grids = patch_grid(either.model, *runs, metric, ["resid_post", "resid_pre"])
+    close(grids["resid_post"].scores[:-1], grids["resid_pre"].scores[1:])
+    last = grids["resid_post"].scores[-1]
+    close(last[-1], grids["resid_post"].clean)
+    assert (last[:-1] == grids["resid_post"].corrupted).all()
+
+
+def test_the_corrupted_run_patched_into_itself_is_itself(either, runs):
+    score = metric(either.model(runs[1])).detach()
+    for grid in patch_grid(either.model, runs[1], runs[1], metric, list(SITES)).values():
+        assert (grid.scores == grid.corrupted).all()
+        close(grid.clean, score)
+
+
+@pytest.mark.parametrize("site", ["resid_pre", "resid_post"])
+def test_the_whole_stream_patched_is_the_clean_run(either, runs, site):
+    grid = patch_grid(either.model, *runs, metric, site, positions="all")
+    assert grid.axes == ("layer",)
+    close(grid.scores, grid.clean.expand(3))
+    close(grid.clean, metric(either.model(runs[0])).detach())
+    close(grid.corrupted, metric(either.model(runs[1])).detach())
+
+
+def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(either, runs):
+    effect = patch_grid(either.model, *runs, metric, "resid_mid").effect
+    assert bool((effect[:, 0] == 0).all()) == (either.kind == "ar")
+    assert effect[:2, 1:].abs().min() > 0
+
+
+@pytest.mark.parametrize("site", ["z", "pattern"])
+def test_how_cells_are_packed_changes_nothing(either, runs, site):
+    n_rows = []
+    with either.model.hooks(fwd_hooks=[(resid_post(2), lambda resid, hook: n_rows.append(len(resid)))]):
+        narrow = patch_grid(either.model, *runs, metric, site, max_batch=5)
+    assert max(n_rows) == 4
+    close(narrow.scores, patch_grid(either.model, *runs, metric, site).scores)
+
+
+def test_a_row_of_a_batch_is_patched_as_it_is_alone(either, runs):
+    clean, corrupted = runs
+    for row in range(2):
+        together = patch_grid(either.model, clean, corrupted, lambda logits, row=row: logits[row, -1, 3], "z")
+        alone = patch_grid(either.model, clean[[row]], corrupted[[row]], lambda logits: logits[0, -1, 3], "z")
+        close(together.scores, alone.scores)
+
+
+def test_layers_heads_and_places_can_be_chosen(either, runs):
+    whole = patch_grid(either.model, *runs, metric, ["k", "mlp_out"])
+    some = patch_grid(either.model, *runs, metric, ["k", "mlp_out"], layers=[2, 0], heads=[1], positions=[2, 1])
+    close(some["k"].scores, whole["k"].scores[[2, 0]][:, [2, 1]][:, :, [1]])
+    close(some["mlp_out"].scores, whole["mlp_out"].scores[[2, 0]][:, [2, 1]])
+    assert some["k"].coordinates == {"layer": [2, 0], "pos": [2, 1], "head": [1]}
+
+
+def test_pairs_shift_and_lists_go_together(either, runs):
+    """Two places of a longer clean run, each alone and then both, into other places of the corrupted one."""
+    model, layer = either.model, 1
+    clean, corrupted = torch.tensor([[7, 11, 22, 33, 44, 55]]), runs[1][:1]
+    grid = patch_grid(model, clean, corrupted, metric, "resid_pre", positions=[(4, 1), (5, 2), [(4, 1), (5, 2)]])
+    _, cache = model.run_with_cache(clean)
+    states = cache[resid_pre(layer)][:, [4, 5]]
+    slow = [
+        patched(model, corrupted, resid_pre(layer), [1], states[:, [0]]),
+        patched(model, corrupted, resid_pre(layer), [2], states[:, [1]]),
+        patched(model, corrupted, resid_pre(layer), [1, 2], states),
+    ]
+    close(grid.scores[layer], torch.stack([metric(logits) for logits in slow]))
+    assert grid.coordinates["pos"] == [[[4, 1]], [[5, 2]], [[4, 1], [5, 2]]]
+    assert grid.labels == [["<44> → <99>", "<55> → <33>", "<44> → <99> … <55> → <33>"]]
+    assert grid.clean.isnan()
+
+
+def test_a_copy_of_the_model_as_source_changes_nothing(either, runs):
+    copied = copy.deepcopy(either.model)
+    for site in ("resid_mid", "v"):
+        own, other = (patch_grid(either.model, *runs, metric, site, source_model=source) for source in (None, copied))
+        assert torch.equal(own.scores, other.scores)
+        assert own.record["source"] is None
+        assert other.record["source"]["weights_sha256"] == own.record["weights_sha256"]
+
+
+@pytest.mark.parametrize(("reader", "source"), [("mdm", "ar"), ("ar", "mdm")])
+def test_the_twin_patched_in_at_aligned_places(models, reader, source):
+    model, twin = models[reader], models[source]
+    clean, corrupted = twin.to_tokens("Gustav Geisser is the brave"), model.to_tokens("brave drummer is")
+    grid = patch_grid(model, clean, corrupted, metric, "attn_out", positions=[(0, 0), (4, 2)], source_model=twin)
+    _, cache = twin.run_with_cache(clean)
+    for layer in range(model.cfg.n_layers):
+        name = f"blocks.{layer}.hook_attn_out"
+        for column, (there, here) in enumerate([(0, 0), (4, 2)]):
+            close(grid.scores[layer, column], metric(patched(model, corrupted, name, [here], cache[name][:, [there]])))
+    assert grid.clean.isnan()
+    assert grid.record["source"]["model"] == f"tiny-{source}"
+
+
+def test_the_twins_clean_run_is_not_scored_by_rows_that_mean_other_places(models):
+    tokens = models["ar"].to_tokens("Gustav Geisser is")
+    grid = patch_grid(models["mdm"], tokens, tokens, metric, "mlp_out", source_model=models["ar"])
+    assert grid.clean.isnan()
+    assert not grid.corrupted.isnan()
+
+
+def test_steps_are_the_canvases_one_by_one(either):
+    model, steps = either.model, [0, 2]
+    clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=3, steps=3) for token in (33, 44))
+    grids = patch_grid(model, clean, corrupted, metric, ["z", "resid_post"], steps)
+    for index, step in enumerate(steps):
+        canvases = [run.canvases[step] for run in (clean, corrupted)]
+        canvases = [canvas[:, canvas[0] != UNREACHED] for canvas in canvases]
+        n_pos = canvases[0].shape[1]
+        for site, alone in patch_grid(model, *canvases, metric, ["z", "resid_post"]).items():
+            close(grids[site].scores[index, :, :n_pos], alone.scores)
+            close(grids[site].clean[index], alone.clean)
+            close(grids[site].corrupted[index], alone.corrupted)
+            assert grids[site].scores[index, :, n_pos:].isnan().all()
+            close(grids[site].effect[index, :, :n_pos], alone.effect)
+    assert grids["z"].axes == ("step", "layer", "pos", "head")
+    assert grids["z"].scores.shape == (2, 3, 6 if either.kind == "mdm" else 5, 4)
+    assert grids["z"].coordinates["step"] == steps
+    assert (grids["z"].labels[0][-1] == "") == (either.kind == "ar")
+
+
+def test_a_branch_keeps_the_numbers_of_its_steps(either):
+    model = either.model
+    clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=3, steps=3) for token in (33, 44))
+    whole = patch_grid(model, clean, corrupted, metric, "mlp_out", [2])
+    branch = patch_grid(model, clean.from_step(2), corrupted.from_step(1), metric, "mlp_out", [2])
+    assert torch.equal(whole.scores, branch.scores)
+
+
+def test_a_place_must_be_reached_in_both_runs(either):
+    """A shorter prompt reaches its places later; on a masked diffusion model all of them are there from the start."""
+    model = either.model
+    shorter, longer = (
+        model.denoise(torch.tensor([prompt]), length=6, steps=2) for prompt in ([11, 22, 33], [11, 44, 55, 66])
+    )
+    for clean, corrupted in ((shorter, longer), (longer, shorter)):
+        scores = patch_grid(model, clean, corrupted, metric, "mlp_out", [0, 1], positions=[1, 3]).scores
+        assert not scores[:, :, 0].isnan().any()
+        assert scores[0, :, 1].isnan().all() == (either.kind == "ar")
+        assert not scores[1, :, 1].isnan().any()
+
+
+def test_ragged_rows_of_a_trajectory_are_patched_as_they_are_alone(tiny):
+    """Prompts of different lengths in one batch: the shorter row is padded, or has not reached the last places."""
+    texts = [("Gustav Geisser is", "brave drummer is"), ("Gustav is", "brave is")]
+    read = (lambda logits: logits[0, 1, 3], lambda logits: logits[1, 1, 3])
+    together = [tiny.denoise([text[side] for text in texts], max_new_tokens=2, steps=2) for side in (0, 1)]
+    for row, (pair, reads) in enumerate(zip(texts, read, strict=True)):
+        alone = [tiny.denoise(text, max_new_tokens=2, steps=2) for text in pair]
+        expected = patch_grid(tiny, *alone, lambda logits: logits[0, 1, 3], "resid_mid", [1]).scores
+        found = patch_grid(tiny, *together, reads, "resid_mid", [1]).scores
+        close(found[:, :, : expected.shape[2]], expected)
+        assert row == 0 or found.shape[2] > expected.shape[2]
+
+
+def test_text_tokens_and_queries_are_one_input(tiny):
+    facts = [Fact(f"{name} is the", name, " brave") for name in ("Gustav Geisser", "brave drummer")]
+    queries = [fact.to_query(tiny) for fact in facts]
+    by_query = patch_grid(tiny, *queries, metric, "resid_mid")
+    by_tokens = patch_grid(tiny, *(query.tokens[None] for query in queries), metric, "resid_mid")
+    assert torch.equal(by_query.scores, by_tokens.scores)
+    by_text = patch_grid(tiny, *(fact.prompt for fact in facts), metric, "resid_mid")
+    by_texts = patch_grid(tiny, *(tiny.to_tokens(fact.prompt) for fact in facts), metric, "resid_mid")
+    assert torch.equal(by_text.scores, by_texts.scores)
+    assert by_text.labels == [["brave", "drummer", "is", "the"]]
+
+
+def test_padded_texts_are_patched_as_they_are_alone(tiny):
+    clean, corrupted = (["Gustav Geisser is", "Gustav"], ["brave drummer is", "brave"])
+    together = patch_grid(tiny, clean, corrupted, lambda logits: logits[1, 0, 3], "resid_mid").scores
+    alone = patch_grid(tiny, clean[1], corrupted[1], lambda logits: logits[0, 0, 3], "resid_mid").scores
+    close(together[:, :1], alone)
+
+
+def test_rows_asked_for_are_all_that_is_computed(either, runs):
+    shapes = set()
+
+    def at_rows(logits):
+        shapes.add(tuple(logits.shape))
+        return (logits[:, 0, 3] - logits[:, 0, 5]).mean()
+
+    grid = patch_grid(either.model, *runs, at_rows, "z", logits_at=[2])
+    close(grid.scores, patch_grid(either.model, *runs, metric, "z").scores)
+    assert shapes == {(2, 1, either.model.cfg.d_vocab_out)}
+
+
+def test_answer_probability_is_read_where_the_answer_is(either):
+    model = either.model
+    if either.kind == "mdm":
+        mask = model.cfg.mask_token_id
+        clean, corrupted = (Query(torch.tensor([9, s, mask, mask]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
+    else:
+        clean, corrupted = (Query(torch.tensor([9, s, 11]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
+    rows = [2, 3] if either.kind == "mdm" else [1, 2]
+    grid = patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "resid_pre")
+
+    def p_answer(query):
+        return model(query.tokens[None])[0, rows].softmax(-1)[[0, 1], [11, 12]].prod().detach()
+
+    torch.testing.assert_close(grid.clean, p_answer(clean), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(grid.corrupted, p_answer(corrupted), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(grid.scores[0, 1], grid.clean, rtol=1e-4, atol=1e-9)
+    assert grid.record["logits_at"] == rows
+    with pytest.raises(ValueError, match="brings its own rows"):
+        patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "z", logits_at=[1])
+
+
+def test_hooks_around_the_sweep_act_once(either, runs):
+    """A steering vector on the stream where cells begin: neither lost nor added twice."""
+    model, (clean, corrupted) = either.model, runs
+    vector = torch.linspace(-3, 3, model.cfg.d_model)
+    steer = [(name, lambda resid, hook: resid + vector) for name in ("hook_embed", resid_pre(1), resid_post(1))]
+    with model.hooks(fwd_hooks=steer):
+        grids = patch_grid(model, clean, corrupted, metric, ["resid_pre", "resid_post"])
+        _, cache = model.run_with_cache(clean)
+        for layer in range(3):
+            for name, grid in ((resid_pre(layer), grids["resid_pre"]), (resid_post(layer), grids["resid_post"])):
+                close(grid.scores[layer, 2], metric(patched(model, corrupted, name, [2], cache[name][:, [2]])))
+
+
+def test_save_load_and_plot(either, tmp_path):
+    model = either.model
+    clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=2, steps=2) for token in (33, 44))
+    grid = patch_grid(model, clean, corrupted, metric, "z", [0, 1])
+    again = PatchGrid.load(grid.save(tmp_path / "grid.safetensors"))
+    for name in ("scores", "clean", "corrupted"):
+        torch.testing.assert_close(getattr(again, name), getattr(grid, name), rtol=0, atol=0, equal_nan=True)
+    for name in ("axes", "site", "coordinates", "labels", "error", "record"):
+        assert getattr(again, name) == getattr(grid, name)
+    assert {"method", "metric", "model", "weights_sha256", "versions"} <= set(grid.record)
+    assert grid.record["corrupted_tokens"][0][0][:3] == [11, 44, 22]
+    ax = again.plot(step=1, head=2)
+    drawn = torch.from_numpy(ax.get_images()[0].get_array().filled(float("nan")))
+    torch.testing.assert_close(drawn, grid.effect[1, :, :, 2].T, equal_nan=True)
+    assert [label.get_text() for label in ax.get_yticklabels()] == grid.labels[1]
+    with pytest.raises(ValueError, match=r"head=None: say which head to draw, one of \[0, 1, 2, 3\]"):
+        grid.plot(step=1)
+    with pytest.raises(ValueError, match="step=5: say which step"):
+        grid.plot(step=5, head=1)
+
+
+def test_plots_of_heads_and_of_layers(either, runs):
+    whole = patch_grid(either.model, *runs, metric, ["z", "mlp_out"], positions="all")
+    ax = whole["z"].plot(title="heads")
+    assert ax.get_title() == "heads"
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"head {head}" for head in range(4)]
+    torch.testing.assert_close(torch.from_numpy(ax.get_images()[0].get_array().data), whole["z"].effect.T)
+    layers = whole["mlp_out"].plot().get_images()[0].get_array()
+    torch.testing.assert_close(torch.from_numpy(layers.data), whole["mlp_out"].effect[None])
+    with pytest.raises(ValueError, match="no head axis; its axes are layer"):
+        whole["mlp_out"].plot(head=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(sites="resid_prae"), "unknown site 'resid_prae', nearest is resid_pre"),
+        (dict(sites=[]), "no site was given; they are resid_pre"),
+        (dict(method="gradient"), "unknown method 'gradient'; it is one of exact, attribution"),
+        (dict(positions="every"), "positions='every'; it is None"),
+        (dict(positions=[4]), r"positions \[4\] are outside the places 0 to 2 of the clean run"),
+        (dict(positions=[(0, -1)]), r"positions \[-1\] are outside the places 0 to 2 of the corrupted run"),
+        (dict(positions=[]), "holds no place"),
+        (dict(positions=[0, []]), "an empty group"),
+        (dict(layers=[3]), r"layers=\[3\]; pick some of 0 to 2"),
+        (dict(layers=[]), r"layers=\[\]; pick some"),
+        (dict(heads=[4]), r"heads=\[4\]: 'z' has the heads 0 to 3"),
+        (dict(sites="k", heads=[2]), r"heads=\[2\]: 'k' has the heads 0 to 1"),
+        (dict(sites="mlp_out", heads=[0]), "mlp_out has no heads"),
+        (dict(steps=[0]), "steps= goes with two trajectories"),
+        (dict(max_batch=1), "max_batch=1 does not hold one cell of 2 rows"),
+        (dict(max_batch=0), "max_batch=0"),
+        (dict(check=-1), "check=-1"),
+        (dict(logits_at=[]), "it must be a list of rows"),
+        (dict(logits_at=torch.zeros(2, 3, dtype=torch.bool)), "it must be a list of rows"),
+        (
+            dict(metric=lambda logits: logits[:, -1, 3]),
+            r"the metric returned a tensor \[2\]; it must return one number",
+        ),
+        (dict(metric=lambda logits: None), "the metric returned None"),
+        (dict(clean=torch.tensor([[1, 2, 3]])), "the clean run has 1 rows and the corrupted run 2"),
+        (
+            dict(clean=torch.ones(2, 5, dtype=torch.long)),
+            "the clean run has 5 places and the corrupted run 3: say which belong together",
+        ),
+        (
+            dict(sites="pattern", clean=torch.ones(2, 5, dtype=torch.long), positions=[0]),
+            r"hook_pattern is \[2, 4, 5, 5\] in the clean run and \[2, 4, 3, 3\] in the corrupted one",
+        ),
+    ],
+)
+def test_bad_settings(either, runs, options, message):
+    given = {"clean": runs[0], "corrupted": runs[1], "metric": metric, "sites": "z", **options}
+    with pytest.raises(ValueError, match=message):
+        patch_grid(either.model, **given)
+
+
+def test_models_that_do_not_fit(either, runs, models):
+    with pytest.raises(ValueError, match=r"'tiny-mdm' has 4 layers and .* 3: say which to patch with layers="):
+        patch_grid(either.model, *runs, metric, "z", source_model=models["mdm"])
+    with pytest.raises(ValueError, match=r"blocks.0.hook_mlp_out is .* in the clean run and .* 64\] in the corrupted"):
+        patch_grid(either.model, *runs, metric, "mlp_out", layers=[0], source_model=models["mdm"])
+
+
+def test_bad_steps(either, runs):
+    run = either.model.denoise(torch.tensor([[11, 22]]), max_new_tokens=2, steps=2)
+    with pytest.raises(ValueError, match="a trajectory has a canvas a step: say which to patch"):
+        patch_grid(either.model, run, run, metric, "z")
+    with pytest.raises(ValueError, match="step 2 is not one of the steps 0 to 1"):
+        patch_grid(either.model, run, run, metric, "z", [0, 2])
+    with pytest.raises(ValueError, match="steps= goes with two trajectories"):
+        patch_grid(either.model, run, runs[1], metric, "z", [0])
+
+
+def test_progress_shows_a_bar_a_site(either, runs, capsys):
+    patch_grid(either.model, *runs, metric, ["k", "mlp_out"], progress=True)
+    shown = capsys.readouterr().err
+    assert "patch k" in shown
+    assert "patch mlp_out" in shown
+
+
+def test_after_an_error_nothing_is_left(either, runs):
+    def fails(logits):
+        if len(calls) == 3:
+            raise RuntimeError("the metric broke")
+        calls.append(1)
+        return metric(logits)
+
+    calls = []
+    with pytest.raises(RuntimeError, match="the metric broke"):
+        patch_grid(either.model, *runs, fails, "z")
+    assert len(calls) == 3
