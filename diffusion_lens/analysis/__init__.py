@@ -1,5 +1,24 @@
 """Analyses, each built from what users have: hooks, caches, `start_at_layer`, `logits_at`."""
 
+from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, merge
 from diffusion_lens.analysis.causal_tracing import CausalTrace, causal_trace, noise_scale
+from diffusion_lens.analysis.patch_result import PatchGrid
+from diffusion_lens.analysis.patching import answer_probability, patch_grid
+from diffusion_lens.analysis.temporal_effect import TemporalEffect, temporal_effect
+from diffusion_lens.analysis.trajectory_tracing import TrajectoryTrace, trace_trajectory
 
-__all__ = ["CausalTrace", "causal_trace", "noise_scale"]
+__all__ = [
+    "AverageEffect",
+    "CausalTrace",
+    "PatchGrid",
+    "TemporalEffect",
+    "TrajectoryTrace",
+    "answer_probability",
+    "average_indirect_effect",
+    "causal_trace",
+    "merge",
+    "noise_scale",
+    "patch_grid",
+    "temporal_effect",
+    "trace_trajectory",
+]

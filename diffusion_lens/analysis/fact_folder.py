@@ -1,0 +1,172 @@
+"""Long work over facts that may stop at any moment, and be split among processes.
+
+A folder holds `run.json`, which says what the work is (its settings, the facts, the model and the hash of its weights),
+and one file a fact, which is there whole or not at all. So whatever ends a run, the next one goes on where it ended.
+Several processes may fill one folder, each with its shard of the facts: facts i, i + n, i + 2n, ... of n shards.
+
+What is drawn for a fact is drawn from its own seed, made from the run's seed and the fact's id. So no number depends on
+who computes it, in what order, or beside which other facts.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from tqdm.auto import tqdm
+
+from diffusion_lens.facts import Fact
+from weight_conversion import read_json, write_json
+
+Shard = tuple[int, int] | str
+NOT_COMPARED = ("versions",)
+
+
+@runtime_checkable
+class Result(Protocol):
+    """What work on a fact leaves: anything that writes itself into one file."""
+
+    def save(self, path: str | Path) -> Path: ...
+
+
+R = TypeVar("R", bound=Result)
+
+
+@dataclass(frozen=True)
+class FactFolder:
+    """One folder of results.
+
+    Attributes:
+        path: the folder.
+        run: what the work is, as `run.json` holds it; under "facts" are all facts of it, by id.
+    """
+
+    path: Path
+    run: dict[str, Any]
+
+    @classmethod
+    def start(cls, path: str | Path, run: Mapping[str, Any]) -> "FactFolder":
+        """Make a folder for this run, or go on with the one that is there.
+
+        Raises:
+            ValueError: the folder holds another run; the text says in what it differs.
+        """
+        record = Path(path) / "run.json"
+        if not record.exists():
+            write_json(run, record)
+        folder = cls.open(path)
+        require_same_run(folder.run, run, str(path))
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> "FactFolder":
+        """A folder that is there.
+
+        Raises:
+            FileNotFoundError: no run was started in it.
+        """
+        record = Path(path) / "run.json"
+        if not record.exists():
+            raise FileNotFoundError(f"{path} holds no run: there is no {record}")
+        return cls(Path(path), read_json(record))
+
+    def file(self, fact_id: str) -> Path:
+        """Where a fact's result is kept: its id as far as a file name can hold it, and a hash of the whole."""
+        name = re.sub(r"[^A-Za-z0-9_-]+", "_", fact_id)[:60]
+        return self.path / f"{name}.{_digest(fact_id)[:12]}.safetensors"
+
+    def results(self, load: Callable[[Path], R]) -> Iterator[tuple[str, R]]:
+        """What is there so far, by id, in the order of the run's facts."""
+        files = ((fact_id, self.file(fact_id)) for fact_id in self.run["facts"])
+        return ((fact_id, load(file)) for fact_id, file in files if file.exists())
+
+
+def work_through(
+    ids: Sequence[str],
+    work: Callable[[str], R],
+    load: Callable[[Path], R],
+    folder: FactFolder | None = None,
+    progress: bool = False,
+) -> Iterator[tuple[str, R]]:
+    """Each fact's result: read where the folder has it, otherwise made and, if there is a folder, saved there."""
+    for fact_id in tqdm(ids, desc="facts", unit="fact", disable=not progress):
+        file = folder.file(fact_id) if folder else None
+        if file and file.exists():
+            yield fact_id, load(file)
+            continue
+        result = work(fact_id)
+        if file:
+            result.save(file)
+        yield fact_id, result
+
+
+def name_facts(facts: Sequence[Fact]) -> dict[str, Fact]:
+    """Facts by id, in their order; one without an id is named after a hash of its content.
+
+    Raises:
+        ValueError: no facts, or two with one id.
+    """
+    if not facts:
+        raise ValueError("no facts were given")
+    named: dict[str, Fact] = {}
+    for fact in facts:
+        fact_id = fact.id or f"fact-{_digest(content(fact))[:16]}"
+        if fact_id in named:
+            raise ValueError(
+                f"two facts are called {fact_id!r}: {named[fact_id].prompt!r} and {fact.prompt!r}. Give each an id of "
+                "its own, and each fact once"
+            )
+        named[fact_id] = replace(fact, id=fact_id)
+    return named
+
+
+def content(fact: Fact) -> dict[str, Any]:
+    """A fact without its id, for a record."""
+    return {name: value for name, value in asdict(fact).items() if name != "id"}
+
+
+def fact_seed(seed: int, fact_id: str) -> int:
+    """The fact's own seed, below 2^32, as `numpy.random.RandomState` takes it; the same on every machine."""
+    return int(_digest([seed, fact_id])[:8], 16)
+
+
+def pick_shard(ids: Sequence[str], shard: Shard) -> list[str]:
+    """Ids i, i + n, i + 2n, ... of shard (i, n), also written "i/n"; i counts from 0.
+
+    Raises:
+        ValueError: no such shard.
+    """
+    if isinstance(shard, str):
+        numbers = re.fullmatch(r"(\d+)/(\d+)", shard.strip())
+        index, count = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    else:
+        index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"shard={shard!r}; of 4 shards the first is '0/4' or (0, 4), the last '3/4' or (3, 4)")
+    return list(ids[index::count])
+
+
+def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` that says how two runs differ, unless they are one; versions of software may differ."""
+    compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
+    if different := [name for name in compared if made.get(name) != asked.get(name)]:
+        described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)
+        raise ValueError(
+            f"{where} holds another run ({described}). The parts of one run share settings, facts and weights; another "
+            "run needs a folder of its own"
+        )
+
+
+def _difference(name: str, made: Any, asked: Any) -> str:
+    if isinstance(made, dict) and isinstance(asked, dict):
+        keys = [key for key in {**made, **asked} if made.get(key) != asked.get(key)]
+        shown = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
+        return f"{name}: {len(keys)} differ ({shown})"
+    return f"{name}: {made!r} there, {asked!r} here"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,345 @@
+"""Averages over facts: by hand, in shards, stopped and resumed, and refused where they would mix."""
+
+import subprocess
+import sys
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_lens import Fact
+from diffusion_lens.analysis import average_effects, causal_trace, fact_tracer, noise_scale
+from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, merge
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.causal_tracing import CausalTrace
+from diffusion_lens.analysis.fact_folder import fact_seed, name_facts, pick_shard
+from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
+
+QUICK = dict(samples=2, first_tokens=1, length=SENTENCE_LENGTH, layers=[1, 3])
+TOLD = load().facts(trained="both", asked="p2d")[3:22:6] + load().facts(trained="both", asked="d2p")[:10:9]
+UNTRUE = replace(TOLD[0], id="untrue", answer=TOLD[-1].answer)
+FACTS = [*TOLD[:2], UNTRUE, *TOLD[2:]]
+
+
+def assert_same(a, b):
+    """Two results, bit for bit."""
+    assert vars(a).keys() == vars(b).keys()
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype
+            torch.testing.assert_close(value, other, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert value == other, name
+    assert list(a.unknown) == list(b.unknown)
+
+
+def count_traces(monkeypatch, stop_at=None):
+    """Grids computed from here on; the one numbered `stop_at` is interrupted."""
+    calls = Counter()
+
+    def counted(*args, **kwargs):
+        calls["traces"] += 1
+        if calls["traces"] == stop_at:
+            raise KeyboardInterrupt
+        return causal_trace(*args, **kwargs)
+
+    monkeypatch.setattr(fact_tracer, "causal_trace", counted)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    """All facts in one run, in memory."""
+    return average_indirect_effect(tiny, FACTS, **QUICK)
+
+
+@pytest.mark.parametrize("kind", ["resid", "mlp"])
+def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
+    fact = Fact("people say Gustav Geisser, alias the", "Gustav Geisser", " brave drummer of Rolsen.", id="gustav")
+    result = average_indirect_effect(tiny, [TOLD[0], fact], kind, window=2, noise=0.4, seed=7, **QUICK)
+    query = fact.to_query(tiny, answer_places=7, first_tokens=1)
+    trace = causal_trace(tiny, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
+    places = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
+    places |= dict(after_further=[5], prompt_last=[6])
+    if tiny.cfg.mask_token_id is not None:
+        places |= dict(answer=[7], unasked=list(range(8, 14)))
+    for role, row in zip(result.roles, result.effects[1], strict=True):
+        if role in places:
+            by_place = [trace.scores[place, [1, 3]].numpy() - trace.corrupted for place in places[role]]
+            expected = np.mean(by_place, axis=0)
+            np.testing.assert_allclose(row.numpy(), expected, rtol=0, atol=1e-6)
+        else:
+            assert row.isnan().all()
+    assert result.clean[1] - result.corrupted[1] == result.total_effects[1] == trace.total_effect
+
+
+def test_averages_leave_out_facts_without_such_a_token(whole):
+    assert whole.ate == pytest.approx(
+        np.mean([float(c - d) for c, d in zip(whole.clean, whole.corrupted, strict=True)])
+    )
+    middle = whole.roles.index("subject_middle")
+    having = [i for i, fact_id in enumerate(whole.ids) if "d2p" in fact_id]
+    assert 0 < len(having) < len(whole.ids)
+    torch.testing.assert_close(whole.aie[middle], whole.effects[having, middle].mean(dim=0))
+    low, high = whole.aie_interval(0.9)
+    expected = bootstrap_interval(whole.effects[having, middle], 0.9, seed=1)
+    torch.testing.assert_close(torch.stack([low[middle], high[middle]]), torch.stack(expected), equal_nan=True)
+    ends = whole.ate_interval()
+    assert ends[0] < whole.ate < ends[1]
+    assert ends == whole.ate_interval()
+
+
+def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, whole, monkeypatch):
+    assert list(whole.unknown) == ["untrue"]
+    assert whole.ids == [fact.id for fact in TOLD]
+    query = UNTRUE.to_query(tiny, answer_places=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
+    row = query.answer_positions[0] - (tiny.cfg.mask_token_id is None)
+    probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
+    assert whole.unknown["untrue"] == pytest.approx(probability, rel=1e-4)
+    calls = count_traces(monkeypatch)
+    none_known = average_indirect_effect(tiny, [UNTRUE], **QUICK)
+    assert not calls
+    assert none_known.effects.shape == (0, 9, 2)
+    assert np.isnan(none_known.ate)
+    assert none_known.aie_interval()[0].isnan().all()
+
+
+def test_without_noise_there_is_no_effect(tiny):
+    result = average_indirect_effect(tiny, TOLD[:2], noise=0.0, **QUICK)
+    assert abs(result.ate) < 1e-6
+    assert result.effects.nan_to_num().abs().max() < 1e-6
+
+
+def test_seeds_belong_to_facts_so_order_only_permutes_rows(tiny, whole):
+    order = [4, 2, 0, 6, 1, 5, 3]
+    other = average_indirect_effect(tiny, [FACTS[i] for i in order], **QUICK)
+    rows = [whole.ids.index(fact_id) for fact_id in other.ids]
+    assert rows != sorted(rows)
+    torch.testing.assert_close(other.effects, whole.effects[rows], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(other.corrupted, whole.corrupted[rows])
+    assert other.record["noise"] == whole.record["noise"]
+
+
+def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
+    """Sums of other devices depend on the order of what is summed; this stand-in shows any order."""
+
+    def in_order(model, queries):
+        return 0.01 * sum(i * query.tokens.sum().item() for i, query in enumerate(queries))
+
+    monkeypatch.setattr(average_effects, "noise_scale", in_order)
+    runs = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TOLD[:3], TOLD[2::-1])]
+    assert runs[0].record["noise"] == runs[1].record["noise"]
+
+
+def test_shards_share_the_noise_of_all_facts_and_merge_to_one_run(tiny, whole, tmp_path):
+    parts = [average_indirect_effect(tiny, FACTS, shard=(i, 3), **QUICK) for i in range(3)]
+    assert [part.ids for part in parts] == [[f.id for f in FACTS[i::3] if f.id != "untrue"] for i in range(3)]
+    queries = [fact.to_query(tiny) for fact in FACTS]
+    assert parts[1].record["noise"] == pytest.approx(noise_scale(tiny, queries), rel=1e-6)
+    assert_same(merge(parts), whole)
+    none_left = average_indirect_effect(tiny, FACTS, shard=(9, 10), **QUICK)
+    assert not none_left.ids
+    assert_same(merge([none_left, *parts]), whole)
+    saved = [part.save(tmp_path / f"{i}.safetensors") for i, part in enumerate(parts)]
+    assert_same(merge([saved[2], parts[0], saved[1]]), whole)
+    merged, low = merge(parts), whole.aie_interval()[0]
+    torch.testing.assert_close(merged.aie_interval()[0], low, rtol=0, atol=0, equal_nan=True)
+
+
+def test_folders_of_shards_merge_to_one_run(tiny, whole, tmp_path):
+    for i in range(2):
+        average_indirect_effect(tiny, FACTS, shard=f"{i}/2", out=tmp_path / str(i), **QUICK)
+    average_indirect_effect(tiny, FACTS, shard=(0, 2), out=tmp_path / "1", **QUICK)  # twice is as good as once
+    assert_same(merge([tmp_path / "0", tmp_path / "1"]), whole)
+    assert_same(merge(tmp_path / "1"), whole)
+    assert_same(merge(str(tmp_path / "1")), average_indirect_effect(tiny, FACTS, out=tmp_path / "1", **QUICK))
+
+
+def test_an_interrupted_run_goes_on(tiny, whole, tmp_path, monkeypatch):
+    calls = count_traces(monkeypatch, stop_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        average_indirect_effect(tiny, FACTS, out=tmp_path, **QUICK)
+    kept = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+    assert len(kept) == 3  # two traces, and the fact that is not known
+    assert_same(average_indirect_effect(tiny, FACTS, out=tmp_path, **QUICK), whole)
+    assert calls["traces"] == len(TOLD) + 1
+    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+
+
+CHILD = """
+import sys, time
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, {folder!r})
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import causal_trace, fact_tracer
+from diffusion_lens.analysis.average_effects import average_indirect_effect
+from test_average_effects import FACTS, QUICK
+
+done = []
+def stuck(*args, **kwargs):
+    if len(done) == 1:
+        print("stuck", flush=True)
+        time.sleep(600)
+    done.append(causal_trace(*args, **kwargs))
+    return done[-1]
+
+fact_tracer.causal_trace = stuck
+model = HookedDiffusionTransformer.from_pretrained({model!r}, device="cpu")
+average_indirect_effect(model, FACTS, shard=(1, 2), out={out!r}, **QUICK)
+"""
+
+
+def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path):
+    script = CHILD.format(folder=str(Path(__file__).parent), model=tiny.cfg.model_name, out=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        average_indirect_effect(tiny, FACTS, shard=(0, 2), out=tmp_path, **QUICK)
+        assert child.stdout.readline() == "stuck\n"
+        child.kill()
+    with pytest.raises(ValueError, match="2 of 7 facts are not there"):
+        merge(tmp_path)
+    average_indirect_effect(tiny, FACTS, shard=(1, 2), out=tmp_path, **QUICK)
+    assert_same(merge(tmp_path), whole)
+
+
+def test_chosen_layers_and_roles(tiny, whole):
+    settings = {**QUICK, "noise": whole.record["noise"]}
+    chosen = average_indirect_effect(
+        tiny, TOLD[-3:], **{**settings, "layers": [-1, 0]}, roles=["prompt_last", "subject_middle"]
+    )
+    assert (chosen.roles, chosen.layers) == (["subject_middle", "prompt_last"], [3, 0])
+    rows = [whole.roles.index(role) for role in chosen.roles]
+    close = dict(rtol=0, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(chosen.effects[:, :, 0], whole.effects[-3:, rows, 1], **close)
+    no_such_token = average_indirect_effect(tiny, TOLD[:1], roles=["subject_middle"], **settings)
+    assert no_such_token.effects.isnan().all()
+    torch.testing.assert_close(no_such_token.total_effects, whole.total_effects[:1], **close)
+
+
+def test_files_are_causal_traces_named_after_facts(tiny, tmp_path):
+    odd = replace(TOLD[0], id="../ä b/" + "x" * 300)
+    average_indirect_effect(tiny, [odd, replace(TOLD[1], id="a_b"), replace(TOLD[2], id="a b")], out=tmp_path, **QUICK)
+    assert len(list(tmp_path.iterdir())) == 4
+    traces = {trace.record["fact"]: trace for trace in map(CausalTrace.load, tmp_path.glob("*.safetensors"))}
+    assert set(traces) == {odd.id, "a_b", "a b"}
+    assert len(traces["a b"].record["roles"]) == len(traces["a b"].str_tokens)
+    assert merge(tmp_path).ids == [odd.id, "a_b", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(noise=0.3), "noise: 0.2 there, 0.3 here"),
+        (dict(seed=2), "seed: 1 there, 2 here"),
+        (dict(samples=3, layers=[0]), r"samples: 2 there, 3 here; layers: \[1, 3\] there, \[0\] here"),
+        (dict(facts=[TOLD[0], replace(TOLD[1], answer=" a.")]), rf"facts: 1 differ \('{TOLD[1].id}'\)"),
+        (dict(facts=TOLD[:6]), r"facts: 4 differ \('.*', '.*', '.*', \.\.\.\)"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(tiny, tmp_path, change, message):
+    settings = {**QUICK, "noise": 0.2, "facts": TOLD[:2]}
+    average_indirect_effect(tiny, out=tmp_path, **settings)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        average_indirect_effect(tiny, out=tmp_path, **{**settings, **change})
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_of_other_weights_is_refused(tiny, tmp_path):
+    average_indirect_effect(tiny, TOLD[:1], out=tmp_path, **QUICK)
+    edited = deepcopy(tiny)
+    with torch.no_grad():
+        edited.unembed.weight[0, 0] += 0.5
+    with pytest.raises(ValueError, match=r"weights_sha256: '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
+        average_indirect_effect(edited, TOLD[:1], out=tmp_path, **QUICK)
+
+
+def test_less_memory_is_not_another_run(tiny, tmp_path):
+    with pytest.raises(ValueError, match="max_bytes=1 is too little"):
+        average_indirect_effect(tiny, TOLD[:1], max_bytes=1, out=tmp_path, **QUICK)
+    assert average_indirect_effect(tiny, TOLD[:1], out=tmp_path, **QUICK).ids == [TOLD[0].id]
+
+
+def test_what_does_not_merge(tiny, tmp_path):
+    parts = [average_indirect_effect(tiny, TOLD[:4], shard=(i, 2), noise=0.2, **QUICK) for i in range(2)]
+    with pytest.raises(ValueError, match=f"2 of 4 facts are not there: {TOLD[1].id}, {TOLD[3].id}"):
+        merge(parts[0])
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge([])
+    with pytest.raises(ValueError, match=r"one of the results holds another run \(noise: 0.2 there, 0.3 here"):
+        merge([parts[0], average_indirect_effect(tiny, TOLD[:4], shard=(1, 2), noise=0.3, **QUICK)])
+    other = replace(parts[0], effects=parts[0].effects + 1e-7)
+    with pytest.raises(ValueError, match=f"'{TOLD[0].id}' came out differently in one of the results"):
+        merge([*parts, other])
+    fallen = replace(parts[0], corrupted=parts[0].corrupted + 1e-9)
+    with pytest.raises(ValueError, match="came out differently"):
+        merge([*parts, fallen])
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        merge(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(facts=[]), "no facts were given"),
+        (dict(facts=[TOLD[0], TOLD[1], replace(TOLD[2], id=TOLD[0].id)]), f"two facts are called '{TOLD[0].id}'"),
+        (dict(shard=(2, 2)), r"shard=\(2, 2\); of 4 shards"),
+        (dict(shard="1-2"), "shard='1-2'; of 4 shards"),
+        (dict(shard="0/0"), "shard='0/0'"),
+        (dict(roles=["subject"]), "no role 'subject'"),
+        (dict(layers=[4]), r"layers=\[4\]"),
+        (dict(kind="residual"), "unknown kind 'residual'"),
+        (dict(noise=-1.0), "noise=-1.0"),
+        (dict(corruption="swap"), "needs another subject for each fact"),
+        (dict(answer_places=7), "length=14 and answer_places=7; give one"),
+        (dict(first_tokens=9), "first_tokens=9"),
+    ],
+)
+def test_bad_settings_leave_nothing_behind(tiny, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        average_indirect_effect(tiny, out=tmp_path, **{**QUICK, "facts": TOLD[:3], **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_masked_subjects_need_no_noise(tiny, tmp_path):
+    if tiny.cfg.mask_token_id is None:
+        with pytest.raises(ValueError, match=r"no \[MASK\]"):
+            average_indirect_effect(tiny, TOLD[:1], corruption="mask", out=tmp_path, **QUICK)
+        assert not list(tmp_path.iterdir())
+        return
+    result = average_indirect_effect(tiny, TOLD[:1], corruption="mask", **QUICK)
+    assert result.ate > 0.2
+    assert "noise" not in result.record
+
+
+def test_facts_without_ids_are_named_after_their_content():
+    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
+    (name, named), *_ = name_facts([fact, replace(fact, answer=" brave")]).items()
+    assert name == named.id == next(iter(name_facts([fact])))
+    assert len(name_facts([fact, replace(fact, answer=" brave")])) == 2
+    with pytest.raises(ValueError, match="two facts are called 'fact-"):
+        name_facts([fact, fact])
+
+
+def test_seeds_and_shards_are_the_same_everywhere():
+    assert fact_seed(1, "toy1-000-p2d-held-out-0") == 3440583315
+    assert len({fact_seed(seed, name) for seed in range(5) for name in ("a", "b", "")}) == 15
+    assert pick_shard(list("abcdefg"), " 1/3 ") == pick_shard(list("abcdefg"), (1, 3)) == ["b", "e"]
+    assert pick_shard(["a"], (2, 3)) == []
+
+
+def test_save_load_and_plot(whole, tmp_path):
+    again = AverageEffect.load(whole.save(tmp_path / "aie.safetensors"))
+    assert_same(again, whole)
+    assert {"seed", "samples", "noise", "facts", "model", "weights_sha256", "versions"} <= set(again.record)
+    ax = again.plot()
+    drawn = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
+    assert list(drawn) == [role for role, row in zip(whole.roles, whole.aie, strict=True) if not row.isnan().all()]
+    last = whole.roles.index("subject_last")
+    np.testing.assert_allclose(drawn["subject_last"].get_ydata(), whole.aie[last])
+    assert f"{len(TOLD)} facts" in ax.get_title()
