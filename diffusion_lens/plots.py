@@ -59,25 +59,49 @@ def heat_map(
         answer: the text of each of its tokens.
         limits: probabilities at the ends of the colour scale.
     """
-    ax = _axes(ax, *_map_size(*scores.shape))
+    return labelled_map(
+        scores,
+        rows=row_labels(str_tokens, subject, positions),
+        layers=layers,
+        xlabel=RESTORED[kind],
+        hue=HUES[kind],
+        limits=limits,
+        bar=f"p({short_answer(answer)})",
+        title=title or "Impact of restoring a state after corrupted input",
+        ax=ax,
+    )
+
+
+def labelled_map(
+    values: Float[Tensor, "entry layer"],
+    *,
+    rows: Sequence[str],
+    layers: Sequence[int],
+    xlabel: str,
+    hue: str,
+    limits: tuple[float, float],
+    bar: str,
+    title: str,
+    ax: Any = None,
+) -> Any:
+    """A grid over layers: a label a row, layers across, a named colour bar; NaN is grey."""
+    ax = _axes(ax, *_map_size(*values.shape))
     ax.set_facecolor(ABSENT)
     lowest, highest = limits
-    highest = max(highest, lowest + 1e-6)  # a scale has an extent even where nothing was brought back
-    image = ax.imshow(scores.numpy(), cmap=HUES[kind], vmin=lowest, vmax=highest, aspect="auto")
+    highest = max(highest, lowest + 1e-6)  # a scale has an extent even where there is nothing to see
+    image = ax.imshow(values.numpy(), cmap=hue, vmin=lowest, vmax=highest, aspect="auto")
     # Tokens are text and never markup: a "$" would begin a formula.
-    ax.set_yticks(range(len(positions)), row_labels(str_tokens, subject, positions), fontsize=8, parse_math=False)
+    ax.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
     columns = _spaced(len(layers))
     ax.set_xticks(columns, [str(layers[column]) for column in columns], fontsize=8)
-    ax.set_xlabel(RESTORED[kind], fontsize=9)
-    ax.set_title(title or "Impact of restoring a state after corrupted input", fontsize=10)
+    ax.set_xlabel(xlabel, fontsize=9)
+    ax.set_title(title, fontsize=10)
     thin = min(0.05, 1 / len(layers))
-    bar = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
-    bar.ax.tick_params(labelsize=8)
+    scale = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
+    scale.ax.tick_params(labelsize=8)
     # Not the bar's title: the layout makes no room for the width of titles.
-    named = f"p({short_answer(answer)})"
-    bar.ax.annotate(
-        named, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", fontsize=8, parse_math=False
-    )
+    above = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    scale.ax.annotate(bar, (0, 1), (0, 5), **above, fontsize=8, parse_math=False)
     return ax
 
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if model.cfg.mask_token_id is not None:
                 run = model.denoise(query.tokens[None], steps=blanks)  # a token a step
                 steps = range(int(run.revealed_at[0, query.answer_positions[0]]) + 1)
-                by_step = trace_trajectory(model, query, run, steps=steps, noise=noise)
+                by_step = trace_trajectory(model, query, steps, trajectory=run, noise=noise)
                 by_step.save(folder / f"{name}_steps.safetensors")
                 print("    with noise, step by step:", " ".join(f"{p:.2f}" for p in by_step.corrupted.tolist()))
                 page = by_step.page(f"{name}, {way}: {fact.prompt} …")

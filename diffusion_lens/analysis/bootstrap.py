@@ -14,8 +14,8 @@ def bootstrap_interval(
 ) -> tuple[Float[Tensor, "layer"], Float[Tensor, "layer"]]:
     """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
 
-    All layers share the resampled facts. Where there are fewer than two facts, or all agree, nothing can be resampled
-    and the ends are NaN.
+    All layers share the resampled facts. Where all facts agree both ends are their value; of fewer than two facts
+    nothing can be said, and the ends are NaN.
 
     Args:
         level: how often such an interval covers the mean.
@@ -25,7 +25,10 @@ def bootstrap_interval(
 
     if not 0 < level < 1:
         raise ValueError(f"level={level}; it is between 0 and 1, e.g. 0.95")
-    ends = torch.full((2, values.shape[1]), torch.nan, dtype=values.dtype)
+    if len(values) < 2:
+        nothing = torch.full(values.shape[1:], torch.nan, dtype=values.dtype)
+        return nothing, nothing.clone()
+    ends = values[:1].repeat(2, 1)
     varied = (values != values[:1]).any(dim=0)
     if varied.any():
         facts = values[:, varied].double().numpy()

@@ -8,8 +8,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.batching import row_bytes, rows_at_once
 from diffusion_lens.analysis.corruption import Corruption
 from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.denoising.run import require_same_model
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -36,30 +38,46 @@ class TracedRun:
         """Lay out the query and, unless given, run the loop with its default settings.
 
         Raises:
-            ValueError: a trajectory of another canvas, of several rows, or that leaves an answer's place open.
+            ValueError: no answer, or a trajectory of another model or prompt, of several rows, or padded.
         """
         query = asked.to_query(model) if isinstance(asked, Fact) else asked
-        places = torch.tensor(query.answer_positions)
+        Answer.of(model, query)
+        n_prompt = min(query.answer_positions)
         if trajectory is None:
-            prompt = query.tokens[: int(places.min())] if model.cfg.mask_token_id is None else query.tokens
-            length = max(len(query.tokens), int(places.max()) + 1)
+            prompt = query.tokens[:n_prompt] if model.cfg.mask_token_id is None else query.tokens
+            length = max(len(query.tokens), max(query.answer_positions) + 1)
             trajectory = denoise(model, prompt[None], length=length)
+        require_same_model(trajectory.record, model)
         n_rows, n_pos = trajectory.tokens.shape
-        if n_rows != 1:
-            raise ValueError(f"the trajectory has {n_rows} rows; trace one: denoise this prompt alone")
-        given = trajectory.given[0].nonzero().flatten().cpu()
-        asked_tokens = query.tokens.cpu()
-        if int(places.max()) >= n_pos or not bool((trajectory.revealed_at[0].cpu()[places] >= 0).all()):
+        if n_rows != 1 or not bool(trajectory.real.all()):
+            raise ValueError(
+                f"the trajectory has {n_rows} rows{'' if trajectory.real.all() else ' with padding'}; denoise this "
+                "prompt alone, without padding"
+            )
+        if max(query.answer_positions) >= n_pos:
             raise ValueError(
                 f"the trajectory of {n_pos} places does not write the answer's places {list(query.answer_positions)}"
             )
-        if not bool((asked_tokens[given] == trajectory.tokens[0].cpu()[given]).all()):
-            raise ValueError("the trajectory was given another prompt than the query's; denoise query.tokens")
+        tokens = query.tokens.to(trajectory.tokens.device)
+        given = tokens[:n_prompt] if model.cfg.mask_token_id is None else tokens
+        start = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
+        if not torch.equal(start[: len(given)], given) or bool(trajectory.given[0, len(given) :].any()):
+            raise ValueError(
+                "the trajectory was given another prompt than the query's; denoise query.tokens (on a causal model up "
+                "to the answer)"
+            )
         return cls(model, query, trajectory)
 
     @property
+    def answered_from(self) -> int:
+        """t1, the first step held that unmasks an answer token, whether or not the token stays."""
+        places = list(self.query.answer_positions)
+        shown = self.trajectory.canvases[1:, 0, places] != self.trajectory.record["blank"]
+        return self.trajectory.first_step + int(shown.any(dim=1).nonzero()[0])
+
+    @property
     def revealed_at(self) -> list[int]:
-        """The step that revealed each answer token."""
+        """The step that revealed each answer token for good."""
         revealed: list[int] = self.trajectory.revealed_at[0, list(self.query.answer_positions)].tolist()
         return revealed
 
@@ -72,6 +90,21 @@ class TracedRun:
         """Which answer tokens a run ends with."""
         tokens = torch.tensor(self.query.answer_tokens, device=ended.tokens.device)
         return ended.tokens[:, list(self.query.answer_positions)] == tokens
+
+    def loop_rows(self, corrupt: Corruption, max_bytes: int) -> int:
+        """Rows that may take the loop at once, whole runs of all draws.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        # The loop holds logits of every open place in float64 too, under guidance those of two branches.
+        share = 3 if self.trajectory.record["cfg_scale"] else 2
+        if max_bytes // share < corrupt.rows * row_bytes(self.model.cfg, self.n_pos, self.n_pos):
+            need = share * corrupt.rows * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+            raise ValueError(
+                f"max_bytes={max_bytes:,} is too little: {corrupt.rows} draws in the denoising loop take {need:,} bytes"
+            )
+        return max(corrupt.rows, rows_at_once(self.model.cfg, self.n_pos, self.n_pos, max_bytes // share))
 
     def corrupted(self, corrupt: Corruption) -> Trajectory:
         """The corrupted runs of the loop, a row a draw, each revealing what it likes."""
@@ -119,8 +152,10 @@ class TracedRun:
 
 
 def check_steps(run: TracedRun, steps: Sequence[int]) -> list[int]:
-    """Steps at which an answer token is open, or a `ValueError`."""
+    """Steps at which an answer token is open, each once, or a `ValueError`."""
     first, last = run.trajectory.first_step, max(run.revealed_at)
+    if len(set(steps)) < len(steps):
+        raise ValueError(f"steps={list(steps)} names one twice; give each once")
     if not steps or any(not first <= step <= last for step in steps):
         raise ValueError(
             f"steps={list(steps)}; the run begins at step {first} and reveals the answer's last token at step {last}, "

@@ -23,7 +23,7 @@ from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.corruption import Corruption
 from diffusion_lens.analysis.restoration import Restoration
 from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
-from diffusion_lens.facts import Query
+from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
 
@@ -106,7 +106,7 @@ class CausalTrace:
 @torch.no_grad()
 def causal_trace(
     model: DiffusionTransformer,
-    query: Query,
+    query: Query | Fact,
     kind: str = "resid",
     *,
     window: int = 10,
@@ -124,7 +124,7 @@ def causal_trace(
     """Trace one query on either variant.
 
     Args:
-        query: canvas, subject and answer. A longer answer counts as a whole: the product of its tokens' probabilities.
+        query: canvas, subject and answer, or a fact laid out with its defaults. A longer answer counts as a whole: the product of its tokens' probabilities.
         kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window.
         window: blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; for "resid"
             not used.
@@ -143,6 +143,7 @@ def causal_trace(
     Raises:
         ValueError: a setting out of range, a query without an answer, a budget too small for one cell.
     """
+    query = query.to_query(model) if isinstance(query, Fact) else query
     restoration = Restoration(kind, window, severed)
     corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
@@ -151,7 +152,7 @@ def causal_trace(
         model,
         clean=CanvasRun(canvas, answer),
         corrupted=CanvasRun(canvas.expand(corrupt.rows, -1), answer, corrupt.hooks(model, query)),
-        first=query.subject[0],
+        touched=range(*query.subject),
         restoration=restoration,
         layers=chosen[1],
         max_bytes=max_bytes,
@@ -189,9 +190,13 @@ def pick_indices(name: str, asked: Sequence[int] | None, size: int) -> list[int]
     """Positions or layers as plain indices: all by default, negative ones from the end."""
     if asked is None:
         return list(range(size))
-    if not asked or any(not -size <= index < size for index in asked):
-        raise ValueError(f"{name}={list(asked)}; they are numbers from 0 to {size - 1}, or negative ones from the end")
-    return [int(index) % size for index in asked]
+    given = [int(index) for index in asked]
+    if not given or any(not -size <= index < size for index in given):
+        raise ValueError(f"{name}={given}; they are numbers from 0 to {size - 1}, or negative ones from the end")
+    chosen = [index % size for index in given]
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{name}={given} names one twice; give each once")
+    return chosen
 
 
 @torch.no_grad()
@@ -201,6 +206,8 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
     Args:
         subjects: texts, or queries, whose subject tokens are taken in place.
     """
+    if isinstance(subjects, str):
+        raise TypeError(f"subjects is a list of texts or queries; [{subjects!r}] measures this one")
     if not subjects:
         raise ValueError("no subjects were given to measure the noise scale on")
     pieces = [

@@ -60,14 +60,14 @@ class Corruption:
                 f"unknown corruption {self.kind!r}, nearest is {nearest(self.kind, CORRUPTIONS, 1)}; "
                 f"it is one of {', '.join(CORRUPTIONS)}"
             )
-        if self.samples < 1:
-            raise ValueError(f"samples={self.samples}; it must be at least 1")
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise ValueError(f"samples={self.samples}; it must be a whole number, at least 1")
         if self.kind in _NOISE:
             if self.noise is None:
                 raise ValueError(
                     f"corruption={self.kind!r} needs noise=, a scale; noise_scale(model, subjects) measures ROME's"
                 )
-            if not math.isfinite(self.noise) or self.noise < 0:
+            if not isinstance(self.noise, int | float) or not math.isfinite(self.noise) or self.noise < 0:
                 raise ValueError(f"noise={self.noise}; it must be a finite number, 0 or more")
         if (self.swap is not None) != (self.kind == "swap"):
             raise ValueError("corruption='swap' goes with swap=, another subject's tokens, and swap= with nothing else")

@@ -10,6 +10,9 @@ A cell restores the states of one place in a span of blocks. What need not be co
 - In the last block only the rows that are read.
 - Cells that cannot reach what is read (after the last block anywhere else; on a causal model before the corrupted
   places or after the last row) score what the corrupted run scores.
+
+A hook of the caller's may mix places wherever it acts. While there is one, cells enter at the span's first block, are
+written into there too, and every block runs whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +25,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.batching import in_batches, row_bytes
+from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
 from diffusion_lens.analysis.restoration import SITES, Restoration
-from diffusion_lens.hook_names import resid_post, resid_pre
+from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -49,11 +52,6 @@ class Cell:
     place: int
     span: range
 
-    @property
-    def entry(self) -> int:
-        """First block that the restored state enters as a whole."""
-        return self.span.start + 1
-
 
 class RestoredRuns:
     """The clean and the corrupted run of one canvas, and every run between them.
@@ -61,7 +59,7 @@ class RestoredRuns:
     Args:
         clean: one row.
         corrupted: a row a sample, of the same length.
-        first: the first place that the corruption touches.
+        touched: the places that the corruption touches.
         layers: around which states are restored.
         max_bytes: memory to use beside the weights.
 
@@ -74,7 +72,7 @@ class RestoredRuns:
         model: DiffusionTransformer,
         clean: CanvasRun,
         corrupted: CanvasRun,
-        first: int,
+        touched: range,
         restoration: Restoration,
         layers: Sequence[int],
         max_bytes: int,
@@ -86,11 +84,12 @@ class RestoredRuns:
         self.severed = SITES[restoration.severed] if restoration.severed else None
         self.spans = {layer: restoration.span(layer, self.n_layers) for layer in layers}
         self.samples = len(corrupted.tokens)
-        # Hooks of the caller's may mix places as they like, and expect to see all of them.
-        self.causal = model.cfg.attention_dir == "causal" and not model.is_hooked
-        self.first = first if self.causal else 0
-        self.last = int(self.answer.rows.max()) if self.causal else clean.tokens.shape[1] - 1
-        every, seen = range(self.n_layers), slice(0, self.last + 1)
+        self.watched = model.is_hooked
+        self.causal = model.cfg.attention_dir == "causal" and not self.watched
+        n_pos, last = clean.tokens.shape[1], int(self.answer.rows.max())
+        self.reaching = range(touched.start, last + 1) if self.causal else range(n_pos)
+        self.n_pos = max(last + 1, touched.stop) if self.causal else n_pos
+        every, seen = range(self.n_layers), slice(0, self.n_pos)
         starts = {span.start for span in self.spans.values()}
         self.max_rows = self._fit(max_bytes, restoration, len(starts))
 
@@ -102,7 +101,7 @@ class RestoredRuns:
         self.clean_scores: Scores = clean.answer.probabilities(logits, 1)[0]
         self._clean = {layer: kept[self.site(layer)] for layer in every}
 
-        names = [resid_pre(0), *(resid_post(layer) for layer in every)]
+        names = ["hook_embed", *(resid_post(layer) for layer in every)]
         names += [self.severed(layer) for layer in every] if self.severed else []
         names += [f"blocks.{layer}.attn.{name}" for layer in every for name in ("hook_rot_k", "hook_v") if self.causal]
         with model.hooks(fwd_hooks=list(corrupted.hooks)):
@@ -110,7 +109,8 @@ class RestoredRuns:
                 corrupted.tokens[:, seen], names_filter=names, logits_at=self.answer.rows
             )
         self.corrupted_scores: Scores = self.answer.probabilities(logits, self.samples)[0]
-        self._restored = {layer: self._restore_everywhere(restoration.kind, layer) for layer in starts}
+        if not self.watched:
+            self._restored = {layer: self._restore_everywhere(restoration.kind, layer) for layer in starts}
 
     def grid(self, positions: Sequence[int], progress: bool = False) -> Float[Tensor, "pos layer sample place"]:
         """Probability of each token of the answer in every cell, by draw."""
@@ -124,15 +124,16 @@ class RestoredRuns:
         groups: dict[Any, list[Cell]] = {}
         read = set(self.answer.rows.tolist())
         for cell in cells:
-            if not self.first <= cell.place <= self.last or (cell.entry == self.n_layers and cell.place not in read):
+            at_the_end = self._entry(cell) == self.n_layers
+            if cell.place not in self.reaching or (at_the_end and cell.place not in read):
                 yield cell, self.corrupted_scores
             else:
                 # Written into in the last block, a place matters if it is read; then the block runs whole.
-                whole = cell.place in read and self._writes_at_the_end(cell)
+                whole = self.watched or (cell.place in read and self._writes_at_the_end(cell))
                 offset = cell.place if self.causal else 0
-                groups.setdefault((cell.entry == self.n_layers, whole, offset), []).append(cell)
+                groups.setdefault((at_the_end, whole, offset), []).append(cell)
         for (_, whole, offset), members in groups.items():
-            ordered = sorted(members, key=lambda cell: cell.entry)
+            ordered = sorted(members, key=self._entry)
 
             def run(
                 batch: Sequence[Cell], whole: bool = whole, offset: int = offset
@@ -147,11 +148,11 @@ class RestoredRuns:
         model, last_block = self.model, self.n_layers - 1
         asked = (self.answer.rows >= offset).nonzero().flatten()
         rows = self.answer.rows[asked] - offset
-        out = self._low[resid_pre(0)][:0, offset:]
-        for block in range(cells[0].entry, self.n_layers):
-            entering = [cell for cell in cells if cell.entry == block]
+        first, out = self._entry(cells[0]), self._stream(0)[:0, offset:]
+        for block in range(first, self.n_layers):
+            entering = [cell for cell in cells if self._entry(cell) == block]
             out = torch.cat([out, self._entering(entering, offset)]) if entering else out
-            inside = [cell for cell in cells if cell.entry <= block]
+            inside = [cell for cell in cells if self._entry(cell) <= block]
             upto: dict[str, Any] = {"logits_at": rows} if block == last_block else {"stop_at_layer": block + 1}
             out = model.run_with_hooks(
                 out,
@@ -160,7 +161,7 @@ class RestoredRuns:
                 fwd_hooks=self._writes(block, inside, offset) if block < last_block or whole else [],
                 **upto,
             )
-        if cells[0].entry == self.n_layers:
+        if first == self.n_layers:
             out = model(self._entering(cells, offset), start_at_layer=self.n_layers, logits_at=rows)
         scores = self.corrupted_scores.repeat(len(cells), 1, 1)
         scores[:, :, asked] = self.answer.probabilities(out, self.samples, asked)
@@ -168,7 +169,7 @@ class RestoredRuns:
 
     def _fit(self, max_bytes: int, restoration: Restoration, n_starts: int) -> int:
         """Rows that one batch may have, beside what is kept."""
-        cfg, n_pos = self.model.cfg, self.last + 1
+        cfg, n_pos = self.model.cfg, self.n_pos
         by_row = (2 + self.n_layers * (2 if self.severed else 1)) * cfg.d_model
         by_row += n_starts * cfg.d_model if restoration.kind != "resid" else 0
         by_row += 2 * self.n_layers * (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head if self.causal else 0
@@ -179,27 +180,37 @@ class RestoredRuns:
                 f"max_bytes={max_bytes:,} is too little: the clean and the corrupted run keep {kept:,} bytes, and one "
                 f"cell of {self.samples} draws takes {self.samples * one_row:,} more"
             )
-        return (max_bytes - kept) // one_row
+        return max(self.samples, rows_at_once(cfg, n_pos, len(self.answer.rows), max_bytes - kept))
 
     def _restore_everywhere(self, kind: str, layer: int) -> Float[Tensor, "sample pos d_model"]:
         """What block `layer` leaves at each place when only this place's state is restored in it."""
         clean: Tensor = self._clean[layer].expand(self.samples, -1, -1)
         if kind == "resid":
             return clean
-        entering = self._low[resid_pre(0) if layer == 0 else resid_post(layer - 1)]
         restored: Tensor = self.model.run_with_hooks(
-            entering,
+            self._stream(layer),
             start_at_layer=layer,
             stop_at_layer=layer + 1,
             fwd_hooks=[(self.site(layer), lambda activation, hook: clean)],
         )
         return restored
 
+    def _entry(self, cell: Cell) -> int:
+        """The block that a cell enters: behind the first one of its span, or that one."""
+        return cell.span.start + (not self.watched)
+
+    def _stream(self, block: int) -> Float[Tensor, "sample pos d_model"]:
+        """The corrupted stream entering a block."""
+        stream: Tensor = self._low["hook_embed" if block == 0 else resid_post(block - 1)]
+        return stream
+
     def _entering(self, cells: Sequence[Cell], offset: int) -> Float[Tensor, "batch pos d_model"]:
-        """The corrupted stream behind the cells' first block, with their place restored."""
-        layer = cells[0].entry - 1
-        places = _places(cells, self._low[resid_post(layer)])
-        stream: Tensor = self._low[resid_post(layer)][:, offset:].repeat(len(cells), 1, 1)
+        """The corrupted stream at the cells' entry, with their place restored if that is behind their first block."""
+        entry = self._entry(cells[0])
+        stream = self._stream(entry)[:, offset:].repeat(len(cells), 1, 1)
+        if self.watched:
+            return stream
+        layer, places = entry - 1, _places(cells, stream)
         _by_cell(stream, self.samples)[torch.arange(len(cells)), :, places - offset] = self._restored[layer][
             :, places
         ].transpose(0, 1)
@@ -211,9 +222,9 @@ class RestoredRuns:
         if restored := [i for i, cell in enumerate(cells) if block in cell.span]:
             clean = self._clean[block].expand(self.samples, -1, -1)
             hooks.append((self.site(block), self._put(clean, cells, restored, offset)))
-        if self.severed and cells:
+        if self.severed and (above := [i for i, cell in enumerate(cells) if block > cell.span.start]):
             low = self._low[self.severed(block)]
-            hooks.append((self.severed(block), self._put(low, cells, range(len(cells)), offset)))
+            hooks.append((self.severed(block), self._put(low, cells, above, offset)))
         return hooks
 
     def _put(

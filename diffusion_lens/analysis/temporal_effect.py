@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.batching import in_batches, row_bytes
+from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing import pick_indices, swapped_in
 from diffusion_lens.analysis.corruption import Corruption
@@ -83,10 +83,10 @@ class TemporalEffect:
 def temporal_effect(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
+    steps: Sequence[int] | None = None,
+    *,
     trajectory: Trajectory | None = None,
     kind: str = "resid",
-    *,
-    steps: Sequence[int] | None = None,
     window: int = 10,
     noise: float | None = None,
     samples: int = 10,
@@ -104,19 +104,19 @@ def temporal_effect(
     model.
 
     Args:
-        trajectory: the clean run, as in `trace_trajectory`.
         steps: steps at which states are restored; by default all up to the one that reveals the answer's last token.
+        trajectory: the clean run, as in `trace_trajectory`.
 
     The other arguments are those of `causal_trace`.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
     restoration = Restoration(kind, window)
     corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
+    rows = run.loop_rows(corrupt, max_bytes)
     own = run.corrupted(corrupt)
     chosen = check_steps(run, range(own.first_step, max(run.revealed_at) + 1) if steps is None else steps)
     places = pick_indices("positions", positions, run.n_pos)
     blocks = pick_indices("layers", layers, model.cfg.n_layers)
-    rows = max(corrupt.rows, max_bytes // (2 * row_bytes(model.cfg, run.n_pos, run.n_pos)))
 
     token_scores = torch.full((len(chosen), len(places), len(blocks), len(run.query.answer_tokens)), torch.nan)
     scores = token_scores[..., 0].clone()

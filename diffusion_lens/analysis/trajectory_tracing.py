@@ -7,7 +7,7 @@ isolates the flow from the subject; later ones also show the flow from the token
 the same call; what it has not reached is continued with the answer's tokens (teacher forcing).
 
 Two readings of the corrupted run. *Forced*: it sees the canvases of the clean run. *Free*: each draw reveals what it
-likes, from the start; an answer token that a draw has revealed counts 1, another one in its place 0.
+likes, from the start. In both an answer token that has been revealed counts 1, another one in its place 0.
 
 Under guidance the subject is corrupted and the state restored in the conditional branch; the other sees no subject.
 """
@@ -31,6 +31,7 @@ from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.plots import readable
 from diffusion_lens.records import load_result, provenance, save_result
 
 
@@ -39,8 +40,9 @@ class TrajectoryTrace:
     """One query traced at several steps of one run.
 
     Attributes:
-        scores: Float[step pos layer], p(answer tokens still masked) with that state restored at that step, mean over
-            the draws; NaN at places that the canvas of a causal model does not hold yet.
+        scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the draws: the product
+            over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN at places
+            that the canvas of a causal model does not hold yet.
         token_scores: Float[step pos layer place], the same for each token of the answer alone.
         chained: Float[pos layer], p(answer) by the chain rule: each token read at the step that committed it, with the
             state restored at all these steps. `None` for free canvases, and where not all of these steps were traced.
@@ -49,7 +51,7 @@ class TrajectoryTrace:
         clean_token_scores: Float[step place].
         corrupted_token_scores: Float[step place].
         steps: the step of each grid.
-        revealed_at: the step in which the clean run revealed each answer token.
+        revealed_at: the step in which the clean run revealed each answer token for good.
         known: whether the clean run wrote the answer.
         str_canvases: the canvas of each step, a string a place.
         subject: first and one past the last place of the subject.
@@ -122,7 +124,7 @@ class TrajectoryTrace:
             answer=self.record["answer"],
             clean=self.clean,
             corrupted=self.corrupted,
-            title=title or f"{self.record['model']}: {''.join(self.str_canvases[-1])}",
+            title=title or f"{self.record['model']}: {' '.join(map(readable, self.str_canvases[-1]))}",
         )
 
     def save(self, path: str | Path) -> Path:
@@ -143,11 +145,11 @@ class TrajectoryTrace:
 def trace_trajectory(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
-    trajectory: Trajectory | None = None,
-    kind: str = "resid",
-    *,
     steps: Sequence[int] | None = None,
     canvas: str = "forced",
+    *,
+    trajectory: Trajectory | None = None,
+    kind: str = "resid",
     window: int = 10,
     noise: float | None = None,
     samples: int = 10,
@@ -163,11 +165,10 @@ def trace_trajectory(
     """A causal trace at every step at which an answer token is open.
 
     Args:
+        steps: which steps; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
+        canvas: "forced" or "free", what the corrupted run sees.
         trajectory: the clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal
             model of the prompt); by default with those of `denoise`.
-        steps: which steps; by default from the one that reveals the first answer token to the one that reveals the
-            last.
-        canvas: "forced" or "free", what the corrupted run sees.
 
     The other arguments are those of `causal_trace`.
 
@@ -179,27 +180,31 @@ def trace_trajectory(
     corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
     if canvas not in ("forced", "free"):
         raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each draw its own)")
-    chosen = check_steps(run, range(min(run.revealed_at), max(run.revealed_at) + 1) if steps is None else steps)
+    chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
     places = pick_indices("positions", positions, run.n_pos)
     blocks = pick_indices("layers", layers, model.cfg.n_layers)
+    if canvas == "free":
+        run.loop_rows(corrupt, max_bytes)
     own = run.corrupted(corrupt) if canvas == "free" else None
 
     grids, clean_scores, low_scores = [], [], []
     for step in tqdm(chosen, desc=f"trace {kind}", unit="step", disable=not progress):
-        clean = run.canvas(step)[None]
+        clean, asked = run.canvas(step)[None], run.answer(run.canvas(step)[None])
         low = clean.expand(corrupt.rows, -1) if own is None else own.canvases[step - own.first_step]
         runs = RestoredRuns(
             model,
-            clean=CanvasRun(run.seen(clean), run.answer(clean)),
-            corrupted=CanvasRun(run.seen(low), run.answer(low), corrupt.hooks(model, run.query)),
-            first=run.query.subject[0],
+            clean=CanvasRun(run.seen(clean), asked),
+            corrupted=CanvasRun(
+                run.seen(low), asked if own is None else run.answer(low), corrupt.hooks(model, run.query)
+            ),
+            touched=range(*run.query.subject),
             restoration=restoration,
             layers=blocks,
             max_bytes=max_bytes,
         )
-        by_draw = runs.grid(places)
-        reached = set(run.on_canvas(step))
-        by_draw[[place not in reached for place in places]] = torch.nan
+        held = [place for place in places if place in set(run.on_canvas(step))]
+        by_draw = torch.full((len(places), len(blocks), corrupt.rows, len(run.query.answer_tokens)), torch.nan)
+        by_draw[[place in held for place in places]] = runs.grid(held)
         grids.append(by_draw)
         clean_scores.append(runs.clean_scores[0].cpu())
         low_scores.append(runs.corrupted_scores.cpu())

@@ -184,6 +184,20 @@ def execute(
     return {"first_step": first_step, "forward_passes": run.predictor.passes, "seconds": seconds}
 
 
+def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` unless a run was made by this model; its weights may have been edited since."""
+    if record["model"] != model.cfg.model_name:
+        raise ValueError(
+            f"the trajectory was made by {record['model']!r} and cannot be taken up by {model.cfg.model_name!r}: its "
+            "tokens and steps mean nothing there. Load that model, or denoise the prompt anew"
+        )
+    if record["architecture"] != model.cfg.architecture.to_dict():
+        raise ValueError(
+            f"the trajectory was made by another {record['model']!r}, of another architecture: its tokens and steps "
+            "mean nothing here. Load the model it was made by, or denoise the prompt anew"
+        )
+
+
 def begin_again(
     model: DiffusionTransformer,
     *,
@@ -198,16 +212,7 @@ def begin_again(
     forced: bool,
 ) -> Run:
     """A recorded run at its first canvas, ready to be taken again; the arguments are those of a `Trajectory`."""
-    if record["model"] != model.cfg.model_name:
-        raise ValueError(
-            f"the trajectory was made by {record['model']!r} and cannot be replayed on {model.cfg.model_name!r}: its "
-            "tokens and steps mean nothing there. Load that model, or denoise the prompt anew"
-        )
-    if record["architecture"] != model.cfg.architecture.to_dict():
-        raise ValueError(
-            f"the trajectory was made by another {record['model']!r}, of another architecture: its tokens and steps "
-            "mean nothing here. Load the model it was made by, or denoise the prompt anew"
-        )
+    require_same_model(record, model)
     if record.get("remasked") and record["first_step"] and not forced:
         raise ValueError(
             "a run that masked tokens again does not keep how sure each step was of tokens since rewritten, which its "

@@ -1,5 +1,7 @@
 """Grids equal ROME's own tracer, and the laws of a trace hold."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -161,18 +163,68 @@ def test_mask_and_swap_are_the_canvas_with_other_tokens(either, two_tokens):
     torch.testing.assert_close(masked.scores, traced_by_hand([512] * 3), rtol=0, atol=1e-6)
 
 
-def test_a_hook_of_the_callers_acts_on_every_run(either, two_tokens):
+MIXED = (
+    "hook_embed",
+    "blocks.0.hook_resid_pre",
+    "blocks.1.hook_resid_mid",
+    "blocks.1.hook_resid_post",
+    "blocks.2.hook_attn_out",
+    "blocks.2.hook_resid_post",
+    "ln_final.hook_normalized",
+)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "options", [dict(), dict(severed="mlp"), dict(kind="mlp", window=2), dict(kind="attn", window=2)]
+)
+def test_a_hook_of_the_callers_acts_on_every_run(either, two_tokens, name, options):
     """One that mixes places, so that not even the causal model may leave places out."""
     model = either.model
 
     def mix(activation, hook):
         return activation + 0.5 * activation.flip(1)
 
-    with model.hooks(fwd_hooks=[("blocks.1.hook_attn_out", mix)]):
-        slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2)
-        trace = causal_trace(model, two_tokens, noise=0.5, samples=2)
+    with model.hooks(fwd_hooks=[(name, mix)]):
+        slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2, **options)
+        trace = causal_trace(model, two_tokens, noise=0.5, samples=2, **options)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
-    assert (causal_trace(model, two_tokens, noise=0.5, samples=2).scores - trace.scores).abs().max() > 1e-5
+    assert (causal_trace(model, two_tokens, noise=0.5, samples=2, **options).scores - trace.scores).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize(("subject", "answer"), [((5, 7), 3), ((0, 2), 8), ((6, 9), 4)])
+def test_a_subject_may_stand_behind_what_is_read(either, query, subject, answer):
+    model = either.model
+    row = answer - (either.kind == "ar")
+    token = int(model(query.tokens[None])[0, row].argmax())
+    asked = Query(query.tokens, subject, (answer,), (token,))
+    slow = slow_trace(model, asked, noise_by_hand(asked, model.cfg.d_model, 0.5, 2, 1), 2)
+    trace = causal_trace(model, asked, noise=0.5, samples=2)
+    torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
+
+
+def test_batches_keep_to_the_budget(either, query, monkeypatch):
+    """Rows of each pass, counted: all draws of one cell where no more fits, more where it does."""
+    model, rows = either.model, []
+    forward = type(model).forward
+
+    def counting(self, input, *args, **kwargs):
+        rows.append(len(input))
+        return forward(self, input, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", counting)
+    with pytest.raises(ValueError, match="max_bytes=1 is too little") as refused:
+        causal_trace(model, query, noise=0.5, samples=4, max_bytes=1)
+    kept, cell = (
+        int(number.replace(",", ""))
+        for number in re.findall(r"keep ([\d,]+) bytes.*takes ([\d,]+)", str(refused.value))[0]
+    )
+    widest = []
+    for cells in (1, 3):
+        rows.clear()
+        causal_trace(model, query, noise=0.5, samples=4, max_bytes=kept + cells * cell)
+        widest.append(max(rows))
+    assert widest == [4, 8 if either.kind == "ar" else 12]
 
 
 def test_patching_everything_is_the_clean_run(either, query):
@@ -291,6 +343,8 @@ def test_save_load_and_plot(tiny, tmp_path):
         (dict(positions=[0, 9]), r"positions=\[0, 9\]; .* 0 to 8"),
         (dict(layers=[-4]), r"layers=\[-4\]; .* 0 to 2"),
         (dict(layers=[]), r"layers=\[\]"),
+        (dict(layers=[0, -3]), "names one twice"),
+        (dict(positions=[3, 3]), "names one twice"),
     ],
 )
 def test_bad_settings(either, query, options, message):
@@ -328,3 +382,12 @@ def test_known_is_what_the_model_would_write(tiny):
 def test_noise_scale_needs_subjects(tiny):
     with pytest.raises(ValueError, match="no subjects"):
         noise_scale(tiny, [])
+    with pytest.raises(TypeError, match=r"\['Gustav'\] measures this one"):
+        noise_scale(tiny, "Gustav")
+
+
+def test_a_fact_is_laid_out(tiny):
+    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
+    assert torch.equal(
+        causal_trace(tiny, fact, noise=0.1).scores, causal_trace(tiny, fact.to_query(tiny), noise=0.1).scores
+    )

@@ -6,7 +6,7 @@ import torch
 
 from diffusion_lens.analysis import TemporalEffect, noise_scale, temporal_effect
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.step_hooks import at_steps
+from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.hook_names import resid_post
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
@@ -25,13 +25,18 @@ def run(tiny, query):
     return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
 
 
-def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run):
+@pytest.mark.parametrize(
+    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 1.5), ("tiny-ar", 0.0)], indirect=["tiny"]
+)
+def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scale):
     """Draw by draw and cell by cell: the whole loop under noise, one state put back at one step."""
+    if cfg_scale:
+        run = tiny.denoise(query.tokens[None], steps=3, cfg_scale=cfg_scale)
     noise, (start, stop), layer = noise_scale(tiny, [query]), query.subject, 0
     drawn = noise * np.random.RandomState(5).randn(4, stop - start, tiny.cfg.d_model)
     places = [start, query.answer_positions[0] - 1, query.answer_positions[0]]
     effect = temporal_effect(
-        tiny, query, run, noise=noise, samples=4, seed=5, steps=[0, 1], positions=places, layers=[layer]
+        tiny, query, trajectory=run, noise=noise, samples=4, seed=5, steps=[0, 1], positions=places, layers=[layer]
     )
     expected = torch.full((2, 3, len(query.answer_tokens), 4), torch.nan)
     for draw in range(4):
@@ -53,6 +58,7 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run):
                     return resid
 
                 hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
+                hooks = [(name, on_branch(hook, "conditional")) for name, hook in hooks]
                 ended = run.replay(tiny, canvas="free", fwd_hooks=hooks).tokens[0, list(query.answer_positions)]
                 expected[step, i, :, draw] = (ended == torch.tensor(query.answer_tokens)).float()
     torch.testing.assert_close(effect.token_scores[:, :, 0], expected.mean(3), rtol=0, atol=0, equal_nan=True)
@@ -62,18 +68,17 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run):
 
 
 def test_without_noise_every_branch_ends_with_the_answer(tiny, query, run):
-    effect = temporal_effect(tiny, query, run, noise=0.0, samples=1, layers=[1], steps=[0])
+    effect = temporal_effect(tiny, query, trajectory=run, noise=0.0, samples=1, layers=[1], steps=[0])
     assert effect.corrupted == 1
     assert set(effect.scores.nan_to_num(nan=1.0).flatten().tolist()) == {1.0}
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_with_one_step_all_that_is_read_restored_is_the_clean_text(tiny, query):
     """On one step a branch is the whole run: restoring the read place after the last block brings its token back."""
-    if not tiny.cfg.mask_token_id:
-        return
     run, place = tiny.denoise(query.tokens[None], steps=1), query.answer_positions[2]
     effect = temporal_effect(
-        tiny, query, run, noise=noise_scale(tiny, [query]), samples=5, positions=[place], layers=[-1]
+        tiny, query, trajectory=run, noise=noise_scale(tiny, [query]), samples=5, positions=[place], layers=[-1]
     )
     assert effect.token_scores[0, 0, 0, 2] == 1
     assert effect.token_scores[0, 0, 0].min() < 1
@@ -81,8 +86,20 @@ def test_with_one_step_all_that_is_read_restored_is_the_clean_text(tiny, query):
 
 def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path):
     settings = dict(noise=0.3, samples=2, steps=[0], layers=[0], kind="mlp", window=2)
-    wide = temporal_effect(tiny, query, run, **settings)
-    narrow = temporal_effect(tiny, query, run, **settings, max_bytes=1)
+    widest = []
+
+    def count(tokens, hook):
+        widest[-1] = max(widest[-1], len(tokens))
+
+    def counted(**options):
+        widest.append(0)
+        with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", count)]):
+            return temporal_effect(tiny, query, trajectory=run, **settings, **options)
+
+    wide, narrow = counted(), counted(max_bytes=2_500_000)
+    assert widest[0] > widest[1] >= 2
+    with pytest.raises(ValueError, match="max_bytes=1 is too little: 2 draws"):
+        temporal_effect(tiny, query, trajectory=run, **settings, max_bytes=1)
     torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=0, equal_nan=True)
     again = TemporalEffect.load(wide.save(tmp_path / "effect.safetensors"))
     torch.testing.assert_close(again.scores, wide.scores, rtol=0, atol=0, equal_nan=True)
@@ -97,4 +114,4 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
 
 def test_steps_after_the_answer_are_refused(tiny, query, run):
     with pytest.raises(ValueError, match=r"steps=\[99\]"):
-        temporal_effect(tiny, query, run, noise=0.1, steps=[99])
+        temporal_effect(tiny, query, trajectory=run, noise=0.1, steps=[99])

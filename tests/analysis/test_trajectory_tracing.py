@@ -1,5 +1,7 @@
 """A trace at a step is a trace of that step's canvas; forced and free, under guidance, on both models of the pair."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from diffusion_lens import Query
 from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
 from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.hook_names import resid_post
 
@@ -42,7 +45,7 @@ def asked_at(tiny, query, run, step):
 
 
 def test_by_default_from_the_first_answer_token_revealed_to_the_last(tiny, query, run, noise):
-    trace = trace_trajectory(tiny, query, run, **noise)
+    trace = trace_trajectory(tiny, query, trajectory=run, **noise)
     revealed = run.revealed_at[0, list(query.answer_positions)].tolist()
     assert trace.known
     assert trace.steps == list(range(min(revealed), max(revealed) + 1))
@@ -52,7 +55,7 @@ def test_by_default_from_the_first_answer_token_revealed_to_the_last(tiny, query
 
 @pytest.mark.parametrize("options", [dict(), dict(kind="mlp", window=2), dict(severed="attn")])
 def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise, options):
-    trace = trace_trajectory(tiny, query, run, **noise, **options)
+    trace = trace_trajectory(tiny, query, trajectory=run, **noise, **options)
     for i, step in enumerate(trace.steps):
         still_open, posed = asked_at(tiny, query, run, step)
         alone = causal_trace(tiny, posed, **noise, **options)
@@ -72,20 +75,25 @@ def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise
 def test_chained_is_the_product_over_the_steps_that_commit(tiny, query, run, noise):
     """Draw by draw: with one draw the mean of products is the product."""
     noise["samples"] = 1
-    trace = trace_trajectory(tiny, query, run, **noise)
+    trace = trace_trajectory(tiny, query, trajectory=run, **noise)
     expected = torch.ones(trace.scores.shape[1:])
     for token, step in enumerate(trace.revealed_at):
         i = trace.steps.index(step)
         expected *= trace.token_scores[i, ..., token].nan_to_num(nan=trace.corrupted_token_scores[i, token].item())
     torch.testing.assert_close(trace.chained, expected, rtol=1e-5, atol=1e-7)
-    assert trace_trajectory(tiny, query, run, steps=trace.steps[:1], **noise).chained is None
+    assert trace_trajectory(tiny, query, trajectory=run, steps=trace.steps[:1], **noise).chained is None
 
 
-def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise):
+@pytest.mark.parametrize(
+    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
+)
+def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise, cfg_scale):
     """The slow way: each draw's own loop under noise, then one cell at each step by ordinary hooks, read by hand."""
+    if cfg_scale:
+        run = tiny.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale)
     layer, place, (start, stop) = 1, query.answer_positions[0] - 1, query.subject
     drawn = noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)
-    trace = trace_trajectory(tiny, query, run, canvas="free", **noise)
+    trace = trace_trajectory(tiny, query, trajectory=run, canvas="free", **noise)
     expected = torch.zeros(len(trace.steps), 3)
     for draw in range(3):
 
@@ -94,7 +102,7 @@ def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise):
             embedding[:, start:stop] += torch.from_numpy(drawn[draw]).float()
             return embedding
 
-        own = run.replay(tiny, canvas="free", fwd_hooks=[("hook_embed", corrupt)])
+        own = run.replay(tiny, canvas="free", fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
         for i, step in enumerate(trace.steps):
             shown = asked_at(tiny, query, run, step)[1].tokens
             _, clean = tiny.run_with_cache(shown[None])
@@ -107,7 +115,9 @@ def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise):
                 return resid
 
             hooks = [("hook_embed", corrupt), (resid_post(layer), put_back)]
-            probabilities = tiny.run_with_hooks(canvas[None], fwd_hooks=hooks)[0].softmax(-1)
+            logits = tiny.run_with_hooks(canvas[None], fwd_hooks=hooks)[0]
+            unprompted = tiny(canvas.masked_fill(run.given[0], tiny.cfg.mask_token_id or 0)[None])[0]
+            probabilities = (unprompted + (1 + cfg_scale) * (logits - unprompted)).softmax(-1)
             expected[i, draw] = 1
             for at, token in zip(query.answer_positions, query.answer_tokens, strict=True):
                 held, row = own.canvases[step, 0, at].item(), int(tiny.readout.rows(torch.tensor(at)))
@@ -115,35 +125,34 @@ def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise):
                 expected[i, draw] *= probabilities[row, token].item() if blank else float(held == token)
     torch.testing.assert_close(trace.scores[:, place, layer], expected.mean(1), rtol=0, atol=1e-5)
     assert trace.chained is None
+    assert len(set(own.tokens[0].tolist()) ^ set(run.tokens[0].tolist())) > 0
 
 
 def test_without_noise_free_is_forced_and_has_no_effect(tiny, query, run):
     quiet = dict(noise=0.0, samples=2)
-    forced = trace_trajectory(tiny, query, run, **quiet)
-    free = trace_trajectory(tiny, query, run, canvas="free", **quiet)
+    forced = trace_trajectory(tiny, query, trajectory=run, **quiet)
+    free = trace_trajectory(tiny, query, trajectory=run, canvas="free", **quiet)
     for trace in (forced, free):
         assert trace.indirect_effect.nan_to_num().abs().max() < 1e-5
         torch.testing.assert_close(trace.clean, trace.corrupted, rtol=0, atol=1e-5)
     torch.testing.assert_close(free.scores, forced.scores, rtol=0, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_under_guidance_the_clean_scores_are_the_loops_own(tiny, query, noise):
     """The probability of each token at the step that revealed it is the confidence that the loop recorded."""
-    if not tiny.cfg.mask_token_id:
-        return
     guided = tiny.denoise(query.tokens[None], steps=5, cfg_scale=0.8)
-    trace = trace_trajectory(tiny, query, guided, **noise)
+    trace = trace_trajectory(tiny, query, trajectory=guided, **noise)
     assert trace.known
     for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
         score = trace.clean_token_scores[trace.steps.index(step), token].item()
         assert score == pytest.approx(guided.confidence[0, place].item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 @pytest.mark.parametrize("cfg_scale", [0.0, 0.8])
 def test_forced_corruption_is_a_forced_replay_under_the_same_noise(tiny, query, noise, cfg_scale):
     """Noise in the conditional branch, on the recorded canvases: what `replay` reports of each token it reveals."""
-    if not tiny.cfg.mask_token_id:
-        return
     run, (start, stop) = tiny.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale), query.subject
     drawn = torch.from_numpy(noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)).float()
 
@@ -153,10 +162,29 @@ def test_forced_corruption_is_a_forced_replay_under_the_same_noise(tiny, query, 
         return embedding
 
     replayed = run.repeat(3).replay(tiny, fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
-    trace = trace_trajectory(tiny, query, run, **noise)
+    trace = trace_trajectory(tiny, query, trajectory=run, **noise)
     for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
         score = trace.corrupted_token_scores[trace.steps.index(step), token].item()
         assert score == pytest.approx(replayed.confidence[:, place].mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_steps_begin_where_an_answer_token_is_first_unmasked_even_if_it_is_masked_again(tiny, query):
+    run = tiny.denoise(query.tokens[None], steps=8, sampler=ReMDM(strategy="cap", eta=0.5), seed=1)
+    places = list(query.answer_positions)
+    shown = [i for i in range(8) if (run.canvases[i + 1, 0, places] != tiny.cfg.mask_token_id).any()]
+    revealed = run.revealed_at[0, places]
+    assert shown[0] < revealed.min()
+    trace = trace_trajectory(tiny, query, trajectory=run, noise=0.1, samples=1, layers=[0], positions=[0])
+    assert trace.steps == list(range(shown[0], int(revealed.max()) + 1))
+
+
+def test_a_branch_is_traced_from_its_own_first_step(tiny, query, run):
+    whole = trace_trajectory(tiny, query, trajectory=run, noise=0.1, samples=1, layers=[0])
+    branch = trace_trajectory(tiny, query, trajectory=run.from_step(2), noise=0.1, samples=1, layers=[0])
+    kept = [i for i, step in enumerate(whole.steps) if step >= 2]
+    assert branch.steps == [whole.steps[i] for i in kept]
+    torch.testing.assert_close(branch.scores, whole.scores[kept], rtol=0, atol=1e-6, equal_nan=True)
 
 
 def test_a_fact_is_enough(tiny):
@@ -167,7 +195,7 @@ def test_a_fact_is_enough(tiny):
 
 
 def test_save_and_load(tiny, query, run, noise, tmp_path):
-    trace = trace_trajectory(tiny, query, run, **noise, layers=[0, 2])
+    trace = trace_trajectory(tiny, query, trajectory=run, **noise, layers=[0, 2])
     again = TrajectoryTrace.load(trace.save(tmp_path / "trace.safetensors"))
     for name, value in vars(trace).items():
         if isinstance(value, torch.Tensor):
@@ -177,7 +205,7 @@ def test_save_and_load(tiny, query, run, noise, tmp_path):
 
 
 def test_the_page_and_the_pictures_carry_the_scores(tiny, query, run, noise):
-    trace = trace_trajectory(tiny, query, run, **noise, kind="mlp", window=2)
+    trace = trace_trajectory(tiny, query, trajectory=run, **noise, kind="mlp", window=2)
     page = trace.page()
     assert [frame.name for frame in page.frames] == [str(step) for step in trace.steps]
     shown = torch.tensor(np.array(page.frames[1].data[0].z, dtype=float)).float()
@@ -189,7 +217,7 @@ def test_the_page_and_the_pictures_carry_the_scores(tiny, query, run, noise):
 def test_bad_settings(tiny, query, run, noise):
     def refused(message, trajectory=run, **options):
         with pytest.raises(ValueError, match=message):
-            trace_trajectory(tiny, query, trajectory, **{**noise, **options})
+            trace_trajectory(tiny, query, trajectory=trajectory, **{**noise, **options})
 
     refused("canvas='loose'", canvas="loose")
     refused(r"steps=\[5\]", steps=[5])
@@ -198,11 +226,24 @@ def test_bad_settings(tiny, query, run, noise):
     changed = query.tokens.clone()
     changed[0] = 7
     with pytest.raises(ValueError, match="another prompt"):
-        trace_trajectory(tiny, Query(changed, query.subject, query.answer_positions, query.answer_tokens), run, **noise)
+        trace_trajectory(
+            tiny, Query(changed, query.subject, query.answer_positions, query.answer_tokens), trajectory=run, **noise
+        )
+    longer = torch.cat([query.tokens, query.tokens])
     with pytest.raises(ValueError, match="does not write the answer's places"):
-        trace_trajectory(tiny, Query(query.tokens, query.subject, (0,), (5,)), run, **noise)
+        trace_trajectory(tiny, Query(longer, query.subject, (14,), (5,)), trajectory=run, **noise)
+    refused("names one twice", steps=[1, 1])
+    refused("another prompt", trajectory=tiny.denoise(query.tokens[None, :1], length=14))
+    refused("max_bytes=1 is too little", max_bytes=1, canvas="free")
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), query.tokens[None, : query.answer_positions[0]]], dim=1)
+    real = torch.arange(padded.shape[1])[None] >= 2
+    refused("with padding", trajectory=tiny.denoise(padded, max_new_tokens=5, attention_mask=real))
+    record = {**run.record, "model": "another"}
+    refused("made by 'another'", trajectory=replace(run, record=record))
+    with pytest.raises(ValueError, match="has no answer"):
+        trace_trajectory(tiny, Query(query.tokens, query.subject, (), ()), **noise)
     with pytest.raises(KeyError, match="step 77 was not traced"):
-        trace_trajectory(tiny, query, run, **noise, layers=[0]).at_step(77)
+        trace_trajectory(tiny, query, trajectory=run, **noise, layers=[0]).at_step(77)
 
 
 def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
@@ -210,7 +251,9 @@ def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
     place = query.answer_positions[0]
     step = int(run.revealed_at[0, place])
     row = int(tiny.readout.rows(torch.tensor(place)))
-    trace = trace_trajectory(tiny, query, run, noise=0.4, samples=1, steps=[step], positions=[row], layers=[-1])
+    trace = trace_trajectory(
+        tiny, query, trajectory=run, noise=0.4, samples=1, steps=[step], positions=[row], layers=[-1]
+    )
     drawn = torch.from_numpy(
         0.4 * np.random.RandomState(1).randn(1, query.subject[1] - query.subject[0], tiny.cfg.d_model)
     )
