@@ -72,6 +72,19 @@ def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
     return {name: tensor.clone() for name, tensor in tensors.items()}, record
 
 
+def save_fields(path: str | Path, kind: str, result: Any) -> Path:
+    """Write a dataclass in one atomic file: its tensors as tensors, all else in the record."""
+    tensors = {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
+    record = {name: value for name, value in vars(result).items() if name not in tensors}
+    return save_result(path, kind, {name: tensor.contiguous() for name, tensor in tensors.items()}, record)
+
+
+def load_fields(path: str | Path, kind: str) -> dict[str, Any]:
+    """The fields that `save_fields` wrote; pairs and other tuples come back as lists."""
+    tensors, record = load_result(path, kind)
+    return {**tensors, **record}
+
+
 def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `load_result`, but the tensors stay on disk until they are used (memory-mapped)."""
     source = Path(path)

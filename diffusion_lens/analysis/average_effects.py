@@ -39,7 +39,7 @@ from diffusion_lens.analysis.restoration import Restoration
 from diffusion_lens.analysis.token_roles import mean_by_role, pick_roles
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +94,24 @@ class AverageEffect:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        record = {name: value for name, value in vars(self).items() if name not in tensors}
-        return save_result(path, "average effect", tensors, record)
+        return save_fields(path, "average effect", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "AverageEffect":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "average effect")
-        fields: dict[str, Any] = {**tensors, **record}
+        fields = load_fields(path, "average effect")
         return cls(**fields)
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes."""
+        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
+
+        Raises:
+            ValueError: no fact is known.
+        """
+        if not self.ids:
+            raise ValueError(
+                f"there is no average to draw: {self.record['model']} knows none of the {len(self.unknown)} facts asked"
+            )
         title = title or f"{self.record['model']}: {len(self.ids)} facts, average total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)
         return plots.effect_curves(

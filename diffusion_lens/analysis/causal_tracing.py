@@ -25,7 +25,7 @@ from diffusion_lens.analysis.restoration import Restoration
 from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,23 +72,28 @@ class CausalTrace:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        record = {name: value for name, value in vars(self).items() if name not in tensors}
-        return save_result(path, "causal trace", tensors, record)
+        return save_fields(path, "causal trace", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "CausalTrace":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "causal trace")
-        fields: dict[str, Any] = {**tensors, **record, "subject": tuple(record["subject"])}
-        return cls(**fields)
+        fields = load_fields(path, "causal trace")
+        return cls(**{**fields, "subject": tuple(fields["subject"])})
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """ROME's heat map: tokens down, the subject's starred, layers across. Returns the matplotlib axes.
 
         Args:
             limits: probabilities at the ends of the colour scale; by default from corrupted to the highest score.
+
+        Raises:
+            ValueError: a trace without cells, of a fact that the model does not know.
         """
+        if not self.positions:
+            raise ValueError(
+                "this trace has no cells: the fact was set aside, since the model does not know it "
+                f"(p(answer) = {self.clean:.2g} in the clean run)"
+            )
         return plots.heat_map(
             self.scores,
             str_tokens=self.str_tokens,

@@ -14,6 +14,7 @@ from diffusion_lens.analysis.restoration import Restoration
 from diffusion_lens.analysis.token_roles import token_roles
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import provenance
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class FactTracer:
         The grid of a fact that the model does not know has no row: of it there is the clean run only.
         """
         roles = token_roles(query)
-        trace = clean_run(model, query, self.layers)
+        trace = clean_run(model, query, self.restoration, self.layers)
         if trace.known:
             places = [place for place, role in enumerate(roles) if role in self.roles]
             trace = causal_trace(
@@ -95,7 +96,9 @@ class FactTracer:
 
 
 @torch.no_grad()
-def clean_run(model: DiffusionTransformer, query: Query, layers: Sequence[int]) -> CausalTrace:
+def clean_run(
+    model: DiffusionTransformer, query: Query, restoration: Restoration, layers: Sequence[int]
+) -> CausalTrace:
     """A trace without rows, from one pass over one row: enough to tell whether the model knows the answer."""
     answer = Answer.of(model, query)
     logits = model(query.tokens.to(model.cfg.device)[None], logits_at=answer.rows)
@@ -112,5 +115,5 @@ def clean_run(model: DiffusionTransformer, query: Query, layers: Sequence[int]) 
         subject=query.subject,
         positions=[],
         layers=list(layers),
-        record={"answer": model.words(query.answer_tokens)},
+        record={**restoration.describe(), "answer": model.words(query.answer_tokens), **provenance(model, model.cfg)},
     )

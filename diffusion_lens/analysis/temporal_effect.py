@@ -28,7 +28,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.interventions import restore
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +67,13 @@ class TemporalEffect:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        tensors = {"scores": self.scores, "token_scores": self.token_scores}
-        record = {name: value for name, value in vars(self).items() if name not in tensors}
-        return save_result(path, "temporal effect", tensors, record)
+        return save_fields(path, "temporal effect", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "TemporalEffect":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "temporal effect")
-        fields: dict[str, Any] = {**tensors, **record, "subject": tuple(record["subject"])}
-        return cls(**fields)
+        fields = load_fields(path, "temporal effect")
+        return cls(**{**fields, "subject": tuple(fields["subject"])})
 
 
 @torch.no_grad()

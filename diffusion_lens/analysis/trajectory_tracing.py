@@ -32,7 +32,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,16 +129,13 @@ class TrajectoryTrace:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        record = {name: value for name, value in vars(self).items() if name not in tensors}
-        return save_result(path, "trajectory trace", tensors, record)
+        return save_fields(path, "trajectory trace", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "TrajectoryTrace":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "trajectory trace")
-        fields: dict[str, Any] = {**tensors, **record, "subject": tuple(record["subject"])}
-        return cls(**fields)
+        fields = load_fields(path, "trajectory trace")
+        return cls(**{**fields, "subject": tuple(fields["subject"])})
 
 
 @torch.no_grad()

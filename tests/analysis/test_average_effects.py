@@ -94,7 +94,7 @@ def test_averages_leave_out_facts_without_such_a_token(whole):
     assert ends == whole.ate_interval()
 
 
-def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, whole, monkeypatch):
+def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, whole, monkeypatch, tmp_path):
     assert list(whole.unknown) == ["untrue"]
     assert whole.ids == [fact.id for fact in TOLD]
     query = UNTRUE.to_query(tiny, answer_places=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
@@ -102,8 +102,15 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
     probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
     assert whole.unknown["untrue"] == pytest.approx(probability, rel=1e-4)
     calls = count_traces(monkeypatch)
-    none_known = average_indirect_effect(tiny, [UNTRUE], **QUICK)
+    none_known = average_indirect_effect(tiny, [UNTRUE], **QUICK, out=tmp_path)
     assert not calls
+    with pytest.raises(ValueError, match="knows none of the 1 facts"):
+        none_known.plot()
+    (file,) = tmp_path.glob("untrue.*.safetensors")
+    set_aside = CausalTrace.load(file)
+    assert {"kind", "weights_sha256", "model", "fact"} <= set(set_aside.record)
+    with pytest.raises(ValueError, match="set aside, since the model does not know it"):
+        set_aside.plot()
     assert none_known.effects.shape == (0, 9, 2)
     assert np.isnan(none_known.ate)
     assert none_known.aie_interval()[0].isnan().all()
