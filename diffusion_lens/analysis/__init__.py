@@ -4,21 +4,39 @@ from diffusion_lens.analysis.average_effects import AverageEffect, average_indir
 from diffusion_lens.analysis.causal_tracing import CausalTrace, causal_trace, noise_scale
 from diffusion_lens.analysis.patch_result import PatchGrid
 from diffusion_lens.analysis.patching import answer_probability, patch_grid
+from diffusion_lens.analysis.rome import (
+    KeyResult,
+    RankOneEdit,
+    SecondMoment,
+    ValueResult,
+    compute_key,
+    edit_success,
+    optimize_value,
+    second_moment,
+)
 from diffusion_lens.analysis.temporal_effect import TemporalEffect, temporal_effect
 from diffusion_lens.analysis.trajectory_tracing import TrajectoryTrace, trace_trajectory
 
 __all__ = [
     "AverageEffect",
     "CausalTrace",
+    "KeyResult",
     "PatchGrid",
+    "RankOneEdit",
+    "SecondMoment",
     "TemporalEffect",
     "TrajectoryTrace",
+    "ValueResult",
     "answer_probability",
     "average_indirect_effect",
     "causal_trace",
+    "compute_key",
+    "edit_success",
     "merge",
     "noise_scale",
+    "optimize_value",
     "patch_grid",
+    "second_moment",
     "temporal_effect",
     "trace_trajectory",
 ]

@@ -49,6 +49,13 @@ class Answer:
             raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
         device = model.cfg.device
         rows = model.readout.rows(torch.tensor(query.answer_positions, device=device))
+        if unread := [
+            place for place, row in zip(query.answer_positions, rows, strict=True) if row >= len(query.tokens)
+        ]:
+            raise ValueError(
+                f"the answer positions {unread} are outside the {len(query.tokens)} places of the canvas: "
+                f"{model.cfg.model_name!r} has no row there that predicts them"
+            )
         return cls(torch.tensor(query.answer_tokens, device=device), rows)
 
     def probabilities(

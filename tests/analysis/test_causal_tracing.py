@@ -363,6 +363,12 @@ def test_an_answer_that_cannot_be_written(either, query, position, token):
         causal_trace(either.model, Query(query.tokens, query.subject, (position,), (token,)), noise=0.5)
 
 
+def test_an_answer_behind_the_canvas_is_not_read(either, query):
+    behind = 9 if either.kind == "mdm" else 10
+    with pytest.raises(ValueError, match=rf"answer positions \[{behind}\] are outside the 9 places"):
+        causal_trace(either.model, Query(query.tokens, query.subject, (behind,), (3,)), noise=0.5)
+
+
 def test_nothing_precedes_the_first_place_of_a_causal_model(either, query):
     first = Query(query.tokens, query.subject, (0,), (3,))
     if either.kind == "mdm":

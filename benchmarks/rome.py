@@ -1,0 +1,176 @@
+"""The search for v* against the plain procedure, in turn in one process, at equal losses.
+
+The plain procedure is ROME's: in every iteration the whole network, with the logits of the full vocabulary at every
+place. Layer 4 of 12, d=512, vocabulary 32000, three prompts and the essence, 20 iterations. Then many facts together
+against the same facts one by one, in facts a minute.
+
+    python benchmarks/rome.py [--rounds 3] [--threads 2]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
+from diffusion_lens.analysis.rome import ValueResult, ValueSettings, optimize_value, optimize_values
+from weight_conversion import Architecture
+
+LAYER, N_FACTS = 4, 4
+PREFIXES, PROMPT, SUBJECT, OBJECT = (0, 5, 10), 10, (2, 5), 3  # tokens before the prompt, of it, of its parts
+SETTINGS = ValueSettings(stop_below=0.0)  # all iterations, whatever the loss
+Fact = tuple[list[Query], Query]  # a request and its essence
+
+
+def build(masked: bool) -> HookedDiffusionTransformer:
+    """12 layers, d=512, vocabulary 32000, random weights."""
+    architecture = Architecture(
+        family="lit_gpt",
+        name="benchmark",
+        n_layers=12,
+        d_model=512,
+        n_heads=8,
+        n_key_value_heads=8,
+        d_head=64,
+        d_mlp=2048,
+        d_vocab=32000 + masked,
+        d_vocab_out=32000,
+        n_ctx=2048,
+        attention_dir="bidirectional" if masked else "causal",
+        readout="in_place" if masked else "shifted",
+        mask_token_id=32000 if masked else None,
+    )
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+
+
+def draw(model: HookedDiffusionTransformer, seed: int) -> Fact:
+    """A request of three prompts, and its essence."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(32000, (100,), generator=generator)
+    prompt, answer, before = drawn[:PROMPT], drawn[PROMPT : PROMPT + OBJECT], drawn[PROMPT + OBJECT :]
+    mask = model.cfg.mask_token_id
+    canvas = answer[:-1] if mask is None else torch.full((OBJECT,), mask)
+    queries = []
+    for n in PREFIXES:
+        places = range(n + PROMPT, n + PROMPT + OBJECT)
+        tokens = torch.cat([before[:n], prompt, canvas])
+        queries.append(Query(tokens, (n + SUBJECT[0], n + SUBJECT[1]), tuple(places), tuple(answer.tolist())))
+    ending = [7, 8] if mask is None else [7, 8, mask]
+    subject = prompt[slice(*SUBJECT)]
+    return queries, Query(torch.cat([subject, torch.tensor(ending)]), (0, len(subject)), (), ())
+
+
+def plain_search(
+    model: HookedDiffusionTransformer, queries: Sequence[Query], essence: Query, layer: int, settings: ValueSettings
+) -> tuple[Tensor, Tensor]:
+    """ROME's `compute_v`: losses [iteration 4] and v*."""
+    canvases = [*queries, essence]
+    tokens = torch.nn.utils.rnn.pad_sequence([canvas.tokens for canvas in canvases], batch_first=True)
+    real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(canvas.tokens)) for canvas in canvases], batch_first=True)
+    lookups = [canvas.subject[1] - 1 for canvas in canvases]
+    shift = int(model.cfg.readout == "shifted")
+    last = len(essence.tokens) - 1
+    delta = torch.zeros(model.cfg.d_model, requires_grad=True)
+    initial: list[Tensor] = []
+    held: list[Tensor] = []
+
+    def edit(out: Tensor, hook: Any) -> Tensor:
+        if not initial:
+            initial.append(out[0, lookups[0]].detach().clone())
+        moved = out.clone()
+        for row, place in enumerate(lookups):
+            moved[row, place] = moved[row, place] + delta
+        return moved
+
+    targets = torch.full(tokens.shape, -100)
+    for row, query in enumerate(queries):
+        targets[row, [place - shift for place in query.answer_positions]] = torch.tensor(query.answer_tokens)
+    asked = (targets != -100).float()
+    model.requires_grad_(False)
+    optimizer = torch.optim.Adam([delta], lr=settings.lr)
+    losses = []
+    for iteration in range(settings.steps):
+        optimizer.zero_grad()
+        logits = model.run_with_hooks(tokens, attention_mask=real, fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", edit)])
+        log_probs = torch.log_softmax(logits, dim=-1)
+        said = log_probs.gather(2, targets.clamp(min=0)[..., None])[..., 0] * asked
+        nll = -(said.sum(1)[: len(queries)] / len(queries[0].answer_tokens)).mean()
+        held.append(torch.log_softmax(logits[-1, last], dim=-1))
+        kl = settings.kl_factor * (held[-1].exp() * (held[-1] - held[0].detach())).sum()
+        decay = settings.weight_decay * delta.norm() / initial[0].norm() ** 2
+        total = nll + kl + decay
+        losses.append(torch.stack([total, nll, kl, decay]).detach())
+        if total < settings.stop_below or iteration == settings.steps - 1:
+            break
+        total.backward()
+        optimizer.step()
+        radius = settings.clamp_norm_factor * initial[0].norm()
+        with torch.no_grad():
+            if delta.norm() > radius:
+                delta.mul_(radius / delta.norm())
+    model.requires_grad_(True)
+    return torch.stack(losses), initial[0] + delta.detach()
+
+
+def one_by_one(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> list[ValueResult]:
+    """Each fact in a search of its own."""
+    return [optimize_value(model, request, LAYER, essence=held, **asdict(SETTINGS)) for request, held in facts]
+
+
+def all_at_once(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> list[ValueResult]:
+    """All facts in one search."""
+    requests, essences = zip(*facts, strict=True)
+    return optimize_values(model, requests, LAYER, essences=essences, settings=SETTINGS)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time of one run."""
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def compare(name: str, ours: Callable[[], Any], other: Callable[[], Any], rounds: int, n_facts: int = 1) -> float:
+    """Print medians, facts a minute and the median of the paired ratios other/ours."""
+    pairs = [(seconds(ours), seconds(other)) for _ in range(rounds)]
+    own, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(b / a for a, b in pairs)
+    speeds = f"{60 * n_facts / own:5.1f} and {60 * n_facts / theirs:5.1f} facts/min"
+    print(f"{name:40} {own:6.2f} s {theirs:6.2f} s   {speeds}   ratio {ratio:.2f}")
+    return ratio
+
+
+def main(rounds: int = 3, threads: int | None = None) -> dict[str, float]:
+    """Measure; returns the ratio of each line."""
+    if threads:
+        torch.set_num_threads(threads)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} rounds in turn")
+    print("columns: ours, the other\n")
+    ratios = {}
+    for kind in ("diffusion", "twin"):
+        model = build(masked=kind == "diffusion")
+        facts = [draw(model, seed) for seed in range(N_FACTS)]
+        alone = partial(one_by_one, model, facts[:1])
+        plain = partial(plain_search, model, *facts[0], LAYER, SETTINGS)
+        error = (alone()[0].losses - plain()[0]).abs().max().item()
+        name = f"{kind}: v* / plain procedure"
+        ratios[name] = compare(name, alone, plain, rounds)
+        print(f"{'':40} losses differ by at most {error:.1e}")
+        name = f"{kind}: {N_FACTS} facts together / one by one"
+        together = partial(all_at_once, model, facts)
+        ratios[name] = compare(name, together, partial(one_by_one, model, facts), rounds, N_FACTS)
+    return ratios
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None)
+    arguments = parser.parse_args()
+    main(arguments.rounds, arguments.threads)

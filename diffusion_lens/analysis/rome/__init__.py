@@ -1,0 +1,27 @@
+"""ROME (Meng et al. 2022, arXiv 2202.05262): keys, values and rank-one edits of facts, on either variant."""
+
+from diffusion_lens.analysis.rome.covariance import SecondMoment, second_moment
+from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.keys import KeyResult, compute_key, compute_keys
+from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, sample_prefixes
+from diffusion_lens.analysis.rome.search import ValueSettings
+from diffusion_lens.analysis.rome.success import EditReport, Probe, edit_success
+from diffusion_lens.analysis.rome.values import ValueResult, optimize_value, optimize_values
+
+__all__ = [
+    "EditReport",
+    "KeyResult",
+    "Probe",
+    "RankOneEdit",
+    "SecondMoment",
+    "ValueResult",
+    "ValueSettings",
+    "ask_with_prefixes",
+    "compute_key",
+    "compute_keys",
+    "edit_success",
+    "optimize_value",
+    "optimize_values",
+    "sample_prefixes",
+    "second_moment",
+]

@@ -1,0 +1,222 @@
+"""The second moment of keys, C = E[k kᵀ], which tells an edit what else a memory holds.
+
+ROME's edit changes W along (C⁻¹ k*)ᵀ: of all changes that give k* its new value, the one that moves the answers to the
+keys of the corpus least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix A).
+
+Keys are taken at every real place of a corpus. A masked diffusion model is shown it as in training: each text draws
+t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps (`training.objectives.hide`), so
+that keys of masked and of unmasked places enter in the proportion in which the model met them. Noise belongs to the
+text: text i draws with `seed + i`, whatever its batch.
+
+Keys of one text resemble one another, so texts are the independent units of the error. With S_t = Σ k kᵀ over the m_t
+keys of text t, of T texts and n keys,
+
+    E ‖C_n − C‖²  ≈  T / (T − 1) · (Σ_t ‖S_t‖² − Σ_t m_t² ‖C_n‖²) / n²      (Frobenius norms)
+
+which falls as 1/n.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens.analysis.rome.keys import keys_everywhere
+from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts, check_layer
+from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.training.objectives import hide
+
+RIDGE = 1e-4  # of the mean of C's diagonal
+_SINGULAR = 1e-12  # smallest pivot of a C that counts as regular, by the largest
+
+Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
+
+
+@dataclass(frozen=True, eq=False)
+class SecondMoment:
+    """C over a corpus, finished or on its way.
+
+    Attributes:
+        total: Float[d_mlp d_mlp], Σ k kᵀ.
+        count: keys so far.
+        texts: texts so far.
+        text_squares: Σ ‖S_t‖² over them, for the error.
+        count_squares: Σ m_t² over them.
+        layer: the block whose MLP the keys enter.
+        record: content key, corpus' hash and size, seed, model, weights' hash, versions.
+    """
+
+    total: Float[Tensor, "d_mlp d_mlp"]
+    count: int
+    texts: int
+    text_squares: float
+    count_squares: int
+    layer: int
+    record: dict[str, Any]
+
+    @property
+    def matrix(self) -> Float[Tensor, "d_mlp d_mlp"]:
+        """C."""
+        return self.total / self.count
+
+    def relative_error(self, count: int | None = None) -> float:
+        """Expected ‖C_n − C‖ / ‖C‖ for a sample of `count` keys, by default of this one; NaN from a single text."""
+        if self.texts < 2:
+            return math.nan
+        square = float(self.matrix.square().sum())
+        spread = max(0.0, self.text_squares - self.count_squares * square) * self.texts / (self.texts - 1)
+        return math.sqrt(spread / square / self.count / (count or self.count))
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        record = {name: value for name, value in vars(self).items() if name != "total"}
+        return save_result(path, "second moment", {"total": self.total}, record)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "SecondMoment":
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, "second moment")
+        fields: dict[str, Any] = {**tensors, **record}
+        return cls(**fields)
+
+
+@torch.no_grad()
+def second_moment(
+    model: DiffusionTransformer,
+    corpus: Corpus,
+    layer: int,
+    *,
+    folder: str | Path | None = None,
+    seed: int = 0,
+    batch_size: int = 16,
+    save_every: int = 64,
+    progress: bool = False,
+) -> SecondMoment:
+    """C of one layer over a corpus.
+
+    Args:
+        corpus: texts (cut at the context's length), rows of tokens, or Int[batch pos]. Padding has no place in it.
+        folder: keep the result there, under a name made of the weights, layer, corpus and seed. What is there already
+            is read, or gone on with.
+        seed: of the noise that hides tokens from a masked diffusion model.
+        batch_size: texts per forward pass.
+        save_every: batches between two states on disk.
+
+    Raises:
+        ValueError: a layer out of range, an empty corpus, tokens that are not clean text.
+    """
+    check_layer(layer, model.cfg.n_layers)
+    check_counts(batch_size=batch_size, save_every=save_every)
+    rows = _rows(model, corpus)
+    record = _describe(model, rows, layer, seed)
+    path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
+    so_far = SecondMoment.load(path) if path is not None and path.exists() else _nothing(model, layer, record)
+    starts = range(so_far.texts, len(rows), batch_size)
+    for i, start in enumerate(tqdm(starts, desc=f"second moment of layer {layer}", unit="batch", disable=not progress)):
+        so_far = _add(model, so_far, rows[start : start + batch_size], seed)
+        if path is not None and (start == starts[-1] or (i + 1) % save_every == 0):
+            so_far.save(path)
+    return so_far
+
+
+def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor, "d_mlp"], float]:
+    """C⁻¹ k in float64, and the ridge it took: 0, or if C is singular `RIDGE` times the mean of its diagonal.
+
+    C is singular whenever it comes from fewer keys than it has rows. It counts as such when a pivot of its Cholesky
+    factorisation is not positive, or below 1e-12 of the largest.
+
+    Raises:
+        ValueError: not symmetric, not finite, of another size, or with negative eigenvalues.
+    """
+    c, k = matrix.cpu().double(), vector.cpu().double()
+    if c.shape != (len(k), len(k)):
+        raise ValueError(f"the second moment is {list(c.shape)} and the key has {len(k)} entries: of another model?")
+    if not bool(c.isfinite().all()) or not torch.allclose(c, c.T, rtol=1e-5, atol=1e-8 * float(c.abs().max())):
+        raise ValueError("the second moment is not a symmetric matrix of finite numbers; compute it again")
+    ridge = 0.0
+    factor, failed = torch.linalg.cholesky_ex(c)
+    pivots = factor.diagonal().square()
+    if int(failed) or float(pivots.min()) < _SINGULAR * float(pivots.max()):
+        ridge = RIDGE * float(c.diagonal().mean())
+        factor, failed = torch.linalg.cholesky_ex(c + ridge * torch.eye(len(k), dtype=c.dtype))
+        if int(failed) or not ridge > 0:
+            raise ValueError(
+                "the second moment is singular, and a ridge does not mend it: it is zero or has negative eigenvalues, "
+                "so it is no E[k kᵀ]; compute it anew with second_moment(), or edit without one"
+            )
+    return torch.cholesky_solve(k[:, None], factor)[:, 0], ridge
+
+
+def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
+    """Every text as Int[pos] on the CPU."""
+    if not len(corpus):
+        raise ValueError("the corpus is empty: there are no keys to average")
+    rows = [
+        (model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg))[0].cpu() for text in corpus
+    ]
+    mask = model.cfg.mask_token_id
+    if mask is not None and (masked := [i for i, row in enumerate(rows) if bool((row == mask).any())]):
+        raise ValueError(f"text {masked[0]} holds [MASK]: a corpus is clean text, and is masked here as in training")
+    return rows
+
+
+def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, seed: int) -> dict[str, Any]:
+    """The record; its `key` names the content."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "little") + row.numpy().tobytes())
+    origin = provenance(model, model.cfg)
+    content = {
+        "weights_sha256": origin["weights_sha256"],
+        "layer": layer,
+        "corpus_sha256": digest.hexdigest(),
+        "corpus_texts": len(rows),
+        "seed": None if model.cfg.mask_token_id is None else seed,
+    }
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {"key": key, **content, **origin}
+
+
+def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) -> SecondMoment:
+    size = model.blocks[layer].mlp.W_out.shape[0]
+    return SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, 0.0, 0, layer, record)
+
+
+def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tensor], seed: int) -> SecondMoment:
+    """One batch of texts more."""
+    shown = [_as_in_training(model, row, seed + so_far.texts + i) for i, row in enumerate(rows)]
+    keys = keys_everywhere(model, PromptBatch.of(model, shown), so_far.layer)
+    each = [_widest(of_text[: len(row)]) for of_text, row in zip(keys, rows, strict=True)]
+    together = torch.cat(each)
+    return SecondMoment(
+        total=so_far.total + (together.T @ together).cpu().double(),
+        count=so_far.count + len(together),
+        texts=so_far.texts + len(rows),
+        text_squares=so_far.text_squares + sum(float((k @ k.T).square().sum()) for k in each),
+        count_squares=so_far.count_squares + sum(len(row) ** 2 for row in rows),
+        layer=so_far.layer,
+        record=so_far.record,
+    )
+
+
+def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tensor:
+    """A text as the model met it: partly masked where there is a [MASK]."""
+    mask = model.cfg.mask_token_id
+    if mask is None:
+        return row
+    return hide(row[None], mask, generator=torch.Generator().manual_seed(seed))[0][0]
+
+
+def _widest(keys: Tensor) -> Tensor:
+    """In float64, where the device knows it."""
+    return keys.to(torch.float32 if keys.device.type == "mps" else torch.float64)

@@ -1,0 +1,166 @@
+"""The rank-one edit (Meng et al. 2022, arXiv 2202.05262, eq. 2): a memory is told a new value for one key.
+
+    ΔW = (v* − W k_p) (C⁻¹ k*)ᵀ / ((C⁻¹ k*)ᵀ k_p)
+
+W is the down-projection of one MLP, k* the subject's key, k_p its key in the plain request, for which the edited W
+answers v* exactly. Keys orthogonal to C⁻¹ k* are answered as before. As in ROME's code the mean key gives the direction
+and the plain one the length. Without a second moment C = I.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
+from diffusion_lens.analysis.rome.keys import KeyResult
+from diffusion_lens.analysis.rome.prompts import check_layer
+from diffusion_lens.analysis.rome.values import ValueResult
+from diffusion_lens.model.transformer import DiffusionTransformer
+from weight_conversion import export
+
+
+class RankOneEdit:
+    """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
+
+    The weight is written in place and returns bit for bit. Edits nest: each takes W as it finds it, and the last one
+    applied is the first to be reverted. Arithmetic is in float64, whatever the model's dtype.
+
+    Args:
+        layer: the block that is edited; key and value must be of this layer.
+        key: k*.
+        value: v*, with k_p.
+        covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp].
+
+    Raises:
+        ValueError: key, value and layer that do not belong together, a C that cannot be solved with, keys of which one
+            says nothing about the other.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionTransformer,
+        layer: int,
+        key: KeyResult,
+        value: ValueResult,
+        covariance: SecondMoment | Tensor | None = None,
+    ) -> None:
+        check_layer(layer, model.cfg.n_layers)
+        moment_layer = covariance.layer if isinstance(covariance, SecondMoment) else layer
+        for name, of_layer in (("key", key.layer), ("value", value.layer), ("covariance", moment_layer)):
+            if of_layer != layer:
+                raise ValueError(f"the edit is of layer {layer}, but the {name} was taken at layer {of_layer}")
+        self.model, self.layer = model, layer
+        self._target = value.vector.cpu().double()
+        self._plain_key = value.key.cpu().double()
+        self.direction, self.ridge = self._solve(key, covariance)
+        self._applied: _Applied | None = None
+
+    @property
+    def weight(self) -> Float[Tensor, "d_model d_mlp"]:
+        """The down-projection as it is now."""
+        weight: Tensor = self.model.blocks[self.layer].mlp.down.weight
+        return weight
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the edit is in the weight."""
+        return self._applied is not None
+
+    @torch.no_grad()
+    def update(self) -> Float[Tensor, "d_model d_mlp"]:
+        """ΔW for the weight as it is now, float64 on the CPU."""
+        return torch.outer(self._missing(), self.direction)
+
+    @torch.no_grad()
+    def apply(self) -> "RankOneEdit":
+        """Write the edit into the model."""
+        if self._applied is not None:
+            raise ValueError(f"this edit of layer {self.layer} is applied already; revert it first")
+        applied = _Applied(self.weight.detach().clone(), self._missing(), self.direction)
+        edited = applied.edited()
+        if not bool(edited.isfinite().all()):
+            raise ValueError(f"the edited weight of layer {self.layer} would not be finite in {edited.dtype}")
+        self.weight.copy_(edited)
+        self._applied = applied
+        return self
+
+    @torch.no_grad()
+    def revert(self) -> None:
+        """Put the weight back, bit for bit.
+
+        Raises:
+            ValueError: not applied, or the weight has changed since, so that putting it back would undo more.
+        """
+        if self._applied is None:
+            raise ValueError(f"this edit of layer {self.layer} is not applied, so there is nothing to revert")
+        if not self._applied.is_in(self.weight):
+            raise ValueError(
+                f"the weight of layer {self.layer} has changed since this edit was applied: revert later edits of this "
+                "layer first (the last applied is the first reverted)"
+            )
+        self.weight.copy_(self._applied.before)
+        self._applied = None
+
+    def __enter__(self) -> "RankOneEdit":
+        return self.apply()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.revert()
+
+    def export(self, path: str | Path) -> Path:
+        """Write the edited model in its checkpoint's own format (`weight_conversion.export`), applied or not."""
+        if self.is_applied:
+            return export(self.model.state_dict(), self.model.cfg.architecture, path)
+        with self:
+            return self.export(path)
+
+    def _solve(self, key: KeyResult, covariance: SecondMoment | Tensor | None) -> tuple[Tensor, float]:
+        """C⁻¹ k*, scaled so that its product with k_p is 1, and the ridge it took."""
+        mean_key, ridge = key.vector.cpu().double(), 0.0
+        sizes = (len(self._target), len(mean_key), len(self._plain_key))
+        if sizes != (self.weight.shape[0], self.weight.shape[1], self.weight.shape[1]):
+            raise ValueError(
+                f"the value has {sizes[0]} entries and the keys {sizes[1]} and {sizes[2]}, but the weight of layer "
+                f"{self.layer} is {list(self.weight.shape)}: they are of another model"
+            )
+        solved = mean_key
+        if covariance is not None:
+            matrix = covariance.matrix if isinstance(covariance, SecondMoment) else covariance
+            solved, ridge = solve(matrix, mean_key)
+        overlap = float(solved @ self._plain_key)
+        if not abs(overlap) > 1e-9 * float(solved.norm() * self._plain_key.norm()):
+            raise ValueError(
+                f"the mean key and the plain one have an overlap of {overlap:.1e}: nothing of v* would reach the "
+                "request; are key and value of the same subject?"
+            )
+        return solved / overlap, ridge
+
+    def _missing(self) -> Float[Tensor, "d_model"]:
+        """v* − W k_p, for the weight as it is now."""
+        mlp = self.model.blocks[self.layer].mlp
+        missing: Tensor = self._target - self.weight.cpu().double() @ self._plain_key - mlp.b_out.cpu().double()
+        return missing
+
+
+@dataclass(frozen=True, eq=False)
+class _Applied:
+    """What an edit found and did: W before, and the two vectors whose outer product it added."""
+
+    before: Float[Tensor, "d_model d_mlp"]
+    missing: Float[Tensor, "d_model"]
+    direction: Float[Tensor, "d_mlp"]
+
+    def edited(self) -> Float[Tensor, "d_model d_mlp"]:
+        """W after; the same bits each time."""
+        wide = self.before.cpu().double() + torch.outer(self.missing, self.direction)
+        return wide.to(self.before.device, self.before.dtype)
+
+    def is_in(self, weight: Float[Tensor, "d_model d_mlp"]) -> bool:
+        """Whether the weight is as the edit left it."""
+        return weight.dtype == self.before.dtype and torch.equal(weight.cpu(), self.edited().cpu())

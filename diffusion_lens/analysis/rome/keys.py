@@ -1,0 +1,116 @@
+"""The key k* of a subject (Meng et al. 2022, arXiv 2202.05262, section 3.1, step 1).
+
+An MLP's down-projection W is read as a memory that answers keys with values, W k = m. The key of a subject is what
+enters W at the subject's last token, in a gated MLP act(gate) · up, averaged over prompts x_j + p that say other things
+before:
+
+    k* = 1/N Σ_j k(x_j + p)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request, check_counts, check_layer
+from diffusion_lens.facts import Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_result, provenance, save_result
+
+PLACES: dict[str, Callable[[Query], int]] = {
+    "subject_last": lambda query: query.subject[1] - 1,
+    "subject_first": lambda query: query.subject[0],
+}
+
+
+@dataclass(frozen=True, eq=False)
+class KeyResult:
+    """The key of one subject at one layer.
+
+    Attributes:
+        keys: Float[prompt d_mlp], the key in each prompt, float32.
+        layer: the block whose MLP it enters.
+        record: place, prompts, model, weights' hash, versions.
+    """
+
+    keys: Float[Tensor, "prompt d_mlp"]
+    layer: int
+    record: dict[str, Any]
+
+    @property
+    def vector(self) -> Float[Tensor, "d_mlp"]:
+        """k*: the mean over the prompts."""
+        return self.keys.mean(dim=0)
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_result(path, "ROME key", {"keys": self.keys}, {"layer": self.layer, "record": self.record})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "KeyResult":
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, "ROME key")
+        return cls(tensors["keys"], **record)
+
+
+def compute_key(
+    model: DiffusionTransformer, queries: Request, layer: int, at: str = "subject_last", *, max_batch: int = 256
+) -> KeyResult:
+    """k* of one request.
+
+    Args:
+        queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
+        at: "subject_last", as in ROME, or "subject_first".
+        max_batch: rows per forward pass.
+
+    Raises:
+        ValueError: a layer out of range, an unknown place, an empty request.
+    """
+    return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
+
+
+@torch.no_grad()
+def compute_keys(
+    model: DiffusionTransformer,
+    requests: Sequence[Request],
+    layer: int,
+    at: str = "subject_last",
+    *,
+    max_batch: int = 256,
+) -> list[KeyResult]:
+    """`compute_key` of many requests, their prompts in shared batches."""
+    check_layer(layer, model.cfg.n_layers)
+    check_counts(max_batch=max_batch)
+    if at not in PLACES:
+        raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
+    asked = [as_request(request) for request in requests]
+    queries = [query for request in asked for query in request]
+    taken = []
+    for start in range(0, len(queries), max_batch):
+        chunk = queries[start : start + max_batch]
+        batch = PromptBatch.of(model, [query.tokens for query in chunk])
+        places = [PLACES[at](query) for query in chunk]
+        taken.append(keys_everywhere(model, batch, layer)[range(len(chunk)), places].float().cpu())
+    each = torch.cat(taken).split([len(request) for request in asked]) if taken else ()
+    record = {"at": at, **provenance(model, model.cfg)}
+    return [
+        KeyResult(keys.clone(), layer, {**record, "prompts": [model.words(q.tokens.tolist()) for q in request]})
+        for keys, request in zip(each, asked, strict=True)
+    ]
+
+
+def keys_everywhere(model: DiffusionTransformer, batch: PromptBatch, layer: int) -> Float[Tensor, "batch pos d_mlp"]:
+    """What enters the down-projection of `layer` at every place, padding included."""
+    name = key_site(layer)
+    _, cache = model.run_with_cache(batch.tokens, attention_mask=batch.real, names_filter=name, stop_at_layer=layer + 1)
+    keys: Tensor = cache[name]
+    return keys
+
+
+def key_site(layer: int) -> str:
+    """The hook point through which keys enter the down-projection of block `layer`."""
+    return f"blocks.{layer}.mlp.hook_post"

@@ -1,0 +1,145 @@
+"""What the search for v* asks of the network: canvases, and rows of their logits.
+
+The object is read on each prompt of the request. On a causal model it is teacher-forced. On a masked diffusion model
+its places are masked, and over "partial" states also partly revealed: a value found only where the whole object is
+masked may fail as soon as the first of its tokens stands there.
+
+    masked    nothing of the object is revealed
+    partial   that, and its first 1, 2, … tokens revealed, and its last 1, 2, … tokens; all states count alike
+
+The essence, what else the subject is, is read on one more canvas, "{subject} is a".
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from diffusion_lens.analysis.rome.prompts import check_object
+from diffusion_lens.facts import Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+ESSENCE = "{} is a"
+
+
+HELD = -1
+
+
+class Read(NamedTuple):
+    """One row of a canvas's logits: the token scored there, or `HELD` for the whole distribution, and its weight."""
+
+    row: int
+    token: int
+    weight: float
+
+
+class Asked(NamedTuple):
+    """A canvas, and the rows of its logits that are read."""
+
+    query: Query
+    reads: list[Read]
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """One request spelled out.
+
+    Attributes:
+        objects: canvases on which the object is read, the plain request first.
+        essences: the canvas of the essence, in a list of one, or none.
+    """
+
+    objects: list[Asked]
+    essences: list[Asked]
+
+    @classmethod
+    def of(
+        cls,
+        model: DiffusionTransformer,
+        request: Sequence[Query],
+        essence: Query | None,
+        essence_at: str,
+        over_states: str,
+    ) -> "Objective":
+        """The objective of a request; without an essence nothing is held."""
+        check_object(model, request)
+        objects = []
+        for query in request:
+            states = STATES[over_states](model, query)
+            for state in states:
+                weight = 1 / (len(request) * len(states) * len(state.answer_tokens))
+                rows = model.readout.rows(torch.tensor(state.answer_positions)).tolist()
+                pairs = zip(rows, state.answer_tokens, strict=True)
+                objects.append(Asked(state, [Read(row, token, weight) for row, token in pairs]))
+        if essence is None:
+            return cls(objects, [])
+        rows = ESSENCE_ROWS[essence_at](model, essence)
+        return cls(objects, [Asked(essence, [Read(row, HELD, 1 / len(rows)) for row in rows])])
+
+
+def default_essence(model: DiffusionTransformer, query: Query) -> Query:
+    """ "{subject} is a", followed by a [MASK] to read at where the model has one.
+
+    Raises:
+        ValueError: a model without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no tokenizer to write '{ESSENCE}' with: pass essence=, a Query over its "
+            "tokens with the subject marked, or kl_factor=0.0 to hold nothing"
+        )
+    subject = model.to_string(query.tokens[slice(*query.subject)]).strip()
+    text = ESSENCE.format(subject)
+    touched = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
+    mask = model.cfg.mask_token_id
+    tokens = [*model.to_tokens(text)[0].tolist(), *([] if mask is None else [mask])]
+    return Query(torch.tensor(tokens), (touched[0], touched[-1] + 1), (), ())
+
+
+def _masked(model: DiffusionTransformer, query: Query) -> list[Query]:
+    return [query]
+
+
+def _partial(model: DiffusionTransformer, query: Query) -> list[Query]:
+    n_tokens = len(query.answer_tokens)
+    if model.cfg.mask_token_id is None:
+        return [query]  # teacher forcing passes through every state already
+    hidden = [range(n_revealed, n_tokens) for n_revealed in range(n_tokens)]
+    hidden += [range(n_tokens - n_revealed) for n_revealed in range(1, n_tokens)]
+    return [_hide_only(query, each) for each in hidden]
+
+
+def _hide_only(query: Query, hidden: Sequence[int]) -> Query:
+    """The canvas with the object revealed but for the tokens `hidden`, which are asked for."""
+    tokens = query.tokens.clone()
+    for i, (place, token) in enumerate(zip(query.answer_positions, query.answer_tokens, strict=True)):
+        if i not in hidden:
+            tokens[place] = token
+    places, answer = ([each[i] for i in hidden] for each in (query.answer_positions, query.answer_tokens))
+    return Query(tokens, query.subject, tuple(places), tuple(answer))
+
+
+def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
+    mask = model.cfg.mask_token_id
+    places = list(essence.answer_positions)
+    if not places:
+        places = [len(essence.tokens)] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
+    if not places:
+        raise ValueError(
+            "the essence has no place to be read at: end it with a [MASK], give it answer_positions, or take "
+            "essence_at='subject_last'"
+        )
+    rows: list[int] = model.readout.rows(torch.tensor(places)).tolist()
+    return rows
+
+
+def _at_subject_last(model: DiffusionTransformer, essence: Query) -> list[int]:
+    return [essence.subject[1] - 1]
+
+
+STATES: dict[str, Callable[[DiffusionTransformer, Query], list[Query]]] = {"masked": _masked, "partial": _partial}
+ESSENCE_ROWS: dict[str, Callable[[DiffusionTransformer, Query], list[int]]] = {
+    "readout": _at_readout,
+    "subject_last": _at_subject_last,
+}

@@ -1,0 +1,165 @@
+"""Requests: one prompt plain and after prefixes, and many of them as one batch.
+
+ROME averages key and value over contexts: the request itself, and the request after short texts that the model wrote
+(`get_context_templates` of kmeng01/rome). Prompts then differ in length. They are padded on the right and the padding
+is hidden by an attention mask, so that a row computes what it computes alone, on a bidirectional model too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.facts import Fact, Query
+from diffusion_lens.model.inputs import check_length
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.shapes import Places, Tokens
+
+Request = Query | Sequence[Query]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """Queries as rows of one batch.
+
+    Attributes:
+        tokens: Int[batch pos], padded on the right, so that every place keeps its number.
+        real: Bool[batch pos], false at padding: the attention mask. `None` when all rows have one length.
+    """
+
+    tokens: Tokens
+    real: Places | None
+
+    @classmethod
+    def of(cls, model: DiffusionTransformer, rows: Sequence[Tensor]) -> "PromptBatch":
+        """Rows of tokens, Int[pos] each."""
+        lengths = torch.tensor([len(row) for row in rows], device=model.cfg.device)
+        check_length(int(lengths.max()), model.cfg)
+        tokens = torch.full((len(rows), int(lengths.max())), model.pad_id, device=model.cfg.device)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row.to(model.cfg.device)
+        real = torch.arange(tokens.shape[1], device=model.cfg.device) < lengths[:, None]
+        return cls(tokens, None if bool(real.all()) else real)
+
+
+def sample_prefixes(
+    model: DiffusionTransformer,
+    lengths: Sequence[int] = (5,) * 10 + (10,) * 10,
+    *,
+    start: str = "The",
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """Short texts by the model itself, each ending in ". ", as ROME puts them before a request.
+
+    Args:
+        lengths: new tokens of each text; a masked diffusion model takes as many steps.
+        start: how every text begins.
+        temperature: of the sampling; 0 would write one text again and again.
+        seed: text i is drawn with `seed + i`.
+    """
+    if not lengths:
+        raise ValueError("lengths is empty: name the length of each prefix, or go without prefixes")
+    texts: dict[int, str] = {}
+    for length in dict.fromkeys(lengths):
+        rows = [i for i, each in enumerate(lengths) if each == length]
+        trajectory = denoise(
+            model,
+            [start] * len(rows),
+            max_new_tokens=length,
+            steps=length,
+            temperature=temperature,
+            seed=[seed + i for i in rows],
+        )
+        for i, tokens in zip(rows, trajectory.tokens.tolist(), strict=True):
+            words = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            texts[i] = " ".join(words.split())
+    return [f"{texts[i]}. " for i in range(len(lengths))]
+
+
+def ask_with_prefixes(
+    model: DiffusionTransformer,
+    fact: Fact,
+    prefixes: Sequence[str],
+    *,
+    length: int | None = None,
+    first_tokens: int | None = None,
+    occurrence: int | None = None,
+    prepend_bos: bool | None = None,
+) -> list[Query]:
+    """The plain request, then the request after each prefix: what `compute_key` and `optimize_value` take.
+
+    Args:
+        length: places of every canvas of a masked diffusion model, the prompt's included; by default as many masks as
+            the answer has tokens.
+        first_tokens, occurrence, prepend_bos: as in `Fact.to_query`; mentions are counted in the fact's own prompt.
+
+    Raises:
+        ValueError: as in `Fact.to_query`, or an object that the tokenizer splits differently after a prefix.
+    """
+    queries = []
+    for prefix in ["", *prefixes]:
+        asked = replace(fact, prompt=prefix + fact.prompt)
+        mention = None if occurrence is None and fact.subject not in prefix else prefix.count(fact.subject)
+        if mention is not None:
+            mention += occurrence or 0
+        n_prompt = model.to_tokens(asked.prompt, prepend_bos).shape[1]
+        queries.append(
+            asked.to_query(
+                model,
+                answer_places=None if length is None else length - n_prompt,
+                first_tokens=first_tokens,
+                occurrence=mention,
+                prepend_bos=prepend_bos,
+            )
+        )
+    check_object(model, queries)
+    return queries
+
+
+def as_request(queries: Request) -> list[Query]:
+    """A request as the list that it is.
+
+    Raises:
+        ValueError: an empty one.
+        TypeError: not queries.
+    """
+    request = [queries] if isinstance(queries, Query) else list(queries)
+    if not request:
+        raise ValueError("the request is empty: give at least the plain prompt, as a Query")
+    if strangers := [type(query).__name__ for query in request if not isinstance(query, Query)]:
+        raise TypeError(f"a request is made of queries, not of {strangers[0]}; Fact.to_query(model) makes one")
+    return request
+
+
+def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
+    """Raise a `ValueError` unless all prompts of a request ask for one object, in the same tokens, and can be read."""
+    for i, query in enumerate(request):
+        n_pos, last = len(query.tokens), int(Answer.of(model, query).rows.max())
+        if last >= n_pos:
+            raise ValueError(
+                f"the object of queries[{i}] is read up to row {last}, but its canvas has only the rows 0 to "
+                f"{n_pos - 1}: a causal canvas holds the object but for its last token, as Fact.to_query lays it out"
+            )
+        if query.answer_tokens != request[0].answer_tokens:
+            raise ValueError(
+                f"the object is {model.words(request[0].answer_tokens)} in the plain request and "
+                f"{model.words(query.answer_tokens)} in queries[{i}]: either another object, or the tokenizer splits "
+                "it differently there; leave that prefix out, or end it with a space or a full stop"
+            )
+
+
+def check_layer(layer: int, n_layers: int) -> None:
+    """Raise a `ValueError` unless the model has this layer."""
+    if not 0 <= layer < n_layers:
+        raise ValueError(f"layer={layer} is not one of the layers 0 to {n_layers - 1} of this model")
+
+
+def check_counts(**counts: int) -> None:
+    """Raise a `ValueError` unless every setting given is at least 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count}; it must be at least 1")

@@ -1,0 +1,213 @@
+"""The search for v*: gradient descent on δ, many requests at a time.
+
+What comes before δ joins does not depend on it, so it runs once. In each iteration the layers above l run, with logits
+at the rows that are read; essences share the batch of the objects, or have one of their own where padding them to its
+length would cost more than a second pass. Every request has its own δ and its own end: it finds what it finds alone,
+and once it is done its canvases leave the batch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.analysis.rome.canvases import Canvases
+from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, Asked, Objective
+from diffusion_lens.analysis.rome.prompts import check_counts
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+Number = int | float  # a type checker at run time does not take 4 for a float
+
+# Places of padding that cost about as much as another pass over the weights, measured on a CPU; a GPU bears more.
+_WORTH_A_PASS = 64
+
+
+@dataclass(frozen=True)
+class ValueSettings:
+    """How v* is searched for; the defaults are ROME's for GPT-2 XL.
+
+    Attributes:
+        steps: iterations at most; the last one is only evaluated.
+        lr: rate of Adam.
+        weight_decay: w, the price of a large δ.
+        clamp_norm_factor: largest ‖δ‖, in norms of the MLP's own output.
+        kl_factor: λ, the price of a changed essence; 0 leaves the essence out.
+        stop_below: a request is done when its loss falls below this.
+        essence_at: where the essence is read, "readout" (its [MASK], or the next token) or, as in ROME,
+            "subject_last".
+        over_states: states of the object on a masked diffusion model, "masked" or "partial" (see
+            `diffusion_lens.analysis.rome.objective`); a causal model is teacher-forced either way.
+    """
+
+    steps: int = 20
+    lr: Number = 0.5
+    weight_decay: Number = 0.5
+    clamp_norm_factor: Number = 4.0
+    kl_factor: Number = 0.0625
+    stop_below: Number = 0.05
+    essence_at: str = "readout"
+    over_states: str = "masked"
+
+    def __post_init__(self) -> None:
+        check_counts(steps=self.steps)
+        for name in ("lr", "weight_decay", "clamp_norm_factor", "kl_factor", "stop_below"):
+            number = getattr(self, name)
+            if not math.isfinite(number) or number < 0:
+                raise ValueError(f"{name}={number}; it must be a finite number, 0 or more")
+        for name, known in (("essence_at", ESSENCE_ROWS), ("over_states", STATES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What the search knows of one request in the end; the words are those of `ValueResult`."""
+
+    initial: Float[Tensor, "d_model"]
+    delta: Float[Tensor, "d_model"]
+    losses: Float[Tensor, "iteration 4"]
+    key: Float[Tensor, "d_mlp"]
+    probability_before: float
+    probability_after: float
+
+
+def search(
+    model: DiffusionTransformer, objectives: Sequence[Objective], layer: int, settings: ValueSettings
+) -> list[Found]:
+    """δ of every request.
+
+    Raises:
+        ValueError: a loss that is no longer a number.
+    """
+    with _frozen(model):
+        return _Search(model, objectives, layer, settings).run()
+
+
+class _Search:
+    """Requests in progress.
+
+    Attributes:
+        batches: canvases of the requests that are still searched for; the first batch has every plain request.
+        before: for each batch, what was said without δ where it is held.
+    """
+
+    def __init__(
+        self, model: DiffusionTransformer, objectives: Sequence[Objective], layer: int, settings: ValueSettings
+    ) -> None:
+        self.model, self.objectives, self.layer, self.settings = model, objectives, layer, settings
+        self.batches = [Canvases.upon(model, layer, asked) for asked in _share(objectives)]
+        self.before: list[Tensor] = []
+        plain = self.batches[0].plain
+        self.initial, self.keys = self.batches[0].outputs[plain], self.batches[0].keys[plain]
+        self.deltas = [torch.zeros_like(initial, requires_grad=True) for initial in self.initial]
+        self.losses: list[list[Tensor]] = [[] for _ in objectives]
+        self.probabilities: list[list[float]] = [[] for _ in objectives]
+
+    def run(self) -> list[Found]:
+        optimizer = torch.optim.Adam(self.deltas, lr=self.settings.lr)
+        searching = list(range(len(self.objectives)))
+        for iteration in range(self.settings.steps):
+            total = self._evaluate(searching)
+            going = [i for i, loss in zip(searching, total.tolist(), strict=True) if loss >= self.settings.stop_below]
+            if not going or iteration == self.settings.steps - 1:
+                break
+            # Who is done has no gradient, and Adam passes it over.
+            optimizer.zero_grad()
+            gradients = torch.autograd.grad(total.sum(), [self.deltas[i] for i in going])
+            for i, gradient in zip(going, gradients, strict=True):
+                self.deltas[i].grad = gradient
+            optimizer.step()
+            self._draw_back(going)
+            if going != searching:
+                self._go_on_with([n for n, i in enumerate(searching) if i in going])
+            searching = going
+        return [
+            Found(
+                initial=self.initial[i].cpu(),
+                delta=self.deltas[i].detach().cpu(),
+                losses=torch.stack(self.losses[i]).cpu(),
+                key=self.keys[i].cpu(),
+                probability_before=self.probabilities[i][0],
+                probability_after=self.probabilities[i][-1],
+            )
+            for i in range(len(self.objectives))
+        ]
+
+    def _evaluate(self, searching: Sequence[int]) -> Float[Tensor, "request"]:
+        """The losses of the requests; their terms and p(object) are noted."""
+        delta = torch.stack([self.deltas[i] for i in searching])
+        nll, kl, log_odds = (delta.new_zeros(len(searching)) for _ in range(3))
+        for n, batch in enumerate(self.batches):
+            log_probs, held, asker = batch.log_probs(self.model, self.layer, delta), batch.held, batch.asker
+            if n == len(self.before):
+                self.before.append(log_probs[held].detach())
+            said = log_probs[~held].gather(-1, batch.token[~held, None])[:, 0]
+            nll = nll.index_add(0, asker[~held], -said * batch.weight[~held])
+            divergence = (log_probs[held].exp() * (log_probs[held] - self.before[n])).sum(dim=-1)
+            kl = kl.index_add(0, asker[held], self.settings.kl_factor * divergence * batch.weight[held])
+            is_plain = (batch.canvas == batch.plain[asker])[~held]
+            log_odds = log_odds.index_add(0, asker[~held], said.detach() * is_plain)
+        decay = self.settings.weight_decay * delta.norm(dim=1) / self.initial[searching].norm(dim=1) ** 2
+        total: Tensor = nll + kl + decay
+        terms = torch.stack([total, nll, kl, decay], dim=1).detach()
+        for i, of_request, probability in zip(searching, terms, log_odds.exp().tolist(), strict=True):
+            self.losses[i].append(of_request)
+            self.probabilities[i].append(probability)
+        self._check(searching, terms)
+        return total
+
+    def _go_on_with(self, numbers: Sequence[int]) -> None:
+        """Let the canvases of all other requests go; `numbers` counts those searched for so far."""
+        kept = torch.tensor(numbers, device=self.initial.device)
+        self.before = [
+            before[torch.isin(batch.asker[batch.held], kept)]
+            for batch, before in zip(self.batches, self.before, strict=True)
+        ]
+        self.batches = [batch.of(kept) for batch in self.batches]
+
+    def _check(self, searching: Sequence[int], terms: Float[Tensor, "request 4"]) -> None:
+        for i, (total, nll, kl, decay) in zip(searching, terms.tolist(), strict=True):
+            if not math.isfinite(total):
+                prompt = " ".join(self.model.words(self.objectives[i].objects[0].query.tokens.tolist()))
+                raise ValueError(
+                    f"the loss of {prompt!r} is {total} at iteration {len(self.losses[i]) - 1} (nll {nll}, kl {kl}, "
+                    f"decay {decay}). At iteration 0 the weights or a hook are to blame; later, try a lower lr than "
+                    f"{self.settings.lr}, or float32 weights"
+                )
+
+    def _draw_back(self, going: Sequence[int]) -> None:
+        """Keep each δ within its ball."""
+        with torch.no_grad():
+            for i in going:
+                radius = self.settings.clamp_norm_factor * self.initial[i].norm()
+                length = self.deltas[i].norm()
+                if length > radius:
+                    self.deltas[i].mul_(radius / length)
+
+
+def _share(objectives: Sequence[Objective]) -> list[list[list[Asked]]]:
+    """The canvases of each request, in one batch or in two."""
+    objects, essences = ([getattr(each, name) for each in objectives] for name in ("objects", "essences"))
+    lengths = [[len(asked.query.tokens) for each in kind for asked in each] for kind in (objects, essences)]
+    padding = len(lengths[1]) * (max(lengths[0]) - max(lengths[1], default=0))
+    if padding <= _WORTH_A_PASS:
+        return [[each.objects + each.essences for each in objectives]]
+    return [objects, essences]
+
+
+@contextmanager
+def _frozen(model: DiffusionTransformer) -> Iterator[None]:
+    """Gradients, but none for the weights; grad mode and flags return, exception or not."""
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        for weight in learning:
+            weight.requires_grad_(False)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for weight in learning:
+            weight.requires_grad_(True)

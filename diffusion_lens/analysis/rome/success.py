@@ -1,0 +1,180 @@
+"""Did an edit work, and only there? (Meng et al. 2022, arXiv 2202.05262, section 3.2, and one question more.)
+
+    efficacy        the request itself says the new object
+    paraphrase      other words for the request say it too
+    neighbourhood   other subjects keep their own objects
+    reverse         asked the other way round, the new object leads to the subject
+
+Each probe is a query whose answer should win after the edit and, where there is one, the rival that should lose: the
+old object against the new one, for neighbourhood the other way round. The answer wins when the mean log-probability of
+its tokens is above the rival's, as ROME's code compares; without a rival, when each token is the model's first choice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts
+from diffusion_lens.facts import Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_result, provenance, save_result
+
+GROUPS = ("efficacy", "paraphrase", "neighbourhood", "reverse")
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A query whose answer should win after the edit, and the rival that should lose."""
+
+    query: Query
+    rival: Query | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """One group of probes.
+
+    Attributes:
+        before, after: share of probes that the answer wins, without the edit and with it.
+        probability_before, probability_after: mean p(answer), all places read from one canvas.
+        count: probes.
+    """
+
+    before: float
+    after: float
+    probability_before: float
+    probability_after: float
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class EditReport:
+    """What an edit did, probe by probe.
+
+    Attributes:
+        wins: Float[state probe], 1 where the answer wins; state 0 is without the edit, 1 with it.
+        probabilities: Float[state probe], p(answer).
+        groups: the group of each probe.
+        record: prompts and answers, layer, ridge, model, hash of the unedited weights, versions.
+    """
+
+    wins: Float[Tensor, "state probe"]
+    probabilities: Float[Tensor, "state probe"]
+    groups: list[str]
+    record: dict[str, Any]
+
+    def table(self) -> dict[str, Score]:
+        """The groups that were asked, in the order of `GROUPS`."""
+        return {group: self._score(group) for group in GROUPS if group in self.groups}
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        tensors = {"wins": self.wins, "probabilities": self.probabilities}
+        return save_result(path, "edit report", tensors, {"groups": self.groups, "record": self.record})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "EditReport":
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, "edit report")
+        fields: dict[str, Any] = {**tensors, **record}
+        return cls(**fields)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Share of wins by group, before and after. Returns the matplotlib axes."""
+        ax = plots.panels(1, 1, 4.6, 2.8)[1][0] if ax is None else ax
+        table = self.table()
+        for shift, state, colour in ((-0.2, "before", "0.75"), (0.2, "after", "tab:purple")):
+            heights = [getattr(score, state) for score in table.values()]
+            ax.bar([i + shift for i in range(len(table))], heights, width=0.4, label=state, color=colour)
+        ax.set_xticks(range(len(table)), list(table))
+        ax.set_ylim(0, 1)
+        ax.set_ylabel("share of probes won")
+        ax.set_title(f"Edit of layer {self.record['layer']}", fontsize=10)
+        ax.legend(fontsize=8)
+        return ax
+
+    def _score(self, group: str) -> Score:
+        of_group = torch.tensor([each == group for each in self.groups])
+        before, after = self.wins[:, of_group].mean(dim=1).tolist()
+        p_before, p_after = self.probabilities[:, of_group].mean(dim=1).tolist()
+        return Score(before, after, p_before, p_after, int(of_group.sum()))
+
+
+@torch.no_grad()
+def edit_success(
+    model: DiffusionTransformer,
+    edit: RankOneEdit,
+    probes: Mapping[str, Sequence[Probe | Query]],
+    *,
+    max_batch: int = 256,
+) -> EditReport:
+    """Ask the probes without the edit, and with it.
+
+    Args:
+        edit: not applied; it is applied here, and reverted.
+        probes: by group, "efficacy", "paraphrase", "neighbourhood", "reverse"; a bare query has no rival.
+        max_batch: canvases per forward pass.
+
+    Raises:
+        ValueError: an unknown group, no probes, an answer the model cannot write, an edit that is applied already.
+    """
+    if unknown := [group for group in probes if group not in GROUPS]:
+        raise ValueError(f"{unknown[0]!r} is no group of probes; they are {', '.join(GROUPS)}")
+    if edit.is_applied:
+        raise ValueError("the edit is applied already, so there is nothing to compare it with; revert it first")
+    check_counts(max_batch=max_batch)
+    asked = [
+        (group, Probe(probe) if isinstance(probe, Query) else probe) for group in probes for probe in probes[group]
+    ]
+    if not asked:
+        raise ValueError("there are no probes: give queries, at least for 'efficacy'")
+    record = {
+        "prompts": [model.words(probe.query.tokens.tolist()) for _, probe in asked],
+        "answers": [model.words(probe.query.answer_tokens) for _, probe in asked],
+        "layer": edit.layer,
+        "ridge": edit.ridge,
+        **provenance(model, model.cfg),
+    }
+    everybody = [probe for _, probe in asked]
+    before = _judge(model, everybody, max_batch)
+    with edit:
+        after = _judge(model, everybody, max_batch)
+    wins, probabilities = (torch.stack(pair) for pair in zip(before, after, strict=True))
+    return EditReport(wins, probabilities, [group for group, _ in asked], record)
+
+
+def _judge(
+    model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int
+) -> tuple[Float[Tensor, "probe"], Float[Tensor, "probe"]]:
+    """Whether each answer wins, and its probability."""
+    queries = [probe.query for probe in probes] + [probe.rival for probe in probes if probe.rival is not None]
+    read = [each for i in range(0, len(queries), max_batch) for each in _read(model, queries[i : i + max_batch])]
+    answers, rivals = read[: len(probes)], iter(read[len(probes) :])
+    wins = []
+    for probe, (log_probs, is_first) in zip(probes, answers, strict=True):
+        wins.append(is_first if probe.rival is None else bool(log_probs.mean() > next(rivals)[0].mean()))
+    probabilities = [log_probs.sum().exp() for log_probs, _ in answers]
+    return torch.tensor(wins, dtype=torch.float32), torch.stack(probabilities).cpu()
+
+
+def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[Tensor, bool]]:
+    """Log-probability of each answer's tokens, and whether each is the model's first choice."""
+    answers = [Answer.of(model, query) for query in queries]
+    counts = [len(answer.tokens) for answer in answers]
+    batch = PromptBatch.of(model, [query.tokens for query in queries])
+    canvas = torch.arange(len(queries)).repeat_interleave(torch.tensor(counts)).to(batch.tokens.device)
+    rows, tokens = (torch.cat([getattr(answer, name) for answer in answers]) for name in ("rows", "tokens"))
+    logits = model(batch.tokens, attention_mask=batch.real, logits_at=(canvas, rows))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_probs = torch.log_softmax(wide, dim=-1).gather(-1, tokens[:, None])[:, 0]
+    is_first = wide.argmax(dim=-1) == tokens
+    pairs = zip(log_probs.split(counts), is_first.split(counts), strict=True)
+    return [(each, bool(first.all())) for each, first in pairs]

@@ -1,0 +1,183 @@
+"""The value v* that makes a model say an object (Meng et al. 2022, arXiv 2202.05262, section 3.1, step 2).
+
+A vector δ is added to the output m of one MLP at the subject's last token, in every prompt x_j + p and in the essence
+p' ("{subject} is a"), and optimised by Adam:
+
+    L(δ) = − 1/N Σ_j log P_δ(o | x_j + p)  +  λ KL(P_δ(· | p') ‖ P(· | p'))  +  w ‖δ‖ / ‖m‖²
+
+log P of an object of several tokens is their mean. After each update δ is drawn back to at most `clamp_norm_factor`
+times ‖m‖, and v* = m + δ, where m is the output in the plain request. The object is the request's own: the model's
+(what makes it recall?) or another (an edit). Numbers are those of ROME's `compute_v`.
+
+Hooks that the caller has on the model act in the search too: with noise on the subject's embeddings, v* is what
+restores the object in the corrupted run. After the last block's MLP nothing carries δ to other places, so there v* = m
+unless the object is read at the subject itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.batching import in_batches
+from diffusion_lens.analysis.rome.objective import Objective, default_essence
+from diffusion_lens.analysis.rome.prompts import Request, as_request, check_counts, check_layer
+from diffusion_lens.analysis.rome.search import Found, ValueSettings, search
+from diffusion_lens.facts import Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_result, provenance, save_result
+
+LOSS_TERMS = ("total", "nll", "kl", "decay")
+
+
+@dataclass(frozen=True, eq=False)
+class ValueResult:
+    """The value found for one request at one layer.
+
+    Attributes:
+        initial: Float[d_model], m, the MLP's output in the plain request.
+        delta: Float[d_model], δ.
+        losses: Float[iteration 4], before each update: total, negative log-likelihood, KL, decay, the last two with
+            their factors.
+        key: Float[d_mlp], k_p, what enters the down-projection in the plain request.
+        probability_before: p(object) in the plain request, all its places read from the one canvas.
+        probability_after: the same with δ.
+        layer: the block.
+        record: settings, prompts, object, essence, model, weights' hash, versions.
+    """
+
+    initial: Float[Tensor, "d_model"]
+    delta: Float[Tensor, "d_model"]
+    losses: Float[Tensor, "iteration 4"]
+    key: Float[Tensor, "d_mlp"]
+    probability_before: float
+    probability_after: float
+    layer: int
+    record: dict[str, Any]
+
+    @property
+    def vector(self) -> Float[Tensor, "d_model"]:
+        """v* = m + δ."""
+        return self.initial + self.delta
+
+    @property
+    def output(self) -> Float[Tensor, "d_model"]:
+        """What the MLP answers to `key` in the plain request: m, where δ started."""
+        return self.initial
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        record = {name: value for name, value in vars(self).items() if name not in tensors}
+        return save_result(path, "ROME value", tensors, record)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ValueResult":
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, "ROME value")
+        fields: dict[str, Any] = {**tensors, **record}
+        return cls(**fields)
+
+    def plot(self, ax: Any = None) -> Any:
+        """The losses by iteration. Returns the matplotlib axes."""
+        ax = plots.panels(1, 1, 4.6, 3.0)[1][0] if ax is None else ax
+        for name, losses in zip(LOSS_TERMS, self.losses.T.tolist(), strict=True):
+            ax.plot(losses, label=name, color="black" if name == "total" else None)
+        ax.set_xlabel("iteration")
+        ax.set_ylabel("loss (nats)")
+        ax.set_title(f"v* at layer {self.layer} for {''.join(self.record['object']).strip()!r}", fontsize=10)
+        ax.legend(fontsize=8)
+        return ax
+
+
+def optimize_value(
+    model: DiffusionTransformer,
+    queries: Request,
+    layer: int,
+    *,
+    essence: Query | None = None,
+    progress: bool = False,
+    **settings: Any,
+) -> ValueResult:
+    """v* of one request.
+
+    Args:
+        queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query. Their answer is
+            the object. On a causal model the canvas holds the object but for its last token.
+        essence: what is to stay, its subject marked; by default "{subject} is a", and a [MASK] where there is one.
+        settings: the fields of `ValueSettings`: steps, lr, weight_decay, clamp_norm_factor, kl_factor, stop_below,
+            essence_at, over_states.
+
+    Raises:
+        ValueError: a layer or setting out of range, no object, an object in other tokens after a prefix, a model
+            without tokenizer and no essence, a loss that is no longer a number.
+    """
+    return optimize_values(
+        model,
+        [queries],
+        layer,
+        essences=None if essence is None else [essence],
+        settings=ValueSettings(**settings),
+        progress=progress,
+    )[0]
+
+
+def optimize_values(
+    model: DiffusionTransformer,
+    requests: Sequence[Request],
+    layer: int,
+    *,
+    essences: Sequence[Query] | None = None,
+    settings: ValueSettings | None = None,
+    max_batch: int = 64,
+    progress: bool = False,
+) -> list[ValueResult]:
+    """v* of many requests, searched for together.
+
+    Args:
+        essences: one a request.
+        max_batch: canvases searched on at once, fewer if the memory does not hold them; a request is never split.
+
+    Raises:
+        ValueError: as in `optimize_value`.
+    """
+    settings = settings or ValueSettings()
+    check_layer(layer, model.cfg.n_layers)
+    check_counts(max_batch=max_batch)
+    asked = [as_request(request) for request in requests]
+    held: Sequence[Query | None] = [None] * len(asked)
+    if settings.kl_factor:
+        held = [default_essence(model, request[0]) for request in asked] if essences is None else essences
+    if len(held) != len(asked):
+        raise ValueError(f"{len(held)} essences for {len(asked)} requests; give one a request, or none")
+    objectives = [
+        Objective.of(model, request, essence, settings.essence_at, settings.over_states)
+        for request, essence in zip(asked, held, strict=True)
+    ]
+    most = max((len(objective.objects) + len(objective.essences) for objective in objectives), default=1)
+    found: list[Found] = []
+    with tqdm(total=len(asked), desc="v*", unit="fact", disable=not progress) as bar:
+        run = partial(search, model, layer=layer, settings=settings)
+        for batch, of_batch in in_batches(run, objectives, max_batch // most):
+            found += of_batch
+            bar.update(len(batch))
+    record = {"settings": asdict(settings), **provenance(model, model.cfg)}
+    return [
+        ValueResult(
+            **vars(one),
+            layer=layer,
+            record={
+                **record,
+                "object": model.words(request[0].answer_tokens),
+                "prompts": [model.words(query.tokens.tolist()) for query in request],
+                "essence": None if essence is None else model.words(essence.tokens.tolist()),
+            },
+        )
+        for one, request, essence in zip(found, asked, held, strict=True)
+    ]

@@ -1,0 +1,94 @@
+"""The report of an edit: wins and probabilities as one reads them off by hand."""
+
+import pytest
+import torch
+
+from diffusion_lens import Query
+from diffusion_lens.analysis.rome import EditReport, Probe, RankOneEdit, compute_key, edit_success, optimize_value
+
+LAYER = 1
+
+
+def ask(model, prompt, answer, subject=(1, 3)):
+    """A prompt in tokens and its answer on this model's canvas."""
+    mask = model.cfg.mask_token_id
+    canvas = answer[:-1] if mask is None else [mask] * len(answer)
+    places = range(len(prompt), len(prompt) + len(answer))
+    return Query(torch.tensor(prompt + canvas), subject, tuple(places), tuple(answer))
+
+
+def by_hand(model, query):
+    """Log-probabilities of the answer's tokens and the model's first choices, one row by itself."""
+    rows = model.readout.rows(torch.tensor(query.answer_positions))
+    logits = model(query.tokens[None], logits_at=rows).detach()[0]
+    return logits.log_softmax(-1)[range(len(rows)), query.answer_tokens], logits.argmax(-1).tolist()
+
+
+@pytest.fixture(scope="module")
+def edit(either):
+    query = ask(either.model, [51, 20, 21, 11], [31])
+    value = optimize_value(either.model, query, LAYER, kl_factor=0.0, steps=40, clamp_norm_factor=20.0)
+    return RankOneEdit(either.model, LAYER, compute_key(either.model, query, LAYER), value)
+
+
+@pytest.fixture(scope="module")
+def probes(either):
+    model = either.model
+    plain = ask(model, [51, 20, 21, 11], [31])
+    odds = model(plain.tokens[None])[0, -1].softmax(-1)
+    old = int(odds.where(odds > 2 * odds[31], 1).argmin())  # the least likely of those well ahead of the new object
+    return {
+        "efficacy": [Probe(plain, ask(model, [51, 20, 21, 11], [old]))],
+        "paraphrase": [ask(model, [52, 20, 21, 11, 12], [31])],
+        "neighbourhood": [
+            Probe(ask(model, [51, 60, 61, 11], [32, 33]), ask(model, [51, 60, 61, 11], [31])),
+            Probe(ask(model, [51, 70, 71, 11], [31]), ask(model, [51, 70, 71, 11], [34, 35, 36])),
+        ],
+        "reverse": [ask(model, [53, 31, 54], [20, 21])],
+    }
+
+
+def test_wins_and_probabilities_by_hand(either, edit, probes):
+    model = either.model
+    report = edit_success(model, edit, probes, max_batch=3)
+    assert not edit.is_applied
+    flat = [probe for group in probes.values() for probe in group]
+    for state in (0, 1):
+        if state:
+            edit.apply()
+        for i, probe in enumerate(flat):
+            query = probe.query if isinstance(probe, Probe) else probe
+            log_probs, choices = by_hand(model, query)
+            wins = choices == list(query.answer_tokens)
+            if isinstance(probe, Probe):
+                wins = bool(log_probs.mean() > by_hand(model, probe.rival)[0].mean())
+            assert report.wins[state, i] == wins
+            assert report.probabilities[state, i].item() == pytest.approx(log_probs.sum().exp().item(), rel=1e-4)
+    edit.revert()
+    table = report.table()
+    assert list(table) == ["efficacy", "paraphrase", "neighbourhood", "reverse"]
+    assert [score.count for score in table.values()] == [1, 1, 2, 1]
+    assert (table["efficacy"].before, table["efficacy"].after) == (0, 1)
+    assert table["efficacy"].probability_after > 3 * table["efficacy"].probability_before
+    assert table["neighbourhood"].after == report.wins[1, 2:4].mean()
+
+
+def test_save_load_and_plot(either, edit, probes, tmp_path):
+    report = edit_success(either.model, edit, {name: probes[name] for name in ("reverse", "efficacy")})
+    again = EditReport.load(report.save(tmp_path / "report.safetensors"))
+    assert torch.equal(again.wins, report.wins)
+    assert torch.equal(again.probabilities, report.probabilities)
+    assert (again.groups, again.record) == (["reverse", "efficacy"], report.record)
+    assert list(again.table()) == ["efficacy", "reverse"]
+    ax = again.plot()
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["efficacy", "reverse"]
+    assert [bar.get_height() for bar in ax.patches] == [0, 0, 1, 0]
+
+
+def test_bad_probes(either, edit, probes):
+    with pytest.raises(ValueError, match="'accuracy' is no group of probes; they are efficacy, paraphrase"):
+        edit_success(either.model, edit, {"accuracy": probes["efficacy"]})
+    with pytest.raises(ValueError, match="there are no probes"):
+        edit_success(either.model, edit, {"efficacy": []})
+    with edit, pytest.raises(ValueError, match="the edit is applied already"):
+        edit_success(either.model, edit, probes)

@@ -1,0 +1,161 @@
+"""C = E[k kᵀ]: the mean over a corpus by hand, masked as in training, resumed as if uninterrupted, solved with."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens.analysis.rome import SecondMoment, second_moment
+from diffusion_lens.analysis.rome.covariance import RIDGE, solve
+from diffusion_lens.data import toy_facts
+from diffusion_lens.training.objectives import hide
+
+LAYER = 1
+
+
+@pytest.fixture
+def corpus():
+    """Seven texts of several lengths."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(10, 500, (n,), generator=generator) for n in (9, 4, 12, 7, 7, 3, 10)]
+
+
+def keys_of(model, tokens):
+    _, cache = model.run_with_cache(tokens[None], names_filter=f"blocks.{LAYER}.mlp.hook_post")
+    return cache[f"blocks.{LAYER}.mlp.hook_post"][0].double()
+
+
+def test_mean_over_the_corpus_by_hand(either, corpus):
+    """Each text alone, unpadded; of a masked diffusion model masked as its losses mask it."""
+    moment = second_moment(either.model, corpus, LAYER, seed=20, batch_size=3)
+    keys = []
+    for i, text in enumerate(corpus):
+        if either.kind == "mdm":
+            noisy, _ = hide(text[None], either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(20 + i))
+            text = noisy[0]
+        keys.append(keys_of(either.model, text))
+    together = torch.cat(keys)
+    assert (moment.count, moment.texts) == (len(together), len(corpus)) == (52, 7)
+    torch.testing.assert_close(moment.matrix, together.T @ together / 52, rtol=1e-4, atol=1e-5)
+
+
+def test_a_masked_model_is_shown_masks(either, corpus):
+    seen = []
+    with either.model.hooks(fwd_hooks=[("hook_embed", lambda embedded, hook: seen.append(embedded.detach()))]):
+        second_moment(either.model, corpus, LAYER)
+    mask = either.model.W_E[-1].detach()
+    share = (torch.cat([batch.flatten(0, 1) for batch in seen]) == mask).all(dim=1).float().mean().item()
+    assert (0.2 < share < 0.8) if either.kind == "mdm" else share == 0
+
+
+def test_batches_and_padding_change_nothing(either, corpus):
+    moments = [second_moment(either.model, corpus, LAYER, batch_size=size) for size in (1, 7)]
+    torch.testing.assert_close(*(moment.matrix for moment in moments), rtol=1e-4, atol=1e-5)
+    assert moments[0].relative_error() == pytest.approx(moments[1].relative_error(), rel=1e-4)
+
+
+def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path):
+    model = either.model
+    whole = second_moment(model, corpus, LAYER, batch_size=2)
+    passed = []
+
+    def give_out(resid, hook):
+        passed.append(1)
+        if len(passed) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", give_out)]):
+        second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path, save_every=1)
+    (path,) = tmp_path.iterdir()
+    assert SecondMoment.load(path).texts == 4
+    resumed = second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path)
+    for moment in (resumed, SecondMoment.load(path)):
+        assert torch.equal(moment.total, whole.total)
+        assert (moment.count, moment.texts, moment.text_squares) == (52, 7, whole.text_squares)
+        assert moment.record == whole.record
+
+
+def test_what_is_there_is_read(either, corpus, tmp_path):
+    kept = second_moment(either.model, corpus, LAYER, folder=tmp_path)
+
+    def refuse(resid, hook):
+        raise AssertionError("the network ran")
+
+    with either.model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", refuse)]):
+        again = second_moment(either.model, corpus, LAYER, folder=tmp_path)
+    assert torch.equal(again.total, kept.total)
+    # Another layer, corpus or (where there is noise) seed has another name.
+    second_moment(either.model, corpus, 0, folder=tmp_path)
+    second_moment(either.model, corpus[:5], LAYER, folder=tmp_path)
+    second_moment(either.model, corpus, LAYER, folder=tmp_path, seed=1)
+    assert len(list(tmp_path.iterdir())) == (4 if either.kind == "mdm" else 3)
+
+
+def test_the_error_is_what_samples_differ_by(tiny):
+    """Disjoint samples of sentences scatter around one another as the estimate says."""
+    sentences = random.Random(0).sample(toy_facts.load().sentences(), 720)
+    samples = [second_moment(tiny, sentences[i::12], 0, seed=100 * i, batch_size=60) for i in range(12)]
+    matrices = torch.stack([sample.matrix for sample in samples])
+    centre = matrices.mean(dim=0)
+    scatter = ((matrices - centre).square().sum(dim=(1, 2)).sum() / 11).sqrt() / centre.norm()
+    estimate = sum(sample.relative_error() for sample in samples) / 12
+    assert estimate == pytest.approx(scatter.item(), rel=0.2)
+    assert samples[0].relative_error(4 * samples[0].count) == pytest.approx(samples[0].relative_error() / 2)
+
+
+def test_solving():
+    generator = torch.Generator().manual_seed(0)
+    keys, vector = torch.randn(200, 6, generator=generator).double(), torch.randn(6, generator=generator)
+    regular = keys.T @ keys / 200
+    solved, ridge = solve(regular, vector)
+    assert ridge == 0
+    torch.testing.assert_close(regular @ solved, vector.double())
+    few = keys[:3].T @ keys[:3] / 3
+    solved, ridge = solve(few, vector)
+    assert ridge == pytest.approx(RIDGE * few.diagonal().mean().item())
+    torch.testing.assert_close(few @ solved + ridge * solved, vector.double())
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.zeros(3, 3), "is singular, and a ridge does not mend it"),
+        (-torch.eye(3), "is singular, and a ridge does not mend it"),
+        (torch.full((3, 3), float("nan")), "not a symmetric matrix of finite numbers"),
+        (torch.arange(9.0).view(3, 3), "not a symmetric matrix"),
+        (torch.eye(4), "of another model"),
+    ],
+)
+def test_no_second_moment(matrix, message):
+    with pytest.raises(ValueError, match=message):
+        solve(matrix, torch.ones(3))
+
+
+def test_text_or_tokens(tiny):
+    sentences = toy_facts.load().sentences()[:5]
+    from_text = second_moment(tiny, sentences, 0)
+    from_tokens = second_moment(tiny, [tiny.to_tokens(sentence)[0] for sentence in sentences], 0)
+    assert torch.equal(from_text.total, from_tokens.total)
+    assert from_text.record == from_tokens.record
+    assert torch.isnan(torch.tensor(second_moment(tiny, sentences[:1], 0).relative_error()))
+
+
+def test_bad_input(either, corpus):
+    model = either.model
+    with pytest.raises(ValueError, match="layer=7 is not one of the layers 0 to 2"):
+        second_moment(model, corpus, 7)
+    with pytest.raises(ValueError, match="the corpus is empty"):
+        second_moment(model, [], LAYER)
+    with pytest.raises(ValueError, match="save_every=0"):
+        second_moment(model, corpus, LAYER, save_every=0)
+    if either.kind == "mdm":
+        with pytest.raises(ValueError, match=r"text 1 holds \[MASK\]"):
+            second_moment(model, [corpus[0], torch.tensor([3, model.cfg.mask_token_id])], LAYER)
+
+
+def test_save_and_load(either, corpus, tmp_path):
+    moment = second_moment(either.model, corpus, LAYER)
+    again = SecondMoment.load(moment.save(tmp_path / "moment.safetensors"))
+    assert torch.equal(again.total, moment.total)
+    assert vars(replace(again, total=moment.total)) == vars(moment)
