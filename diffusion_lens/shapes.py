@@ -19,6 +19,11 @@ entry        rows of a grid or of a list of pairs, in order
 axis         axes of a grid
 role         what a token is to a fact: first of the subject, last of the prompt, ...
 fact         facts that are averaged over
+request      facts that a value is searched for
+prompt       prompts of one request
+probe        prompts that an edit is judged by
+state        states of a half-revealed object
+iteration    of a search by gradients
 """
 
 from typing import TypeAlias

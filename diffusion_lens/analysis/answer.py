@@ -60,7 +60,7 @@ class Answer:
 
     def probabilities(
         self, logits: Float[Tensor, "batch place d_vocab_out"], samples: int, asked: Int[Tensor, "place"] | None = None
-    ) -> Float[Tensor, "run sample place"]:
+    ) -> Float[Tensor, "cell sample place"]:
         """Probability of each token; the batch holds whole runs, one after the other, each with a row a sample.
 
         Args:

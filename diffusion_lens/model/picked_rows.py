@@ -27,7 +27,7 @@ class PickedRows:
     """
 
     grid: Int[Tensor, "batch place"]
-    asked: tuple[Int[Tensor, "pair"], Int[Tensor, "pair"]] | None
+    asked: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]] | None
     n_pos: int
 
     @classmethod
@@ -50,7 +50,9 @@ class PickedRows:
         return cls((picked % n_pos).expand(n_batch, -1), None, n_pos)
 
     @classmethod
-    def _of_pairs(cls, batch: Int[Tensor, "pair"], rows: Int[Tensor, "pair"], n_batch: int, n_pos: int) -> "PickedRows":
+    def _of_pairs(
+        cls, batch: Int[Tensor, "entry"], rows: Int[Tensor, "entry"], n_batch: int, n_pos: int
+    ) -> "PickedRows":
         for name, index, size in (("batch", batch, n_batch), ("row", rows, n_pos)):
             if index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
                 raise ValueError(f"logits_at reaches {name} indices outside the {size} there are: {index.tolist()}")
@@ -72,6 +74,6 @@ class PickedRows:
         """These rows, as the rectangle."""
         return x[torch.arange(x.shape[0], device=x.device)[:, None], self.grid]
 
-    def flat(self, x: Float[Tensor, "batch place d_model"]) -> Float[Tensor, "*picked d_model"]:
+    def flat(self, x: Float[Tensor, "batch place d_model"]) -> Float[Tensor, "*place d_model"]:
         """The rows that were asked for, of the rectangle."""
         return x if self.asked is None else x[self.asked]
