@@ -87,9 +87,8 @@ def labelled_map(
     """A grid over layers: a label a row, layers across, a named colour bar; NaN is grey."""
     ax = _axes(ax, *_map_size(*values.shape))
     ax.set_facecolor(ABSENT)
-    lowest, highest = limits
-    highest = max(highest, lowest + 1e-6)  # a scale has an extent even where there is nothing to see
-    image = ax.imshow(values.numpy(), cmap=hue, vmin=lowest, vmax=highest, aspect="auto")
+    highest = max(limits[1], limits[0] + 1e-6)  # a scale has an extent even where there is nothing to see
+    image = ax.imshow(values.numpy(), cmap=hue, vmin=limits[0], vmax=highest, aspect="auto")
     # Tokens are text and never markup: a "$" would begin a formula.
     ax.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
     columns = _spaced(len(layers))

@@ -24,6 +24,12 @@ prompt       prompts of one request
 probe        prompts that an edit is judged by
 state        states of a half-revealed object
 iteration    of a search by gradients
+d, d_other   vectors of any width that are compared
+rank         leading principal components
+component    singular values or principal components
+statistic    measures of similarity
+draw         random pairings or subsets of facts
+kept         facts of one subset
 """
 
 from typing import TypeAlias

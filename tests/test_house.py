@@ -30,6 +30,7 @@ ROOMS = (
     "diffusion_lens.records",
     "diffusion_lens.plots",
     "diffusion_lens.pages",
+    "diffusion_lens.representation_plots",
     "diffusion_lens.catalogue",
     "diffusion_lens.loading",
     "diffusion_lens.metrics",

@@ -2,8 +2,10 @@
 
 from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, merge
 from diffusion_lens.analysis.causal_tracing import CausalTrace, causal_trace, noise_scale
+from diffusion_lens.analysis.comparison import Comparison, Comparisons
 from diffusion_lens.analysis.patch_result import PatchGrid
 from diffusion_lens.analysis.patching import answer_probability, patch_grid
+from diffusion_lens.analysis.representations import compare, compare_along
 from diffusion_lens.analysis.rome import (
     KeyResult,
     RankOneEdit,
@@ -20,6 +22,8 @@ from diffusion_lens.analysis.trajectory_tracing import TrajectoryTrace, trace_tr
 __all__ = [
     "AverageEffect",
     "CausalTrace",
+    "Comparison",
+    "Comparisons",
     "KeyResult",
     "PatchGrid",
     "RankOneEdit",
@@ -30,6 +34,8 @@ __all__ = [
     "answer_probability",
     "average_indirect_effect",
     "causal_trace",
+    "compare",
+    "compare_along",
     "compute_key",
     "edit_success",
     "merge",

@@ -1,0 +1,188 @@
+"""Are facts encoded alike when they are asked forwards and backwards, in which sense, and at which layer?
+
+Two sets of vectors, such as the keys k* of many facts asked in either direction, one row a fact in both:
+
+    forward = torch.stack([key.vector for key in forward_keys])
+    reverse = torch.stack([key.vector for key in reverse_keys])
+    compare(forward, reverse, ids=ids).table()
+
+`similarity` says what is measured; all statistics are 1 where the sets agree. Each comes with
+
+- what chance gives: facts of one set are paired with facts of the other at random, and p is the share of such pairings
+  that are at least as similar, the true one counted in (Phipson & Smyth 2010).
+- an interval over facts. A bootstrap draws facts twice, and a fact drawn twice is its own nearest neighbour. So the
+  statistic is computed on random subsets of two thirds of the facts, none twice, and its deviations are scaled to all.
+
+Between two models axes are not shared, even where the widths agree: there only "procrustes" and "cka" say something.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens.analysis.comparison import Comparison, Comparisons
+from diffusion_lens.analysis.similarity import centred, deviations, principal_angles, statistics
+
+ROUND_OFF = torch.finfo(torch.float32).eps
+
+
+def compare(
+    forward: Tensor,
+    reverse: Tensor,
+    *,
+    ids: Sequence[str] | None = None,
+    names: tuple[str, str] = ("forward", "reverse"),
+    rank: int = 5,
+    draws: int = 1000,
+    seed: int = 0,
+    source: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Compare two sets of vectors of the same facts.
+
+    Args:
+        forward: Float[fact d].
+        reverse: Float[fact d], the same facts in the same order. Where its width differs, as that of another model may,
+            only "procrustes" and "cka" are computed.
+        ids: the facts' names, by default their row numbers.
+        names: of the two sets, for errors and pictures.
+        rank: principal components of which "subspace" and "procrustes" are asked, at least 2.
+        draws: random pairings, and random subsets of the facts.
+        seed: of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
+        source: what the vectors are, e.g. {"model": ..., "layer": 3, "site": ...}; kept in the record, and the model,
+            layer and step shown in titles.
+
+    Raises:
+        ValueError: sets of different facts, too few facts for `rank`, a vector that is zero or no number, vectors that
+            hardly differ from fact to fact.
+    """
+    ids = [str(row) for row in range(len(forward))] if ids is None else list(ids)
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"two facts have one id: {next(each for each in ids if ids.count(each) > 1)!r}")
+    if draws < 1:
+        raise ValueError(f"draws={draws}; at least 1, and 1000 for p-values down to 0.001")
+    sets = [_as_matrix(vectors, name, ids) for vectors, name in zip((forward, reverse), names, strict=True)]
+    widths = [vectors.shape[1] for vectors in sets]
+    one_space = widths[0] == widths[1]
+    x, y = _in_few_axes(torch.cat(sets)).chunk(2) if one_space else map(_in_few_axes, sets)
+    _check_rank(rank, (x, y), names)
+
+    n_facts, rng = len(ids), np.random.default_rng(seed)
+    paired = torch.arange(n_facts)[None]
+    orders = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))
+    subsets = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
+    asked = statistics(rank, one_space)
+    coordinates, explained = _shared_components(x, y) if one_space else (None, None)
+    return Comparison(
+        values=torch.cat([statistic(x, y, paired) for statistic in asked.values()]),
+        null=torch.stack([statistic(x, y, orders) for statistic in asked.values()], dim=1),
+        deviations=torch.stack([deviations(statistic, x, y, subsets) for statistic in asked.values()], dim=1),
+        singular_values=torch.stack([_singular_values(each) for each in (x, y)]),
+        coordinates=coordinates,
+        explained=explained,
+        angles=principal_angles(x, y, rank) if one_space else None,
+        statistics=list(asked),
+        ids=ids,
+        names=names,
+        record={
+            "rank": rank,
+            "draws": draws,
+            "seed": seed,
+            "widths": widths,
+            "source": dict(source or {}),
+            "versions": {name: version(name) for name in ("diffusion-lens", "torch", "numpy", "scipy")},
+        },
+    )
+
+
+def compare_along(
+    axis: str,
+    sets: Mapping[int, tuple[Tensor, Tensor]],
+    *,
+    source: Mapping[str, Any] | None = None,
+    progress: bool = False,
+    **settings: Any,
+) -> Comparisons:
+    """`compare` at each of several layers, or denoising steps.
+
+    Args:
+        axis: "layer" or "step".
+        sets: the two sets by layer or step, all of the same facts.
+        source, settings: as in `compare`.
+        progress: show a bar.
+
+    Raises:
+        ValueError: as `compare` does, and says where.
+    """
+    if axis not in ("layer", "step"):
+        raise ValueError(f"axis={axis!r}; vectors are compared along 'layer' or 'step'")
+    if not sets:
+        raise ValueError(f"there is nothing to compare; give two sets of vectors by {axis}")
+    found = {}
+    for place in tqdm(sorted(sets), desc="compare", unit=axis, disable=not progress):
+        try:
+            found[place] = compare(*sets[place], source={**(source or {}), axis: place}, **settings)
+        except ValueError as error:
+            raise ValueError(f"at {axis} {place}: {error}") from error
+    return Comparisons(axis, found)
+
+
+def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Float[Tensor, "fact d"]:
+    if vectors.dim() != 2:
+        raise ValueError(f"the {name} vectors are a matrix, a row a fact; got {list(vectors.shape)}")
+    if len(vectors) != len(ids):
+        raise ValueError(
+            f"{len(vectors)} {name} vectors for {len(ids)} facts; rows are paired, one a fact in both sets"
+        )
+    vectors = vectors.detach().double().cpu()
+    for wrong, rows in (
+        ("holds NaN or infinity", ~vectors.isfinite().all(dim=1)),
+        ("is zero", (vectors == 0).all(dim=1)),
+    ):
+        if rows.any():
+            raise ValueError(
+                f"the {name} vector of {ids[int(rows.nonzero()[0])]!r} {wrong}; leave the fact out of both"
+            )
+    return vectors
+
+
+def _check_rank(rank: int, sets: Sequence[Float[Tensor, "fact _"]], names: Sequence[str]) -> None:
+    n_facts, fewest = len(sets[0]), 3 * (rank + 2)  # "subspace" is asked of half of two thirds of them
+    if rank < 2:
+        raise ValueError(f"rank={rank}; at least 2 principal components are compared")
+    if n_facts < fewest:
+        smaller = f", or ask for rank={n_facts // 3 - 2}" if n_facts >= 12 else ""
+        raise ValueError(f"{n_facts} facts are too few for rank={rank}: give at least {fewest}{smaller}")
+    for vectors, name in zip(sets, names, strict=True):
+        varied = int((torch.linalg.svdvals(centred(vectors)) > ROUND_OFF * vectors.norm()).sum())
+        if varied < rank:
+            raise ValueError(
+                f"the {name} vectors differ from fact to fact in {varied} directions, fewer than rank={rank} asks for"
+            )
+
+
+def _in_few_axes(vectors: Float[Tensor, "entry d"]) -> Float[Tensor, "entry component"]:
+    """The vectors in an orthonormal basis of what they span: no angle or length changes, and d may be thousands."""
+    coordinates: Tensor = torch.linalg.qr(vectors.T, mode="r").R
+    return coordinates.T
+
+
+def _shared_components(
+    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"]
+) -> tuple[Float[Tensor, "2 fact 2"], Float[Tensor, "2"]]:
+    """Both sets in the first two principal components of all vectors together, and their shares of the variance."""
+    u, s, _ = torch.linalg.svd(torch.cat([centred(x), centred(y)]), full_matrices=False)
+    coordinates = (u * s)[:, :2]
+    largest = coordinates.gather(0, coordinates.abs().argmax(dim=0, keepdim=True))
+    return (coordinates * largest.sign()).unflatten(0, (2, len(x))), (s.square() / s.square().sum())[:2]
+
+
+def _singular_values(x: Float[Tensor, "fact d"]) -> Float[Tensor, "component"]:
+    """One less than there are facts, the last ones 0 where the vectors are narrower."""
+    found = torch.linalg.svdvals(centred(x))[: len(x) - 1]
+    return torch.nn.functional.pad(found, (0, len(x) - 1 - len(found)))

@@ -1,0 +1,98 @@
+"""Pictures of two sets of vectors beside each other; `plots` says how they are drawn."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.plots import panels
+
+
+def paired_scatter(
+    coordinates: Float[Tensor, "2 fact 2"],
+    explained: Float[Tensor, "2"],
+    names: Sequence[str],
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Two sets of points in a plane, a line between the two of each fact.
+
+    Args:
+        coordinates: set, fact, and the place along either axis.
+        explained: share of the variance along either axis.
+        names: of the sets.
+    """
+    ax = panels(1, 1, 4.6, 4.2)[1][0] if ax is None else ax
+    ax.plot(*coordinates.permute(2, 0, 1).numpy(), color="0.75", linewidth=0.7, zorder=1)
+    for points, name, marker in zip(coordinates, names, "o^", strict=True):
+        ax.scatter(*points.T.numpy(), s=16, marker=marker, label=name, linewidth=0, zorder=2)
+    ax.set_aspect("equal", adjustable="datalim")
+    ax.tick_params(labelsize=8)
+    for set_label, axis in ((ax.set_xlabel, 0), (ax.set_ylabel, 1)):
+        set_label(f"component {axis + 1} ({float(explained[axis]):.0%} of the variance)", fontsize=9)
+    ax.set_title(title or "Both sets in their common principal components", fontsize=10)
+    ax.legend(fontsize=8)
+    return ax
+
+
+def spectra(
+    singular_values: Float[Tensor, "2 component"],
+    effective_ranks: Sequence[float],
+    names: Sequence[str],
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Share of the variance of each set by principal component, on a logarithmic scale.
+
+    Args:
+        effective_ranks: of either set, for the legend.
+        names: of the sets.
+    """
+    ax = panels(1, 1, 4.6, 3.2)[1][0] if ax is None else ax
+    for values, effective, name, marker in zip(singular_values, effective_ranks, names, "o^", strict=True):
+        shares = values[values > 0].square() / values.square().sum()
+        label = f"{name}: effective rank {effective:.1f}"
+        ax.plot(range(1, len(shares) + 1), shares.numpy(), label=label, marker=marker, markersize=3, linewidth=1)
+    ax.set_yscale("log")
+    ax.tick_params(labelsize=8)
+    ax.set_xlabel("principal component", fontsize=9)
+    ax.set_ylabel("share of the variance", fontsize=9)
+    ax.set_title(title or "Singular-value spectra", fontsize=10)
+    ax.legend(fontsize=8)
+    return ax
+
+
+def similarity_curve(
+    table: Mapping[int, Mapping[str, float]],
+    axis: str,
+    statistic: str,
+    ax: Any = None,
+    label: str | None = None,
+    title: str | None = None,
+) -> Any:
+    """A similarity over layers or steps with its intervals as bars; dotted, in a band, what chance gives.
+
+    Args:
+        table: value, low, high, chance, chance_low and chance_high by layer or step.
+        axis: "layer" or "step".
+        statistic: what the similarity is.
+        label: of the curve, where several share the axes.
+    """
+    ax = panels(1, 1, 5.2, 3.2)[1][0] if ax is None else ax
+    places = list(table)
+    column = {name: [row[name] for row in table.values()] for name in next(iter(table.values()))}
+    (line,) = ax.plot(places, column["value"], label=label or statistic, marker="o", markersize=3)
+    colour = line.get_color()
+    ax.vlines(places, column["low"], column["high"], color=colour, linewidth=1)
+    ax.plot(
+        places, column["chance"], color=colour, linestyle=":", linewidth=1, label=f"{label or statistic}, by chance"
+    )
+    ax.fill_between(places, column["chance_low"], column["chance_high"], color=colour, alpha=0.15, linewidth=0)
+    ax.set_xticks(places[:: -(-len(places) // 12)])
+    ax.tick_params(labelsize=8)
+    ax.set_xlabel(axis, fontsize=9)
+    ax.set_ylabel(statistic.replace("_", " "), fontsize=9)
+    ax.set_title(title or f"Similarity by {axis}", fontsize=10)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    return ax
