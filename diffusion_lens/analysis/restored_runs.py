@@ -16,6 +16,7 @@ written into there too, and every block runs whole.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +131,8 @@ class RestoredRuns:
             else:
                 # Written into in the last block, a place matters if it is read; then the block runs whole.
                 whole = self.watched or (cell.place in read and self._writes_at_the_end(cell))
-                offset = cell.place if self.causal else 0
+                # Two neighbours go together: a place more to run, but half as many passes.
+                offset = max(self.reaching.start, cell.place // 2 * 2) if self.causal else 0
                 groups.setdefault((at_the_end, whole, offset), []).append(cell)
         for (_, whole, offset), members in groups.items():
             ordered = sorted(members, key=self._entry)
@@ -154,13 +156,11 @@ class RestoredRuns:
             out = torch.cat([out, self._entering(entering, offset)]) if entering else out
             inside = [cell for cell in cells if self._entry(cell) <= block]
             upto: dict[str, Any] = {"logits_at": rows} if block == last_block else {"stop_at_layer": block + 1}
-            out = model.run_with_hooks(
-                out,
-                start_at_layer=block,
-                past_kv_cache=self._past(block, len(inside), offset),
-                fwd_hooks=self._writes(block, inside, offset) if block < last_block or whole else [],
-                **upto,
-            )
+            hooks = self._writes(block, inside, offset) if block < last_block or whole else []
+            # Attaching nothing is not free: it goes through every hook point of the model.
+            with model.hooks(fwd_hooks=hooks) if hooks else nullcontext():
+                past = self._past(block, len(inside), offset)
+                out = model(out, start_at_layer=block, past_kv_cache=past, **upto)
         if first == self.n_layers:
             out = model(self._entering(cells, offset), start_at_layer=self.n_layers, logits_at=rows)
         scores = self.corrupted_scores.repeat(len(cells), 1, 1)
@@ -170,10 +170,12 @@ class RestoredRuns:
     def _fit(self, max_bytes: int, restoration: Restoration, n_starts: int) -> int:
         """Rows that one batch may have, beside what is kept."""
         cfg, n_pos = self.model.cfg, self.n_pos
-        by_row = (2 + self.n_layers * (2 if self.severed else 1)) * cfg.d_model
+        by_row = (1 + self.n_layers * (2 if self.severed else 1)) * cfg.d_model
         by_row += n_starts * cfg.d_model if restoration.kind != "resid" else 0
         by_row += 2 * self.n_layers * (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head if self.causal else 0
+        by_read = cfg.d_vocab_out * (self.samples if self.answer.unconditional is not None else 1)
         kept = n_pos * (self.samples * by_row + self.n_layers * cfg.d_model) * cfg.dtype.itemsize
+        kept += len(self.answer.rows) * (by_read * cfg.dtype.itemsize + 4 * (1 + self.samples))  # logits, scores
         one_row = row_bytes(cfg, n_pos, len(self.answer.rows))
         if kept + self.samples * one_row > max_bytes:
             raise ValueError(
@@ -216,7 +218,7 @@ class RestoredRuns:
         ].transpose(0, 1)
         return stream
 
-    def _writes(self, block: int, cells: Sequence[Cell], offset: int) -> list[tuple[str, Hook]]:
+    def _writes(self, block: int, cells: Sequence[Cell], offset: int) -> list[Any]:
         """Hooks that hold what is restored, and what is severed, in one block of the cells that are inside."""
         hooks = []
         if restored := [i for i, cell in enumerate(cells) if block in cell.span]:

@@ -1,0 +1,144 @@
+"""A trace takes the memory of the weights and at most the budget it was given."""
+
+import re
+import sys
+from functools import partial
+
+import pytest
+import torch
+from causal_trace import Shape, measure_apart
+from torch.profiler import ProfilerActivity, profile
+from transformer_lens import ActivationCache
+
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import causal_trace
+from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.restored_runs import RestoredRuns
+from diffusion_lens.metrics import token_probabilities
+from weight_conversion import Architecture
+
+MIB = 2**20
+NOISE = dict(noise=0.5, samples=4)
+KINDS = [("resid", None), ("resid", "mlp"), ("resid", "attn"), ("mlp", None), ("attn", None)]
+by_kind = pytest.mark.parametrize(("kind", "severed"), KINDS, ids=lambda name: name or "whole")
+by_variant = pytest.mark.parametrize("variant", ["masked", "causal"])
+
+
+def build(variant, dtype=torch.float32, **changes):
+    """A deep narrow model with random weights; grouped heads."""
+    masked = variant == "masked"
+    facts = dict(n_layers=12, d_model=64, n_heads=4, n_key_value_heads=2, d_head=16, d_mlp=256, d_vocab_out=100)
+    facts |= changes
+    architecture = Architecture(
+        family="lit_gpt",
+        name=variant,
+        d_vocab=facts["d_vocab_out"] + masked,
+        n_ctx=64,
+        attention_dir="bidirectional" if masked else "causal",
+        readout="in_place" if masked else "shifted",
+        mask_token_id=facts["d_vocab_out"] if masked else None,
+        **facts,
+    )
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu", dtype=dtype))
+
+
+def ask(model, n_pos=20):
+    """A query whose answer is the last place, or on a causal model the next one."""
+    return Query(torch.arange(n_pos) + 3, (2, 5), (n_pos - (model.cfg.mask_token_id is not None),), (7,))
+
+
+def what_is_needed(model, query, **settings):
+    """The two numbers of the error message: bytes kept, and bytes of one cell."""
+    with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
+        causal_trace(model, query, **settings, max_bytes=1)
+    found = re.search(r"keep ([\d,]+) bytes, and one cell of 4 draws takes ([\d,]+) more", str(raised.value))
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
+def held_bytes(thing):
+    """Bytes of all tensors that an object holds, each storage once."""
+    storages, todo = {}, [*vars(thing).values()]
+    while todo:
+        held = todo.pop()
+        if isinstance(held, torch.Tensor):
+            storages[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        elif isinstance(held, dict | ActivationCache):
+            todo += held.values()
+    return sum(storages.values())
+
+
+def peak_of_tensors(run):
+    """The most bytes of tensors that live at once while `run` runs, beside those that were there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        run()
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return int(sizes.cumsum(0).max())
+
+
+@by_variant
+def test_resident_memory_stays_within_the_budget(variant, monkeypatch):
+    if sys.platform != "linux":  # only Linux publishes its count of resident pages
+        return
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shape = Shape(variant, n_pos=24)
+    found = measure_apart(shape, 64 * MIB, positions=list(range(2, 14)), layers=[2, 3, 4])
+    assert found["weights"] > 40 * MIB
+    assert 8 * MIB < found["growth"] <= 64 * MIB, found
+
+
+@by_variant
+@by_kind
+def test_what_is_kept_is_counted(variant, kind, severed, monkeypatch):
+    model, made = build(variant), []
+
+    def remember(*args, **kwargs):
+        made.append(RestoredRuns(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("diffusion_lens.analysis.causal_tracing.RestoredRuns", remember)
+    settings = dict(kind=kind, severed=severed, window=3, **NOISE)
+    causal_trace(model, ask(model), **settings, positions=[-1])
+    kept = held_bytes(made[0])
+    counted, _ = what_is_needed(model, ask(model), **settings)
+    assert kept <= counted <= 1.1 * kept
+
+
+@by_variant
+@by_kind
+def test_a_budget_too_small_says_how_much_is_needed(variant, kind, severed):
+    """With so much every tensor fits, from the first run to the last cell; with a byte less nothing begins."""
+    model = build(variant, n_layers=4)
+    settings = dict(kind=kind, severed=severed, window=3, layers=[1, 2, 3], **NOISE)
+    trace = partial(causal_trace, model, ask(model), **settings)
+    needed = sum(what_is_needed(model, ask(model), **settings))
+    assert needed / 5 < peak_of_tensors(lambda: trace(max_bytes=needed)) <= needed
+    with pytest.raises(ValueError, match=f"max_bytes={needed - 1:,} is too little"):
+        trace(max_bytes=needed - 1)
+
+
+SHAPES = {
+    "usual": {},
+    "as many heads": {"n_key_value_heads": 4},
+    "narrow MLP": {"d_mlp": 64},
+    "many words": {"d_vocab_out": 8000, "d_mlp": 64},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("n_read", [1, 10])
+@pytest.mark.parametrize("shape", SHAPES)
+@by_variant
+@torch.no_grad()
+def test_a_row_takes_a_third_of_what_is_reserved(variant, shape, n_read, dtype):
+    """The rest is for the holes that an allocator leaves."""
+    model, n_rows, n_pos = build(variant, dtype, n_layers=2, **SHAPES[shape]), 64, 20
+    answer = torch.full((n_read,), 7)
+
+    def run():
+        stream = torch.ones(n_rows, n_pos, model.cfg.d_model, dtype=dtype)
+        token_probabilities(model(stream, start_at_layer=0, logits_at=range(n_read)), answer)
+
+    run()
+    reserved = n_rows * row_bytes(model.cfg, n_pos, n_read) / 3
+    assert 0.6 * reserved < peak_of_tensors(run) <= 1.02 * reserved
