@@ -10,7 +10,7 @@ cells are patched in truth, and the difference is kept beside the estimate.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffusion_lens.analysis.patch_runs import Pair, Reading, Side
+from diffusion_lens.analysis.patch_runs import Pair, Side
 from diffusion_lens.analysis.patch_sites import Cells, Site, Sweep
 
 
@@ -67,9 +67,9 @@ class EstimateError:
 
 
 def run_with_gradients(
-    side: Side, names: Iterable[str], reading: Reading
-) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The metric, the activations at these hook points, and the metric's gradient there.
+    side: Side, names: Iterable[str], points: Collection[str]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The logits that are read, the activations at `names`, and the metric's gradient at some of them, `points`.
 
     Only activations are differentiated: which parameters are frozen plays no part, and none gets a gradient.
 
@@ -77,17 +77,17 @@ def run_with_gradients(
         ValueError: a metric without a gradient.
     """
     embedded = side.embed()
-    with torch.inference_mode(False), torch.enable_grad():
-        logits, kept = side.run(embedded.clone().requires_grad_(), names, reading.rows)
-        score = reading(logits)
+    with torch.enable_grad():
+        logits, kept = side.run(embedded.clone().requires_grad_(), names)
+        score = side.reading(logits)
         if not score.requires_grad:
             raise ValueError(
                 "method='attribution' needs the metric's gradient, and it has none: compute the metric with torch "
                 "from the logits, without .item(), .detach() or argmax"
             )
-        gradients = torch.autograd.grad(score, list(kept.values()))
+        gradients = torch.autograd.grad(score, [kept[name] for name in points])
     states = {name: state.detach() for name, state in kept.items()}
-    return float(score.detach()), states, dict(zip(kept, gradients, strict=True))
+    return logits.detach(), states, dict(zip(points, gradients, strict=True))
 
 
 def sweep_by_gradient(

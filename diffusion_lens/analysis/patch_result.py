@@ -67,11 +67,19 @@ class PatchGrid:
         fields: dict[str, Any] = {**tensors, **record, "axes": tuple(record["axes"])}
         return cls(**fields, error=EstimateError(**error) if error else None)
 
-    def plot(self, step: int | None = None, head: int | None = None, ax: Any = None, title: str | None = None) -> Any:
+    def plot(
+        self,
+        step: int | None = None,
+        head: int | None = None,
+        ax: Any = None,
+        title: str | None = None,
+        limits: tuple[float, float] | None = None,
+    ) -> Any:
         """Heat map of the effect: places (or, all places patched together, heads) down, layers across.
 
         Args:
             step, head: which, by its number, where the grid has several.
+            limits: effects at the ends of the colour scale; by default the largest, either way.
 
         Returns:
             The matplotlib axes.
@@ -87,16 +95,18 @@ class PatchGrid:
             effect, labels = effect[:, None], ["all places"]
         elif down == "head":
             labels = [f"head {number}" for number in self.coordinates["head"]]
-        width, height = 0.5 * effect.shape[0] + 3.2, 0.26 * effect.shape[1] + 1.1
-        ax = plots.panels(1, 1, width, height)[1][0] if ax is None else ax
-        bound = max(float(effect.nan_to_num().abs().max()), 1e-6)
-        image = ax.imshow(effect.T.numpy(), cmap="RdBu", vmin=-bound, vmax=bound, aspect="auto")
-        ax.set_yticks(range(len(labels)), labels)
-        ax.set_xticks(range(effect.shape[0]), self.coordinates["layer"])
-        ax.set_xlabel(f"layer whose {self.site} is patched")
-        ax.set_title(title or "Effect of patching a clean state into the corrupted run", fontsize=10)
-        ax.figure.colorbar(image, ax=ax).ax.set_title("effect", fontsize=8)
-        return ax
+        bound = float(effect.nan_to_num().abs().max())
+        return plots.labelled_map(
+            effect.T,
+            rows=labels,
+            layers=self.coordinates["layer"],
+            xlabel=f"layer whose {self.site} is patched",
+            hue="RdBu",
+            limits=limits or (-bound, bound),
+            bar="effect",
+            title=title or "Effect of patching a clean state into the corrupted run",
+            ax=ax,
+        )
 
     def _index(self, axis: str, number: int | None) -> int | None:
         """Where a step or head stands along its axis; `None` if the grid has no such axis."""

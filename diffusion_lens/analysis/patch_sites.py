@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.analysis.causal_tracing import pick_indices
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import nearest
 
@@ -39,6 +40,17 @@ class Site:
         """Its hook point in a block."""
         return f"blocks.{layer}.{self.point}"
 
+    def written_out_bytes(self, cfg: DiffusionConfig, n_pos: int) -> int:
+        """Bytes to reserve for a row in which the fused attention does not serve: four tensors as large as the pattern.
+
+        Three times that, as `batching.row_bytes` does.
+        """
+        return 3 * 4 * cfg.n_heads * n_pos**2 * max(cfg.dtype.itemsize, 4) if self.heads_first else 0
+
+    def pick_heads(self, heads: Sequence[int] | None, cfg: DiffusionConfig) -> list[int] | None:
+        """The heads swept; `None` where there are none."""
+        return pick_indices(f"{self.name} heads", heads, self.n_heads(cfg)) if self.n_heads else None
+
     def by_place(self, activation: Tensor) -> Tensor:
         """A view with the axes [batch pos ...] or [batch pos head ...]."""
         return activation.transpose(1, 2) if self.heads_first else activation
@@ -52,7 +64,7 @@ def _key_value_heads(cfg: DiffusionConfig) -> int:
     return cfg.n_key_value_heads or cfg.n_heads
 
 
-SITES = {
+PATCH_SITES = {
     site.name: site
     for site in (
         Site("resid_pre", "hook_resid_pre"),
@@ -110,6 +122,10 @@ class Cells:
             head=None if self.head is None else self.head[kept],
         )
 
+    def moved(self, begin: int) -> "Cells":
+        """The same cells in a run from place `begin` on."""
+        return replace(self, target=self.target - begin)
+
     def from_clean(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """What each entry takes from the clean run."""
         return activation[(slice(None), *self._at(self.source))].transpose(0, 1)
@@ -166,22 +182,21 @@ class Sweep:
 
 def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
     """The sites of these names; an unknown one is a `ValueError` with the nearest."""
-    names = [sites] if isinstance(sites, str) else list(sites)
+    names, known = [sites] if isinstance(sites, str) else list(sites), ", ".join(PATCH_SITES)
     if not names:
-        raise ValueError(f"no site was given; they are {', '.join(SITES)}")
+        raise ValueError(f"no site was given; they are {known}")
     for name in names:
-        if name not in SITES:
-            raise ValueError(
-                f"unknown site {name!r}, nearest is {nearest(name, SITES, 1)}; it is one of {', '.join(SITES)}"
-            )
-    return [SITES[name] for name in names]
+        if name not in PATCH_SITES:
+            raise ValueError(f"unknown site {name!r}, nearest is {nearest(name, PATCH_SITES, 1)}; it is one of {known}")
+    return [PATCH_SITES[name] for name in names]
 
 
 def resolve_groups(positions: Positions, n_clean: int, n_corrupted: int) -> list[Group]:
     """The (clean place, corrupted place) pairs of each cell; for "all" one group of them all.
 
     Raises:
-        ValueError: runs of different lengths without pairs, a place outside its run.
+        ValueError: runs of different lengths without pairs, a place outside its run, a cell given twice, or one that
+            writes a place twice.
     """
     if positions is None or isinstance(positions, str):
         if positions not in (None, "all"):
@@ -193,29 +208,22 @@ def resolve_groups(positions: Positions, n_clean: int, n_corrupted: int) -> list
             )
         everywhere = [(place, place) for place in range(n_corrupted)]
         return [everywhere] if positions == "all" else [[pair] for pair in everywhere]
-    groups = [[_pair(place) for place in (entry if isinstance(entry, list) else [entry])] for entry in positions]
-    if not all(groups) or not groups:
+    entries = [entry if isinstance(entry, list) else [entry] for entry in positions]
+    if not all(entries) or not entries:
         raise ValueError(f"positions={list(positions)} holds no place, or an empty group of them")
-    for run, n_pos, side in (("clean", n_clean, 0), ("corrupted", n_corrupted, 1)):
-        if outside := sorted({pair[side] for group in groups for pair in group if not 0 <= pair[side] < n_pos}):
-            raise ValueError(f"positions {outside} are outside the places 0 to {n_pos - 1} of the {run} run")
+    groups = [[_pair(place, n_clean, n_corrupted) for place in entry] for entry in entries]
+    if len({frozenset(group) for group in groups}) < len(groups):
+        raise ValueError(f"positions={list(positions)} names one twice; give each once")
+    if any(len({target for _, target in group}) < len(group) for group in groups):
+        raise ValueError(f"positions={list(positions)} patches a place twice in one cell; give it one state")
     return groups
 
 
-def resolve_heads(heads: Sequence[int] | None, site: Site, cfg: DiffusionConfig) -> list[int] | None:
-    """The heads swept at a site, `None` where it has none."""
-    if site.n_heads is None:
-        return None
-    n_heads = site.n_heads(cfg)
-    if heads is None:
-        return list(range(n_heads))
-    if not heads or not all(0 <= head < n_heads for head in heads):
-        raise ValueError(f"heads={list(heads)}: {site.name!r} has the heads 0 to {n_heads - 1}")
-    return list(heads)
-
-
-def _pair(place: Place) -> tuple[int, int]:
-    return place if isinstance(place, tuple) else (place, place)
+def _pair(place: Place, n_clean: int, n_corrupted: int) -> tuple[int, int]:
+    """The clean and the corrupted place, counted from the start of each run."""
+    source, target = place if isinstance(place, tuple) else (place, place)
+    clean = pick_indices("positions in the clean run", [source], n_clean)
+    return clean[0], pick_indices("positions in the corrupted run", [target], n_corrupted)[0]
 
 
 def _is_place(group: Group) -> bool:

@@ -12,64 +12,42 @@ holds the metric for every layer, place and head of a site. The two runs may be
 `method="attribution"` gives the first-order estimate of the same grid (see `diffusion_lens.analysis.attribution`).
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.attribution import EstimateError, run_with_gradients, sweep_by_gradient
+from diffusion_lens.analysis.causal_tracing import pick_indices
+from diffusion_lens.analysis.patch_metrics import UNREAD, AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patch_runs import Pair, Reading, Side, stream_entering, sweep_exactly
-from diffusion_lens.analysis.patch_sites import (
-    Group,
-    Positions,
-    Sweep,
-    resolve_groups,
-    resolve_heads,
-    resolve_sites,
-)
+from diffusion_lens.analysis.patch_runs import Pair, Side, stream_entering, sweep_exactly
+from diffusion_lens.analysis.patch_sites import Group, Positions, Sweep, resolve_groups, resolve_sites
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
-from diffusion_lens.metrics import joint_probability
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 
 Patchable = str | Sequence[str] | Tensor | Query | Trajectory
-Metric = Callable[[Tensor], Any]
 METHODS = ("exact", "attribution")
-
-
-@dataclass(frozen=True, eq=False)
-class AnswerProbability:
-    """The metric p(answer), and the rows where it is read.
-
-    Attributes:
-        rows: Int[place], rows of the logits.
-        tokens: Int[place], the answer.
-    """
-
-    rows: Int[Tensor, "place"]
-    tokens: Int[Tensor, "place"]
-
-    def __call__(self, logits: Float[Tensor, "batch place d_vocab_out"]) -> Float[Tensor, ""]:
-        return joint_probability(logits, self.tokens).mean()
 
 
 def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProbability:
     """p(answer) of a query as a metric for `patch_grid`: the product of its tokens' probabilities, mean over the batch.
 
+    With `steps`, p(answer) is that of each step's canvas, as in `trace_trajectory`: tokens already revealed count 1 or
+    0, and a causal model is shown the answer's tokens where it has not reached them.
+
     Raises:
         ValueError: no answer, or one that the model cannot write.
     """
-    answer = Answer.of(model, query)
-    return AnswerProbability(answer.rows, answer.tokens)
+    return AnswerProbability(query, Answer.of(model, query))
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def patch_grid(
     model: DiffusionTransformer,
@@ -86,7 +64,7 @@ def patch_grid(
     source_model: DiffusionTransformer | None = None,
     method: str = "exact",
     check: int = 8,
-    max_batch: int = 128,
+    max_bytes: int = 2**30,
     progress: bool = False,
 ) -> Any:
     """Patch every cell of one site or several, from the clean run into the corrupted one.
@@ -94,20 +72,21 @@ def patch_grid(
     Args:
         clean, corrupted: text or texts, tokens Int[batch pos], a `Query`, or, with `steps`, a `Trajectory` each.
         metric: as in TransformerLens, a function from logits [batch pos d_vocab_out] to a scalar tensor; of the
-            corrupted model's logits. `answer_probability(model, query)` is one that brings its rows.
+            corrupted model's logits, with guidance if its trajectory has any. `answer_probability(model, query)` is one
+            that brings its rows, and with `steps` asks each canvas for the tokens still open on it.
         sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out" [layer pos]; "q", "k", "v", "z",
             "pattern" [layer pos head].
         steps: steps of the trajectories; the grid gets a step axis. On a causal model a step's canvas ends with the
-            last place reached.
+            last place reached. Under guidance states are patched in the conditional branch.
         positions: `None` sweeps every place, "all" patches all places at once (no pos axis: whole heads, whole layers).
             Otherwise a list, an entry a cell: a place, a (clean place, corrupted place) pair, or a list of these to be
-            patched together.
-        layers, heads: the ones to sweep; by default all.
+            patched together. Negative places count from the end.
+        layers, heads: the ones to sweep, negative ones from the end; by default all.
         logits_at: rows of the logits to compute; the metric is shown [batch place d_vocab_out].
         source_model: the model that reads the clean input, if it is another.
         method: "exact", or "attribution" for the estimate by gradients.
         check: with "attribution", how many of the largest cells of each site (and step) to patch exactly as well.
-        max_batch: rows per forward pass; fewer take less memory, above all without `logits_at`.
+        max_bytes: memory to use beside the weights. The one backward pass of "attribution" is not counted.
         progress: show a bar.
 
     Returns:
@@ -115,25 +94,29 @@ def patch_grid(
 
     Raises:
         ValueError: an unknown site or method, runs of different lengths without pairs, states that do not fit, a place,
-            layer, head or step that is not there, a metric that returns no scalar.
+            layer, head or step that is not there or named twice, a metric that returns no scalar, a budget too small
+            for one cell.
     """
     source = model if source_model is None else source_model
     reading, chosen = Reading.of(metric, logits_at), resolve_sites(sites)
-    _check_settings(method, check, max_batch)
-    layers = _resolve_layers(layers, source, model)
-    sides = _sides(source, clean, model, corrupted, steps, max_batch)
-    groups = resolve_groups(positions, *(max(side.n_pos for side in run) for run in zip(*sides, strict=True)))
-    sweeps = [Sweep(site, layers, groups, positions == "all", resolve_heads(heads, site, model.cfg)) for site in chosen]
-    if heads is not None and all(sweep.heads is None for sweep in sweeps):
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
+    if check < 0:
+        raise ValueError(f"check={check}; it must be at least 0")
+    blocks = _pick_layers(layers, source, model)
+    sides = _sides(source, clean, model, corrupted, steps, reading)
+    groups = resolve_groups(positions, *(max(side.n_held for side in run) for run in zip(*sides, strict=True)))
+    if heads is not None and not any(site.n_heads for site in chosen):
         raise ValueError(f"heads={list(heads)}, but {', '.join(site.name for site in chosen)} has no heads")
+    sweeps = [Sweep(site, blocks, groups, positions == "all", site.pick_heads(heads, model.cfg)) for site in chosen]
 
     baselines, labels = [], []
     found: list[list[tuple[Tensor, EstimateError | None]]] = []
     for clean_side, corrupted_side in sides:
-        pair = _take(clean_side, corrupted_side, reading, sweeps, method, max_batch)
+        pair = _take(clean_side, corrupted_side, sweeps, method, max_bytes)
         baselines.append([pair.clean_score, pair.corrupted_score])
         labels.append([_label(group, clean_side, corrupted_side) for group in groups])
-        cells = [sweep.cells(clean_side.n_pos, corrupted_side.n_pos, model.cfg.device) for sweep in sweeps]
+        cells = [sweep.cells(clean_side.n_held, corrupted_side.n_held, model.cfg.device) for sweep in sweeps]
         if method == "attribution":
             found.append([sweep_by_gradient(pair, *each, check) for each in zip(sweeps, cells, strict=True)])
         else:
@@ -143,6 +126,7 @@ def patch_grid(
         "method": method,
         "metric": getattr(metric, "__name__", type(metric).__name__),
         "logits_at": reading.rows,
+        "cfg_scale": corrupted.record["cfg_scale"] if isinstance(corrupted, Trajectory) else 0.0,
         "clean_tokens": [side.tokens.tolist() for side, _ in sides],
         "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
         "source": None if source is model else provenance(source, source.cfg),
@@ -173,30 +157,15 @@ def patch_grid(
     return grids[sites] if isinstance(sites, str) else grids
 
 
-def _check_settings(method: str, check: int, max_batch: int) -> None:
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
-    for name, count, least in (("check", check, 0), ("max_batch", max_batch, 1)):
-        if count < least:
-            raise ValueError(f"{name}={count}; it must be at least {least}")
-
-
-def _resolve_layers(
-    layers: Sequence[int] | None, source: DiffusionTransformer, model: DiffusionTransformer
-) -> list[int]:
+def _pick_layers(layers: Sequence[int] | None, source: DiffusionTransformer, model: DiffusionTransformer) -> list[int]:
     """The layers swept; both models must have them."""
     n_clean, n_corrupted = source.cfg.n_layers, model.cfg.n_layers
-    if layers is None:
-        if n_clean != n_corrupted:
-            raise ValueError(
-                f"{source.cfg.model_name!r} has {n_clean} layers and {model.cfg.model_name!r} {n_corrupted}: say which "
-                "to patch with layers=[...]"
-            )
-        return list(range(n_corrupted))
-    last = min(n_clean, n_corrupted) - 1
-    if not layers or not all(0 <= layer <= last for layer in layers):
-        raise ValueError(f"layers={list(layers)}; pick some of 0 to {last}")
-    return list(layers)
+    if layers is None and n_clean != n_corrupted:
+        raise ValueError(
+            f"{source.cfg.model_name!r} has {n_clean} layers and {model.cfg.model_name!r} {n_corrupted}: say which to "
+            "patch with layers=[...]"
+        )
+    return pick_indices("layers", layers, min(n_clean, n_corrupted))
 
 
 def _sides(
@@ -205,62 +174,71 @@ def _sides(
     model: DiffusionTransformer,
     corrupted: Patchable,
     steps: Sequence[int] | None,
-    max_batch: int,
+    reading: Reading,
 ) -> list[tuple[Side, Side]]:
-    """The clean and the corrupted canvas, or those of each step."""
+    """The clean and the corrupted canvas, or those of each step.
+
+    The metric's rows are rows of the corrupted run; the clean one is read if it is laid out in the same way.
+    """
+    alike = source.readout is model.readout and source.cfg.d_vocab_out == model.cfg.d_vocab_out
     if isinstance(clean, Trajectory) and isinstance(corrupted, Trajectory):
         if not steps:
             raise ValueError("a trajectory has a canvas a step: say which to patch, such as steps=[0]")
-        sides = [(Side.at_step(source, clean, step), Side.at_step(model, corrupted, step)) for step in steps]
+        if len(set(steps)) < len(steps):
+            raise ValueError(f"steps={list(steps)} names one twice; give each once")
+        alike &= all(
+            torch.equal(getattr(clean, name).cpu(), getattr(corrupted, name).cpu()) for name in ("given", "real")
+        )
+        of_clean = reading if alike else UNREAD
+        sides = [
+            (Side.at_step(source, clean, step, of_clean), Side.at_step(model, corrupted, step, reading))
+            for step in steps
+        ]
     elif steps is not None or isinstance(clean, Trajectory) or isinstance(corrupted, Trajectory):
         raise ValueError(
             "steps= goes with two trajectories, as model.denoise(...) returns them, one as clean and one as corrupted"
         )
     else:
-        sides = [(Side.of(source, clean), Side.of(model, corrupted))]
+        sides = [(Side.of(source, clean, reading if alike else UNREAD), Side.of(model, corrupted, reading))]
     n_clean, n_corrupted = (side.tokens.shape[0] for side in sides[0])
     if n_clean != n_corrupted:
         raise ValueError(f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: pair them row by row")
-    if n_corrupted > max_batch:
-        raise ValueError(f"max_batch={max_batch} does not hold one cell of {n_corrupted} rows")
-    return sides
+    return [(high if high.n_pos == low.n_pos else replace(high, reading=UNREAD), low) for high, low in sides]
 
 
-def _take(clean: Side, corrupted: Side, reading: Reading, sweeps: Sequence[Sweep], method: str, max_batch: int) -> Pair:
+def _take(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> Pair:
     """Run both sides, once each."""
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
     entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
-    # The metric's rows are rows of the corrupted run; in a run laid out otherwise they are other places.
-    read_alike = (
-        clean.n_pos == corrupted.n_pos
-        and clean.model.readout is corrupted.model.readout
-        and clean.model.cfg.d_vocab_out == corrupted.model.cfg.d_vocab_out
-    )
-    clean_logits, clean_states = clean.run(clean.embed(), points, reading.rows if read_alike else [])
+    names = points | entrances | set(corrupted.past_points)
+    clean, corrupted = clean.guided(), corrupted.guided()
+    clean_logits, clean_states = clean.run(clean.embed(), points)
     gradients: dict[str, Tensor] = {}
     if method == "attribution":
-        score, states, gradients = run_with_gradients(corrupted, points | entrances, reading)
+        logits, states, gradients = run_with_gradients(corrupted, names, points)
     else:
-        logits, states = corrupted.run(corrupted.embed(), points | entrances, reading.rows)
-        score = float(reading(logits))
+        logits, states = corrupted.run(corrupted.embed(), names)
     device = corrupted.model.cfg.device
-    return Pair(
+    pair = Pair(
         side=corrupted,
-        reading=reading,
-        clean={name: state.to(device) for name, state in clean_states.items()},
+        clean={name: clean_states[name].to(device) for name in points},
         corrupted=states,
         gradients=gradients,
-        clean_score=float(reading(clean_logits.to(device))) if read_alike else math.nan,
-        corrupted_score=score,
-        max_batch=max_batch,
+        logits=logits,
+        clean_score=float(clean.reading(clean_logits.to(device))),
+        corrupted_score=float(corrupted.reading(logits)),
+        max_bytes=max_bytes,
     )
+    for sweep in sweeps:
+        pair.cells_at_once(sweep.site)
+    return pair
 
 
 def _label(group: Group, clean: Side, corrupted: Side) -> str:
     """The text of a cell's places in the first row; nothing where none is reached."""
-    reached = [(source, target) for source, target in group if source < clean.n_pos and target < corrupted.n_pos]
+    reached = [(source, target) for source, target in group if source < clean.n_held and target < corrupted.n_held]
     words = []
     for source, target in reached[:1] + reached[1:][-1:]:
-        here = corrupted.word(target)
-        words.append(here if source == target else f"{clean.word(source)} → {here}")
+        there, here = clean.word(source), corrupted.word(target)
+        words.append(here if there == here else f"{there} → {here}")
     return " … ".join(words)

@@ -7,7 +7,7 @@ import torch
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 
 from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patch_sites import SITES
+from diffusion_lens.analysis.patch_sites import PATCH_SITES
 from diffusion_lens.analysis.patching import patch_grid
 
 
@@ -63,10 +63,10 @@ def test_halving_the_distance_quarters_the_error(either, runs):
     """What a first-order estimate leaves out is of second order, at every site, through the softmax as well."""
     tokens = runs[0]
     far, near = (
-        attribute(either.model, tokens, tokens, list(SITES), source_model=nearby(either.model, x), positions="all")
+        attribute(either.model, tokens, tokens, list(PATCH_SITES), source_model=nearby(either.model, x), positions="all")
         for x in (8e-3, 4e-3)
     )
-    for site in SITES:
+    for site in PATCH_SITES:
         relative = [
             float(grids[site].error.difference.norm() / grids[site].error.exact.norm()) for grids in (far, near)
         ]
@@ -96,7 +96,7 @@ def test_one_forward_pass_of_each_input_and_one_backward_pass(either, runs):
     count = ("hook_embed", lambda embedding, hook: passes.append(len(embedding)))
     blocks = ("blocks.0.hook_mlp_out", lambda out, hook: passes.append(0))
     with either.model.hooks(fwd_hooks=[count, blocks]):
-        attribute(either.model, *runs, list(SITES), check=0)
+        attribute(either.model, *runs, list(PATCH_SITES), check=0)
     assert passes == [1, 0, 1, 0]
 
 

@@ -224,7 +224,7 @@ def test_batches_keep_to_the_budget(either, query, monkeypatch):
         rows.clear()
         causal_trace(model, query, noise=0.5, samples=4, max_bytes=kept + cells * cell)
         widest.append(max(rows))
-    assert widest == [4, 8 if either.kind == "ar" else 12]
+    assert widest == [4, 12]
 
 
 def test_patching_everything_is_the_clean_run(either, query):

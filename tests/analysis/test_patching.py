@@ -1,15 +1,17 @@
 """Grids equal TransformerLens's own, and the laws of patching hold."""
 
 import copy
+import re
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformer_lens import patching
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import answer_probability, patch_grid
 from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patch_sites import SITES
-from diffusion_lens.analysis.patching import answer_probability, patch_grid
+from diffusion_lens.analysis.patch_sites import PATCH_SITES
 from diffusion_lens.hook_names import resid_post, resid_pre
 from diffusion_lens.model.text import UNREACHED
 
@@ -101,7 +103,7 @@ def test_the_stream_after_a_block_is_the_stream_before_the_next(either, runs):
 
 def test_the_corrupted_run_patched_into_itself_is_itself(either, runs):
     score = metric(either.model(runs[1])).detach()
-    for grid in patch_grid(either.model, runs[1], runs[1], metric, list(SITES)).values():
+    for grid in patch_grid(either.model, runs[1], runs[1], metric, list(PATCH_SITES)).values():
         assert (grid.scores == grid.corrupted).all()
         close(grid.clean, score)
 
@@ -121,13 +123,100 @@ def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(either,
     assert effect[:2, 1:].abs().min() > 0
 
 
-@pytest.mark.parametrize("site", ["z", "pattern"])
-def test_how_cells_are_packed_changes_nothing(either, runs, site):
-    n_rows = []
-    with either.model.hooks(fwd_hooks=[(resid_post(2), lambda resid, hook: n_rows.append(len(resid)))]):
-        narrow = patch_grid(either.model, *runs, metric, site, max_batch=5)
-    assert max(n_rows) == 4
-    close(narrow.scores, patch_grid(either.model, *runs, metric, site).scores)
+def needed(model, *given, **options):
+    """The two numbers of the error message: bytes kept, and bytes of one cell."""
+    with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
+        patch_grid(model, *given, **options, max_bytes=1)
+    kept, cell = re.search(
+        r"keep ([\d,]+) bytes, and one cell of '\w+' takes ([\d,]+) more", str(raised.value)
+    ).groups()
+    return int(kept.replace(",", "")), int(cell.replace(",", ""))
+
+
+@contextmanager
+def forward_passes(model):
+    """The shape [batch, pos] of what each forward pass is given; without a hook, so that nothing changes."""
+    shapes, forward = [], model.forward
+
+    def counted(given, *args, **options):
+        shapes.append(tuple(given.shape[:2]))
+        return forward(given, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", counted)
+        yield shapes
+
+
+@pytest.mark.parametrize("n_cells", [1, 3])
+@pytest.mark.parametrize("site", ["z", "pattern", "resid_post"])
+@pytest.mark.parametrize("logits_at", [None, [2]])
+def test_no_more_cells_go_together_than_the_budget_holds(either, runs, site, n_cells, logits_at):
+    given = (runs[0] + 100, runs[1], metric, site)
+    kept, cell = needed(either.model, *given, logits_at=logits_at)
+    with forward_passes(either.model) as shapes:
+        narrow = patch_grid(either.model, *given, logits_at=logits_at, max_bytes=kept + n_cells * cell)
+    assert max(n_rows for n_rows, _ in shapes) == 2 * n_cells
+    wide = patch_grid(either.model, *given, logits_at=logits_at)
+    close(narrow.scores, wide.scores)
+    with pytest.raises(ValueError, match="is too little"):
+        patch_grid(either.model, *given, logits_at=logits_at, max_bytes=kept + cell - 1)
+
+
+def test_out_of_memory_halves_the_batch(either, runs, monkeypatch):
+    """Of the twelve cells of a layer none goes through before they go three by three."""
+    model, n_rows = either.model, []
+    expected = patch_grid(model, *runs, metric, "z", layers=[0], logits_at=[2])
+    run_with_hooks = model.run_with_hooks
+
+    def small(resid, **options):
+        n_rows.append(len(resid))
+        if len(resid) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run_with_hooks(resid, **options)
+
+    monkeypatch.setattr(model, "run_with_hooks", small)
+    found = patch_grid(model, *runs, metric, "z", layers=[0], logits_at=[2])
+    assert max(n_rows) > 6
+    close(found.scores, expected.scores)
+
+
+def test_more_words_to_read_take_more_memory(either, runs):
+    all_rows, one_row = (needed(either.model, *runs, metric, "z", logits_at=rows)[1] for rows in (None, [2]))
+    assert all_rows > 1.5 * one_row
+
+
+@pytest.mark.parametrize("site", BY_PLACE)
+def test_a_causal_model_runs_only_places_from_the_patched_one_on(either, runs, site):
+    """A cell at a time, the runs differing at every place; and whatever rows are read, in whatever order."""
+    clean, corrupted = runs[0] + 100, runs[1]
+    kept, cell = needed(either.model, clean, corrupted, metric, site)
+    with forward_passes(either.model) as shapes:
+        grid = patch_grid(either.model, clean, corrupted, metric, site, max_bytes=kept + cell)
+    n_places = {n_pos for _, n_pos in shapes[4:]}
+    # The first place of a causal model looks at itself in both runs: there is no pattern to patch.
+    from_first = {1, 2} if site == "pattern" else {1, 2, 3}
+    assert n_places == ({3} if either.kind == "mdm" else from_first)
+    _, cache = either.model.run_with_cache(clean)
+    with torch.no_grad():
+        theirs = getattr(patching, f"get_act_patch_{BY_PLACE[site]}")(either.model, corrupted, cache, metric)
+    close(grid.scores, theirs.transpose(1, 2) if site == "pattern" else theirs)
+
+    def two_rows(logits):
+        return logits[0, 1, 3] - logits[1, 0, 3].square()
+
+    found = patch_grid(either.model, clean, corrupted, two_rows, site, logits_at=[-1, 0, 2])
+    whole = patch_grid(either.model, clean, corrupted, lambda logits: two_rows(logits[:, [2, 0, 2]]), site)
+    close(found.scores, whole.scores)
+
+
+def test_what_no_row_read_can_see_is_not_run(either, runs):
+    def score(logits):
+        return logits[:, 0, 3].mean()
+
+    with forward_passes(either.model) as shapes:
+        grid = patch_grid(either.model, *runs, score, "mlp_out", logits_at=[0])
+    assert (len(shapes) == 4) == (either.kind == "ar")
+    assert bool((grid.effect == 0).all()) == (either.kind == "ar")
 
 
 def test_a_row_of_a_batch_is_patched_as_it_is_alone(either, runs):
@@ -144,6 +233,21 @@ def test_layers_heads_and_places_can_be_chosen(either, runs):
     close(some["k"].scores, whole["k"].scores[[2, 0]][:, [2, 1]][:, :, [1]])
     close(some["mlp_out"].scores, whole["mlp_out"].scores[[2, 0]][:, [2, 1]])
     assert some["k"].coordinates == {"layer": [2, 0], "pos": [2, 1], "head": [1]}
+
+
+def test_negative_ones_count_from_the_end(either, runs):
+    picked = patch_grid(either.model, *runs, metric, ["k", "z"], layers=[2, 0], heads=[1], positions=[2, 1])
+    negative = patch_grid(either.model, *runs, metric, ["k", "z"], layers=[-1, 0], heads=[-1], positions=[-1, 1])
+    assert torch.equal(negative["k"].scores, picked["k"].scores)
+    assert negative["k"].coordinates == {"layer": [2, 0], "pos": [2, 1], "head": [1]}
+    assert negative["z"].coordinates["head"] == [3]
+    longer = torch.tensor([[7, 11, 22, 33, 44, 55]])
+    pairs, ends = (
+        patch_grid(either.model, longer, runs[1][:1], metric, "resid_pre", positions=[pair, [pair, (0, 0)]])
+        for pair in ((4, 1), (-2, -2))
+    )
+    assert torch.equal(ends.scores, pairs.scores)
+    assert ends.coordinates == pairs.coordinates
 
 
 def test_pairs_shift_and_lists_go_together(either, runs):
@@ -192,6 +296,15 @@ def test_the_twins_clean_run_is_not_scored_by_rows_that_mean_other_places(models
     grid = patch_grid(models["mdm"], tokens, tokens, metric, "mlp_out", source_model=models["ar"])
     assert grid.clean.isnan()
     assert not grid.corrupted.isnan()
+
+
+def test_a_clean_run_of_another_vocabulary_is_not_scored(either, runs):
+    source = copy.deepcopy(either.model)
+    source.cfg.d_vocab_out //= 2
+    source.unembed.weight.data = source.unembed.weight.data[: source.cfg.d_vocab_out]
+    grid = patch_grid(either.model, *runs, metric, "mlp_out", source_model=source)
+    assert grid.clean.isnan()
+    close(grid.scores, patch_grid(either.model, *runs, metric, "mlp_out").scores)
 
 
 def test_steps_are_the_canvases_one_by_one(either):
@@ -257,7 +370,7 @@ def test_text_tokens_and_queries_are_one_input(tiny):
     by_text = patch_grid(tiny, *(fact.prompt for fact in facts), metric, "resid_mid")
     by_texts = patch_grid(tiny, *(tiny.to_tokens(fact.prompt) for fact in facts), metric, "resid_mid")
     assert torch.equal(by_text.scores, by_texts.scores)
-    assert by_text.labels == [["brave", "drummer", "is", "the"]]
+    assert by_text.labels == [["Gustav → brave", "Geisser → drummer", "is", "the"]]
 
 
 def test_padded_texts_are_patched_as_they_are_alone(tiny):
@@ -353,18 +466,22 @@ def test_plots_of_heads_and_of_layers(either, runs):
         (dict(sites=[]), "no site was given; they are resid_pre"),
         (dict(method="gradient"), "unknown method 'gradient'; it is one of exact, attribution"),
         (dict(positions="every"), "positions='every'; it is None"),
-        (dict(positions=[4]), r"positions \[4\] are outside the places 0 to 2 of the clean run"),
-        (dict(positions=[(0, -1)]), r"positions \[-1\] are outside the places 0 to 2 of the corrupted run"),
+        (dict(positions=[4]), r"positions in the clean run=\[4\]; they are numbers from 0 to 2, or negative"),
+        (dict(positions=[(0, -4)]), r"positions in the corrupted run=\[-4\]; they are numbers from 0 to 2"),
+        (dict(positions=[2, 0, -1]), "names one twice"),
+        (dict(positions=[[(0, 1), (2, 2)], [(2, 2), (0, 1)]]), "names one twice"),
+        (dict(positions=[[(0, 1), (2, 1)]]), "patches a place twice in one cell"),
         (dict(positions=[]), "holds no place"),
         (dict(positions=[0, []]), "an empty group"),
-        (dict(layers=[3]), r"layers=\[3\]; pick some of 0 to 2"),
-        (dict(layers=[]), r"layers=\[\]; pick some"),
-        (dict(heads=[4]), r"heads=\[4\]: 'z' has the heads 0 to 3"),
-        (dict(sites="k", heads=[2]), r"heads=\[2\]: 'k' has the heads 0 to 1"),
+        (dict(layers=[3]), r"layers=\[3\]; they are numbers from 0 to 2, or negative"),
+        (dict(layers=[]), r"layers=\[\]; they are numbers"),
+        (dict(layers=[2, -1]), r"layers=\[2, -1\] names one twice"),
+        (dict(heads=[4]), r"z heads=\[4\]; they are numbers from 0 to 3, or negative"),
+        (dict(heads=[0, 0]), r"z heads=\[0, 0\] names one twice"),
+        (dict(sites="k", heads=[2]), r"k heads=\[2\]; they are numbers from 0 to 1, or negative"),
         (dict(sites="mlp_out", heads=[0]), "mlp_out has no heads"),
         (dict(steps=[0]), "steps= goes with two trajectories"),
-        (dict(max_batch=1), "max_batch=1 does not hold one cell of 2 rows"),
-        (dict(max_batch=0), "max_batch=0"),
+        (dict(max_bytes=1), "max_bytes=1 is too little"),
         (dict(check=-1), "check=-1"),
         (dict(logits_at=[]), "it must be a list of rows"),
         (dict(logits_at=torch.zeros(2, 3, dtype=torch.bool)), "it must be a list of rows"),
