@@ -71,10 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 title = f"p({model.words(query.answer_tokens)[0].strip()})"
                 by_layer = " ".join(f"{p:5.2f}" for p in grid.scores[:, 0].tolist())
                 print(f"  A's {source} run: {title:10} {grid.corrupted:.2f} becomes {by_layer}")
-                ax = grid.plot(
-                    ax=next(panels), title=f"{name}, from A's {source} run\n{title}, {grid.corrupted:.2f} unpatched"
+                grid.plot(
+                    ax=next(panels),
+                    title=f"{name}, from A's {source} run\n{title}, {grid.corrupted:.2f} unpatched",
+                    limits=(-1.0, 1.0),
                 )
-                ax.images[0].set_clim(-1, 1)
     figure.savefig(args.out / "patch_forward_into_reverse.png", dpi=110)
     print(f"wrote {folder}\nwrote {args.out / 'patch_forward_into_reverse.png'}")
 

@@ -129,7 +129,8 @@ def causal_trace(
     """Trace one query on either variant.
 
     Args:
-        query: canvas, subject and answer, or a fact laid out with its defaults. A longer answer counts as a whole: the product of its tokens' probabilities.
+        query: canvas, subject and answer, or a fact laid out with its defaults. A longer answer counts as a whole: the
+            product of its tokens' probabilities.
         kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window.
         window: blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; for "resid"
             not used.

@@ -32,7 +32,7 @@ class PatchGrid:
             [clean, corrupted] pairs that are patched together.
         labels: the text at each entry of "pos", in the batch's first row, for each step.
         error: with method "attribution", how the estimate compares with exact patching.
-        record: method, metric, rows, both runs' tokens (of each step), models, weights' hashes, versions.
+        record: method, metric, rows, guidance, both runs' tokens (of each step), models, weights' hashes, versions.
     """
 
     scores: Float[Tensor, "*axes"]

@@ -63,7 +63,9 @@ def test_halving_the_distance_quarters_the_error(either, runs):
     """What a first-order estimate leaves out is of second order, at every site, through the softmax as well."""
     tokens = runs[0]
     far, near = (
-        attribute(either.model, tokens, tokens, list(PATCH_SITES), source_model=nearby(either.model, x), positions="all")
+        attribute(
+            either.model, tokens, tokens, list(PATCH_SITES), source_model=nearby(either.model, x), positions="all"
+        )
         for x in (8e-3, 4e-3)
     )
     for site in PATCH_SITES:

@@ -378,6 +378,12 @@ def test_padded_texts_are_patched_as_they_are_alone(tiny):
     together = patch_grid(tiny, clean, corrupted, lambda logits: logits[1, 0, 3], "resid_mid").scores
     alone = patch_grid(tiny, clean[1], corrupted[1], lambda logits: logits[0, 0, 3], "resid_mid").scores
     close(together[:, :1], alone)
+    last = together.shape[1] - 1
+    by_itself = patch_grid(
+        tiny, clean, corrupted, lambda logits: logits[0, -1, 3], "resid_mid", positions=[last], layers=[1]
+    )
+    whole = patch_grid(tiny, clean[0], corrupted[0], lambda logits: logits[0, -1, 3], "resid_mid", layers=[1])
+    close(by_itself.scores[0, 0], whole.scores[0, -1])
 
 
 def test_rows_asked_for_are_all_that_is_computed(either, runs):
@@ -414,9 +420,9 @@ def test_answer_probability_is_read_where_the_answer_is(either):
 
 
 def test_hooks_around_the_sweep_act_once(either, runs):
-    """A steering vector on the stream where cells begin: neither lost nor added twice."""
+    """Steering vectors, one a place, on the stream where cells begin: neither lost nor added twice."""
     model, (clean, corrupted) = either.model, runs
-    vector = torch.linspace(-3, 3, model.cfg.d_model)
+    vector = torch.linspace(-3, 3, 3 * model.cfg.d_model).view(3, -1)
     steer = [(name, lambda resid, hook: resid + vector) for name in ("hook_embed", resid_pre(1), resid_post(1))]
     with model.hooks(fwd_hooks=steer):
         grids = patch_grid(model, clean, corrupted, metric, ["resid_pre", "resid_post"])
