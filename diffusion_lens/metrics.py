@@ -12,10 +12,3 @@ def token_probabilities(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own = wide.gather(-1, tokens.expand(logits.shape[0], -1)[..., None])[..., 0]
     return (own - wide.logsumexp(dim=-1)).exp()
-
-
-def joint_probability(
-    logits: Float[Tensor, "batch place d_vocab_out"], tokens: Int[Tensor, "place"]
-) -> Float[Tensor, "batch"]:
-    """Product of the tokens' probabilities: p(answer), all places read from the same canvas."""
-    return token_probabilities(logits, tokens).prod(dim=-1)

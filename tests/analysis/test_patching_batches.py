@@ -1,0 +1,125 @@
+"""How many cells go through at once, and how much of each is run, changes no score."""
+
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from diffusion_lens.analysis import patch_grid
+from diffusion_lens.analysis.patch_sites import PATCH_SITES
+
+
+def metric(logits):
+    return (logits[:, -1, 3] - logits[:, -1, 5]).mean()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.fixture
+def runs():
+    """Two rows of three places; the runs differ at each."""
+    return torch.tensor([[111, 122, 133], [155, 166, 177]]), torch.tensor([[11, 99, 33], [55, 66, 111]])
+
+
+def needed(model, *given, **options):
+    """The two numbers of the error message: bytes kept, and bytes of one cell."""
+    with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
+        patch_grid(model, *given, **options, max_bytes=1)
+    kept, cell = re.search(
+        r"keep ([\d,]+) bytes, and one cell of '\w+' takes ([\d,]+) more", str(raised.value)
+    ).groups()
+    return int(kept.replace(",", "")), int(cell.replace(",", ""))
+
+
+@contextmanager
+def forward_passes(model):
+    """The shape [batch, pos] of what each forward pass is given; without a hook, so that nothing changes."""
+    shapes, forward = [], model.forward
+
+    def counted(given, *args, **options):
+        shapes.append(tuple(given.shape[:2]))
+        return forward(given, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", counted)
+        yield shapes
+
+
+@pytest.mark.parametrize("n_cells", [1, 3])
+@pytest.mark.parametrize("site", ["z", "pattern", "resid_post"])
+@pytest.mark.parametrize("logits_at", [None, [2]])
+def test_no_more_cells_go_together_than_the_budget_holds(either, runs, site, n_cells, logits_at):
+    given = (*runs, metric, site)
+    kept, cell = needed(either.model, *given, logits_at=logits_at)
+    with forward_passes(either.model) as shapes:
+        narrow = patch_grid(either.model, *given, logits_at=logits_at, max_bytes=kept + n_cells * cell)
+    assert max(n_rows for n_rows, _ in shapes) == 2 * n_cells
+    wide = patch_grid(either.model, *given, logits_at=logits_at)
+    close(narrow.scores, wide.scores)
+    with pytest.raises(ValueError, match="is too little"):
+        patch_grid(either.model, *given, logits_at=logits_at, max_bytes=kept + cell - 1)
+
+
+def test_out_of_memory_halves_the_batch(either, runs, monkeypatch):
+    """Of the twelve cells of a layer none goes through before they go three by three."""
+    model, n_rows = either.model, []
+    expected = patch_grid(model, *runs, metric, "z", layers=[0], logits_at=[2])
+    run_with_hooks = model.run_with_hooks
+
+    def small(resid, **options):
+        n_rows.append(len(resid))
+        if len(resid) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run_with_hooks(resid, **options)
+
+    monkeypatch.setattr(model, "run_with_hooks", small)
+    found = patch_grid(model, *runs, metric, "z", layers=[0], logits_at=[2])
+    assert max(n_rows) > 6
+    close(found.scores, expected.scores)
+
+
+def test_more_rows_to_read_and_patterns_written_out_take_more_memory(either, runs):
+    all_rows, one_row = (needed(either.model, *runs, metric, "z", logits_at=rows)[1] for rows in (None, [2]))
+    assert all_rows > 1.5 * one_row
+    by_length = []
+    for n_pos in (10, 20):
+        longer = [torch.arange(n_pos)[None] + start for start in (100, 200)]
+        pattern, z = (needed(either.model, *longer, metric, site, logits_at=[2])[1] for site in ("pattern", "z"))
+        by_length.append(pattern - z)
+    assert by_length[1] == 4 * by_length[0] > 0
+
+
+@pytest.mark.parametrize("site", PATCH_SITES)
+def test_a_causal_model_runs_only_places_from_the_patched_one_on(either, runs, site):
+    """A cell at a time, the runs differing at every place; and whatever rows are read, in whatever order."""
+    clean, corrupted = runs
+    kept, cell = needed(either.model, clean, corrupted, metric, site)
+    with forward_passes(either.model) as shapes:
+        grid = patch_grid(either.model, clean, corrupted, metric, site, max_bytes=kept + cell)
+    n_places = {n_pos for _, n_pos in shapes[4:]}
+    # The first place of a causal model looks at itself in both runs: there is no pattern to patch.
+    from_first = {1, 2} if site == "pattern" else {1, 2, 3}
+    assert n_places == ({3} if either.kind == "mdm" else from_first)
+    with either.model.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: None)]):  # then every place runs
+        whole = patch_grid(either.model, clean, corrupted, metric, site)
+    close(grid.scores, whole.scores)
+
+    def two_rows(logits):
+        return logits[0, 1, 3] - logits[1, 0, 3].square()
+
+    found = patch_grid(either.model, clean, corrupted, two_rows, site, logits_at=[-1, 0, 2], max_bytes=kept + cell)
+    whole = patch_grid(either.model, clean, corrupted, lambda logits: two_rows(logits[:, [2, 0, 2]]), site)
+    close(found.scores, whole.scores)
+
+
+def test_what_no_row_read_can_see_is_not_run(either, runs):
+    def score(logits):
+        return logits[:, 0, 3].mean()
+
+    with forward_passes(either.model) as shapes:
+        grid = patch_grid(either.model, *runs, score, "mlp_out", positions=[1, 2], logits_at=[0])
+    assert (len(shapes) == 4) == (either.kind == "ar")
+    assert bool((grid.effect == 0).all()) == (either.kind == "ar")
