@@ -99,8 +99,8 @@ class TracedRun:
         """
         # The loop holds logits of every open place in float64 too, under guidance those of two branches.
         share = 3 if self.trajectory.record["cfg_scale"] else 2
-        if max_bytes // share < corrupt.rows * row_bytes(self.model.cfg, self.n_pos, self.n_pos):
-            need = share * corrupt.rows * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+        need = share * corrupt.rows * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+        if max_bytes < need:
             raise ValueError(
                 f"max_bytes={max_bytes:,} is too little: {corrupt.rows} draws in the denoising loop take {need:,} bytes"
             )

@@ -120,7 +120,8 @@ def temporal_effect(
     for i, step in enumerate(tqdm(chosen, desc="temporal effect", unit="step", disable=not progress)):
         names = [SITES[kind](block) for block in range(model.cfg.n_layers)]
         _, clean = model.run_with_cache(run.seen(run.canvas(step)[None]), names_filter=names, return_type=None)
-        reached = [place for place in places if place in set(run.on_canvas(step))]
+        on_canvas = set(run.on_canvas(step))
+        reached = [place for place in places if place in on_canvas]
         for j, layer in enumerate(blocks):
             kept = {site: clean[site] for site in map(SITES[kind], restoration.span(layer, model.cfg.n_layers))}
             ends = partial(_ends, run, corrupt, own.from_step(step), kept)

@@ -199,7 +199,8 @@ def trace_trajectory(
             layers=blocks,
             max_bytes=max_bytes,
         )
-        held = [place for place in places if place in set(run.on_canvas(step))]
+        on_canvas = set(run.on_canvas(step))
+        held = [place for place in places if place in on_canvas]
         by_draw = torch.full((len(places), len(blocks), corrupt.rows, len(run.query.answer_tokens)), torch.nan)
         by_draw[[place in held for place in places]] = runs.grid(held)
         grids.append(by_draw)

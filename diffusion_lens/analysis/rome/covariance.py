@@ -33,7 +33,7 @@ from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts, check_layer
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.training.objectives import hide
 
 RIDGE = 1e-4  # of the mean of C's diagonal
@@ -79,15 +79,12 @@ class SecondMoment:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        record = {name: value for name, value in vars(self).items() if name != "total"}
-        return save_result(path, "second moment", {"total": self.total}, record)
+        return save_fields(path, "second moment", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "SecondMoment":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "second moment")
-        fields: dict[str, Any] = {**tensors, **record}
-        return cls(**fields)
+        return cls(**load_fields(path, "second moment"))
 
 
 @torch.no_grad()

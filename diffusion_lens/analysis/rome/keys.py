@@ -19,7 +19,7 @@ from torch import Tensor
 from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request, check_counts, check_layer
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 PLACES: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
@@ -48,13 +48,12 @@ class KeyResult:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        return save_result(path, "ROME key", {"keys": self.keys}, {"layer": self.layer, "record": self.record})
+        return save_fields(path, "ROME key", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "KeyResult":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "ROME key")
-        return cls(tensors["keys"], **record)
+        return cls(**load_fields(path, "ROME key"))
 
 
 def compute_key(

@@ -25,7 +25,7 @@ from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "reverse")
 
@@ -77,15 +77,12 @@ class EditReport:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        tensors = {"wins": self.wins, "probabilities": self.probabilities}
-        return save_result(path, "edit report", tensors, {"groups": self.groups, "record": self.record})
+        return save_fields(path, "edit report", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "EditReport":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "edit report")
-        fields: dict[str, Any] = {**tensors, **record}
-        return cls(**fields)
+        return cls(**load_fields(path, "edit report"))
 
     def plot(self, ax: Any = None) -> Any:
         """Share of wins by group, before and after. Returns the matplotlib axes."""

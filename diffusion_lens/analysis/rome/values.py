@@ -31,7 +31,7 @@ from diffusion_lens.analysis.rome.prompts import Request, as_request, check_coun
 from diffusion_lens.analysis.rome.search import Found, ValueSettings, search
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import load_fields, provenance, save_fields
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")
 
@@ -73,16 +73,12 @@ class ValueResult:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        record = {name: value for name, value in vars(self).items() if name not in tensors}
-        return save_result(path, "ROME value", tensors, record)
+        return save_fields(path, "ROME value", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "ValueResult":
         """Read what `save` wrote."""
-        tensors, record = load_result(path, "ROME value")
-        fields: dict[str, Any] = {**tensors, **record}
-        return cls(**fields)
+        return cls(**load_fields(path, "ROME value"))
 
     def plot(self, ax: Any = None) -> Any:
         """The losses by iteration. Returns the matplotlib axes."""
