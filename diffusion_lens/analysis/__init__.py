@@ -1,11 +1,17 @@
 """Analyses, each built from what users have: hooks, caches, `start_at_layer`, `logits_at`."""
 
 from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, merge
-from diffusion_lens.analysis.causal_tracing import CausalTrace, causal_trace, noise_scale
-from diffusion_lens.analysis.comparison import Comparison, Comparisons
-from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patching import answer_probability, patch_grid
-from diffusion_lens.analysis.representations import compare, compare_along
+from diffusion_lens.analysis.causal_tracing import (
+    CausalTrace,
+    TemporalEffect,
+    TrajectoryTrace,
+    causal_trace,
+    noise_scale,
+    temporal_effect,
+    trace_trajectory,
+)
+from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
+from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     KeyResult,
     RankOneEdit,
@@ -16,8 +22,6 @@ from diffusion_lens.analysis.rome import (
     optimize_value,
     second_moment,
 )
-from diffusion_lens.analysis.temporal_effect import TemporalEffect, temporal_effect
-from diffusion_lens.analysis.trajectory_tracing import TrajectoryTrace, trace_trajectory
 
 __all__ = [
     "AverageEffect",

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 
-from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patch_sites import PATCH_SITES
-from diffusion_lens.analysis.patching import patch_grid
+from diffusion_lens.analysis.patching import PatchGrid, patch_grid
+from diffusion_lens.analysis.patching.sites import PATCH_SITES
 
 
 def metric(logits):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diffusion_lens import Fact
-from diffusion_lens.analysis import average_effects, causal_trace, fact_tracer, noise_scale
-from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, merge
+from diffusion_lens.analysis import causal_trace, noise_scale
+from diffusion_lens.analysis.average_effects import AverageEffect, average, average_indirect_effect, fact_tracer, merge
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.causal_tracing import CausalTrace
 from diffusion_lens.analysis.fact_folder import fact_seed, name_facts, pick_shard
@@ -138,7 +138,7 @@ def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
     def in_order(model, queries):
         return 0.01 * sum(i * query.tokens.sum().item() for i, query in enumerate(queries))
 
-    monkeypatch.setattr(average_effects, "noise_scale", in_order)
+    monkeypatch.setattr(average, "noise_scale", in_order)
     runs = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TOLD[:3], TOLD[2::-1])]
     assert runs[0].record["noise"] == runs[1].record["noise"]
 
@@ -184,7 +184,8 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, {folder!r})
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis import causal_trace, fact_tracer
+from diffusion_lens.analysis import causal_trace
+from diffusion_lens.analysis.average_effects import fact_tracer
 from diffusion_lens.analysis.average_effects import average_indirect_effect
 from test_average_effects import FACTS, QUICK
 

@@ -8,8 +8,8 @@ from transformer_lens import patching
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import answer_probability, patch_grid
-from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patch_sites import PATCH_SITES
+from diffusion_lens.analysis.patching import PatchGrid
+from diffusion_lens.analysis.patching.sites import PATCH_SITES
 from diffusion_lens.hook_names import resid_post, resid_pre
 from diffusion_lens.model.text import UNREACHED
 

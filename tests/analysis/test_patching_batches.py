@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import patch_grid
-from diffusion_lens.analysis.patch_sites import PATCH_SITES
+from diffusion_lens.analysis.patching.sites import PATCH_SITES
 
 
 def metric(logits):

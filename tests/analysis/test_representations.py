@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from diffusion_lens import Fact, plots
-from diffusion_lens.analysis.comparison import Comparison, Comparisons
-from diffusion_lens.analysis.representations import compare, compare_along
+from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 
 STATISTICS = ["cosine", "centred_cosine", "retrieval", "subspace", "procrustes", "cka"]
 SMALL = dict(rank=2, draws=40)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import linalg, spatial
 
-from diffusion_lens.analysis.similarity import (
+from diffusion_lens.analysis.representations.similarity import (
     centred_cosine,
     cka,
     cosine,

@@ -13,7 +13,7 @@ from transformer_lens import ActivationCache
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.analysis.batching import row_bytes
-from diffusion_lens.analysis.restored_runs import RestoredRuns
+from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
 from diffusion_lens.metrics import token_probabilities
 from weight_conversion import Architecture
 
@@ -96,7 +96,7 @@ def test_what_is_kept_is_counted(variant, kind, severed, monkeypatch):
         made.append(RestoredRuns(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("diffusion_lens.analysis.causal_tracing.RestoredRuns", remember)
+    monkeypatch.setattr("diffusion_lens.analysis.causal_tracing.trace.RestoredRuns", remember)
     settings = dict(kind=kind, severed=severed, window=3, **NOISE)
     causal_trace(model, ask(model), **settings, positions=[-1])
     kept = held_bytes(made[0])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts
 from diffusion_lens.facts import Query

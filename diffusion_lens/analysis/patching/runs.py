@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
-from diffusion_lens.analysis.patch_metrics import UNREAD, AnswerProbability, Reading
-from diffusion_lens.analysis.patch_sites import Cells, Site, Sweep
+from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
+from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.hook_names import resid_post

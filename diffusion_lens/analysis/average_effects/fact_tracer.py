@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.causal_tracing import CausalTrace, causal_trace
-from diffusion_lens.analysis.corruption import Corruption
+from diffusion_lens.analysis.average_effects.token_roles import token_roles
+from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
 from diffusion_lens.analysis.fact_folder import fact_seed
-from diffusion_lens.analysis.restoration import Restoration
-from diffusion_lens.analysis.token_roles import token_roles
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing import pick_indices
+from diffusion_lens.analysis.causal_tracing.trace import pick_indices
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import nearest
 

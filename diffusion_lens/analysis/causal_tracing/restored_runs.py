@@ -25,9 +25,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
-from diffusion_lens.analysis.restoration import SITES, Restoration
+from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.attribution import EstimateError
+from diffusion_lens.analysis.patching.attribution import EstimateError
 from diffusion_lens.records import load_result, save_result
 
 _TENSORS = ("scores", "clean", "corrupted")

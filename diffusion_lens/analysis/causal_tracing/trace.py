@@ -19,10 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.corruption import Corruption
-from diffusion_lens.analysis.restoration import Restoration
-from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
+from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields

@@ -22,9 +22,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.analysis.average_effects.fact_tracer import CanvasLayout, FactTracer
+from diffusion_lens.analysis.average_effects.token_roles import mean_by_role, pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.causal_tracing import CausalTrace, noise_scale, pick_indices
-from diffusion_lens.analysis.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, noise_scale, pick_indices
 from diffusion_lens.analysis.fact_folder import (
     FactFolder,
     Shard,
@@ -34,9 +37,6 @@ from diffusion_lens.analysis.fact_folder import (
     require_same_run,
     work_through,
 )
-from diffusion_lens.analysis.fact_tracer import CanvasLayout, FactTracer
-from diffusion_lens.analysis.restoration import Restoration
-from diffusion_lens.analysis.token_roles import mean_by_role, pick_roles
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields

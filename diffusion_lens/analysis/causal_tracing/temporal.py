@@ -19,10 +19,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.batching import in_batches
-from diffusion_lens.analysis.canvas_at_step import TracedRun, check_steps
-from diffusion_lens.analysis.causal_tracing import pick_indices, swapped_in
-from diffusion_lens.analysis.corruption import Corruption
-from diffusion_lens.analysis.restoration import SITES, Restoration
+from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
+from diffusion_lens.analysis.causal_tracing.trace import pick_indices, swapped_in
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query

@@ -26,8 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.comparison import Comparison, Comparisons
-from diffusion_lens.analysis.similarity import centred, deviations, principal_angles, statistics
+from diffusion_lens.analysis.representations.comparison import Comparison, Comparisons
+from diffusion_lens.analysis.representations.similarity import centred, deviations, principal_angles, statistics
 
 ROUND_OFF = torch.finfo(torch.float32).eps
 

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffusion_lens.analysis.patch_runs import Pair, Side
-from diffusion_lens.analysis.patch_sites import Cells, Site, Sweep
+from diffusion_lens.analysis.patching.runs import Pair, Side
+from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import pages
-from diffusion_lens.analysis.canvas_at_step import TracedRun, check_steps
-from diffusion_lens.analysis.causal_tracing import CausalTrace, pick_indices, swapped_in
-from diffusion_lens.analysis.corruption import Corruption
-from diffusion_lens.analysis.restoration import Restoration
-from diffusion_lens.analysis.restored_runs import CanvasRun, RestoredRuns
+from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, pick_indices, swapped_in
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.batching import row_bytes, rows_at_once
-from diffusion_lens.analysis.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.run import require_same_model
 from diffusion_lens.denoising.step_hooks import on_branch

@@ -9,7 +9,7 @@ holds the metric for every layer, place and head of a site. The two runs may be
     two models, such as a masked diffusion model and its causal twin;
     two trajectories: the canvas of step k of the one into the canvas of step k of the other, a grid a step.
 
-`method="attribution"` gives the first-order estimate of the same grid (see `diffusion_lens.analysis.attribution`).
+`method="attribution"` gives the first-order estimate of the same grid (see `attribution.py` beside this file).
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.attribution import EstimateError, run_with_gradients, sweep_by_gradient
-from diffusion_lens.analysis.causal_tracing import pick_indices
-from diffusion_lens.analysis.patch_metrics import UNREAD, AnswerProbability, Metric, Reading
-from diffusion_lens.analysis.patch_result import PatchGrid
-from diffusion_lens.analysis.patch_runs import Pair, Side, stream_entering, sweep_exactly
-from diffusion_lens.analysis.patch_sites import Group, Positions, Sweep, resolve_groups, resolve_sites
+from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.causal_tracing.trace import pick_indices
+from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
+from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Metric, Reading
+from diffusion_lens.analysis.patching.result import PatchGrid
+from diffusion_lens.analysis.patching.runs import Pair, Side, stream_entering, sweep_exactly
+from diffusion_lens.analysis.patching.sites import Group, Positions, Sweep, resolve_groups, resolve_sites
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer

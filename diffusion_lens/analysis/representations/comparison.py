@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import representation_plots
-from diffusion_lens.analysis.similarity import NEVER_NEGATIVE, effective_rank
+from diffusion_lens.analysis.representations.similarity import NEVER_NEGATIVE, effective_rank
 from diffusion_lens.records import load_result, save_result
 
 ROUND_OFF = 1e-10
