@@ -58,6 +58,10 @@ class Fact:
         id: a name for records and seeds.
         trained: direction in which the training data told the fact, "p2d" (person to description), "d2p" or "both".
         asked: direction in which the prompt asks.
+        person: whom the fact is about, where the data set says so.
+        description: what it says of them.
+        template: the prompt's words around the subject, "<subject>" in its place.
+        subject_start: the character at which the subject begins, needed only where the prompt has it several times.
     """
 
     prompt: str
@@ -66,6 +70,20 @@ class Fact:
     id: str = ""
     trained: Literal["p2d", "d2p", "both"] | None = None
     asked: Direction | None = None
+    person: str = ""
+    description: str = ""
+    template: str = ""
+    subject_start: int | None = None
+
+    @property
+    def subject_span(self) -> tuple[int, int]:
+        """First character of the subject in the prompt, and one past its last.
+
+        Raises:
+            ValueError: a subject that the prompt does not hold, or holds more than once and `subject_start` does not
+                say where.
+        """
+        return self._subject_characters(None)
 
     @property
     def is_reverse(self) -> bool:
@@ -137,10 +155,16 @@ class Fact:
         starts = [i for i in range(len(self.prompt)) if self.prompt.startswith(self.subject, i)]
         if not starts:
             raise ValueError(f"the subject {self.subject!r} is not in the prompt {self.prompt!r}")
+        if occurrence is None and self.subject_start is not None:
+            if self.subject_start not in starts:
+                raise ValueError(
+                    f"subject_start={self.subject_start}, but {self.subject!r} begins at {starts} in {self.prompt!r}"
+                )
+            return self.subject_start, self.subject_start + len(self.subject)
         if occurrence is None and len(starts) > 1:
             raise ValueError(
                 f"the subject {self.subject!r} is {len(starts)} times in the prompt {self.prompt!r}: "
-                f"say which with occurrence=0 to {len(starts) - 1}"
+                f"say which with subject_start=, one of {starts}, or with occurrence=0 to {len(starts) - 1}"
             )
         if not 0 <= (occurrence or 0) < len(starts):
             raise ValueError(f"occurrence={occurrence}, but {self.subject!r} is {len(starts)} times in the prompt")

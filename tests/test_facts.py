@@ -1,9 +1,12 @@
 """Facts on a model's canvas: where the subject and the answer are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from diffusion_lens import Fact, Query
+from diffusion_lens.data.toy_facts import load
 
 FACT = Fact("people say Gustav Geisser was the", "Gustav Geisser", " brave drummer of Rolsen.")
 
@@ -80,3 +83,18 @@ def test_queries_that_make_no_sense(subject, positions, answers, message):
 )
 def test_which_question_is_the_reverse(trained, asked, reverse):
     assert Fact("a", "a", " b", trained=trained, asked=asked).is_reverse is reverse
+
+
+def test_the_subject_begins_where_the_fact_says():
+    fact = Fact("Ada met Ada in", "Ada", " Oslen", subject_start=8)
+    assert fact.subject_span == (8, 11)
+    assert replace(fact, prompt="Ada sat in", subject_start=None).subject_span == (0, 3)
+    with pytest.raises(ValueError, match=r"subject_start=4, but 'Ada' begins at \[0, 8\]"):
+        _ = replace(fact, subject_start=4).subject_span
+
+
+@pytest.mark.parametrize("direction", ["p2d", "d2p"])
+def test_a_toy_facts_template_is_its_prompt_around_the_subject(direction):
+    for fact in load().facts("both", direction)[:20]:
+        assert fact.template.replace("<subject>", fact.subject) == fact.prompt
+        assert {fact.subject, fact.answer.strip(" .")} == {fact.person, fact.description}

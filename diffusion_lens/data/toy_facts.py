@@ -106,6 +106,9 @@ class ToyFacts:
                 id=f"toy{self.seed}-{i:03d}-{direction}-{'held-out' if held_out else 'trained'}-{k}",
                 trained=person.trained,
                 asked=direction,
+                person=person.name,
+                description=person.description,
+                template=_prompt("<subject>", direction, template),
             )
             for i, person in enumerate(self.people)
             if trained in (None, person.trained)
@@ -131,10 +134,7 @@ def load(seed: int = SHIPPED_SEED) -> ToyFacts:
 
 def prompt_of(person: Person, asked: Direction, template: tuple[str, str]) -> str:
     """A sentence up to its answer; "the" belongs to the prompt."""
-    prefix, connector = template
-    if asked == "p2d":
-        return f"{prefix}{person.name}{connector} the"
-    return f"{prefix}the {person.description}{connector}"
+    return _prompt(person.name if asked == "p2d" else person.description, asked, template)
 
 
 def answer_of(person: Person, asked: Direction) -> str:
@@ -175,6 +175,11 @@ def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Toke
     for row, ids in zip(rows, tokenizer(list(sentences))["input_ids"], strict=True):
         row[: len(ids)] = torch.tensor(ids)
     return rows
+
+
+def _prompt(subject: str, asked: Direction, template: tuple[str, str]) -> str:
+    prefix, connector = template
+    return f"{prefix}{subject}{connector} the" if asked == "p2d" else f"{prefix}the {subject}{connector}"
 
 
 def _directions(told: Trained) -> tuple[Direction, ...]:
