@@ -96,3 +96,31 @@ def similarity_curve(
     ax.set_title(title or f"Similarity by {axis}", fontsize=10)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     return ax
+
+
+def probability_by_layer(
+    curves: Mapping[str, tuple[Float[Tensor, "layer"], Float[Tensor, "layer"], Float[Tensor, "layer"]]],
+    before: Mapping[str, float],
+    layers: Sequence[int],
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """p(answer) by the layer that was acted on; dotted, what it is without.
+
+    Args:
+        curves: mean and the two ends of its interval, by name.
+        before: p(answer) without, by the same names.
+    """
+    ax = panels(1, 1, 5.2, 3.2)[1][0] if ax is None else ax
+    for name, (mean, low, high) in curves.items():
+        (line,) = ax.plot(layers, mean.numpy(), label=name, marker="o", markersize=3)
+        ax.fill_between(layers, low.numpy(), high.numpy(), color=line.get_color(), alpha=0.2, linewidth=0)
+        ax.axhline(before[name], color=line.get_color(), linestyle=":", linewidth=1, label=f"{name}, without v*")
+    ax.set_ylim(-0.02, 1.02)
+    ax.set_xticks(list(layers)[:: -(-len(layers) // 12)])
+    ax.tick_params(labelsize=8)
+    ax.set_xlabel("layer of v*", fontsize=9)
+    ax.set_ylabel("p(answer)", fontsize=9)
+    ax.set_title(title or "The answer's probability with v*", fontsize=10)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    return ax

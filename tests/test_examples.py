@@ -193,6 +193,33 @@ def hooks_of_your_own(said: str) -> None:
         assert without_early < 0.1 < plain
 
 
+def compares_keys_and_values(said: str) -> None:
+    after = {
+        (model, way): floats(f"{before} {with_value}")
+        for model, rows in re.findall(r"^(tiny-\w+), v\* .*\n((?:  .*\n)+)", said, re.MULTILINE)
+        for way, before, with_value in re.findall(r"asked (.*), \d+ facts: p\(answer\) (\S+), with v\* (.*)", rows)
+    }
+    cka = {
+        (model, what, int(block)): floats(f"{value} {high}")
+        for model, rows in re.findall(r"^(tiny-\w+), v\* .*\n((?:  .*\n)+)", said, re.MULTILINE)
+        for what, block, value, high in re.findall(
+            r"^  (\w[\w ]+?) +block (\d): (\S+) \(.*\), chance +\S+ to (\S+), p", rows, re.MULTILINE
+        )
+    }
+    assert len(after) == 4
+    assert len(cka) == 12
+    for way in ("as they were told", "against it"):
+        assert min(after["tiny-mdm", way]) > 0.95
+    assert min(after["tiny-ar", "as they were told"]) > 0.95
+    assert after["tiny-ar", "against it"][0] < 0.1 < 0.25 < min(after["tiny-ar", "against it"][1:])
+    for (model, what, _), (value, high) in cka.items():
+        assert high <= 0.03
+        if model == "tiny-mdm":
+            assert value > high
+        elif what != "keys of a person":
+            assert value < high
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "watch_a_fact": watches_a_fact,
     "steer_at_chosen_steps": steers_at_chosen_steps,
@@ -200,6 +227,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "cache_by_step": caches_by_step,
     "trace_both_ways": traces_both_ways,
     "average_effect": averages_effects,
+    "keys_and_values": compares_keys_and_values,
     "patch_forward_into_reverse": patches_forward_into_reverse,
     "your_own_hook": hooks_of_your_own,
 }
@@ -210,10 +238,17 @@ FILES = {
     "cache_by_step": 1,
     "trace_both_ways": 6,
     "average_effect": 2,
+    "keys_and_values": 2,
     "patch_forward_into_reverse": 2,
     "your_own_hook": 1,
 }
-SAVED = {"trace_forwards": 7, "trace_backwards": 7, "average_effect": 36, "patch_forward_into_reverse": 8}
+SAVED = {
+    "trace_forwards": 7,
+    "trace_backwards": 7,
+    "average_effect": 36,
+    "keys_and_values": 646,
+    "patch_forward_into_reverse": 8,
+}
 
 
 def load(name: str) -> ModuleType:

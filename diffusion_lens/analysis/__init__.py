@@ -10,6 +10,7 @@ from diffusion_lens.analysis.causal_tracing import (
     temporal_effect,
     trace_trajectory,
 )
+from diffusion_lens.analysis.key_values import KeyValueStudy, key_value_study
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
@@ -29,6 +30,7 @@ __all__ = [
     "Comparison",
     "Comparisons",
     "KeyResult",
+    "KeyValueStudy",
     "PatchGrid",
     "RankOneEdit",
     "SecondMoment",
@@ -42,6 +44,7 @@ __all__ = [
     "compare_along",
     "compute_key",
     "edit_success",
+    "key_value_study",
     "merge",
     "noise_scale",
     "optimize_value",

@@ -5,7 +5,8 @@ and one file a fact, which is there whole or not at all. So whatever ends a run,
 Several processes may fill one folder, each with its shard of the facts: facts i, i + n, i + 2n, ... of n shards.
 
 What is drawn for a fact is drawn from its own seed, made from the run's seed and the fact's id. So no number depends on
-who computes it, in what order, or beside which other facts.
+who computes it, in what order, or beside which other facts. Facts that share a forward pass come in batches planned for
+the whole run, and a batch is always computed whole: its numbers keep their last bit too, whoever computes it.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ class Result(Protocol):
 
 
 R = TypeVar("R", bound=Result)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,30 @@ def work_through(
     progress: bool = False,
 ) -> Iterator[tuple[str, R]]:
     """Each fact's result: read where the folder has it, otherwise made and, if there is a folder, saved there."""
-    for fact_id in tqdm(ids, desc="facts", unit="fact", disable=not progress):
-        file = folder.file(fact_id) if folder else None
-        if file and file.exists():
-            yield fact_id, load(file)
-            continue
-        result = work(fact_id)
-        if file:
-            result.save(file)
-        yield fact_id, result
+    return work_through_batches([[fact_id] for fact_id in ids], lambda one: [work(one[0])], load, folder, progress)
+
+
+def work_through_batches(
+    batches: Sequence[Sequence[str]],
+    work: Callable[[Sequence[str]], Sequence[R]],
+    load: Callable[[Path], R],
+    folder: FactFolder | None = None,
+    progress: bool = False,
+) -> Iterator[tuple[str, R]]:
+    """As `work_through`, with the facts of a batch computed together and each saved as a file of its own.
+
+    A batch that was saved in part is computed again as a whole, and what was missing of it is saved.
+    """
+    with tqdm(total=sum(map(len, batches)), desc="facts", unit="fact", disable=not progress) as bar:
+        for batch in batches:
+            files = {fact_id: folder.file(fact_id) for fact_id in batch} if folder else {}
+            missing = [fact_id for fact_id in batch if not folder or not files[fact_id].exists()]
+            results = work(batch) if missing else [load(files[fact_id]) for fact_id in batch]
+            for fact_id, result in zip(batch, results, strict=True):
+                if folder and fact_id in missing:
+                    result.save(files[fact_id])
+            bar.update(len(batch))
+            yield from zip(batch, results, strict=True)
 
 
 def name_facts(facts: Sequence[Fact]) -> dict[str, Fact]:
@@ -133,8 +150,8 @@ def fact_seed(seed: int, fact_id: str) -> int:
     return int(_digest([seed, fact_id])[:8], 16)
 
 
-def pick_shard(ids: Sequence[str], shard: Shard) -> list[str]:
-    """Ids i, i + n, i + 2n, ... of shard (i, n), also written "i/n"; i counts from 0.
+def pick_shard(ids: Sequence[T], shard: Shard) -> list[T]:
+    """Ids, or batches of them, i, i + n, i + 2n, ... of shard (i, n), also written "i/n"; i counts from 0.
 
     Raises:
         ValueError: no such shard.
@@ -158,6 +175,36 @@ def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: s
             f"{where} holds another run ({described}). The parts of one run share settings, facts and weights; another "
             "run needs a folder of its own"
         )
+
+
+def join_parts(
+    parts: Sequence[tuple[str, Mapping[str, Any], Mapping[str, T]]], same: Callable[[T, T], bool]
+) -> tuple[dict[str, Any], dict[str, T]]:
+    """The run that all parts belong to, and what they hold together, by fact in the order of the run.
+
+    Args:
+        parts: of each, its name for messages, its run, and what it holds by fact.
+        same: whether two results of one fact are one.
+
+    Raises:
+        ValueError: no parts, parts of different runs, facts that no part holds, or a fact that came out in two ways.
+    """
+    if not parts:
+        raise ValueError("there is nothing to merge")
+    run = dict(parts[0][1])
+    found: dict[str, T] = {}
+    for where, made, held in parts:
+        require_same_run(run, made, where)
+        for fact_id, result in held.items():
+            if not same(result, found.setdefault(fact_id, result)):
+                raise ValueError(f"the fact {fact_id!r} came out differently in {where} than in a part before it")
+    if missing := [fact_id for fact_id in run["facts"] if fact_id not in found]:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(
+            f"{len(missing)} of {len(run['facts'])} facts are not there: {shown}. Run their shards, or go on with "
+            "those that were interrupted"
+        )
+    return run, {fact_id: found[fact_id] for fact_id in run["facts"]}
 
 
 def _difference(name: str, made: Any, asked: Any) -> str:

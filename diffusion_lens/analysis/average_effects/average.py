@@ -32,9 +32,9 @@ from diffusion_lens.analysis.fact_folder import (
     FactFolder,
     Shard,
     content,
+    join_parts,
     name_facts,
     pick_shard,
-    require_same_run,
     work_through,
 )
 from diffusion_lens.facts import Fact
@@ -201,24 +201,11 @@ def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffec
         ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
     """
     given = [parts] if isinstance(parts, str | Path | AverageEffect) else list(parts)
-    if not given:
-        raise ValueError("there is nothing to merge")
     results = [part if isinstance(part, AverageEffect) else _read(Path(part)) for part in given]
-    run = results[0].record
-    found: dict[str, _FactEffect] = {}
-    for part, result in zip(given, results, strict=True):
-        where = "one of the results" if isinstance(part, AverageEffect) else str(part)
-        require_same_run(run, result.record, where)
-        for fact_id, effect in _by_fact(result).items():
-            if not effect.equals(found.setdefault(fact_id, effect)):
-                raise ValueError(f"the fact {fact_id!r} came out differently in {where} than in a part before it")
-    if missing := [fact_id for fact_id in run["facts"] if fact_id not in found]:
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise ValueError(
-            f"{len(missing)} of {len(run['facts'])} facts are not there: {shown}. Run their shards, or go on with "
-            "those that were interrupted"
-        )
-    return _gather({fact_id: found[fact_id] for fact_id in run["facts"]}, run)
+    names = ["one of the results" if isinstance(part, AverageEffect) else str(part) for part in given]
+    held = [(name, result.record, _by_fact(result)) for name, result in zip(names, results, strict=True)]
+    run, found = join_parts(held, _FactEffect.equals)
+    return _gather(found, run)
 
 
 @dataclass(frozen=True, eq=False)

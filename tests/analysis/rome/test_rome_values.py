@@ -169,18 +169,32 @@ def test_v_star_makes_the_embedded_pair_recall(tiny):
     recalled = torch.tensor([value.probability_after for value in values])
     assert (recalled >= 0.9).float().mean() >= 0.9
 
-    width = max(len(query.tokens) for query in queries)
-    noise = torch.randn(len(queries), width, tiny.cfg.d_model, generator=torch.Generator().manual_seed(0))
-    for row, query in zip(noise, queries, strict=True):
-        row[: query.subject[0]] = row[query.subject[1] :] = 0
-    noise *= noise_scale(tiny, queries)
-    with tiny.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: embedding + noise)]):
-        corrupted = optimize_values(tiny, queries, 0, settings=ValueSettings(kl_factor=0.0))
-    before = torch.tensor([value.probability_before for value in corrupted])
-    after = torch.tensor([value.probability_after for value in corrupted])
+    before, after = search_under_noise(tiny, queries, 3.0, ValueSettings(kl_factor=0.0))
     assert before.mean() < 0.2
     assert after.mean() > 0.5
     assert (after >= before - 1e-6).float().mean() > 0.97
+
+    freely = ValueSettings(kl_factor=0.0, weight_decay=0.0, clamp_norm_factor=1e9, steps=60)
+    _, after = search_under_noise(tiny, queries, 1.0, freely)
+    assert (after >= 0.9).float().mean() >= 0.9
+
+
+def search_under_noise(model, queries, deviations, settings):
+    """p(object) in the corrupted runs, one draw of noise each, without v* of block 0 and with it."""
+    noise = torch.randn(
+        len(queries),
+        max(len(query.tokens) for query in queries),
+        model.cfg.d_model,
+        generator=torch.Generator().manual_seed(0),
+    )
+    for row, query in zip(noise, queries, strict=True):
+        row[: query.subject[0]] = row[query.subject[1] :] = 0
+    noise *= noise_scale(model, queries) * deviations / 3
+    with model.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: embedding + noise)]):
+        found = optimize_values(model, queries, 0, settings=settings)
+    probabilities = [(value.probability_before, value.probability_after) for value in found]
+    before, after = torch.tensor(probabilities).T
+    return before, after
 
 
 def test_in_half_precision(either, asked):

@@ -1,0 +1,197 @@
+"""What a study of keys and values holds: by fact, by person, and the two directions compared."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import representation_plots
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.fact_folder import FactFolder, join_parts
+from diffusion_lens.analysis.representations import Comparisons, compare_along
+from diffusion_lens.facts import Direction
+from diffusion_lens.records import load_fields, save_fields
+
+DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
+VECTORS = ("keys", "values", "outputs")
+
+
+@dataclass(frozen=True, eq=False)
+class FactVectors:
+    """One fact's keys and values.
+
+    Attributes:
+        keys: Float[layer d_mlp], k*.
+        outputs: Float[layer d_model], m, what the MLP answers in the plain request.
+        deltas: Float[layer d_model], δ; v* = m + δ.
+        before: p(answer) in the plain request.
+        after: Float[layer], the same with δ at that layer.
+    """
+
+    keys: Float[Tensor, "layer d_mlp"]
+    outputs: Float[Tensor, "layer d_model"]
+    deltas: Float[Tensor, "layer d_model"]
+    before: float
+    after: Float[Tensor, "layer"]
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "key and values of a fact", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "FactVectors":
+        """Read what `save` wrote."""
+        return cls(**load_fields(path, "key and values of a fact"))
+
+    def equals(self, other: "FactVectors") -> bool:
+        """Whether both are the same to the bit."""
+        tensors = (self.keys, other.keys), (self.outputs, other.outputs), (self.deltas, other.deltas)
+        return all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueStudy:
+    """Keys and values of facts at several layers.
+
+    Attributes:
+        keys: Float[fact layer d_mlp], k*.
+        outputs: Float[fact layer d_model], m.
+        deltas: Float[fact layer d_model], δ.
+        before: Float[fact], p(answer) in the plain request.
+        after: Float[fact layer], the same with δ.
+        ids: the fact of each row.
+        layers: the layer of each column.
+        record: the settings, all facts of the run by id, model, weights' hash, versions.
+    """
+
+    keys: Float[Tensor, "fact layer d_mlp"]
+    outputs: Float[Tensor, "fact layer d_model"]
+    deltas: Float[Tensor, "fact layer d_model"]
+    before: Float[Tensor, "fact"]
+    after: Float[Tensor, "fact layer"]
+    ids: list[str]
+    layers: list[int]
+    record: dict[str, Any]
+
+    @classmethod
+    def collect(cls, found: Mapping[str, FactVectors], run: dict[str, Any]) -> "KeyValueStudy":
+        """The vectors of some facts of a run, by id."""
+        if not found:
+            raise ValueError("none of the facts of this run is there yet")
+        each = list(found.values())
+        stacked = {
+            name: torch.stack([getattr(one, name) for one in each]) for name in ("keys", "outputs", "deltas", "after")
+        }
+        before = torch.tensor([one.before for one in each])
+        return cls(**stacked, before=before, ids=list(found), layers=run["layers"], record=run)
+
+    @property
+    def values(self) -> Float[Tensor, "fact layer d_model"]:
+        """v* = m + δ."""
+        return self.outputs + self.deltas
+
+    def by_person(self, vectors: str, asked: str) -> dict[str, Float[Tensor, "layer d"]]:
+        """Each person's vectors in one direction, the mean over the templates in which they were asked for.
+
+        Args:
+            vectors: "keys" (k*), "values" (v*) or "outputs" (m).
+            asked: "p2d" (name to description) or "d2p".
+
+        Raises:
+            ValueError: another name, or a fact that does not say its person and direction.
+        """
+        if vectors not in VECTORS:
+            raise ValueError(f"vectors={vectors!r}; there are {', '.join(VECTORS)}")
+        if asked not in DIRECTIONS:
+            raise ValueError(f"asked={asked!r}; facts are asked 'p2d' (name to description) or 'd2p'")
+        rows: dict[str, list[Tensor]] = {}
+        for fact_id, row in zip(self.ids, getattr(self, vectors), strict=True):
+            fact = self.record["facts"][fact_id]
+            if not fact["person"] or fact["asked"] is None:
+                raise ValueError(
+                    f"the fact {fact_id!r} does not say whom it is about, or which way it asks: give it "
+                    "person= and asked=, by which the two directions are paired"
+                )
+            if fact["asked"] == asked:
+                rows.setdefault(fact["person"], []).append(row)
+        return {person: torch.stack(each).mean(dim=0) for person, each in rows.items()}
+
+    def compare(
+        self, vectors: str = "values", against: str | None = None, *, progress: bool = False, **settings: Any
+    ) -> Comparisons:
+        """The two directions of the same persons, layer by layer.
+
+        The same vectors in both directions stand for different words: v* is the description's when asked by name, and
+        the name's when asked by description. Keys against values, `compare("keys", "values")`, is the name in both.
+
+        Args:
+            vectors: of the questions from name to description, as in `by_person`.
+            against: of those from description to name, by default the same. Keys and values have no common axes: of
+                them "procrustes" and "cka" are computed.
+            settings: rank, draws and seed of `representations.compare`.
+
+        Raises:
+            ValueError: as in `by_person`, or too few persons that were asked for both ways.
+        """
+        kinds = (vectors, against or vectors)
+        forward, reverse = (self.by_person(kind, asked) for kind, asked in zip(kinds, DIRECTIONS, strict=True))
+        persons = [person for person in forward if person in reverse]
+        if not persons:
+            raise ValueError(
+                f"nobody was asked for both ways: {len(forward)} persons by name, {len(reverse)} by "
+                "description, none the same"
+            )
+        sets = {
+            layer: (
+                torch.stack([forward[person][column] for person in persons]),
+                torch.stack([reverse[person][column] for person in persons]),
+            )
+            for column, layer in enumerate(self.layers)
+        }
+        source = {"model": self.record["model"], "vectors": kinds}
+        names = tuple(f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True))
+        return compare_along("layer", sets, ids=persons, names=names, source=source, progress=progress, **settings)
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "key and value study", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "KeyValueStudy":
+        """Read what `save` wrote, or what a run put into the folder `out` so far."""
+        if Path(path).is_dir():
+            folder = FactFolder.open(path)
+            return cls.collect(dict(folder.results(FactVectors.load)), folder.run)
+        return cls(**load_fields(path, "key and value study"))
+
+    @classmethod
+    def merge(cls, folders: Sequence[str | Path]) -> "KeyValueStudy":
+        """The shards of one run, from the folders that `out` named.
+
+        Raises:
+            ValueError: folders of different runs, facts that none of them holds, or a fact that came out in two ways.
+        """
+        opened = [FactFolder.open(folder) for folder in folders]
+        parts = [(str(each.path), each.run, dict(each.results(FactVectors.load))) for each in opened]
+        run, found = join_parts(parts, FactVectors.equals)
+        return cls.collect(found, run)
+
+    def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """p(answer) with v* by layer, a curve with its interval for each direction. Returns the matplotlib axes."""
+        rows: dict[str, list[int]] = {}
+        for row, fact_id in enumerate(self.ids):
+            rows.setdefault(DIRECTIONS.get(self.record["facts"][fact_id]["asked"], "all facts"), []).append(row)
+        return representation_plots.probability_by_layer(
+            {
+                way: (self.after[own].mean(dim=0), *bootstrap_interval(self.after[own], level, seed=0))
+                for way, own in rows.items()
+            },
+            {way: self.before[own].mean().item() for way, own in rows.items()},
+            self.layers,
+            ax=ax,
+            title=title or f"{self.record['model']}: {len(self.ids)} facts",
+        )

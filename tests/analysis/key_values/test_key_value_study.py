@@ -1,0 +1,167 @@
+"""Keys and values of many facts: those of each fact alone, in shards, stopped and resumed, and both ways paired."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens import Fact
+from diffusion_lens.analysis import KeyValueStudy, compare, compute_key, key_value_study, optimize_value
+from diffusion_lens.analysis.key_values import run
+from diffusion_lens.analysis.rome import ValueSettings, ask_with_prefixes
+from diffusion_lens.data import toy_facts
+
+GENTLE = ValueSettings(lr=0.05, steps=3)  # steps small enough that round-off stays small
+FACTS = [fact for fact in toy_facts.load().facts() if fact.id.endswith("-held-out-0")]
+FEW = FACTS[:3] + FACTS[160:162]
+QUICK = dict(layers=[0, 2], settings=GENTLE, first_tokens=1, batch_size=2)
+STACKED = ("keys", "outputs", "deltas", "before", "after")
+
+
+def assert_same(study, other):
+    assert study.ids == other.ids
+    for name in STACKED:
+        assert torch.equal(getattr(study, name), getattr(other, name))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    return key_value_study(tiny, FEW, **QUICK)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Both models, and every toy person asked for once in either direction."""
+    from diffusion_lens import HookedDiffusionTransformer
+
+    models = [HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in ("tiny-mdm", "tiny-ar")]
+    return [key_value_study(model, FACTS, [0, 1], settings=GENTLE, length=14) for model in models]
+
+
+def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
+    prefixes = ["Tilda Drusser is the miner. "]
+    study = key_value_study(tiny, FEW, prefixes=prefixes, **QUICK)
+    for row, fact in enumerate(FEW):
+        for column, layer in enumerate(study.layers):
+            for found, said_before in ((study, prefixes), (whole, [])):
+                request = ask_with_prefixes(tiny, fact, said_before, first_tokens=1)
+                value = optimize_value(tiny, request, layer, lr=0.05, steps=3)
+                key = compute_key(tiny, request, layer).vector
+                torch.testing.assert_close(found.keys[row, column], key, rtol=0, atol=1e-5)
+                torch.testing.assert_close(found.values[row, column], value.vector, rtol=0, atol=1e-3)
+                torch.testing.assert_close(found.outputs[row, column], value.initial, rtol=0, atol=1e-5)
+                assert found.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
+                assert found.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
+    assert (study.keys - whole.keys).abs().max() > 1e-3
+
+
+def test_values_raise_the_answer(tiny):
+    """Of facts that were told in the direction asked; what the twin never saw it cannot be made to say."""
+    told = [fact for fact in FACTS if not fact.is_reverse][:30]
+    study = key_value_study(tiny, told, [0], first_tokens=1)
+    assert (study.after[:, 0] >= study.before - 1e-6).all()
+    assert (study.after >= 0.9).float().mean() >= 0.9
+
+
+def stop_at(monkeypatch, number):
+    """Batches searched for from here on; the one numbered so is interrupted."""
+    calls, search = Counter(), run._find
+
+    def counted(*args):
+        calls["batches"] += 1
+        if calls["batches"] == number:
+            raise KeyboardInterrupt
+        return search(*args)
+
+    monkeypatch.setattr(run, "_find", counted)
+    return calls
+
+
+def test_a_run_that_was_stopped_goes_on(tiny, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            key_value_study(tiny, FEW, out=tmp_path, **QUICK)
+    so_far = KeyValueStudy.load(tmp_path)
+    assert so_far.ids == whole.ids[:4]
+    assert torch.equal(so_far.keys, whole.keys[:4])
+    calls = stop_at(monkeypatch, None)
+    assert_same(key_value_study(tiny, FEW, out=tmp_path, **QUICK), whole)
+    assert calls["batches"] == 1
+    with pytest.raises(ValueError, match=r"holds another run \(first_tokens: 1 there, 2 here\)"):
+        key_value_study(tiny, FEW, out=tmp_path, **{**QUICK, "first_tokens": 2})
+
+
+def test_shards_are_the_whole(tiny, whole, tmp_path):
+    for shard in ("0/2", "1/2"):
+        key_value_study(tiny, FEW, out=tmp_path / shard[0], shard=shard, **QUICK)
+    with pytest.raises(ValueError, match="2 of 5 facts are not there"):
+        KeyValueStudy.merge([tmp_path / "0"])
+    assert_same(KeyValueStudy.merge([tmp_path / "1", tmp_path / "0"]), whole)
+
+
+def test_saved_and_loaded(whole, tmp_path):
+    assert_same(KeyValueStudy.load(whole.save(tmp_path / "study.safetensors")), whole)
+
+
+def test_the_directions_are_paired_person_by_person(pair):
+    twice = replace(FACTS[0], id="again")
+    study = pair[0]
+    again = replace(
+        study,
+        **{name: torch.cat([getattr(study, name), getattr(study, name)[:1] + 2]) for name in STACKED},
+        ids=[*study.ids, "again"],
+        record={**study.record, "facts": {**study.record["facts"], "again": vars(twice)}},
+    )
+    by_person = again.by_person("keys", FACTS[0].asked)
+    torch.testing.assert_close(by_person[FACTS[0].person], study.keys[0] + 1)
+
+    persons = [fact.person for fact in FACTS if fact.asked == "p2d"]
+    rows = {way: {f.person: i for i, f in enumerate(FACTS) if f.asked == way} for way in ("p2d", "d2p")}
+    forward, reverse = (torch.stack([study.keys[rows[way][p], 1] for p in persons]) for way in ("p2d", "d2p"))
+    alone = compare(forward, reverse, ids=persons, draws=20)
+    torch.testing.assert_close(study.compare("keys", draws=20).at[1].values, alone.values)
+    crossed = study.compare("keys", "values", draws=20).at[0]
+    assert crossed.statistics == ["procrustes", "cka"]
+    assert crossed.names == ("keys, name to description", "values, description to name")
+
+
+def test_the_diffusion_model_keys_a_person_alike_both_ways_and_the_twin_hardly(pair):
+    cka = [study.compare("keys", draws=200).table("cka") for study in pair]
+    for layer in (0, 1):
+        mdm, twin = (each[layer] for each in cka)
+        assert mdm["p"] < 0.01
+        assert mdm["value"] - mdm["chance"] > 2 * (twin["value"] - twin["chance"])
+        assert twin["value"] < 0.03 < mdm["low"]
+
+
+def test_the_picture(pair):
+    ax = pair[0].plot()
+    assert {line.get_label() for line in ax.get_lines()} >= {"name to description", "description to name"}
+    assert ax.get_ylim()[1] > 1
+
+
+def test_what_does_not_fit(tiny, whole):
+    for wrong, message in (
+        (dict(at="object"), "at='object' is no place of a key"),
+        (dict(layers=[9]), "9"),
+        (dict(batch_size=0), "batch_size=0"),
+        (dict(shard="3/2"), "of 4 shards"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            key_value_study(tiny, FEW, **{**QUICK, **wrong})
+    with pytest.raises(ValueError, match="two facts are called"):
+        key_value_study(tiny, [FEW[0], FEW[0]], **QUICK)
+    with pytest.raises(ValueError, match="vectors='value'; there are keys, values, outputs"):
+        whole.by_person("value", "p2d")
+    with pytest.raises(ValueError, match="asked='forwards'"):
+        whole.by_person("values", "forwards")
+    nameless = key_value_study(tiny, [replace(FEW[0], person="")], **QUICK)
+    with pytest.raises(ValueError, match="does not say whom it is about"):
+        nameless.compare()
+    one_way = key_value_study(tiny, [fact for fact in FEW if fact.asked == "p2d"][:1], **QUICK)
+    with pytest.raises(ValueError, match="nobody was asked for both ways"):
+        one_way.compare()
+    plain = key_value_study(tiny, [Fact("Gustav Geisser is the", "Gustav Geisser", " brave")], **QUICK)
+    assert plain.plot().get_lines()[0].get_label() == "all facts"
