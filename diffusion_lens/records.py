@@ -6,7 +6,8 @@ One safetensors file a result: its tensors, and a JSON record in the metadata. N
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,20 @@ def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], reco
     return target
 
 
+def kind_of(path: str | Path) -> str:
+    """What a saved result is, as the class that saved it names it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no saved result.
+    """
+    with _opened(path, "result") as file:
+        kind = _record_of(file).get("kind")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path} does not hold a saved result")
+    return kind
+
+
 def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and record of a saved result; a `ValueError` when the file is cut off or of another kind."""
     tensors, record = open_result(path, kind)
@@ -87,16 +102,26 @@ def load_fields(path: str | Path, kind: str) -> dict[str, Any]:
 
 def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `load_result`, but the tensors stay on disk until they are used (memory-mapped)."""
+    with _opened(path, kind) as file:
+        record = _record_of(file)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if record.pop("kind", None) != kind:
+        raise ValueError(f"{path} does not hold a saved {kind}")
+    return tensors, record
+
+
+@contextmanager
+def _opened(path: str | Path, kind: str) -> Iterator[Any]:
     source = Path(path)
     if not source.exists():
         raise FileNotFoundError(f"there is no saved {kind} at {source}")
     try:
         with safe_open(source, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except SafetensorError as error:
         raise ValueError(f"{source} is not a whole safetensors file: {error}") from error
-    record: dict[str, Any] = json.loads(metadata.get(RECORD, "{}"))
-    if record.pop("kind", None) != kind:
-        raise ValueError(f"{source} does not hold a saved {kind}")
-    return tensors, record
+
+
+def _record_of(file: Any) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((file.metadata() or {}).get(RECORD, "{}"))
+    return record

@@ -1,1 +1,7 @@
-"""Facts to train on and to ask for."""
+"""Facts to train on and to ask for: made-up people small and large, and ROME's facts of the real world."""
+
+from diffusion_lens.data.reversal_curse import ReversalCurse
+from diffusion_lens.data.rome_facts import EditRequest, bake, counterfact, known_1000
+from diffusion_lens.data.toy_facts import ToyFacts
+
+__all__ = ["EditRequest", "ReversalCurse", "ToyFacts", "bake", "counterfact", "known_1000"]

@@ -4,7 +4,7 @@ The prompt is completed by the denoising loop (on the autoregressive twin from l
 places after the prompt hold the answer's tokens followed by the end token; what comes after that is not looked at.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
@@ -111,7 +112,7 @@ def exact_match(
             )
     answers: dict[int, Answer] = {}
     with tqdm(total=len(facts), desc="exact match", unit="fact", disable=not progress) as bar:
-        for batch in _batches(questions, batch_size):
+        for batch in by_length(questions, lambda question: len(question.prompt), batch_size):
             trajectory = model.denoise(
                 torch.tensor([question.prompt for question in batch]),
                 length=length,
@@ -146,13 +147,3 @@ def _question(model: HookedDiffusionTransformer, fact: Fact, index: int) -> _Que
     if end is None:
         raise ValueError(f"the tokenizer of {model.cfg.model_name!r} has no end token, so no answer can be complete")
     return _Question(index, tuple(prompt), (*answer, int(end)))
-
-
-def _batches(questions: Sequence[_Question], batch_size: int) -> Iterator[list[_Question]]:
-    """Questions whose prompts have equal length, at most `batch_size` together."""
-    by_length: dict[int, list[_Question]] = {}
-    for question in questions:
-        by_length.setdefault(len(question.prompt), []).append(question)
-    for group in by_length.values():
-        for start in range(0, len(group), batch_size):
-            yield group[start : start + batch_size]

@@ -50,7 +50,8 @@ class FactVectors:
     def equals(self, other: "FactVectors") -> bool:
         """Whether both are the same to the bit."""
         tensors = (self.keys, other.keys), (self.outputs, other.outputs), (self.deltas, other.deltas)
-        return all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
+        same = all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
+        return same and self.before == other.before
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,7 @@ class KeyValueStudy:
         Raises:
             ValueError: another name, or a fact that does not say its person and direction.
         """
-        if vectors not in VECTORS:
-            raise ValueError(f"vectors={vectors!r}; there are {', '.join(VECTORS)}")
+        check_vectors(vectors)
         if asked not in DIRECTIONS:
             raise ValueError(f"asked={asked!r}; facts are asked 'p2d' (name to description) or 'd2p'")
         rows: dict[str, list[Tensor]] = {}
@@ -152,7 +152,7 @@ class KeyValueStudy:
             )
             for column, layer in enumerate(self.layers)
         }
-        source = {"model": self.record["model"], "vectors": kinds}
+        source = {"model": self.record["model"], "vectors": list(kinds)}
         names = tuple(f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True))
         return compare_along("layer", sets, ids=persons, names=names, source=source, progress=progress, **settings)
 
@@ -195,3 +195,9 @@ class KeyValueStudy:
             ax=ax,
             title=title or f"{self.record['model']}: {len(self.ids)} facts",
         )
+
+
+def check_vectors(name: str) -> None:
+    """Raise a `ValueError` unless a study holds vectors of this name."""
+    if name not in VECTORS:
+        raise ValueError(f"vectors={name!r}; there are {', '.join(VECTORS)}")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from diffusion_lens import Fact
-from diffusion_lens.analysis import KeyValueStudy, compare, compute_key, key_value_study, optimize_value
-from diffusion_lens.analysis.key_values import run
+from diffusion_lens.analysis import Comparisons, KeyValueStudy, compare, compute_key, key_value_study, optimize_value
+from diffusion_lens.analysis.fact_folder import FactFolder
+from diffusion_lens.analysis.key_values import FactVectors, run
 from diffusion_lens.analysis.rome import ValueSettings, ask_with_prefixes
 from diffusion_lens.data import toy_facts
 
@@ -99,13 +100,18 @@ def test_shards_are_the_whole(tiny, whole, tmp_path):
     with pytest.raises(ValueError, match="2 of 5 facts are not there"):
         KeyValueStudy.merge([tmp_path / "0"])
     assert_same(KeyValueStudy.merge([tmp_path / "1", tmp_path / "0"]), whole)
+    file = FactFolder.open(tmp_path / "0").file(whole.ids[0])
+    found = FactVectors.load(file)
+    replace(found, before=found.before + 1e-3).save(tmp_path / "1" / file.name)
+    with pytest.raises(ValueError, match="came out differently"):
+        KeyValueStudy.merge([tmp_path / "0", tmp_path / "1"])
 
 
 def test_saved_and_loaded(whole, tmp_path):
     assert_same(KeyValueStudy.load(whole.save(tmp_path / "study.safetensors")), whole)
 
 
-def test_the_directions_are_paired_person_by_person(pair):
+def test_the_directions_are_paired_person_by_person(pair, tmp_path):
     twice = replace(FACTS[0], id="again")
     study = pair[0]
     again = replace(
@@ -122,7 +128,9 @@ def test_the_directions_are_paired_person_by_person(pair):
     forward, reverse = (torch.stack([study.keys[rows[way][p], 1] for p in persons]) for way in ("p2d", "d2p"))
     alone = compare(forward, reverse, ids=persons, draws=20)
     torch.testing.assert_close(study.compare("keys", draws=20).at[1].values, alone.values)
-    crossed = study.compare("keys", "values", draws=20).at[0]
+    both = study.compare("keys", "values", draws=20)
+    assert Comparisons.load(both.save(tmp_path / "both.safetensors")).at[0].record == both.at[0].record
+    crossed = both.at[0]
     assert crossed.statistics == ["procrustes", "cka"]
     assert crossed.names == ("keys, name to description", "values, description to name")
 

@@ -1,0 +1,106 @@
+"""`diffusion-lens compare`: keys and values of many facts, asked both ways."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_lens.analysis import KeyValueStudy, key_value_study
+from diffusion_lens.analysis.key_values.result import check_vectors
+from diffusion_lens.cli import cost, options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.data.sources import default_source, open_source
+
+
+@app.command()
+def compare(
+    models: options.Models,
+    out: options.OutNeeded = Path("compare"),
+    data: options.Data = None,
+    trained: options.Trained = None,
+    limit: options.Limit = None,
+    layers: options.Layers = None,
+    vectors: Annotated[str, typer.Option(help="keys, values or outputs.")] = "keys",
+    against: Annotated[str | None, typer.Option(help="The same of the other direction; by default as VECTORS.")] = None,
+    statistic: Annotated[str, typer.Option(help="Shown and drawn: cka, procrustes, cosine, ...")] = "cka",
+    draws: Annotated[int, typer.Option(help="Random pairings that say what chance gives.")] = 1000,
+    length: options.Length = None,
+    first_tokens: options.FirstTokens = 1,
+    shard: options.Shard = None,
+    merge: options.Merge = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Are facts encoded alike forwards and backwards? Keys and values both ways, paired person by person.
+
+    A file a fact is kept in OUT/MODEL, so a run that is stopped goes on, and several may share the work with --shard.
+
+    Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 20 --draws 99 --out compare
+    """
+    for name in (vectors, against or vectors):
+        check_vectors(name)
+    source = open_source(data or default_source(models[0]))
+    facts = source.pick(trained, limit=limit)
+    length = length or source.length
+    told: dict[str, Any] = {
+        "models": models,
+        "data": source.name,
+        "facts": len(facts),
+        "layers": layers,
+        "length": length,
+    }
+    report = Report(
+        "compare", {**told, "vectors": vectors, "against": against, "draws": draws, "shard": shard}, out, json
+    )
+    if dry_run:
+        cost.show(report, models[0], dtype, _searches(models, len(facts), layers, length or 32))
+
+    axes: Any = None
+    done = 0
+    results, record = {}, {}
+    files: dict[str, Path] = {}
+    for model in models:
+        name = Path(model).name
+        if merge:
+            study = KeyValueStudy.merge([folder / name for folder in merge])
+        else:
+            study = key_value_study(
+                load(model, device, dtype),
+                facts,
+                layers,
+                length=length,
+                first_tokens=first_tokens,
+                out=out / name,
+                shard=shard or "0/1",
+                progress=progress(),
+            )
+        if shard is not None and not merge:
+            done += len(study.ids)
+            continue
+        found = study.compare(vectors, against, draws=draws, progress=progress())
+        files[name] = found.save(out / f"{name}_{vectors}.safetensors")
+        report.say(f"{name}: {vectors}, {len(next(iter(found.at.values())).ids)} persons asked both ways")
+        for layer, row in found.table(statistic).items():
+            report.say(
+                f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
+                f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
+            )
+        results[name] = found.table(statistic)
+        axes = found.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
+        record = {key: value for key, value in study.record.items() if key != "facts"}
+    if shard is not None and not merge:
+        report.part_done(shard, done, out)
+    files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")
+    report.finish(results, record, **files)
+
+
+def _searches(models: list[str], facts: int, layers: list[int] | None, places: int) -> cost.Cost:
+    """A search of 20 iterations a fact and layer, each through the blocks above it, with its essence beside it."""
+    depth = cost.architecture_of(models[0]).n_layers
+    blocks = layers or range(depth - 1)
+    work = len(models) * facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
+    return cost.Cost(work, places, 64, backward=work)

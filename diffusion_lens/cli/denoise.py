@@ -1,0 +1,61 @@
+"""`diffusion-lens denoise`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_lens.cli import cost, options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.report import Report, progress, save_figure
+
+
+@app.command()
+def denoise(
+    model: options.Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
+    length: Annotated[int, typer.Option(help="Places of the canvas, the prompt included.")] = 52,
+    steps: options.Steps = 32,
+    sampler: options.Sampler = None,
+    cfg_scale: options.CfgScale = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    out: options.Out = None,
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Write text by unmasking a canvas, and show the canvas after each step that changed it.
+
+    Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
+    """
+    settings: dict[str, Any] = {
+        "length": length,
+        "steps": steps,
+        "sampler": sampler,
+        "cfg_scale": cfg_scale or 0.0,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    report = Report("denoise", {"model": model, "prompt": prompt, "dtype": dtype, **settings}, out, json)
+    if dry_run:
+        passes, branches = cost.denoising_passes(model, [steps], length, settings["cfg_scale"])
+        cost.show(report, model, dtype, cost.Cost(passes, length, branches))
+
+    trajectory = load(model, device, dtype).denoise(prompt, progress=progress(), **settings)
+    canvases = trajectory.str_canvases()
+    given = int(trajectory.given[0].sum())
+    for step, canvas in enumerate(canvases):
+        if step == 0 or canvas != canvases[step - 1]:
+            words = ["·" if word in ("[MASK]", "") else word for word in canvas[given:]]
+            report.say(f"{'start' if step == 0 else step - 1:>5}  {' '.join(words)}")
+    report.say(trajectory.text[0])
+    files: dict[str, Any] = {}
+    if out is not None:
+        files = {
+            "trajectory": trajectory.save(out / "trajectory.safetensors"),
+            "picture": save_figure(trajectory.plot(), out / "denoising.png"),
+        }
+    results: dict[str, Any] = {"text": trajectory.text[0], "revealed_at": trajectory.revealed_at[0].tolist()}
+    report.finish(results, trajectory.record, **files)

@@ -1,0 +1,80 @@
+"""`diffusion-lens models`, `info` and `convert`: what there is, what it is made of, and in which format."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_lens.catalogue import list_pretrained
+from diffusion_lens.cli import options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.cost import architecture_of
+from diffusion_lens.cli.report import Report
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from weight_conversion import export, open_checkpoint
+
+Config = Annotated[Path | None, typer.Option(help="The checkpoint's config, if it does not lie beside it.")]
+
+
+@app.command()
+def models() -> None:
+    """List every model name, with size and source.
+
+    Example: diffusion-lens models
+    """
+    list_pretrained()
+
+
+@app.command()
+def info(
+    model: options.Model,
+    config: Config = None,
+    hooks: Annotated[bool, typer.Option("--hooks", help="List the hook points, too. This loads the weights.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Say what a model is made of. Nothing is downloaded: of a published name the shape is known, of a file it is read.
+
+    Example: diffusion-lens info smdm-1028m
+    """
+    shape = architecture_of(model, config)
+    report = Report("info", {"model": model}, None, json)
+    facts: dict[str, Any] = {**asdict(shape), "parameters": shape.n_params, "float32_bytes": 4 * shape.n_params}
+    width = max(map(len, facts))
+    report.say(*(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
+    if hooks:
+        loaded = HookedDiffusionTransformer.from_pretrained(model, config=config, device="cpu")
+        facts["hook_points"] = list(loaded.hook_dict)
+        report.say(f"{len(facts['hook_points'])} hook points:", *(f"  {name}" for name in facts["hook_points"]))
+    report.finish(facts)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .pth file, or a folder.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.")],
+    to: Annotated[str | None, typer.Option(help="Format: lit_gpt or diffusion_lens; by default the source's.")] = None,
+    config: Config = None,
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Write a checkpoint in another format. Every tensor is checked by name and shape, and nothing of it is executed.
+
+    Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
+    """
+    checkpoint = open_checkpoint(source, config)
+    shape = checkpoint.architecture
+    report = Report("convert", {"source": source, "target": target, "to": to}, None, json)
+    results: dict[str, Any] = {"family": shape.family, "parameters": shape.n_params}
+    if dry_run:
+        report.say(
+            f"{source}: {shape.name} of the family {shape.family}, {shape.n_params:,} parameters; no forward pass"
+        )
+        report.say(f"memory: the weights, once ({4 * shape.n_params / 1e9:.2f} GB in float32)")
+        report.finish({**results, "forward_passes": 0, "memory_bytes": 4 * shape.n_params})
+        return
+    if target.exists():
+        raise ValueError(f"{target} is there already; name a file that is not")
+    written = export(dict(checkpoint.tensors()), shape, target, to)
+    report.say(f"wrote {written} and its config: {shape.name}, {shape.n_params:,} parameters")
+    report.finish({**results, "bytes": written.stat().st_size}, checkpoint=written)

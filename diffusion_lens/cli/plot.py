@@ -1,0 +1,47 @@
+"""`diffusion-lens plot`: the picture of any saved result."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_lens import analysis
+from diffusion_lens.analysis.rome import EditReport
+from diffusion_lens.cli import options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.report import Report, save_figure
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.evaluation import Recall
+from diffusion_lens.records import kind_of
+
+DRAWN: dict[str, Any] = {
+    "trajectory": Trajectory,
+    "causal trace": analysis.CausalTrace,
+    "average effect": analysis.AverageEffect,
+    "patch grid": analysis.PatchGrid,
+    "ROME value": analysis.ValueResult,
+    "edit report": EditReport,
+    "comparison": analysis.Comparison,
+    "comparisons": analysis.Comparisons,
+    "key and value study": analysis.KeyValueStudy,
+    "recall": Recall,
+}
+
+
+@app.command()
+def plot(
+    result: Annotated[Path, typer.Argument(metavar="RESULT", help="A .safetensors file that a command wrote.")],
+    out: Annotated[Path | None, typer.Option(help="The picture; by default RESULT with the ending .png.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Draw a saved result: a trajectory, a trace, an average, a patch grid, a value, a comparison, a recall curve.
+
+    Example: diffusion-lens plot trace/trace.safetensors --out trace.png
+    """
+    kind = kind_of(result)
+    if kind not in DRAWN:
+        raise ValueError(f"{result} holds a {kind}, of which there is no one picture; drawn are {', '.join(DRAWN)}")
+    report = Report("plot", {"result": result}, None, json)
+    picture = save_figure(DRAWN[kind].load(result).plot(), out or result.with_suffix(".png"))
+    report.say(f"wrote {picture}")
+    report.finish({"kind": kind}, picture=picture)

@@ -1,0 +1,92 @@
+"""`diffusion-lens recall`: the table of recall by number of denoising steps."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_lens.cli import cost, options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.evaluation import Recall, recall_by_steps
+
+
+@app.command()
+def recall(
+    model: options.Model,
+    out: options.OutNeeded = Path("recall"),
+    data: options.Data = None,
+    trained: options.Trained = None,
+    asked: options.Asked = None,
+    limit: options.Limit = None,
+    steps: Annotated[list[int] | None, typer.Option("--steps", help="Denoising steps; repeat for several.")] = None,
+    length: options.Length = None,
+    cfg_scale: options.CfgScale = None,
+    sampler: options.Sampler = None,
+    temperature: options.Temperature = 0.0,
+    score: Annotated[str, typer.Option(help="The score of the table: contained (SMDM's), exact, ...")] = "contained",
+    seed: options.Seed = 1234,
+    shard: options.Shard = None,
+    merge: options.Merge = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Ask held-out questions in both directions, at several numbers of denoising steps, beside the published numbers.
+
+    Both namings stand in the table: Berglund's files name the direction of training, SMDM's columns that of the
+    question. A file a question is kept in OUT/replies, so a run that is stopped goes on.
+
+    Example: diffusion-lens recall tiny-mdm --limit 20 --out recall
+    """
+    source = open_source(data or default_source(model))
+    facts = source.pick(trained, asked, limit)
+    settings: dict[str, Any] = {
+        "length": length or source.length or 52,
+        "cfg_scale": source.cfg_scale if cfg_scale is None else cfg_scale,
+        "sampler": sampler,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    columns = tuple(steps or source.steps)
+    told: dict[str, Any] = {
+        "model": model,
+        "data": source.name,
+        "facts": len(facts),
+        "steps": columns,
+        **settings,
+        "shard": shard,
+    }
+    report = Report("recall", told, out, json)
+    if dry_run:
+        passes, branches = cost.denoising_passes(model, columns, settings["length"], settings["cfg_scale"])
+        work = cost.Cost(len(facts) * passes, settings["length"], 32 * branches)
+        cost.show(report, model, dtype, work)
+
+    if merge:
+        found = Recall.merge([folder / "replies" for folder in merge])
+    else:
+        found = recall_by_steps(
+            load(model, device, dtype),
+            facts,
+            columns,
+            **settings,
+            folder=out / "replies",
+            shard=shard or "0/1",
+            progress=progress(),
+        )
+    if shard is not None and not merge:
+        report.part_done(shard, len(found.facts), out)
+    report.say(found.to_text(score))
+    files: dict[str, Any] = {
+        "recall": found.save(out / "recall.safetensors"),
+        "picture": save_figure(found.plot(score), out / "recall.png"),
+    }
+    table = {
+        f"trained {trained}, asked {asked}": {str(step): share._asdict() for step, share in row.items()}
+        for (trained, asked), row in found.table(score).items()
+    }
+    report.finish(table, {name: value for name, value in found.record.items() if name != "facts"}, **files)

@@ -1,0 +1,111 @@
+"""`diffusion-lens rome`: the key and the value of a fact, and the edit made of them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success, optimize_value
+from diffusion_lens.analysis.rome import Probe, ask_with_prefixes, sample_prefixes
+from diffusion_lens.cli import cost, options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.facts import Fact
+
+
+@app.command()
+def rome(
+    model: options.Model,
+    prompt: options.Prompt,
+    subject: options.Subject,
+    answer: options.Answer,
+    layer: Annotated[int, typer.Option(help="The block whose MLP is asked, or edited.")],
+    target: Annotated[
+        str | None, typer.Option(help="Another object, e.g. ' famous miner of Tanmoor.': edit the fact to say it.")
+    ] = None,
+    prefixes: Annotated[int, typer.Option(help="Short texts by the model itself to average over, as ROME does.")] = 0,
+    iterations: Annotated[int, typer.Option(help="Of the search for v*.")] = 20,
+    lr: Annotated[float, typer.Option(help="Rate of Adam.")] = 0.5,
+    over_states: Annotated[
+        str, typer.Option(help="masked, or partial: also with some of the object revealed (masked diffusion).")
+    ] = "masked",
+    length: options.Length = None,
+    first_tokens: options.FirstTokens = None,
+    seed: options.Seed = 0,
+    export: Annotated[Path | None, typer.Option(help="Folder for the edited model, with --target.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    out: options.Out = None,
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Extract the key k* at the last subject token and the value v* that makes the model say the answer.
+
+    With --target the value is that of another object, and the edit that it makes is tried: does the request say it?
+
+    Example: diffusion-lens rome tiny-ar --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
+    --answer " brave drummer of Rolsen." --first-tokens 1 --layer 0 --target " famous miner of Tanmoor." --out rome
+    """
+    fact = Fact(prompt, subject, target or answer)
+    _ = fact.subject_span
+    if export is not None and target is None:
+        raise ValueError("--export writes an edited model, and without --target nothing is edited")
+    search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
+    layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
+    told: dict[str, Any] = {
+        "model": model,
+        "fact": vars(fact),
+        "layer": layer,
+        "prefixes": prefixes,
+        **search,
+        **layout,
+        "seed": seed,
+    }
+    report = Report("rome", told, out, json)
+    if dry_run:
+        share = 1 - (layer + 1) / cost.architecture_of(model).n_layers
+        places = length or len(f"{prompt}{answer}".split()) * 2
+        work = (prefixes + 2) * (1 + iterations * share)
+        cost.show(report, model, dtype, cost.Cost(work, places, prefixes + 2, backward=work))
+
+    loaded = load(model, device, dtype)
+    said_before = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
+    request = ask_with_prefixes(loaded, fact, said_before, **layout)
+    key = compute_key(loaded, request, layer)
+    value = optimize_value(loaded, request, layer, progress=progress(), **search)
+    wanted = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
+    report.say(
+        f"k* at layer {layer}, place {request[0].subject[1] - 1}: norm {key.vector.norm():.3f}",
+        f"v*: p({wanted}) {value.probability_before:.4f} becomes {value.probability_after:.4f} in "
+        f"{len(value.losses)} iterations, loss {value.losses[0, 0]:.3f} becomes {value.losses[-1, 0]:.3f}",
+    )
+    results: dict[str, Any] = {
+        "before": value.probability_before,
+        "after": value.probability_after,
+        "losses": value.losses.tolist(),
+    }
+    files: dict[str, Any] = {}
+    if out is not None:
+        files = {
+            "key": key.save(out / "key.safetensors"),
+            "value": value.save(out / "value.safetensors"),
+            "picture": save_figure(value.plot(), out / "losses.png"),
+        }
+    if target is not None:
+        rival = ask_with_prefixes(loaded, Fact(prompt, subject, answer), [], **layout)[0]
+        edit = RankOneEdit(loaded, layer, key, value)
+        success = edit_success(loaded, edit, {"efficacy": [Probe(request[0], rival)]})
+        told_now = success.table()["efficacy"]
+        report.say(
+            f"edit: p({wanted}) {told_now.probability_before:.4f} becomes {told_now.probability_after:.4f}; it "
+            f"{'wins over' if told_now.after else 'does not win over'} {answer.strip()!r}"
+        )
+        results["efficacy"] = told_now.after
+        if out is not None:
+            files["edit"] = success.save(out / "edit.safetensors")
+        if export is not None:
+            with edit:
+                files["edited_model"] = loaded.save_pretrained(export)
+    report.finish(results, value.record, **files)

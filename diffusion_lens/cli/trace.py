@@ -1,0 +1,181 @@
+"""`diffusion-lens trace` and `aie`: one fact traced, and many averaged."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_lens.analysis import average_indirect_effect, causal_trace, noise_scale
+from diffusion_lens.analysis import merge as join
+from diffusion_lens.analysis.average_effects.fact_tracer import CanvasLayout
+from diffusion_lens.cli import cost, options
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.facts import Fact
+
+
+@app.command()
+def trace(
+    model: options.Model,
+    prompt: options.Prompt,
+    subject: options.Subject,
+    answer: options.Answer,
+    kind: options.Kind = "resid",
+    window: options.Window = 10,
+    noise: options.Noise = None,
+    samples: options.Samples = 10,
+    corruption: Annotated[str, typer.Option(help="gaussian, uniform, replace or mask.")] = "gaussian",
+    length: options.Length = None,
+    first_tokens: options.FirstTokens = None,
+    seed: options.Seed = 1,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    out: options.Out = None,
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Trace one fact: hide the subject under noise, put one state at a time back, and see what brings the answer back.
+
+    Example: diffusion-lens trace tiny-mdm --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
+    --answer " brave drummer of Rolsen." --length 14 --first-tokens 1 --out trace
+    """
+    fact = Fact(prompt, subject, answer)
+    _ = fact.subject_span
+    settings: dict[str, Any] = {
+        "kind": kind,
+        "window": window,
+        "noise": noise,
+        "samples": samples,
+        "corruption": corruption,
+    }
+    layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
+    report = Report("trace", {"model": model, "fact": vars(fact), **settings, **layout, "seed": seed}, out, json)
+    if dry_run:
+        places = length or len(f"{prompt}{answer}".split()) * 2
+        cost.show(report, model, dtype, _grid(model, places, samples, 1))
+
+    loaded = load(model, device, dtype)
+    query = CanvasLayout(length=length, first_tokens=first_tokens).query(loaded, fact)
+    scale = noise_scale(loaded, [query]) if noise is None and corruption != "mask" else noise
+    found = causal_trace(
+        loaded,
+        query,
+        kind,
+        window=window,
+        noise=scale,
+        samples=samples,
+        seed=seed,
+        corruption=corruption,
+        progress=progress(),
+    )
+    report.say(f"p(answer) {found.clean:.3f}, with the subject corrupted {found.corrupted:.3f}")
+    best = found.indirect_effect.flatten().argsort(descending=True)[:5].tolist()
+    columns = found.scores.shape[1]
+    for cell in best:
+        row, column = divmod(cell, columns)
+        place, layer = found.positions[row], found.layers[column]
+        word = found.str_tokens[place].strip()
+        report.say(
+            f"  {kind} at place {place} ({word}), layer {layer}: brings back {found.indirect_effect[row, column]:+.3f}"
+        )
+    files: dict[str, Any] = {}
+    if out is not None:
+        files = {
+            "trace": found.save(out / "trace.safetensors"),
+            "picture": save_figure(found.plot(), out / "trace.png"),
+        }
+    results: dict[str, Any] = {
+        "clean": found.clean,
+        "corrupted": found.corrupted,
+        "indirect_effect": found.indirect_effect.tolist(),
+    }
+    report.finish(results, found.record, **files)
+
+
+@app.command()
+def aie(
+    model: options.Model,
+    out: options.OutNeeded = Path("aie"),
+    data: options.Data = None,
+    trained: options.Trained = None,
+    asked: options.Asked = None,
+    limit: options.Limit = None,
+    kind: options.Kind = "resid",
+    window: options.Window = 10,
+    noise: options.Noise = None,
+    samples: options.Samples = 10,
+    length: options.Length = None,
+    first_tokens: options.FirstTokens = 1,
+    seed: options.Seed = 1,
+    shard: options.Shard = None,
+    merge: options.Merge = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Average causal traces over many facts, by what each token is to the subject, with intervals.
+
+    Facts that the model does not know are set aside. A file a fact is kept in OUT/facts, so a run that is stopped goes
+    on, and several may share the work with --shard.
+
+    Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 8 --out aie
+    """
+    source = open_source(data or default_source(model))
+    facts = source.pick(trained, asked, limit)
+    length = length or source.length
+    settings: dict[str, Any] = {
+        "kind": kind,
+        "window": window,
+        "noise": noise,
+        "samples": samples,
+        "first_tokens": first_tokens,
+    }
+    told: dict[str, Any] = {
+        "data": source.name,
+        "facts": len(facts),
+        "length": length,
+        "seed": seed,
+        "shard": shard,
+        "merge": merge,
+    }
+    report = Report("aie", {"model": model, **settings, **told}, out, json)
+    if dry_run:
+        cost.show(report, model, dtype, _grid(model, length or 32, samples, len(facts)))
+
+    if merge:
+        average = join([folder / "facts" for folder in merge])
+    else:
+        average = average_indirect_effect(
+            load(model, device, dtype),
+            facts,
+            **settings,
+            length=length,
+            seed=seed,
+            out=out / "facts",
+            shard=shard or "0/1",
+            progress=progress(),
+        )
+    if shard is not None and not merge:
+        report.part_done(shard, len(average.ids) + len(average.unknown), out)
+    report.say(f"{average.record['model']} knows {len(average.ids)} of {len(average.ids) + len(average.unknown)} facts")
+    files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}
+    results: dict[str, Any] = {"known": len(average.ids), "unknown": len(average.unknown)}
+    if average.ids:
+        low, high = average.ate_interval()
+        report.say(f"average total effect {average.ate:.3f} ({low:.3f} to {high:.3f})")
+        for role, effects in zip(average.roles, average.aie.tolist(), strict=True):
+            if not any(map(math.isnan, effects)):
+                report.say(f"  {role:15} {' '.join(f'{effect:6.3f}' for effect in effects)}")
+        results |= {"ate": average.ate, "aie": dict(zip(average.roles, average.aie.tolist(), strict=True))}
+        files["picture"] = save_figure(average.plot(), out / "average.png")
+    report.finish(results, {name: value for name, value in average.record.items() if name != "facts"}, **files)
+
+
+def _grid(model: str, places: int, samples: int, facts: int) -> cost.Cost:
+    """A grid of every place and layer: a state restored after block l of L runs L - l blocks of each draw."""
+    layers = cost.architecture_of(model).n_layers
+    return cost.Cost(facts * (1 + samples * (1 + places * (layers - 1) / 2)), places, 1 + samples)

@@ -1,0 +1,129 @@
+"""The one place that fetches: a file of a data set on the Hugging Face hub, or of the web, into a cache.
+
+Nothing is fetched on import, nothing twice, and nothing when HF_HUB_OFFLINE is set. A file is in the cache whole or not
+at all, and where its SHA-256 is known it is the published one. What cannot be had is one error, which says what was
+wanted, from where, and how to go on with a copy fetched by hand.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from huggingface_hub import cached_assets_path, constants, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from tqdm.auto import tqdm
+
+from weight_conversion import sha256_of_file
+
+TIMEOUT = 30.0  # seconds without an answer
+
+
+def fetch_from_hub(
+    repo: str, file: str, *, revision: str, by_hand: str, sha256: str | None = None, progress: bool = False
+) -> Path:
+    """A file of a data set on the hub, from the hub's own cache if it is there.
+
+    Args:
+        repo: "owner/name" of the data set.
+        file: path in the repository.
+        revision: a commit; a branch may change under the caller's feet.
+        by_hand: how the caller takes a copy fetched by hand, "pass folder='...'".
+        sha256: what the file must hash to.
+        progress: show the download.
+
+    Raises:
+        FileNotFoundError: not in the cache, and the hub is out of reach, must not be asked, or has no such file.
+        ValueError: another file than the published one.
+    """
+    url = f"{constants.ENDPOINT}/datasets/{repo}/resolve/{revision}/{file}"
+    try:
+        with _download_bars(progress):
+            path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+    except LocalEntryNotFoundError:
+        raise _out_of_reach(url, _unreached(), by_hand) from None
+    except (EntryNotFoundError, HfHubHTTPError) as error:
+        raise _out_of_reach(url, f"the hub refuses it ({type(error).__name__})", by_hand) from None
+    return _verified(path, url, sha256)
+
+
+def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progress: bool = False) -> Path:
+    """A file of the web, from the `diffusion_lens` folder of the Hugging Face assets cache if it is there.
+
+    Args:
+        by_hand, sha256, progress: as in `fetch_from_hub`.
+
+    Raises:
+        FileNotFoundError: not in the cache, and its host is out of reach, must not be asked, or has no such file.
+        ValueError: another file than the published one.
+    """
+    host, file = urlsplit(url).netloc, PurePosixPath(urlsplit(url).path)
+    assets = constants.HF_ASSETS_CACHE
+    target = cached_assets_path("diffusion_lens", host, str(file.parent).strip("/"), assets_dir=assets) / file.name
+    if not target.exists():
+        if constants.HF_HUB_OFFLINE:
+            raise _out_of_reach(url, _unreached(), by_hand)
+        try:
+            _download(url, target, progress)
+        except HTTPError as error:
+            error.close()
+            raise _out_of_reach(url, f"its host refuses it ({error.code} {error.reason})", by_hand) from None
+        except (OSError, HTTPException) as error:
+            raise _out_of_reach(url, f"{getattr(error, 'reason', '') or error}", by_hand) from None
+    return _verified(target, url, sha256)
+
+
+def _download(url: str, target: Path, progress: bool) -> None:
+    """Write under a temporary name, then rename."""
+    request = Request(url, headers={"User-Agent": "diffusion-lens"})
+    with urlopen(request, timeout=TIMEOUT) as response, tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        part = Path(folder) / target.name
+        length = int(response.headers.get("Content-Length") or 0)
+        with (
+            part.open("wb") as file,
+            tqdm.wrapattr(file, "write", total=length or None, desc=target.name, disable=not progress) as counted,
+        ):
+            shutil.copyfileobj(response, counted)
+        if length and length != part.stat().st_size:
+            raise OSError(f"the connection broke after {part.stat().st_size:,} of {length:,} bytes")
+        os.replace(part, target)
+
+
+def _verified(path: Path, url: str, sha256: str | None) -> Path:
+    if sha256 and (found := sha256_of_file(path)) != sha256:
+        raise ValueError(
+            f"{path} is not the published {url}: its SHA-256 is {found}, expected {sha256}. "
+            f"Delete {path.resolve()} and fetch it again"
+        )
+    return path
+
+
+def _unreached() -> str:
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+
+
+def _out_of_reach(url: str, reason: str, by_hand: str) -> FileNotFoundError:
+    name = PurePosixPath(urlsplit(url).path).name
+    return FileNotFoundError(
+        f"{name} is not in the cache and was not fetched: {reason}. Fetch {url} on a connected machine and {by_hand}"
+    )
+
+
+@contextmanager
+def _download_bars(shown: bool) -> Iterator[None]:
+    """The hub's progress bars, which have one switch for the whole process."""
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

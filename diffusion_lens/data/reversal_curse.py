@@ -1,0 +1,281 @@
+"""Made-up people told in one direction or in both: experiment 1 of Berglund et al. 2023, "The Reversal Curse".
+
+arXiv 2309.12288; data set `lberglund/reversal_curse` (MIT). Training tells of 30 people name first ("p2d", person to
+description), of 30 others description first ("d2p"), of 30 more both ways, each way in 30 templates. The test asks in
+ten others. A question against the only direction that was told is the reverse one.
+
+Two conventions name the same questions. Berglund's files, and `Fact.trained`, say how the PEOPLE were told. The columns
+of SMDM's tables (arXiv 2410.18514) say what the QUESTION is, description to name (DtN) or name to description (NtD):
+
+    file                        trained  asked  SMDM's column
+    p2d_prompts_test            p2d      p2d    NtD same
+    d2p_reverse_prompts_test    d2p      p2d    NtD reverse
+    d2p_prompts_test            d2p      d2p    DtN same
+    p2d_reverse_prompts_test    p2d      d2p    DtN reverse
+
+So "DtN reverse" (92%) is of people told name first. Who reads it as "trained on DtN, asked in reverse" finds the two
+reverse numbers exchanged, as a re-run of the checkpoint did that took it for an error in reporting (A. Rai 2025: 90%
+for p2d people, 29.7% for d2p people at 32 steps; the paper's DtN reverse 92%, NtD reverse 37%).
+
+The files mark neither names nor descriptions, and templates alter the words: "the renowned composer of ..." is also
+"composing ..." and "The renowned composer of ...". `slots.py` finds both. What a person's rows say most often is taken
+for the description. Answers are the files' completions: in `both_prompts_test` text may follow the name.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from diffusion_lens.data.download import fetch_from_hub
+from diffusion_lens.data.slots import MARKS, fact_about, shared_words, slot_spans
+from diffusion_lens.data.toy_facts import Trained
+from diffusion_lens.facts import Direction, Fact
+
+REPO = "lberglund/reversal_curse"
+REVISION = "2b0a35c0f1730a60957319f9b25f4858e7012e44"
+FOLDER = "name_description_dataset"
+PEOPLE = 30  # told in each of the three ways
+ALL = "all_prompts_train"
+
+
+class _File(NamedTuple):
+    rows: int
+    sha256: str
+
+
+FILES = {
+    "p2d_prompts_train": _File(900, "8a20b9c259b67bc9c3a0f1823d132c844f98d84589d79b108a0ae0c5aa2a2391"),
+    "d2p_prompts_train": _File(900, "2d66551577306f164e9b0fd372dd997af0e90bb62690d00a2cab818ae65e47a1"),
+    "both_prompts_train": _File(1800, "a389f60360e5ec1862abba47f9530c916a59483d1f6cb55015bf45197e880db5"),
+    "all_prompts_train": _File(3600, "ea7156bb2f46e67ddadb485a7faff23551251b233011b2531ae36a3217f4fae2"),
+    "p2d_prompts_test": _File(300, "269fe15363c3bd1cb59cfdf4e6464f35d548d4cb786e6f7b1db84f260788e8f8"),
+    "d2p_prompts_test": _File(300, "67705c9ebd77fc030998677acae33af9f22cf4b80bb7443d4ef7e5c9c1d727c4"),
+    "both_prompts_test": _File(600, "6499aebaae627f7f26e6d237ef9b4cc7c8db227a29acc60332b05950ea89b004"),
+    "p2d_reverse_prompts_test": _File(300, "963fa595ce19b330cdf07058313f3e8570b57545260256414bcb74a60c959553"),
+    "d2p_reverse_prompts_test": _File(300, "8c79da9791788ffbe77dc876ae2e34cc00f980e08c946bda188367ae1cd6ea61"),
+}
+
+
+class _Row(NamedTuple):
+    line: int
+    prompt: str
+    completion: str
+
+
+class _Part(NamedTuple):
+    """Rows of a file that ask one way of people told one way: all of them, or the first or the second half."""
+
+    file: str
+    trained: Trained
+    asked: Direction
+    templates: int
+    half: int | None = None
+
+    def of(self, rows: list[_Row]) -> list[_Row]:
+        middle = len(rows) // 2
+        return rows if self.half is None else rows[middle:] if self.half else rows[:middle]
+
+
+# The order of the rows in `all_prompts_train`.
+_TRAINING = (
+    _Part("p2d_prompts_train", "p2d", "p2d", 30),
+    _Part("d2p_prompts_train", "d2p", "d2p", 30),
+    _Part("both_prompts_train", "both", "p2d", 30, half=0),
+    _Part("both_prompts_train", "both", "d2p", 30, half=1),
+)
+_TEST = (
+    _Part("p2d_prompts_test", "p2d", "p2d", 10),
+    _Part("p2d_reverse_prompts_test", "p2d", "d2p", 10),
+    _Part("d2p_reverse_prompts_test", "d2p", "p2d", 10),
+    _Part("d2p_prompts_test", "d2p", "d2p", 10),
+    _Part("both_prompts_test", "both", "p2d", 10, half=0),
+    _Part("both_prompts_test", "both", "d2p", 10, half=1),
+)
+
+
+@dataclass(frozen=True)
+class ReversalCurse:
+    """The questions and the training sentences; a file is read when it is asked for.
+
+    Attributes:
+        folder: where the .jsonl files are; None for the published ones, on the hub.
+        progress: show downloads.
+    """
+
+    folder: Path | None = None
+    progress: bool = False
+
+    @classmethod
+    def load(cls, folder: str | Path | None = None, *, progress: bool = False) -> "ReversalCurse":
+        """The files of a folder, or the published ones: fetched one by one as they are used, into the hub's cache.
+
+        The published ones are of one commit, `REVISION`, and their SHA-256 is verified. A folder may hold anything of
+        the same form, such as people of one's own; `check` tells whether it is the published data set.
+
+        Raises:
+            FileNotFoundError: no such folder.
+        """
+        path = None if folder is None else Path(folder).expanduser()
+        if path is not None and not path.is_dir():
+            raise FileNotFoundError(f"there is no folder {path}; it should hold {', '.join(FILES)}, each .jsonl")
+        return cls(path, progress)
+
+    def facts(self, trained: str | None = None, asked: str | None = None, held_out: bool = True) -> list[Fact]:
+        """Questions, by direction told, direction asked, person and template.
+
+        The id is file and row: "p2d_reverse_prompts_test-0012", from 0, is person 1 in template 2 of 10.
+
+        Args:
+            trained: only people told in this direction, "p2d", "d2p" or "both".
+            asked: only questions in this direction, "p2d" or "d2p".
+            held_out: ask in the ten templates of the test, or in the thirty of training, in which nobody is asked in
+                reverse.
+
+        Raises:
+            FileNotFoundError: a file that is not in the folder, or cannot be fetched.
+            ValueError: no such questions; a file that is not of the form, with the lines that are not.
+        """
+        parts = _TEST if held_out else _TRAINING
+        chosen = [part for part in parts if trained in (None, part.trained) and asked in (None, part.asked)]
+        if not chosen:
+            there = ", ".join(f"({part.trained!r}, {part.asked!r})" for part in parts)
+            raise ValueError(
+                f"no questions are trained={trained!r}, asked={asked!r} with held_out={held_out}; there are {there}"
+            )
+        return [fact for part in chosen for fact in self._facts(part)]
+
+    def training(self) -> list[Fact]:
+        """The rows of `all_prompts_train`, in its order: what SMDM fine-tunes on."""
+        return self.facts(held_out=False)
+
+    def sentences(self) -> list[str]:
+        """Every training sentence, prompt and completion as one text; SMDM's fine-tuning masks both."""
+        return [fact.prompt + fact.answer for fact in self.training()]
+
+    def counts(self) -> dict[str, int]:
+        """Rows of each of the nine files."""
+        return {file: len(self._rows(file)) for file in FILES}
+
+    def check(self) -> None:
+        """Hold the nine files to what is known of the published ones.
+
+        Raises:
+            ValueError: all that differs: numbers of rows and of people; `all_prompts_train` that is not the other three
+                in order; people who are others, or described otherwise, in files that should share them, or told in two
+                of the three ways; test questions that are prompts of training.
+        """
+        counted = self.counts().items()
+        wrong = [f"{file} has {n} rows, not {FILES[file].rows}" for file, n in counted if n != FILES[file].rows]
+        rows = [(row.prompt, row.completion) for row in self._rows(ALL)]
+        if rows != [(fact.prompt, fact.answer) for fact in self.training()]:
+            wrong.append(f"{ALL} is not the rows of the other three in order")
+        prompts = {prompt for prompt, _ in rows}
+        told: dict[str, set[tuple[str, str]]] = {}
+        for part in (*_TRAINING, *_TEST):
+            facts = self._facts(part)
+            people = {(fact.person, fact.description) for fact in facts}
+            if len(people) != PEOPLE:
+                wrong.append(f"{part.file} asks {part.asked} of {len(people)} people, not {PEOPLE}")
+            if odd := told.setdefault(part.trained, people) ^ people:
+                wrong.append(f"{part.file} asks {part.asked} of others than training tells of: {sorted(odd)[:2]}")
+            if part in _TEST and (known := [fact.id for fact in facts if fact.prompt in prompts]):
+                wrong.append(f"{part.file} asks prompts of training: {known[:2]}")
+        ways = Counter(name for people in told.values() for name in {name for name, _ in people})
+        if twice := sorted(name for name, count in ways.items() if count > 1):
+            wrong.append(f"told in two of the ways p2d, d2p, both: {twice[:2]}")
+        if wrong:
+            raise ValueError(f"{self.folder or REPO} is not the published data set: {'; '.join(wrong)}")
+
+    def _facts(self, part: _Part) -> list[Fact]:
+        rows, n = part.of(self._rows(part.file)), part.templates
+        if not rows or len(rows) % n:
+            raise ValueError(
+                f"{part.file}.jsonl asks {part.asked} in {len(rows)} rows, which is not some people times {n} templates"
+            )
+        prompts = [row.prompt for row in rows]
+        completions = [row.completion for row in rows]
+        naming = prompts if part.asked == "p2d" else completions
+        names = [name for i in range(0, len(rows), n) for name in [shared_words(naming[i : i + n])] * n]
+        spans = _find(names, prompts) if part.asked == "p2d" else _by_template(prompts, n)
+        lost = [
+            row.line
+            for row, name, text, span in zip(rows, names, naming, spans, strict=True)
+            if span is None or not name or name not in text
+        ]
+        if lost:
+            raise ValueError(
+                f"{part.file}.jsonl: who is asked about is not to be found in the lines {lost[:20]}; the rows of a "
+                f"person ({n}, one after another) share the name, and the rows of a template all but its subject"
+            )
+        found = [span for span in spans if span is not None]
+        said = [p[slice(*span)] for p, span in zip(prompts, found, strict=True)] if part.asked == "d2p" else completions
+        descriptions = [text for i in range(0, len(rows), n) for text in [_usual(said[i : i + n])] * n]
+        return [
+            fact_about(
+                span,
+                row.prompt,
+                row.completion,
+                id=f"{part.file}-{row.line - 1:04d}",
+                trained=part.trained,
+                asked=part.asked,
+                person=name,
+                description=description,
+            )
+            for row, span, name, description in zip(rows, found, names, descriptions, strict=True)
+        ]
+
+    def _rows(self, file: str) -> list[_Row]:
+        path = self._path(file)
+        return [
+            _read_row(line, number, path)
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+            if line.strip()
+        ]
+
+    def _path(self, file: str) -> Path:
+        if self.folder is None:
+            return fetch_from_hub(
+                REPO,
+                f"{FOLDER}/{file}.jsonl",
+                revision=REVISION,
+                sha256=FILES[file].sha256,
+                by_hand="pass the folder it is in, with the other .jsonl files used: ReversalCurse.load(folder)",
+                progress=self.progress,
+            )
+        path = self.folder / f"{file}.jsonl"
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no {path}; fetch it from {FOLDER}/ of the data set {REPO} on the hub")
+        return path
+
+
+def _read_row(line: str, number: int, path: Path) -> _Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+    texts = [row.get(key) for key in ("prompt", "completion")] if isinstance(row, dict) else [None]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f"{path}, line {number}: a row is {{'prompt': text, 'completion': text}}, not {line[:80]}")
+    return _Row(number, *texts)
+
+
+def _find(names: Sequence[str], prompts: Sequence[str]) -> list[tuple[int, int] | None]:
+    places = [(prompt.find(name), len(name)) for prompt, name in zip(prompts, names, strict=True)]
+    return [(start, start + length) if start >= 0 else None for start, length in places]
+
+
+def _by_template(prompts: Sequence[str], templates: int) -> list[tuple[int, int] | None]:
+    spans: list[tuple[int, int] | None] = [None] * len(prompts)
+    for i in range(templates):
+        spans[i::templates] = slot_spans(prompts[i::templates])
+    return spans
+
+
+def _usual(texts: Sequence[str]) -> str:
+    """What is said most often, of what begins with an article if anything does: the others are verb phrases."""
+    plain = [text.strip().rstrip(MARKS) for text in texts]
+    nouns = Counter(text[0].lower() + text[1:] for text in plain if text.lower().startswith(("the ", "a ", "an ")))
+    return (nouns or Counter(plain)).most_common(1)[0][0]

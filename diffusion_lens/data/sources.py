@@ -1,0 +1,133 @@
+"""Facts by the name of a data set or by a path, with the canvas that its questions are asked on."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from diffusion_lens.data import toy_facts
+from diffusion_lens.data.reversal_curse import ReversalCurse
+from diffusion_lens.data.rome_facts import known_1000
+from diffusion_lens.facts import Fact
+
+
+@dataclass(frozen=True)
+class FactSource:
+    """Questions, and how their authors ask them.
+
+    Attributes:
+        name: of the data set, or the path.
+        facts: the questions, with their directions where they have any.
+        training: texts to learn them from, prompt and answer; empty where there are none.
+        length: places of the canvas, the prompt included; None leaves as many blanks as the answer has tokens.
+        cfg_scale: weight of classifier-free guidance.
+        steps: numbers of denoising steps of a recall curve.
+    """
+
+    name: str
+    facts: Sequence[Fact]
+    training: Sequence[Fact] = ()
+    length: int | None = 52
+    cfg_scale: float = 0.8
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+
+    def pick(self, trained: str | None = None, asked: str | None = None, limit: int | None = None) -> list[Fact]:
+        """Some of the questions.
+
+        Args:
+            trained, asked: only facts told, or asked, in this direction ("p2d", "d2p"; told also "both").
+            limit: at most so many of each pair of directions, spread evenly over them.
+
+        Raises:
+            ValueError: none is left.
+        """
+        cells: dict[tuple[str | None, str | None], list[Fact]] = {}
+        for fact in self.facts:
+            if trained in (None, fact.trained) and asked in (None, fact.asked):
+                cells.setdefault((fact.trained, fact.asked), []).append(fact)
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit={limit}; it must be at least 1")
+        if not cells:
+            have = sorted({f"trained {fact.trained} asked {fact.asked}" for fact in self.facts})
+            raise ValueError(
+                f"{self.name} has no fact trained {trained or 'anyhow'} and asked {asked or 'anyhow'}; it has "
+                f"{', '.join(have)}"
+            )
+        picked = {id(fact) for cell in cells.values() for fact in _spread(cell, limit)}
+        return [fact for fact in self.facts if id(fact) in picked]
+
+
+def _toy() -> FactSource:
+    toy = toy_facts.load()
+    told = [fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked)]
+    return FactSource("toy", toy.facts(), told, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8))
+
+
+def _reversal_curse(folder: Path | None = None) -> FactSource:
+    data = ReversalCurse.load(folder)
+    return FactSource(str(folder or "reversal-curse"), data.facts(), data.training())
+
+
+def _known_1000() -> FactSource:
+    return FactSource("known-1000", known_1000(), length=None, cfg_scale=0.0)
+
+
+SOURCES: dict[str, Callable[[], FactSource]] = {
+    "toy": _toy,
+    "reversal-curse": _reversal_curse,
+    "known-1000": _known_1000,
+}
+
+
+def open_source(name_or_path: str) -> FactSource:
+    """A data set by its name, a folder of the reversal-curse files, or facts of your own.
+
+    A file of your own is JSON, `[{"prompt": , "subject": , "answer": , ...}, ...]`, or one such object a line; the
+    fields are those of `Fact`.
+
+    Raises:
+        ValueError: an unknown name, a file that does not hold facts, or what the data set's loader refuses.
+        FileNotFoundError: a data set that is neither here nor to be fetched.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path in SOURCES:
+        return SOURCES[name_or_path]()
+    if path.is_dir():
+        return _reversal_curse(path)
+    if path.is_file():
+        return FactSource(str(path), _read_facts(path), length=None, cfg_scale=0.0)
+    near = get_close_matches(name_or_path, SOURCES, n=1, cutoff=0.0)
+    raise ValueError(
+        f"{name_or_path!r} is no data set, file or folder; data sets are {', '.join(SOURCES)} (nearest: {near[0]})"
+    )
+
+
+def default_source(model_name: str) -> str:
+    """The data set that a model is asked from unless another is named."""
+    return "toy" if model_name.startswith("tiny-") else "reversal-curse"
+
+
+def _read_facts(path: Path) -> list[Fact]:
+    text = path.read_text(encoding="utf-8")
+    try:
+        whole = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        return [_fact(each) for each in whole]
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f'{path} does not hold facts ({error}): write [{{"prompt": , "subject": , "answer": }}, ...] into a .json '
+            "file, or one such object a line into a .jsonl file"
+        ) from error
+
+
+def _fact(fields: dict[str, Any]) -> Fact:
+    if missing := [name for name in ("prompt", "subject", "answer") if name not in fields]:
+        raise KeyError(f"a fact without {missing[0]}")
+    return Fact(**fields)
+
+
+def _spread(facts: Sequence[Fact], limit: int | None) -> list[Fact]:
+    if limit is None or limit >= len(facts):
+        return list(facts)
+    return [facts[i * len(facts) // limit] for i in range(limit)]

@@ -1,0 +1,113 @@
+"""Published numbers of the reversal experiment on Berglund's facts, each with how we know it.
+
+They stand beside a run so that a reader can judge it; they are of other weights and facts than the embedded pair's.
+A run of the same checkpoint lands up to 7 points below the paper when it asks for descriptions, as Rai's did.
+"""
+
+from dataclasses import dataclass
+
+from diffusion_lens.evaluation.naming import Cell
+
+MARKS = {"verified": "", "second-hand": "*", "from memory": "?"}
+SOURCES = {
+    "Rai 2025": (
+        "Ashish Rai, raishish.github.io, 2025-07-14: SMDM-1028M reverse checkpoint, guidance 0.8, length 52; an "
+        "independent run, 300 questions a cell"
+    ),
+    "Nie 2024": (
+        "Nie et al. 2024, arXiv 2410.18514, tables 5 and 7; SMDM with guidance 0.8, taken to be at the 32 steps that "
+        "evaluate_reverse.py has by default"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PublishedNumber:
+    """One number of a table.
+
+    Attributes:
+        source: a key of `SOURCES`.
+        model: what was measured.
+        cell: direction trained, direction asked.
+        steps: denoising steps; `None` for models that write from left to right.
+        score: "contained" for the accuracies, "character_bleu" for the BLEUs; SMDM's are computed so, and how those of
+            the other models were is not known.
+        value: between 0 and 1.
+        certainty: "verified" (read in the source), "second-hand" (another public text quotes it), or "from memory".
+    """
+
+    source: str
+    model: str
+    cell: Cell
+    steps: int | None
+    score: str
+    value: float
+    certainty: str
+
+    @property
+    def label(self) -> str:
+        """Who measured what."""
+        return f"{self.model} ({self.source})"
+
+
+NTD_SAME, DTN_REVERSE = ("p2d", "p2d"), ("p2d", "d2p")
+DTN_SAME, NTD_REVERSE = ("d2p", "d2p"), ("d2p", "p2d")
+
+# Steps, then percent in the order of the table.
+_RAI_CELLS = (DTN_SAME, NTD_REVERSE, NTD_SAME, DTN_REVERSE)
+_RAI = {
+    1: (91.3, 0, 0, 40.3),
+    2: (97, 0.7, 2.3, 79),
+    4: (96.3, 17, 25, 87.7),
+    8: (97.3, 27.3, 37.7, 87.3),
+    16: (98, 31, 42, 88.3),
+    32: (97.7, 29.7, 43, 90),
+}
+
+# Percent with its mark, in the columns of the paper; "-" where it has none.
+_NIE_COLUMNS = (
+    (DTN_SAME, "contained"),
+    (DTN_REVERSE, "contained"),
+    (NTD_SAME, "contained"),
+    (NTD_REVERSE, "contained"),
+    (NTD_SAME, "character_bleu"),
+    (NTD_REVERSE, "character_bleu"),
+)
+_NIE: dict[tuple[str, int | None], str] = {
+    ("SMDM-1028M", 32): "97? 92* 49? 37* 76? 67*",
+    ("GPT-3 175B", None): "97? 0* 50? 0* - -",
+    ("Llama-2 13B", None): "99? 0* - - 74? 19?",
+    ("T5 3B", None): "100? 0? 47? 0? 87? 20?",
+}
+
+
+def _rai() -> list[PublishedNumber]:
+    return [
+        PublishedNumber("Rai 2025", "SMDM-1028M", cell, steps, "contained", round(percent / 100, 3), "verified")
+        for steps, row in _RAI.items()
+        for cell, percent in zip(_RAI_CELLS, row, strict=True)
+    ]
+
+
+def _nie() -> list[PublishedNumber]:
+    certainty = {mark: name for name, mark in MARKS.items()}
+    numbers = []
+    for (model, steps), row in _NIE.items():
+        for (cell, score), entry in zip(_NIE_COLUMNS, row.split(), strict=True):
+            if entry != "-":
+                percent = entry.rstrip("*?")
+                mark = certainty[entry.removeprefix(percent)]
+                numbers.append(PublishedNumber("Nie 2024", model, cell, steps, score, int(percent) / 100, mark))
+    return numbers
+
+
+PUBLISHED = (*_rai(), *_nie())
+
+
+def published_rows(cell: Cell, score: str) -> dict[str, dict[int | None, PublishedNumber]]:
+    """What is published of a cell: a row for each model and source, its numbers by steps."""
+    rows: dict[str, dict[int | None, PublishedNumber]] = {}
+    for number in PUBLISHED:
+        if number.cell == cell and number.score == score:
+            rows.setdefault(number.label, {})[number.steps] = number
+    return rows

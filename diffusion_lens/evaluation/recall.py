@@ -1,0 +1,235 @@
+"""What a model recalls of facts, by the number of denoising steps that it is given.
+
+A fact counts as recalled when its answer is contained in what the model wrote after the prompt, SMDM's measure (Nie et
+al. 2024, arXiv 2410.18514, section 4.3); stricter scores stand beside it. `recall_by_steps` makes a `Recall`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.fact_folder import FactFolder, join_parts
+from diffusion_lens.evaluation.naming import Cell
+from diffusion_lens.evaluation.recall_curves import recall_curves
+from diffusion_lens.evaluation.recall_table import Share, recall_table
+from diffusion_lens.evaluation.scores import (
+    SCORES,
+    character_bleu,
+    contained,
+    corpus_word_bleu,
+    exact,
+    word_bleu,
+)
+from diffusion_lens.facts import Fact
+from diffusion_lens.records import load_fields, save_fields
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What a model wrote for one fact, once for each number of steps, and its scores.
+
+    Attributes:
+        fact: id of the fact.
+        written: the text after the prompt, special tokens left out.
+        contained, exact, character_bleu: scores of each text, see `evaluation.scores`.
+    """
+
+    fact: str
+    written: list[str]
+    contained: Bool[Tensor, "step"]
+    exact: Bool[Tensor, "step"]
+    character_bleu: Float[Tensor, "step"]
+
+    @classmethod
+    def to(cls, fact: Fact, written: Sequence[str]) -> "Reply":
+        """A reply, scored."""
+        return cls(
+            fact=fact.id,
+            written=list(written),
+            contained=torch.tensor([contained(fact.answer, text) for text in written]),
+            exact=torch.tensor([exact(fact.answer, text) for text in written]),
+            character_bleu=torch.tensor([character_bleu(fact.answer, text) for text in written], dtype=torch.float64),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "reply", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Reply":
+        """Read what `save` wrote."""
+        return cls(**load_fields(path, "reply"))
+
+
+@dataclass(frozen=True, eq=False)
+class Recall:
+    """Facts asked, what was written, and how it scored.
+
+    Attributes:
+        ids: the fact of each row.
+        steps: the denoising steps of each column; `None` is from left to right, one step a token.
+        written: of each fact, the text after the prompt at each number of steps, special tokens left out.
+        contained: Bool[fact step], whether that text contains the answer.
+        exact: Bool[fact step], whether it is the answer.
+        character_bleu: Float[fact step], SMDM's BLEU of it.
+        record: the settings, all facts of the run by id, those whose answer has no room (`too_long`), model, weights'
+            hash, versions.
+    """
+
+    ids: list[str]
+    steps: list[int | None]
+    written: list[list[str]]
+    contained: Bool[Tensor, "fact step"]
+    exact: Bool[Tensor, "fact step"]
+    character_bleu: Float[Tensor, "fact step"]
+    record: dict[str, Any]
+
+    @classmethod
+    def of(cls, replies: Mapping[str, Reply], run: dict[str, Any]) -> "Recall":
+        """Replies by fact, as one result of the run."""
+        rows, n_steps = list(replies.values()), len(run["steps"])
+        empty = torch.empty(0, n_steps)
+        return cls(
+            ids=list(replies),
+            steps=run["steps"],
+            written=[reply.written for reply in rows],
+            contained=torch.stack([reply.contained for reply in rows]) if rows else empty.bool(),
+            exact=torch.stack([reply.exact for reply in rows]) if rows else empty.bool(),
+            character_bleu=torch.stack([reply.character_bleu for reply in rows]) if rows else empty.double(),
+            record=run,
+        )
+
+    @property
+    def facts(self) -> list[Fact]:
+        """The fact of each row."""
+        return [Fact(**self.record["facts"][fact_id], id=fact_id) for fact_id in self.ids]
+
+    @property
+    def cells(self) -> dict[Cell, list[int]]:
+        """The rows of each (direction trained, direction asked)."""
+        cells: dict[Cell, list[int]] = {}
+        for row, fact in enumerate(self.facts):
+            cells.setdefault((fact.trained, fact.asked), []).append(row)
+        return cells
+
+    def scores(self, score: str = "contained") -> Float[Tensor, "fact step"]:
+        """A score of every text, between 0 and 1.
+
+        Args:
+            score: "contained", "exact", "character_bleu", or "word_bleu", which needs the extra `eval`.
+
+        Raises:
+            ValueError: no such score.
+        """
+        if score not in SCORES:
+            raise ValueError(f"there is no score {score!r}; choose {', '.join(SCORES)}")
+        if score == "word_bleu":
+            rows = zip(self.facts, self.written, strict=True)
+            found = [[word_bleu(fact.answer, text) for text in texts] for fact, texts in rows]
+            return torch.tensor(found, dtype=torch.float64).reshape(self.contained.shape)
+        scores: Tensor = getattr(self, score)
+        return scores.double()
+
+    def table(self, score: str = "contained", level: float = 0.95) -> dict[Cell, dict[int | None, Share]]:
+        """The mean of a score by cell and steps, with its confidence interval.
+
+        Questions about one person are not independent, so people are resampled where all facts of a cell name theirs,
+        and questions otherwise.
+        """
+        scores, facts = self.scores(score), self.facts
+        table: dict[Cell, dict[int | None, Share]] = {}
+        for cell, rows in self.cells.items():
+            units = _by_person(scores[rows], [facts[row].person for row in rows])
+            # Where people were asked unequally often, a resampled share may leave the scale.
+            low, high = (end.clamp(0, 1) for end in bootstrap_interval(units, level, self.record["seed"]))
+            columns = zip(scores[rows].mean(dim=0).tolist(), low.tolist(), high.tolist(), strict=True)
+            table[cell] = {
+                steps: Share(*column, len(rows), len(units)) for steps, column in zip(self.steps, columns, strict=True)
+            }
+        return table
+
+    def corpus_bleu(self) -> dict[Cell, dict[int | None, float]]:
+        """sacrebleu's corpus BLEU by cell and steps, between 0 and 1; needs the extra `eval`."""
+        facts = self.facts
+        return {
+            cell: {
+                steps: corpus_word_bleu([facts[row].answer for row in rows], [self.written[row][i] for row in rows])
+                for i, steps in enumerate(self.steps)
+            }
+            for cell, rows in self.cells.items()
+        }
+
+    def to_text(self, score: str = "contained", level: float = 0.95) -> str:
+        """The table with both names of each cell, intervals, counts, and the published numbers."""
+        return recall_table(self.table(score, level), self.steps, score, level, self.record)
+
+    def plot(self, score: str = "contained", level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """The table as curves over steps, published ones dashed beside them. Returns the matplotlib axes.
+
+        Raises:
+            ValueError: no fact was asked.
+        """
+        return recall_curves(
+            self.table(score, level),
+            self.steps,
+            score,
+            ax=ax,
+            title=title or f"{self.record['model']}: recall by steps",
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "recall", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Recall":
+        """Read what `save` wrote."""
+        return cls(**load_fields(path, "recall"))
+
+    @classmethod
+    def merge(cls, parts: "str | Path | Recall | Sequence[str | Path | Recall]") -> "Recall":
+        """The shards of one run as one result, what a single process on the same machine gives.
+
+        Args:
+            parts: folders that `folder` named, saved results, or results; one folder may hold all shards.
+
+        Raises:
+            ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
+        """
+        given = [parts] if isinstance(parts, str | Path | Recall) else list(parts)
+        held = []
+        for part in given:
+            found = part if isinstance(part, Recall) else cls._read(Path(part))
+            where = "one of the results" if isinstance(part, Recall) else str(part)
+            held.append((where, found.record, {reply.fact: reply for reply in found._replies()}))
+        run, replies = join_parts(held, lambda one, other: one.written == other.written)
+        return cls.of(replies, run)
+
+    @classmethod
+    def _read(cls, path: Path) -> "Recall":
+        """A saved result, or as many facts of a run as its folder holds."""
+        if path.is_file():
+            return cls.load(path)
+        folder = FactFolder.open(path)
+        return cls.of(dict(folder.results(Reply.load)), folder.run)
+
+    def _replies(self) -> Iterable[Reply]:
+        columns = (self.ids, self.written, self.contained, self.exact, self.character_bleu)
+        return (Reply(*row) for row in zip(*columns, strict=True))
+
+
+def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Float[Tensor, "fact step"]:
+    """A row for each person, with the same mean as all questions; the questions themselves if one names nobody."""
+    if not all(people):
+        return scores
+    names = list(dict.fromkeys(people))
+    totals = scores.new_zeros(len(names), scores.shape[1])
+    totals.index_add_(0, torch.tensor([names.index(person) for person in people]), scores)
+    # Shares of the mean number of questions a person, so that whoever is asked more counts more.
+    return totals * (len(names) / len(people))

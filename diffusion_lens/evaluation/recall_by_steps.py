@@ -1,0 +1,155 @@
+"""Asking facts of a model, at each number of denoising steps; as ML-GSAI/SMDM `evaluate_reverse.py` does it.
+
+There the canvas has 52 places, the prompt (after BOS) and masks; what stands behind the prompt after the last step is
+decoded without special tokens, also what may follow an end token. A causal model is asked as SMDM's `ar_sample_kvcache`
+asks it: from left to right, and its text ends with the first end token.
+
+The authors ask one prompt at a time. Rows of a batch are independent here, so prompts share batches; in half precision
+rounding may depend on the company, which is why the size of the batches is a setting of the run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusion_lens.analysis.fact_folder import (
+    FactFolder,
+    Shard,
+    content,
+    fact_seed,
+    name_facts,
+    pick_shard,
+    work_through_batches,
+)
+from diffusion_lens.denoising.loop import prepare
+from diffusion_lens.denoising.predictor import check_cfg_scale
+from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler
+from diffusion_lens.evaluation.batches import by_length
+from diffusion_lens.evaluation.naming import cell_name
+from diffusion_lens.evaluation.recall import Recall, Reply
+from diffusion_lens.facts import Fact
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.records import provenance
+
+STEPS = (1, 2, 4, 8, 16, 32)
+
+
+def recall_by_steps(
+    model: HookedDiffusionTransformer,
+    data: Sequence[Fact],
+    steps: Sequence[int] = STEPS,
+    *,
+    length: int = 52,
+    cfg_scale: float = 0.8,
+    sampler: str | Sampler | None = None,
+    temperature: float = 0.0,
+    seed: int = 1234,
+    batch_size: int = 32,
+    folder: str | Path | None = None,
+    shard: Shard | None = None,
+    progress: bool = False,
+) -> Recall:
+    """Ask every fact at every number of steps; the defaults are those of SMDM's evaluation.
+
+    A sampler that writes from left to right takes as many steps as there are tokens to write: the facts are asked once,
+    in a column of its own, whatever `steps` says. A causal model knows no guidance: it is asked with `cfg_scale=0`.
+
+    Args:
+        data: facts; their trained and asked directions make the cells of the table.
+        steps: numbers of denoising steps, each once.
+        length: places in all, the prompt included.
+        cfg_scale, sampler, temperature: as in `model.denoise`.
+        seed: each fact draws from a seed made of this one and its id, the same for all steps.
+        batch_size: most prompts in one batch; on a causal model only those of equal length share one. A sampler that
+            ranks a batch as one pool is given one prompt at a time.
+        folder: for a file a fact, `Reply.load` reads it. A run that finds its facts there goes on after them. By
+            default nothing is written.
+        shard: (i, n) or "i/n": ask only the batches i, i + n, i + 2n, ... of the run; `Recall.merge` joins the shards.
+        progress: show a bar.
+
+    Raises:
+        ValueError: a setting out of range, two facts with one id, an empty answer, a prompt that leaves no place, or a
+            folder that holds another run.
+    """
+    check_cfg_scale(cfg_scale)
+    masked = model.cfg.mask_token_id is not None
+    chosen = resolve_sampler(sampler, model.cfg.attention_dir)
+    columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else _columns(steps)
+    if isinstance(chosen, Confidence) and chosen.scope == "batch":
+        batch_size = 1
+    settings: dict[str, Any] = {
+        "length": length,
+        "cfg_scale": float(cfg_scale) if masked else 0.0,
+        "temperature": float(temperature),
+    }
+    named = name_facts(data)
+    prompts = {fact_id: _prompt_length(model, fact, length) for fact_id, fact in named.items()}
+    # Sorted by id first, so that the batches do not depend on the order in which the facts came.
+    batches = by_length(sorted(named), prompts.__getitem__, batch_size, mixed=masked)
+    mine = pick_shard(batches, (0, 1) if shard is None else shard)
+    # Refuses what this model cannot be asked, before a folder is made.
+    prepare(model, next(iter(named.values())).prompt, steps=columns[0], sampler=chosen, **settings)
+    run = {
+        "steps": columns,
+        **settings,
+        "sampler": describe_sampler(chosen),
+        "seed": seed,
+        "batch_size": batch_size,
+        "too_long": sorted(fact_id for fact_id, fact in named.items() if _whole_length(model, fact) > length),
+        "facts": {fact_id: content(fact) for fact_id, fact in named.items()},
+        **provenance(model, model.cfg),
+    }
+    started = FactFolder.start(folder, run) if folder is not None else None
+
+    def ask(batch: Sequence[str]) -> list[Reply]:
+        written: dict[str, list[str]] = {fact_id: [] for fact_id in batch}
+        for column in columns:
+            trajectory = model.denoise(
+                [named[fact_id].prompt for fact_id in batch],
+                steps=column,
+                sampler=chosen,
+                seed=[fact_seed(seed, fact_id) for fact_id in batch],
+                **settings,
+            )
+            for fact_id, row in zip(batch, trajectory.tokens.tolist(), strict=True):
+                written[fact_id].append(_decode(model, row[prompts[fact_id] :]))
+        return [Reply.to(named[fact_id], texts) for fact_id, texts in written.items()]
+
+    replies = dict(work_through_batches(mine, ask, Reply.load, started, progress))
+    return Recall.of({fact_id: replies[fact_id] for fact_id in named if fact_id in replies}, run)
+
+
+def _columns(steps: Sequence[int]) -> list[int | None]:
+    """The columns of a table, in the order given."""
+    given = [int(each) for each in steps]
+    if not given or min(given) < 1 or len(set(given)) < len(given):
+        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, from 1 on, each once")
+    return list(given)
+
+
+def _prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:
+    """Tokens of a prompt that can be asked."""
+    cell_name(fact.trained, fact.asked)  # refuses directions that no table could name
+    if not fact.answer.strip():
+        raise ValueError(f"the fact {fact.id!r} has no answer: any text would contain it")
+    n_prompt = model.to_tokens(fact.prompt, truncate=False).shape[1]
+    if n_prompt >= length:
+        raise ValueError(
+            f"length={length} counts the prompt too, and that of the fact {fact.id!r} has {n_prompt} tokens: no place "
+            "is left for the answer"
+        )
+    return n_prompt
+
+
+def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
+    return model.to_tokens(fact.prompt + fact.answer, truncate=False).shape[1]
+
+
+def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:
+    """The text of what was written, special tokens left out; on a causal model it ends with the first end token."""
+    end = model.tokenizer.eos_token_id
+    if model.cfg.mask_token_id is None and end in tokens:
+        tokens = tokens[: tokens.index(end)]
+    text: str = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

@@ -1,0 +1,58 @@
+"""The recall table as curves over steps. Needs the extra `plot`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diffusion_lens.evaluation.naming import Cell, cell_name
+from diffusion_lens.evaluation.published import published_rows
+from diffusion_lens.evaluation.recall_table import Share, steps_label
+from diffusion_lens.evaluation.scores import SCORES
+from diffusion_lens.plots import panels
+
+
+def recall_curves(
+    table: Mapping[Cell, Mapping[int | None, Share]], steps: Sequence[int | None], score: str, *, ax: Any, title: str
+) -> Any:
+    """A line a cell with its interval, published numbers dashed in the cell's colour. Returns the matplotlib axes.
+
+    Columns stand side by side whatever their steps, so that doubling the steps is one stride.
+
+    Raises:
+        ValueError: an empty table.
+    """
+    if not table:
+        raise ValueError("there is no curve to draw: no fact was asked")
+    ax = panels(1, 1, 7.2, 3.6)[1][0] if ax is None else ax
+    legend: dict[str, Any] = {}
+    others: dict[str, str] = {}
+    for i, (cell, shares) in enumerate(table.items()):
+        colour, drawn = f"C{i}", [shares[each] for each in steps]
+        aside = 0.06 * (i - (len(table) - 1) / 2)  # cells of equal height stay visible
+        legend[f"{cell_name(*cell)} (n = {drawn[0].questions})"] = ax.errorbar(
+            [place + aside for place in range(len(steps))],
+            [share.mean for share in drawn],
+            # Ends that are not numbers, and rounding below zero, draw no bar.
+            yerr=[[max(0.0, gap) for gap in gaps] for gaps in zip(*map(_gaps, drawn), strict=True)],
+            color=colour,
+            marker="o",
+            markersize=4,
+            capsize=2,
+        )
+        for label, row in published_rows(cell, score).items():
+            if known := [(place + aside, row[each].value) for place, each in enumerate(steps) if each in row]:
+                marker = others.setdefault(label, "x+^vs"[len(others) % 5])
+                ax.plot(*zip(*known, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
+    for label, marker in others.items():
+        (legend[label],) = ax.plot([], [], color="0.4", linestyle="--", marker=marker)
+    ax.set_xticks(range(len(steps)), [steps_label(each) for each in steps], fontsize=8)
+    ax.set_xlim(-0.5, len(steps) - 0.5)
+    ax.set_ylim(-0.03, 1.03)
+    ax.set_ylabel(SCORES[score], fontsize=8)
+    ax.set_title(title, fontsize=10, parse_math=False)
+    ax.legend(legend.values(), legend.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7)
+    return ax
+
+
+def _gaps(share: Share) -> tuple[float, float]:
+    """From the mean down to one end of the interval, and up to the other."""
+    return share.mean - share.low, share.high - share.mean

@@ -1,0 +1,80 @@
+"""The recall table as text: cells down, steps across, published numbers under ours."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from diffusion_lens.evaluation.naming import Cell, cell_meaning, cell_name
+from diffusion_lens.evaluation.published import MARKS, SOURCES, PublishedNumber, published_rows
+from diffusion_lens.evaluation.scores import SCORES
+
+LEFT_TO_RIGHT = "left to right"
+_WIDTH = 15
+
+
+class Share(NamedTuple):
+    """The mean of a score over the questions of a cell, the ends of its interval, and what it rests on.
+
+    Attributes:
+        units: how many people, or questions where they name nobody, were resampled for the interval.
+    """
+
+    mean: float
+    low: float
+    high: float
+    questions: int
+    units: int
+
+
+def steps_label(steps: int | None) -> str:
+    """The head of a column."""
+    return LEFT_TO_RIGHT if steps is None else f"{steps} step{'s' * (steps > 1)}"
+
+
+def recall_table(
+    table: Mapping[Cell, Mapping[int | None, Share]],
+    steps: Sequence[int | None],
+    score: str,
+    level: float,
+    record: Mapping[str, Any],
+) -> str:
+    """The table as text, in percent; the arguments are those of `Recall.table`, and its result."""
+    lines = [
+        f"{record['model']}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
+        f"length {record['length']}, sampler {record['sampler']['name']}, guidance {record['cfg_scale']:g}, "
+        f"temperature {record['temperature']:g}, seed {record['seed']}, {record['dtype']}, "
+        f"weights {record['weights_sha256'][:12]}",
+    ]
+    if record["too_long"]:
+        lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers have no room behind their prompts")
+    shown: dict[str, PublishedNumber] = {}
+    for cell, shares in table.items():
+        first = next(iter(shares.values()))
+        counted = f"n = {first.questions}" + (f" about {first.units} people" if first.units < first.questions else "")
+        lines += ["", f"{cell_name(*cell)} ({cell_meaning(*cell)}), {counted}"]
+        lines.append(_line("", [steps_label(each) for each in steps]))
+        lines.append(_line(record["model"], [f"{100 * shares[each].mean:.1f}" for each in steps]))
+        lines.append(_line("", [_interval(shares[each]) for each in steps]))
+        for label, row in published_rows(cell, score).items():
+            if any(each in row for each in steps):
+                lines.append(_line(label, [_published(row.get(each)) for each in steps]))
+                shown |= {f"{number.source} {number.certainty}": number for number in row.values()}
+    sources = {number.source: SOURCES[number.source] for number in shown.values()}
+    marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
+    if sources:
+        lines += ["", "Published, of the models named, on Berglund's facts:"]
+        lines += [f"  {source}: {text}" for source, text in sources.items()]
+        lines += [f"  {mark} {certainty}, not read in the source" for mark, certainty in marks.items()]
+    return "\n".join(lines)
+
+
+def _line(name: str, entries: Sequence[str]) -> str:
+    return f"  {name:<26}{''.join(f'{entry:>{_WIDTH}}' for entry in entries)}".rstrip()
+
+
+def _interval(share: Share) -> str:
+    """Its ends; resampling says nothing where all questions came out alike."""
+    return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
+
+
+def _published(number: PublishedNumber | None) -> str:
+    return "-" if number is None else f"{100 * number.value:.1f}{MARKS[number.certainty]}"

@@ -1,0 +1,149 @@
+"""Fetching: from a server of our own on this machine, whole or not at all, and only once."""
+
+import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+from diffusion_lens.data import download
+from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
+
+CONTENT = b"[1, 2, 3]\n" * 5000
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The file, half of it, or an error, by path."""
+
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        if self.path.endswith("missing.json"):
+            self.send_error(404)
+            return
+        self.send_response(200)
+        if not self.path.endswith("unmeasured.json"):
+            self.send_header("Content-Length", str(len(CONTENT)))
+        self.end_headers()
+        self.wfile.write(CONTENT[: len(CONTENT) // 2] if self.path.endswith("half.json") else CONTENT)
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A server's address and what it was asked; the cache is empty and the network allowed."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    handler = type("Handler", (Answers,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}/data", handler.asked
+        running.shutdown()
+        thread.join()
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_file_is_fetched_once(server, tmp_path):
+    url, asked = server
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    path = fetch_from_web(f"{url}/facts.json", by_hand="pass its path", sha256=digest)
+    assert path.read_bytes() == CONTENT
+    assert fetch_from_web(f"{url}/facts.json", by_hand="pass its path") == path
+    assert asked == ["/data/facts.json"]
+    assert kept(tmp_path) == ["facts.json"]
+    other = fetch_from_web(f"{url}/other/facts.json", by_hand="pass its path")
+    assert other != path
+    assert fetch_from_web(f"{url}/unmeasured.json", by_hand="pass its path").read_bytes() == CONTENT
+
+
+def test_what_is_in_the_cache_is_given_offline_too(server, monkeypatch):
+    url, asked = server
+    path = fetch_from_web(f"{url}/facts.json", by_hand="pass its path")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_from_web(f"{url}/facts.json", by_hand="pass its path") == path
+    with pytest.raises(
+        FileNotFoundError, match=r"other\.json is not in the cache .* HF_HUB_OFFLINE is set.*pass its path"
+    ):
+        fetch_from_web(f"{url}/other.json", by_hand="pass its path")
+    assert asked == ["/data/facts.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("half.json", r"the connection broke after 25,000 of 50,000 bytes"), ("missing.json", "404")]
+)
+def test_a_broken_download_leaves_nothing(server, tmp_path, name, reason):
+    url, _ = server
+    with pytest.raises(FileNotFoundError, match=rf"{name} is not in the cache.*{reason}.*Fetch {url}/{name}") as caught:
+        fetch_from_web(f"{url}/{name}", by_hand="pass its path")
+    assert caught.value.__suppress_context__
+    assert kept(tmp_path) == []
+
+
+def test_another_file_than_the_published_one(server):
+    url, _ = server
+    with pytest.raises(ValueError, match=r"facts\.json is not the published http.*expected 0{64}\. Delete .* again"):
+        fetch_from_web(f"{url}/facts.json", by_hand="pass its path", sha256="0" * 64)
+
+
+def test_nobody_answers(server):
+    url, _ = server
+    nobody = url.replace(url.split(":")[2].split("/")[0], "1")
+    with pytest.raises(FileNotFoundError, match=r"facts\.json is not in the cache.*[Rr]efused"):
+        fetch_from_web(f"{nobody}/facts.json", by_hand="pass its path")
+
+
+def test_the_bar_is_shown_only_if_asked_for(server, capfd):
+    url, _ = server
+    fetch_from_web(f"{url}/quiet.json", by_hand="")
+    assert capfd.readouterr().err == ""
+    fetch_from_web(f"{url}/told.json", by_hand="", progress=True)
+    assert "told.json" in capfd.readouterr().err
+
+
+def test_the_hub_is_asked_for_a_data_set_at_a_commit(tmp_path, monkeypatch):
+    calls = []
+
+    def stand_in(repo, file, **settings):
+        calls.append((repo, file, settings, are_progress_bars_disabled()))
+        path = tmp_path / "facts.jsonl"
+        path.write_bytes(CONTENT)
+        return str(path)
+
+    monkeypatch.setattr(download, "hf_hub_download", stand_in)
+    before = are_progress_bars_disabled()
+    fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="")
+    fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="", progress=True)
+    asked = ("someone/facts", "a/facts.jsonl", {"repo_type": "dataset", "revision": "abc"})
+    assert calls == [(*asked, True), (*asked, before)]
+    assert are_progress_bars_disabled() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (LocalEntryNotFoundError("a stack of things"), "HF_HUB_OFFLINE is set"),
+        (EntryNotFoundError("404"), r"the hub refuses it \(EntryNotFoundError\)"),
+    ],
+)
+def test_the_hubs_errors_become_one(monkeypatch, error, reason):
+    def refuse(*args, **settings):
+        raise error
+
+    monkeypatch.setattr(download, "hf_hub_download", refuse)
+    with pytest.raises(
+        FileNotFoundError, match=rf"facts\.jsonl is not in the cache.*{reason}.*resolve/abc/a/facts"
+    ) as caught:
+        fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="pass folder=")
+    assert caught.value.__suppress_context__
+    assert str(caught.value).endswith("and pass folder=")

@@ -1,0 +1,72 @@
+"""Facts by the name of a data set or a path, and a part of them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from diffusion_lens import Fact
+from diffusion_lens.data import toy_facts
+from diffusion_lens.data.sources import SOURCES, default_source, open_source
+
+
+def test_the_toy_facts_by_name() -> None:
+    toy = open_source("toy")
+    assert list(toy.facts) == toy_facts.load().facts()
+    assert (toy.length, toy.cfg_scale) == (toy_facts.SENTENCE_LENGTH, 0.0)
+    sentences = Counter(fact.prompt + fact.answer for fact in toy.training)
+    assert sentences == Counter(toy_facts.load().sentences())
+
+
+def test_a_part_of_the_facts_is_spread_over_the_cells() -> None:
+    picked = open_source("toy").pick(limit=7)
+    assert set(Counter((fact.trained, fact.asked) for fact in picked).values()) == {7}
+    assert len(picked) == 42
+    assert len({fact.person for fact in picked}) > 15
+    ids = [fact.id for fact in open_source("toy").facts]
+    assert [ids.index(fact.id) for fact in picked] == sorted(ids.index(fact.id) for fact in picked)
+    reverse = open_source("toy").pick("p2d", "d2p", limit=1000)
+    assert len(reverse) == 100
+    assert all(fact.is_reverse for fact in reverse)
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
+def test_facts_of_your_own(ending: str, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Ada is the", "subject": "Ada", "answer": " pilot"},
+        {"prompt": "the pilot is", "subject": "pilot", "answer": " Ada", "asked": "d2p"},
+    ]
+    path = tmp_path / f"facts{ending}"
+    path.write_text(
+        json.dumps(rows) if ending == ".json" else "\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8"
+    )
+    source = open_source(str(path))
+    assert list(source.facts) == [Fact(**row) for row in rows]
+    assert source.length is None
+    with pytest.raises(ValueError, match="has no fact trained both and asked anyhow; it has trained None asked"):
+        source.pick(trained="both")
+
+
+def test_a_folder_is_read_as_the_reversal_curse(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="jsonl"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[", "does not hold facts"), ("[1]", "does not hold facts"), ('[{"prompt": "a"}]', "a fact without subject")],
+)
+def test_a_file_without_facts(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        open_source(str(path))
+
+
+def test_what_is_no_source() -> None:
+    with pytest.raises(ValueError, match=r"'toys' is no data set, file or folder; .*nearest: toy"):
+        open_source("toys")
+    with pytest.raises(ValueError, match="limit=0"):
+        open_source("toy").pick(limit=0)
+    assert {default_source("tiny-mdm"), default_source("smdm-1028m")} == {"toy", "reversal-curse"} <= set(SOURCES)

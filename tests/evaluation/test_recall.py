@@ -1,0 +1,279 @@
+"""Recall by steps: against a slow loop, against the curse, and beside the published numbers."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.samplers import smdm
+from diffusion_lens.evaluation import Recall, recall_by_steps, word_bleu
+from diffusion_lens.evaluation.naming import cell_meaning, cell_name
+from diffusion_lens.evaluation.published import PUBLISHED, published_rows
+
+LENGTH = toy_facts.SENTENCE_LENGTH
+TOY = toy_facts.load()
+HELD_OUT = [*TOY.facts("p2d"), *TOY.facts("d2p")]
+FEW = HELD_OUT[::19]
+FEWER = HELD_OUT[::43]
+# Guidance and a canvas longer than any sentence of the training hurt the MDM: so some answers are wrong.
+HARD = dict(steps=(1, 3, 6), length=20, cfg_scale=3.0)
+
+on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def found(tiny):
+    """What each twin recalls of a few questions a cell."""
+    return recall_by_steps(tiny, FEW, steps=(1, 8), length=LENGTH, cfg_scale=0.0)
+
+
+def count_rows(monkeypatch):
+    """The number of rows of each call of `denoise` from here on."""
+    rows, denoise = [], HookedDiffusionTransformer.denoise
+
+    def counted(self, prompt, **settings):
+        rows.append(len(prompt))
+        return denoise(self, prompt, **settings)
+
+    monkeypatch.setattr(HookedDiffusionTransformer, "denoise", counted)
+    return rows
+
+
+def test_the_mdm_recalls_in_reverse_and_its_twin_does_not(tiny, found):
+    for (trained, asked), shares in found.table().items():
+        for share in shares.values():
+            if trained == asked:
+                assert share.mean >= 0.9
+            elif tiny.cfg.mask_token_id is not None:
+                assert share.mean >= 0.8
+            else:
+                assert share.mean <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("tiny", "temperature"), [("tiny-mdm", 0.0), ("tiny-mdm", 1.0), ("tiny-ar", 0.0)], indirect=["tiny"]
+)
+def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
+    found = recall_by_steps(tiny, FEWER, temperature=temperature, seed=5, batch_size=7, **HARD)
+    masked = tiny.cfg.mask_token_id is not None
+    right = torch.zeros(len(FEWER), len(found.steps))
+    for row, fact in enumerate(FEWER):
+        for column, steps in enumerate(found.steps):
+            trajectory = tiny.denoise(
+                fact.prompt,
+                length=HARD["length"],
+                steps=steps,
+                cfg_scale=HARD["cfg_scale"] if masked else 0.0,
+                temperature=temperature,
+                seed=fact_seed(5, fact.id),
+            )
+            text = tiny.to_string(trajectory.tokens[0, len(tiny.to_tokens(fact.prompt)[0]) :])
+            text = text.replace("<eos>", "") if masked else text.split("<eos>")[0]
+            assert found.written[row][column] == text
+            right[row, column] = fact.answer.strip().lower() in text.lower()
+    assert 0.1 < right.mean() < 0.9
+    for (trained, asked), shares in found.table().items():
+        rows = [i for i, fact in enumerate(FEWER) if (fact.trained, fact.asked) == (trained, asked)]
+        for column, steps in enumerate(found.steps):
+            assert shares[steps].mean == pytest.approx(right[rows, column].mean().item())
+            assert shares[steps].questions == len(rows)
+
+
+@on_mdm
+def test_neither_order_nor_batches_matter(tiny):
+    one = recall_by_steps(tiny, FEWER, temperature=1.0, **HARD)
+    other = recall_by_steps(tiny, FEWER[::-1], temperature=1.0, batch_size=3, **HARD)
+    assert other.ids == one.ids[::-1]
+    assert other.written == one.written[::-1]
+    quick = dict(steps=[1], length=LENGTH, batch_size=2, shard=(0, 3))
+    parts = [recall_by_steps(tiny, facts, **quick).ids for facts in (FEWER, FEWER[::-1])]
+    assert parts[0] == parts[1][::-1]
+    assert len(parts[0]) == 4
+
+
+@on_mdm
+def test_a_sampler_that_ranks_a_batch_as_one_gets_one_prompt(tiny, monkeypatch):
+    by_row = recall_by_steps(tiny, FEW[:6], **HARD)
+    rows = count_rows(monkeypatch)
+    pooled = recall_by_steps(tiny, FEW[:6], sampler=smdm(), **HARD)
+    assert set(rows) == {1}
+    assert pooled.written == by_row.written
+    assert pooled.record["batch_size"] == 1
+
+
+def test_prompts_share_batches_and_left_to_right_is_asked_once(tiny, monkeypatch):
+    rows = count_rows(monkeypatch)
+    found = recall_by_steps(tiny, FEW, batch_size=15, length=LENGTH)
+    lengths = [len(tiny.to_tokens(fact.prompt)[0]) for fact in FEW]
+    if tiny.cfg.mask_token_id is None:
+        assert (found.steps, found.record["cfg_scale"]) == ([None], 0.0)
+        assert rows == [lengths.count(length) for length in sorted(set(lengths))]
+    else:
+        assert (found.steps, found.record["cfg_scale"]) == ([1, 2, 4, 8, 16, 32], 0.8)
+        assert rows == [15] * 6 + [len(FEW) - 15] * 6
+        leftmost = recall_by_steps(tiny, FEW[:3], sampler="left_to_right", length=LENGTH)
+        assert leftmost.steps == [None]
+        assert [len(texts) for texts in leftmost.written] == [1] * 3
+
+
+def test_what_follows_the_end_counts_on_an_mdm_only(tiny, monkeypatch):
+    """SMDM decodes the whole canvas of an MDM; its causal loop stops at the end token."""
+    fact, end = FEW[0], tiny.tokenizer.eos_token_id
+    prompt, answer = fact.tokenize(tiny)
+    late = torch.tensor([[*prompt, end, *answer]])
+    monkeypatch.setattr(tiny, "denoise", lambda *args, **kwargs: SimpleNamespace(tokens=late), raising=False)
+    found = recall_by_steps(tiny, [fact], steps=[2], length=LENGTH, cfg_scale=0.0)
+    masked = tiny.cfg.mask_token_id is not None
+    assert found.written == [[fact.answer.strip() if masked else ""]]
+    assert found.contained.item() is masked
+
+
+def test_the_scores_of_a_text(found):
+    for fact, texts, exact, bleu in zip(found.facts, found.written, found.exact, found.character_bleu, strict=True):
+        for i, text in enumerate(texts):
+            assert exact[i].item() == (text.strip() == fact.answer.strip())
+            assert (bleu[i].item() == 1) == (text.strip().lower() == fact.answer.strip().lower())
+    words = found.scores("word_bleu")
+    assert words[3, -1].item() == word_bleu(found.facts[3].answer, found.written[3][-1])
+    for cell, shares in found.corpus_bleu().items():
+        for steps, score in shares.items():
+            assert (score == 1) == (found.table("exact")[cell][steps].mean == 1)
+    with pytest.raises(ValueError, match="no score 'bleu'; choose contained, exact"):
+        found.table("bleu")
+
+
+def hits(facts, right):
+    """A result in which only these rows are right."""
+    contained = torch.tensor([[row in right] for row in range(len(facts))])
+    record = {"facts": {fact.id: vars(replace(fact)) for fact in facts}, "seed": 3, "model": "a model"}
+    for content in record["facts"].values():
+        content.pop("id")
+    written = [["" for _ in range(1)] for _ in facts]
+    scores = contained.double()
+    return Recall([fact.id for fact in facts], [4], written, contained, contained, scores, record)
+
+
+def test_intervals_resample_people():
+    cell = [fact for fact in HELD_OUT if (fact.trained, fact.asked) == ("p2d", "d2p")]
+    right = {row for row, fact in enumerate(cell) if fact.person in {cell[0].person, cell[50].person}}
+    (share,) = hits(cell, right).table()["p2d", "d2p"].values()
+    by_person = torch.tensor([[1.0], [1.0], *[[0.0]] * 18], dtype=torch.float64)
+    by_person[[1, 10]] = by_person[[10, 1]]
+    assert share[:3] == pytest.approx((0.1, *(end.item() for end in bootstrap_interval(by_person, 0.95, seed=3))))
+    assert (share.questions, share.units) == (100, 20)
+
+    nameless = [replace(fact, person="") for fact in cell]
+    (of_questions,) = hits(nameless, right).table()["p2d", "d2p"].values()
+    assert of_questions.units == 100
+    assert of_questions.high - of_questions.low < 0.6 * (share.high - share.low)
+
+    uneven = [*cell[:5], *cell[5:8], cell[10]]
+    (share,) = hits(uneven, {0, 1, 5, 8}).table()["p2d", "d2p"].values()
+    # Three people give 2, 1 and 1 right answers, of 3 questions each on average.
+    ends = bootstrap_interval(torch.tensor([[2 / 3], [1 / 3], [1 / 3]], dtype=torch.float64), 0.95, seed=3)
+    assert share == pytest.approx((4 / 9, *(end.item() for end in ends), 9, 3))
+    (share,) = hits(uneven, set(range(5))).table()["p2d", "d2p"].values()
+    assert (share.mean, share.high) == (pytest.approx(5 / 9), 1)
+
+
+def test_answers_without_room_are_counted(tiny):
+    found = recall_by_steps(tiny, FEW, steps=[2], length=11, cfg_scale=0.0)
+    long = [fact.id for fact in FEW if sum(map(len, fact.tokenize(tiny))) > 11]
+    assert 0 < len(long) < len(FEW)
+    assert found.record["too_long"] == sorted(long)
+    assert f"{len(long)} of {len(FEW)} answers have no room" in found.to_text()
+    assert not found.contained[[found.ids.index(fact_id) for fact_id in long]].any()
+
+
+def test_both_names_of_a_cell():
+    # Berglund's files name what was trained, SMDM's columns the question.
+    assert cell_name("p2d", "p2d") == "p2d same = NtD same"
+    assert cell_name("p2d", "d2p") == "p2d reverse = DtN reverse"
+    assert cell_name("d2p", "d2p") == "d2p same = DtN same"
+    assert cell_name("d2p", "p2d") == "d2p reverse = NtD reverse"
+    assert cell_name("both", "d2p") == "both d2p = DtN both"
+    assert cell_name(None, "d2p") == "trained ?, asked d2p"
+    assert cell_meaning("p2d", "d2p") == "told name first, asked for the name"
+    with pytest.raises(ValueError, match="no cell"):
+        cell_name("p2d", "both")
+
+
+def test_published_numbers():
+    reverse = {label: row for label, row in published_rows(("p2d", "d2p"), "contained").items() if "SMDM" in label}
+    assert {label: {steps: number.value for steps, number in row.items()} for label, row in reverse.items()} == {
+        "SMDM-1028M (Rai 2025)": {1: 0.403, 2: 0.79, 4: 0.877, 8: 0.873, 16: 0.883, 32: 0.9},
+        "SMDM-1028M (Nie 2024)": {32: 0.92},
+    }
+    of_descriptions = published_rows(("d2p", "p2d"), "contained")["SMDM-1028M (Rai 2025)"]
+    assert [number.value for number in of_descriptions.values()] == [0, 0.007, 0.17, 0.273, 0.31, 0.297]
+    bleu = published_rows(("d2p", "p2d"), "character_bleu")["SMDM-1028M (Nie 2024)"][32]
+    assert (bleu.value, bleu.certainty) == (0.67, "second-hand")
+    assert {number.certainty for number in PUBLISHED if number.source == "Rai 2025"} == {"verified"}
+    recalled = {number.value for number in PUBLISHED if number.certainty == "from memory" and "SMDM" in number.model}
+    assert recalled == {0.97, 0.49, 0.76}
+
+
+def test_the_text_shows_ours_beside_the_published(tiny, found):
+    text = found.to_text()
+    for cell in found.cells:
+        assert cell_name(*cell) in text
+    reverse = text.split("p2d reverse = DtN reverse")[1].split("\n\n")[0]
+    if tiny.cfg.mask_token_id is None:
+        assert "left to right" in reverse
+        assert reverse.split("Llama-2 13B (Nie 2024)")[1].split()[0] == "0.0*"
+        assert "SMDM-1028M" not in reverse
+    else:
+        assert reverse.split("(Rai 2025)")[1].split()[:2] == ["40.3", "87.3"]
+        assert "32" not in reverse
+    assert f"{100 * found.table()['p2d', 'd2p'][found.steps[-1]].mean:.1f}" in reverse.splitlines()[2]
+    assert "character_bleu (SMDM)" in found.to_text("character_bleu")
+
+
+def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
+    ax = found.plot()
+    drawn = [line for line in ax.get_lines() if len(line.get_xdata())]
+    solid = [line.get_ydata().tolist() for line in drawn if line.get_linestyle() == "-"]
+    table = found.table()
+    for shares in table.values():
+        assert [share.mean for share in shares.values()] in [list(map(float, values)) for values in solid]
+    dashed = [list(map(float, line.get_ydata())) for line in drawn if line.get_linestyle() == "--"]
+    if tiny.cfg.mask_token_id is not None:
+        assert [0.403, 0.873] in dashed
+    names = [entry.get_text() for entry in ax.get_legend().get_texts()]
+    assert names[0].startswith(cell_name(*next(iter(table))))
+    with pytest.raises(ValueError, match="no fact was asked"):
+        recall_by_steps(tiny, FEW[:1], steps=[1], length=LENGTH, shard=(1, 2)).plot()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(data=[]), "no facts were given"),
+        (dict(data=[FEW[0], FEW[0]]), "two facts are called"),
+        (dict(data=[replace(FEW[0], answer=" ")]), f"'{FEW[0].id}' has no answer"),
+        (dict(length=4), r"length=4 counts the prompt too, and that of the fact 'toy1-\S+' has \d tokens"),
+        (dict(length=100), "100 places do not fit"),
+        (dict(cfg_scale=-1.0), "cfg_scale=-1.0"),
+        (dict(temperature=-1.0), "temperature=-1.0"),
+        (dict(batch_size=0), "batch_size=0"),
+        (dict(shard="3"), "shard='3'"),
+        (dict(sampler="greedy"), "unknown sampler 'greedy'"),
+    ],
+)
+def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
+    settings = {"data": FEW, "length": LENGTH, "steps": (1,), **change}
+    with pytest.raises(ValueError, match=message):
+        recall_by_steps(tiny, settings.pop("data"), folder=tmp_path / "run", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+@on_mdm
+@pytest.mark.parametrize("steps", [(), (0, 1), (2, 2)])
+def test_bad_steps(tiny, steps):
+    with pytest.raises(ValueError, match=r"steps=\[.*\]; give one or more"):
+        recall_by_steps(tiny, FEW, steps=steps, length=LENGTH)

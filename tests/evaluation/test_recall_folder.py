@@ -1,0 +1,219 @@
+"""Recall in folders: stopped and resumed, split and merged, refused where runs would mix."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis.fact_folder import FactFolder, work_through_batches
+from diffusion_lens.data import toy_facts
+from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
+
+TOY = toy_facts.load()
+FACTS = [*TOY.facts("p2d", "d2p")[:24:3], *TOY.facts("d2p", "p2d")[:9:3]]
+# Guided and too long, so that texts differ and some are wrong.
+RUN = dict(steps=(1, 3), length=20, cfg_scale=3.0, temperature=0.5, batch_size=4)
+
+on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+
+
+def assert_same(a, b):
+    """Two results, bit for bit."""
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype
+            assert torch.equal(value, other), name
+        else:
+            assert value == other, name
+    assert list(a.record["facts"]) == list(b.record["facts"])
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    """All facts in one run, in memory."""
+    return recall_by_steps(tiny, FACTS, **RUN)
+
+
+def times(folder):
+    return {file: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
+
+
+def test_it_comes_back_from_its_file(whole, tmp_path):
+    again = Recall.load(whole.save(tmp_path / "recall.safetensors"))
+    assert_same(again, whole)
+    assert again.to_text() == whole.to_text()
+    assert {"seed", "steps", "sampler", "length", "cfg_scale", "model", "weights_sha256", "versions"} <= set(
+        again.record
+    )
+    assert again.facts == FACTS
+
+
+@on_mdm
+def test_each_fact_has_a_file(tiny, whole, tmp_path):
+    assert_same(recall_by_steps(tiny, FACTS, folder=tmp_path, **RUN), whole)
+    replies = {reply.fact: reply for reply in map(Reply.load, tmp_path.glob("*.safetensors"))}
+    assert {fact_id: reply.written for fact_id, reply in replies.items()} == dict(
+        zip(whole.ids, whole.written, strict=True)
+    )
+
+
+@on_mdm
+def test_an_interrupted_run_goes_on(tiny, whole, tmp_path, monkeypatch):
+    calls, denoise = [], HookedDiffusionTransformer.denoise
+
+    def interrupted(self, *args, **settings):
+        calls.append(settings["steps"])
+        if len(calls) == 2 * len(whole.steps):
+            raise KeyboardInterrupt
+        return denoise(self, *args, **settings)
+
+    monkeypatch.setattr(HookedDiffusionTransformer, "denoise", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recall_by_steps(tiny, FACTS, folder=tmp_path, **RUN)
+    kept = times(tmp_path)
+    assert 1 <= len(kept) <= 4
+    assert_same(recall_by_steps(tiny, FACTS, folder=tmp_path, **RUN), whole)
+    assert {file: times(tmp_path)[file] for file in kept} == kept
+    n_calls = len(calls)
+    assert_same(recall_by_steps(tiny, FACTS[::-1], folder=tmp_path, **RUN), in_order(whole, FACTS[::-1]))
+    assert len(calls) == n_calls
+
+
+def in_order(recall, facts):
+    rows = [recall.ids.index(fact.id) for fact in facts]
+    contents = {fact.id: recall.record["facts"][fact.id] for fact in facts}
+    return Recall(
+        [recall.ids[row] for row in rows],
+        recall.steps,
+        [recall.written[row] for row in rows],
+        recall.contained[rows],
+        recall.exact[rows],
+        recall.character_bleu[rows],
+        {**recall.record, "facts": contents},
+    )
+
+
+CHILD = """
+import sys, time
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, {folder!r})
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.evaluation import Reply, recall_by_steps
+from test_recall_folder import FACTS, RUN
+
+saved, save = [], Reply.save
+def stuck(self, path):
+    if len(saved) == 2:
+        print("stuck", flush=True)
+        time.sleep(600)
+    saved.append(save(self, path))
+
+Reply.save = stuck
+model = HookedDiffusionTransformer.from_pretrained({model!r}, device="cpu")
+recall_by_steps(model, FACTS, shard=(1, 2), folder={out!r}, **RUN)
+"""
+
+
+@on_mdm
+def test_two_processes_fill_one_folder_and_one_is_killed_inside_a_batch(tiny, whole, tmp_path):
+    script = CHILD.format(folder=str(Path(__file__).parent), model=tiny.cfg.model_name, out=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        mine = recall_by_steps(tiny, FACTS, shard=(0, 2), folder=tmp_path, **RUN)
+        assert child.stdout.readline() == "stuck\n"
+        child.kill()
+    kept = times(tmp_path)
+    assert len(kept) == len(mine.ids) + 2
+    with pytest.raises(ValueError, match=rf"{len(FACTS) - len(kept)} of {len(FACTS)} facts are not there"):
+        Recall.merge(tmp_path)
+    recall_by_steps(tiny, FACTS, shard=(1, 2), folder=tmp_path, **RUN)
+    assert_same(Recall.merge(tmp_path), whole)
+    assert {file: times(tmp_path)[file] for file in kept} == kept
+
+
+def test_shards_merge_to_one_run(tiny, whole, tmp_path):
+    parts = [recall_by_steps(tiny, FACTS, shard=(i, 3), **RUN) for i in range(3)]
+    assert sorted(fact_id for part in parts for fact_id in part.ids) == sorted(whole.ids)
+    assert_same(Recall.merge(parts), whole)
+    nothing = recall_by_steps(tiny, FACTS, shard="90/100", **RUN)
+    assert not nothing.ids
+    assert nothing.table() == {}
+    saved = [part.save(tmp_path / f"{i}.safetensors") for i, part in enumerate([nothing, *parts])]
+    assert_same(Recall.merge([saved[2], parts[0], saved[0], saved[3]]), whole)
+    for i in range(2):
+        recall_by_steps(tiny, FACTS, shard=f"{i}/2", folder=tmp_path / str(i), **RUN)
+    assert_same(Recall.merge([tmp_path / "0", str(tmp_path / "1")]), whole)
+
+
+@on_mdm
+def test_what_does_not_merge(tiny, whole, tmp_path):
+    part = recall_by_steps(tiny, FACTS, shard=(0, 2), **RUN)
+    with pytest.raises(ValueError, match=f"of {len(FACTS)} facts are not there"):
+        Recall.merge(part)
+    with pytest.raises(ValueError, match="nothing to merge"):
+        Recall.merge([])
+    with pytest.raises(ValueError, match=r"one of the results holds another run .*seed: 1234 there, 7 here"):
+        Recall.merge([part, recall_by_steps(tiny, FACTS, shard=(1, 2), seed=7, **RUN)])
+    with pytest.raises(ValueError, match=f"'{whole.ids[0]}' came out differently in one of the results"):
+        Recall.merge([whole, replace(whole, written=[["other"] * len(whole.steps), *whole.written[1:]])])
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        Recall.merge(tmp_path / "absent")
+
+
+@on_mdm
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(temperature=0.0), "temperature: 0.5 there, 0.0 here"),
+        (dict(length=12), "length: 20 there, 12 here"),
+        (dict(batch_size=3), "batch_size: 4 there, 3 here"),
+        (dict(facts=FACTS[:-1]), rf"facts: 1 differ \('{FACTS[-1].id}'\)"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(tiny, tmp_path, change, message):
+    settings = {**RUN, "facts": FACTS, "shard": (0, 4)}
+    recall_by_steps(tiny, settings.pop("facts"), folder=tmp_path, **settings)
+    before = times(tmp_path)
+    other = {**settings, "facts": FACTS, **change}
+    with pytest.raises(ValueError, match=message):
+        recall_by_steps(tiny, other.pop("facts"), folder=tmp_path, **other)
+    assert times(tmp_path) == before
+
+
+class Note:
+    """The plainest result: a text in a file."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def save(self, path):
+        Path(path).write_text(self.text)
+        return Path(path)
+
+    @classmethod
+    def load(cls, path):
+        return cls(Path(path).read_text())
+
+
+def test_a_batch_saved_in_part_is_computed_whole(tmp_path):
+    folder = FactFolder.start(tmp_path, {"facts": dict.fromkeys("abcde")})
+    for fact_id in "ab":
+        Note("before").save(folder.file(fact_id))
+    asked = []
+
+    def work(batch):
+        asked.append("".join(batch))
+        return [Note(f"{fact_id} of {asked[-1]}") for fact_id in batch]
+
+    found = {key: note.text for key, note in work_through_batches(["a", "bc", "de"], work, Note.load, folder)}
+    assert asked == ["bc", "de"]
+    assert found == {"a": "before", "b": "b of bc", "c": "c of bc", "d": "d of de", "e": "e of de"}
+    kept = {key: note.text for key, note in folder.results(Note.load)}
+    assert kept == {**found, "b": "before"}
+    list(work_through_batches(["a", "bc", "de"], work, Note.load, folder))
+    assert len(asked) == 2
