@@ -60,7 +60,10 @@ class Comparison:
         return first, second
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "statistic"], Float[Tensor, "statistic"]]:
-        """Ends of the confidence interval over facts; without width where every subset of the facts gives the same."""
+        """Ends of the confidence interval over facts; without width where every subset of the facts gives the same.
+
+        For as many facts as there are: "retrieval" falls with their number, "subspace" grows.
+        """
         low, high = (self.values + deviation for deviation in _tails(self.deviations, level))
         lowest = torch.tensor([0.0 if name in NEVER_NEGATIVE else -1.0 for name in self.statistics])
         return low.maximum(lowest), high.clamp(max=1)

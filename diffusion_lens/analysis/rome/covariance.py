@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def second_moment(
         save_every: batches between two states on disk.
 
     Raises:
+        TypeError: one text instead of several.
         ValueError: a layer out of range, an empty corpus, tokens that are not clean text.
     """
     check_layer(layer, model.cfg.n_layers)
@@ -118,12 +119,13 @@ def second_moment(
     record = _describe(model, rows, layer, seed)
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
     so_far = SecondMoment.load(path) if path is not None and path.exists() else _nothing(model, layer, record)
+    so_far = replace(so_far, total=so_far.total.to(_home(model)))  # d_mlp² numbers do not travel with every batch
     starts = range(so_far.texts, len(rows), batch_size)
     for i, start in enumerate(tqdm(starts, desc=f"second moment of layer {layer}", unit="batch", disable=not progress)):
         so_far = _add(model, so_far, rows[start : start + batch_size], seed)
         if path is not None and (start == starts[-1] or (i + 1) % save_every == 0):
             so_far.save(path)
-    return so_far
+    return replace(so_far, total=so_far.total.cpu())
 
 
 def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor, "d_mlp"], float]:
@@ -156,6 +158,8 @@ def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor,
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
     """Every text as Int[pos] on the CPU."""
+    if isinstance(corpus, str):
+        raise TypeError(f"corpus is a list of texts, not one: [{corpus[:40]!r}] has the keys of this one")
     if not len(corpus):
         raise ValueError("the corpus is empty: there are no keys to average")
     rows = [
@@ -196,7 +200,7 @@ def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tenso
     each = [_widest(of_text[: len(row)]) for of_text, row in zip(keys, rows, strict=True)]
     together = torch.cat(each)
     return SecondMoment(
-        total=so_far.total + (together.T @ together).cpu().double(),
+        total=so_far.total + (together.T @ together).to(so_far.total.device).double(),
         count=so_far.count + len(together),
         texts=so_far.texts + len(rows),
         text_squares=so_far.text_squares + sum(float((k @ k.T).square().sum()) for k in each),
@@ -217,3 +221,9 @@ def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tens
 def _widest(keys: Tensor) -> Tensor:
     """In float64, where the device knows it."""
     return keys.to(torch.float32 if keys.device.type == "mps" else torch.float64)
+
+
+def _home(model: DiffusionTransformer) -> str:
+    """Where the sum grows: beside the model, if float64 is known there."""
+    device = str(model.cfg.device)
+    return "cpu" if device.startswith("mps") else device

@@ -95,17 +95,19 @@ def ask_with_prefixes(
     Args:
         length: places of every canvas of a masked diffusion model, the prompt's included; by default as many masks as
             the answer has tokens.
-        first_tokens, occurrence, prepend_bos: as in `Fact.to_query`; mentions are counted in the fact's own prompt.
+        first_tokens, occurrence, prepend_bos: as in `Fact.to_query`; mentions, and the fact's `subject_start`, are
+            counted in the fact's own prompt.
 
     Raises:
         ValueError: as in `Fact.to_query`, or an object that the tokenizer splits differently after a prefix.
     """
     queries = []
     for prefix in ["", *prefixes]:
-        asked = replace(fact, prompt=prefix + fact.prompt)
-        mention = None if occurrence is None and fact.subject not in prefix else prefix.count(fact.subject)
-        if mention is not None:
-            mention += occurrence or 0
+        asked, mention = replace(fact, prompt=prefix + fact.prompt), occurrence
+        if occurrence is None:
+            asked = replace(asked, subject_start=len(prefix) + fact.subject_span[0])
+        else:
+            mention = occurrence + sum(asked.prompt.startswith(fact.subject, i) for i in range(len(prefix)))
         n_prompt = model.to_tokens(asked.prompt, prepend_bos).shape[1]
         queries.append(
             asked.to_query(
@@ -137,12 +139,14 @@ def as_request(queries: Request) -> list[Query]:
 
 def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
     """Raise a `ValueError` unless all prompts of a request ask for one object, in the same tokens, and can be read."""
+    mask = model.cfg.mask_token_id
     for i, query in enumerate(request):
-        n_pos, last = len(query.tokens), int(Answer.of(model, query).rows.max())
-        if last >= n_pos:
+        Answer.of(model, query)
+        masked = set() if mask is None else set((query.tokens == mask).nonzero().flatten().tolist())
+        if mask is not None and (shown := [place for place in query.answer_positions if place not in masked]):
             raise ValueError(
-                f"the object of queries[{i}] is read up to row {last}, but its canvas has only the rows 0 to "
-                f"{n_pos - 1}: a causal canvas holds the object but for its last token, as Fact.to_query lays it out"
+                f"the places {shown} of the object hold no [MASK] in queries[{i}]: a masked diffusion model is asked "
+                "only for what is masked, as Fact.to_query lays it out; leave what is shown out of the answer"
             )
         if query.answer_tokens != request[0].answer_tokens:
             raise ValueError(

@@ -121,10 +121,13 @@ def edit_success(
         max_batch: canvases per forward pass.
 
     Raises:
-        ValueError: an unknown group, no probes, an answer the model cannot write, an edit that is applied already.
+        ValueError: an unknown group, no probes, an answer the model cannot write, an edit that is applied already
+            or is of another model.
     """
     if unknown := [group for group in probes if group not in GROUPS]:
         raise ValueError(f"{unknown[0]!r} is no group of probes; they are {', '.join(GROUPS)}")
+    if edit.model is not model:
+        raise ValueError("the edit is of another model object than the one that is asked; ask edit.model")
     if edit.is_applied:
         raise ValueError("the edit is applied already, so there is nothing to compare it with; revert it first")
     check_counts(max_batch=max_batch)

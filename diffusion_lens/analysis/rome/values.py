@@ -111,8 +111,8 @@ def optimize_value(
             essence_at, over_states.
 
     Raises:
-        ValueError: a layer or setting out of range, no object, an object in other tokens after a prefix, a model
-            without tokenizer and no essence, a loss that is no longer a number.
+        ValueError: a layer or setting out of range, no object, an object in other tokens after a prefix or not masked
+            on a masked diffusion model, a model without tokenizer and no essence, a loss that is no longer a number.
     """
     return optimize_values(
         model,

@@ -92,3 +92,5 @@ def test_bad_probes(either, edit, probes):
         edit_success(either.model, edit, {"efficacy": []})
     with edit, pytest.raises(ValueError, match="the edit is applied already"):
         edit_success(either.model, edit, probes)
+    with pytest.raises(ValueError, match="the edit is of another model object"):
+        edit_success(type(either)("gqa", either.kind).model, edit, probes)

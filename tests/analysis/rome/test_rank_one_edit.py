@@ -132,6 +132,29 @@ def test_in_half_precision(tiny, gustav):
     assert torch.equal(half(PROBE), logits)
 
 
+def test_everything_in_half_precision(tiny, gustav, moment):
+    """Key, value, C and edit of bfloat16 weights: how far each is from float32's."""
+    key, value, query = gustav
+    half = HookedDiffusionTransformer.from_pretrained(tiny.cfg.model_name, device="cpu", dtype=torch.bfloat16)
+    half_key, half_value, _ = learned(half, GUSTAV)
+    half_moment = second_moment(half, toy_facts.load().sentences()[::20], LAYER)
+    edit, half_edit = (
+        RankOneEdit(tiny, LAYER, key, value, moment),
+        RankOneEdit(half, LAYER, half_key, half_value, half_moment),
+    )
+    pairs = [
+        (half_key.vector, key.vector, 0.01),
+        (half_value.vector, value.vector, 0.05),
+        (half_moment.matrix, moment.matrix, 0.01),
+        (half_edit.update(), edit.update(), 0.06),
+    ]
+    with edit, half_edit:
+        pairs.append((half(query.tokens[None]).float(), tiny(query.tokens[None]), 0.02))
+    for low, full, distance in pairs:
+        assert low.isfinite().all()
+        assert 0 < (low - full).norm() < distance * full.norm()
+
+
 def test_applied_and_reverted_in_turn(tiny, gustav):
     edit = RankOneEdit(tiny, LAYER, *gustav[:2])
     with pytest.raises(ValueError, match="is not applied, so there is nothing to revert"):

@@ -82,6 +82,9 @@ def test_requests_with_prefixes(tiny):
     for mention in (0, 1):
         queries_of_mention = ask_with_prefixes(tiny, again, ["Gustav Geisser, "], occurrence=mention, first_tokens=1)
         assert [each.subject[0] for each in queries_of_mention] == [4 * mention, 3 + 4 * mention]
+        told = replace(again, subject_start=again.prompt.index("Gustav", mention))  # counted in the fact's own prompt
+        by_character = ask_with_prefixes(tiny, told, ["Gustav Geisser, ", "today "], first_tokens=1)
+        assert [each.subject[0] for each in by_character] == [4 * mention, 3 + 4 * mention, 1 + 4 * mention]
     key = compute_key(tiny, queries, 1)
     torch.testing.assert_close(key.keys[0], compute_key(tiny, GUSTAV.to_query(tiny, answer_places=10), 1).vector)
 

@@ -295,3 +295,6 @@ def test_bad_requests(either, asked):
         bare = Query(essence.tokens[:-1], (0, 2), (), ())
         with pytest.raises(ValueError, match="the essence has no place to be read at: end it with a"):
             optimize_value(model, queries, 1, essence=bare)
+        shown = replace(queries[1], tokens=queries[1].tokens.index_fill(0, torch.tensor(10), 32))
+        with pytest.raises(ValueError, match=r"the places \[10\] of the object hold no \[MASK\] in queries\[1\]"):
+            optimize_value(model, [queries[0], shown], 1, essence=essence)

@@ -147,6 +147,8 @@ def test_bad_input(either, corpus):
         second_moment(model, corpus, 7)
     with pytest.raises(ValueError, match="the corpus is empty"):
         second_moment(model, [], LAYER)
+    with pytest.raises(TypeError, match=r"corpus is a list of texts, not one: \['Ada'\]"):
+        second_moment(model, "Ada", LAYER)
     with pytest.raises(ValueError, match="save_every=0"):
         second_moment(model, corpus, LAYER, save_every=0)
     if either.kind == "mdm":
