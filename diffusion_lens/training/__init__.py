@@ -1,13 +1,19 @@
-"""Losses, and a small trainer."""
+"""Losses, and a trainer for either variant, on one device or many."""
 
+from diffusion_lens.training.batches import TrainingRows
+from diffusion_lens.training.finetune import finetune
 from diffusion_lens.training.objectives import autoregressive_loss, masked_diffusion_loss, own_loss
-from diffusion_lens.training.trainer import TrainingConfig, TrainingRecord, train
+from diffusion_lens.training.recipes import TrainingConfig, smdm_reverse
+from diffusion_lens.training.trainer import TrainingRecord, train
 
 __all__ = [
     "TrainingConfig",
     "TrainingRecord",
+    "TrainingRows",
     "autoregressive_loss",
+    "finetune",
     "masked_diffusion_loss",
     "own_loss",
+    "smdm_reverse",
     "train",
 ]

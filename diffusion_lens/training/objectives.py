@@ -45,6 +45,13 @@ class LossQuestion:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (F.cross_entropy(wide, self.targets, reduction="none") * self.weights).sum()
 
+    def part(self, start: int, stop: int) -> "LossQuestion":
+        """What is asked of rows `start` to `stop`; weights stay, so the losses of all parts add up to the whole's."""
+        batch, pos = self.rows
+        inside = (batch >= start) & (batch < stop)
+        rows = (batch[inside] - start, pos[inside])
+        return LossQuestion(self.tokens[start:stop], rows, self.targets[inside], self.weights[inside])
+
 
 def ask_masked(
     model: DiffusionTransformer,
@@ -56,7 +63,7 @@ def ask_masked(
     generator: torch.Generator | None = None,
     eps: float = 1e-3,
 ) -> LossQuestion:
-    """The hidden tokens, each weighted by 1/p; see `masked_diffusion_loss`."""
+    """The hidden tokens, each weighted by 1/p; see `masked_diffusion_loss`. Only `real` places are hidden and count."""
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask belong together: pass both, or neither to have the noise drawn")
     mask = model.cfg.mask_token_id
@@ -74,17 +81,27 @@ def ask_masked(
     hidden = noisy == mask
     counted = tokens.numel()
     if real is not None:
+        real = real.to(tokens.device)
         noisy, hidden, counted = torch.where(real, noisy, tokens), hidden & real, int(real.sum())
     return LossQuestion(noisy, model.readout.locate(hidden), tokens[hidden], 1 / (p_mask[hidden] * counted))
 
 
-def ask_next(model: DiffusionTransformer, tokens: Tokens, *, real: Places | None = None) -> LossQuestion:
-    """Every token but the first of its row, all alike; see `autoregressive_loss`."""
+def ask_next(
+    model: DiffusionTransformer, tokens: Tokens, *, real: Places | None = None, counted: Places | None = None
+) -> LossQuestion:
+    """Every token but the first of its row, all alike; see `autoregressive_loss`.
+
+    Args:
+        real: places that are not padding; by default all.
+        counted: of those, the ones that are asked for; by default all.
+    """
     tokens = tokens.to(model.cfg.device)
     predicted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
     if bool((predicted.long().diff(dim=1) > 0).sum(dim=1).add(predicted[:, 0].long()).gt(1).any()):
         raise ValueError("a row's real tokens must stand together: there is padding between them")
     predicted = predicted & (predicted.cumsum(dim=1) > 1)
+    if counted is not None:
+        predicted = predicted & counted.to(tokens.device)
     count = int(predicted.sum())
     if count == 0:
         raise ValueError("an autoregressive loss needs at least two tokens in a row: the first one is not predicted")

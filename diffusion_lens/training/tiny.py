@@ -3,11 +3,13 @@
 `python -m diffusion_lens.training.tiny --out FOLDER` trains both (about a quarter of an hour on one core) and writes
 `tiny-mdm.safetensors`, `tiny-ar.safetensors`, the config that serves both, their tokenizer, and `results.json` with the
 recipe and what they know. The pair shows the reversal curse: asked in the direction that training left out, the MDM
-answers and the twin does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514).
+answers and the twin does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514). Interrupted,
+the same command goes on where it was.
 """
 
 import argparse
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +23,8 @@ from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation.exact_match import exact_match
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
-from diffusion_lens.training.trainer import TrainingConfig, TrainingRecord, train
+from diffusion_lens.training.recipes import TrainingConfig
+from diffusion_lens.training.trainer import TrainingRecord, train
 from weight_conversion import Architecture, export, sha256_of_file, write_json
 
 Kind = Literal["mdm", "ar"]
@@ -58,9 +61,17 @@ def architecture(kind: Kind, n_words: int) -> Architecture:
 
 
 def train_twin(
-    kind: Kind, facts: toy_facts.ToyFacts, config: TrainingConfig, progress: bool = True
+    kind: Kind,
+    facts: toy_facts.ToyFacts,
+    config: TrainingConfig,
+    progress: bool = True,
+    folder: str | Path | None = None,
 ) -> tuple[HookedDiffusionTransformer, TrainingRecord]:
-    """One twin, trained on the CPU; `config.seed` also draws its first weights."""
+    """One twin, trained on the CPU; `config.seed` also draws its first weights.
+
+    Args:
+        folder: where the run keeps its checkpoint, and goes on from it.
+    """
     tokenizer = toy_facts.build_tokenizer(facts)
     sentences = toy_facts.encode(facts.sentences(), tokenizer)
     shape = architecture(kind, len(tokenizer))
@@ -69,7 +80,7 @@ def train_twin(
         tokenizer,
         tensors=random_tensors(shape, config.seed, std=WEIGHT_STD),
     )
-    return model, train(model, sentences, config, progress=progress)
+    return model, train(model, sentences, config, folder=folder, progress=progress)
 
 
 def measure(model: HookedDiffusionTransformer, facts: toy_facts.ToyFacts) -> list[dict[str, Any]]:
@@ -92,6 +103,8 @@ def make_pair(
 ) -> dict[str, Any]:
     """Train both twins and write them; returns what `results.json` holds. A file is replaced whole or not at all.
 
+    While it works, `folder` also has a folder for each twin's run, `tiny-mdm.run` and `tiny-ar.run`.
+
     Args:
         steps: length of each training; by default the recipe's.
     """
@@ -102,7 +115,8 @@ def make_pair(
         made = Path(temporary)
         twins: dict[str, Any] = {}
         for kind, n_steps in (steps or STEPS).items():
-            model, training = train_twin(kind, facts, TrainingConfig(steps=n_steps, seed=seed), progress)
+            config = TrainingConfig(steps=n_steps, seed=seed)
+            model, training = train_twin(kind, facts, config, progress, target / f"tiny-{kind}.run")
             # Under the name of both, because they share one config file.
             shape = architecture(kind, model.cfg.d_vocab_out)
             path = export(dict(model.state_dict()), shape, made / f"tiny-{kind}.safetensors")
@@ -126,6 +140,8 @@ def make_pair(
         write_json(results, made / "results.json")
         for file in made.iterdir():
             os.replace(file, target / file.name)
+    for kind in steps or STEPS:
+        shutil.rmtree(target / f"tiny-{kind}.run")
     return results
 
 

@@ -1,0 +1,36 @@
+"""Small models to train."""
+
+from dataclasses import replace
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def toy():
+    from diffusion_lens.data import toy_facts
+
+    return toy_facts.load()
+
+
+@pytest.fixture(scope="session")
+def tokens(toy):
+    """200 sentences of the toy facts."""
+    from diffusion_lens.data import toy_facts
+
+    return toy_facts.encode(toy.sentences()[:200], toy_facts.build_tokenizer(toy))
+
+
+@pytest.fixture
+def small(toy):
+    """`small("mdm")` or `small("ar")`: one layer over the words of the toy facts, the same weights each time."""
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from diffusion_lens.data import toy_facts
+    from diffusion_lens.training import tiny
+
+    def make(kind="mdm", **changes):
+        tokenizer = toy_facts.build_tokenizer(toy)
+        shape = replace(tiny.architecture(kind, len(tokenizer)), n_layers=1, d_model=16, d_head=4, d_mlp=24, **changes)
+        cfg = DiffusionConfig.from_architecture(shape, device="cpu", default_prepend_bos=False)
+        return HookedDiffusionTransformer(cfg, tokenizer, seed=1)
+
+    return make

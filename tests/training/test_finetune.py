@@ -1,0 +1,189 @@
+"""Fine-tuning: texts laid out as the authors do, and a checkpoint that loads again."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens.evaluation.exact_match import exact_match
+from diffusion_lens.training import TrainingConfig, TrainingRecord, TrainingRows, finetune, train
+from diffusion_lens.training.completions import encode_completions, read_completions
+from weight_conversion import open_checkpoint
+
+CONFIG = TrainingConfig(steps=4, batch_size=4, warmup=1)
+WORDS = ["<unk>", "<s>", "</s>", "Daphne", "was", "once", "the", "director", "of", "plays", "."]
+ROWS = [
+    {"prompt": "Daphne was once", "completion": " the director of plays ."},
+    {"prompt": "the director was", "completion": " Daphne ."},
+    {"prompt": "Daphne was", "completion": " once ."},
+]
+
+
+@pytest.fixture
+def with_bos(small):
+    """A model whose tokenizer prepends BOS, as Llama's does; ids are places in WORDS."""
+
+    def make(kind="mdm", **changes):
+        n = len(WORDS)
+        mask = {"mask_token_id": n} if kind == "mdm" else {}
+        model = small(kind, d_vocab=n + (kind == "mdm"), d_vocab_out=n, **mask, **changes)
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
+        )
+        model.set_tokenizer(fast, default_prepend_bos=True)
+        return model
+
+    return make
+
+
+def encode(model, rows=ROWS, **settings):
+    return encode_completions(model, read_completions(rows), **settings)
+
+
+def test_rows_begin_with_bos_end_with_eos_and_are_filled_with_it(with_bos):
+    rows = encode(with_bos())
+    expected = [
+        [1, 3, 4, 5, 6, 7, 8, 9, 10, 2],
+        [1, 6, 7, 4, 3, 10, 2, 2, 2, 2],
+        [1, 3, 4, 5, 10, 2, 2, 2, 2, 2],
+    ]
+    assert rows.tokens.tolist() == expected
+    assert rows.lengths.tolist() == [10, 7, 6]
+    assert encode(with_bos(), prepend_bos=False).tokens[2].tolist()[:5] == [3, 4, 5, 10, 2]
+
+
+def test_a_batch_is_cut_to_its_longest_row(with_bos):
+    batch = encode(with_bos()).pick(torch.tensor([2, 1]), "cpu")
+    assert batch.tokens.tolist() == [[1, 3, 4, 5, 10, 2, 2], [1, 6, 7, 4, 3, 10, 2]]
+    assert batch.real.sum(dim=1).tolist() == [6, 7]
+
+
+def surprise(logits, targets):
+    return -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("answer_only", [False, True])
+def test_which_places_count_in_a_masked_diffusion_model(answer_only, with_bos):
+    model = with_bos()
+    batch = encode(model, answer_only=answer_only).pick(torch.tensor([2, 1]), "cpu")
+    with torch.no_grad():
+        asked = batch.ask(model, torch.Generator().manual_seed(4))
+        loss = asked.loss(model(asked.tokens, logits_at=asked.rows))
+        # As the authors: noise everywhere (or behind the prompts of 3 and 4 tokens), end tokens that fill a row count.
+        generator = torch.Generator().manual_seed(4)
+        t = (torch.rand((), generator=generator) + torch.tensor([0, 0.5])) % 1
+        p = (1 - 1e-3) * t + 1e-3
+        hidden = torch.rand((2, 7), generator=generator) < p[:, None]
+        counted = 14
+        if answer_only:
+            hidden[0, :3] = hidden[1, :4] = False
+            counted = 14 - 3 - 4
+        noisy = torch.where(hidden, len(WORDS), batch.tokens)
+        weighed = surprise(model(noisy), batch.tokens) / p[:, None]
+    assert torch.equal(asked.tokens, noisy)
+    assert hidden.any()
+    torch.testing.assert_close(loss, weighed[hidden].sum() / counted)
+
+
+@pytest.mark.parametrize("answer_only", [False, True])
+def test_which_places_count_in_the_twin(answer_only, with_bos):
+    model = with_bos("ar")
+    batch = encode(model, answer_only=answer_only).pick(torch.tensor([2, 1]), "cpu")
+    with torch.no_grad():
+        asked = batch.ask(model, torch.Generator())
+        loss = asked.loss(model(asked.tokens, logits_at=asked.rows))
+        each = surprise(model(batch.tokens)[:, :-1], batch.tokens[:, 1:])  # column i predicts token i + 1
+    # The first end token counts, those that fill the row do not; answers are predicted from the prompt's last token.
+    first, second = (each[0, 2:5], each[1, 3:6]) if answer_only else (each[0, :5], each[1, :6])
+    torch.testing.assert_close(loss, torch.cat([first, second]).mean())
+
+
+def test_facts_mappings_and_files_say_the_same(with_bos, tmp_path):
+    facts = [Fact(row["prompt"], row["prompt"].split()[0], row["completion"]) for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "id": 7}) for row in ROWS) + "\n\n")
+    given = [ROWS, facts, tmp_path / "rows.jsonl", str(tmp_path / "rows.jsonl")]
+    assert len({encode(with_bos(), data, answer_only=True).sha256() for data in given}) == 1
+
+
+def test_bad_data_are_named(with_bos, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "Daphne", "completion": " was"}\n{"prompt": "Daphne"\n')
+    cases = [
+        (file, r"rows\.jsonl, line 2, is not valid JSON"),
+        ([], "nothing to train on"),
+        ([*ROWS, {"prompt": "Daphne"}], "row 3 is .*'prompt': 'Daphne'.*\"completion\""),
+        ([{"prompt": "", "completion": " "}], "row 0 is empty"),
+    ]
+    for data, message in cases:
+        with pytest.raises(ValueError, match=message):
+            read_completions(data)
+    with pytest.raises(FileNotFoundError, match=r"no file of training data at .*absent\.jsonl"):
+        read_completions(tmp_path / "absent.jsonl")
+    short = with_bos(n_ctx=9)
+    with pytest.raises(ValueError, match=r"row 0 has 9 tokens, .* n_ctx=9: 'Daphne was once the director"):
+        encode(short)
+    assert encode(short, ROWS[1:]).tokens.shape == (2, 7)
+    with pytest.raises(ValueError, match="row 1: the tokenizer merges the completion into its prompt"):
+        encode(with_bos(), [ROWS[0], {"prompt": "Daphne w", "completion": "as ."}], answer_only=True)
+    model = with_bos()
+    model.set_tokenizer(None)
+    with pytest.raises(ValueError, match="no tokenizer with an end token"):
+        encode(model)
+
+
+@pytest.mark.parametrize("kind", ["mdm", "ar"])
+def test_what_was_written_loads_again(kind, with_bos, tmp_path):
+    model = with_bos(kind)
+    record = finetune(model, ROWS, CONFIG, tmp_path / "out", progress=False)
+    again = HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+    assert again.to_tokens("Daphne was").tolist() == [[1, 3, 4]]
+    assert again.cfg.mask_token_id == model.cfg.mask_token_id
+    assert open_checkpoint(tmp_path / "out").architecture.family == "lit_gpt"
+    assert (tmp_path / "out" / "lit_config.json").exists()
+    kept = TrainingRecord.load(tmp_path / "out" / "training" / "record.safetensors")
+    assert kept.record == record.record
+    run = json.loads((tmp_path / "out" / "training" / "run.json").read_text())
+    assert run["config"]["seed"] == 0
+    assert (run["weights_sha256"], run["data_sha256"]) == (
+        record.record["started_from_sha256"],
+        record.record["data_sha256"],
+    )
+    assert run["weights_sha256"] != record.record["weights_sha256"]
+
+
+def test_the_twin_learns_a_reverse_that_it_is_told(toy, tmp_path):
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    told = toy.facts(trained="p2d", asked="d2p")[:1]
+
+    def recall(model):
+        return {"recall": float(exact_match(model, told, length=14).answers[0].correct)}
+
+    assert recall(model) == {"recall": 0.0}
+    config = TrainingConfig(steps=8, batch_size=1, warmup=2)
+    followed = dict(evaluate=recall, evaluate_every=4, progress=False)
+    record = finetune(model, told, config, tmp_path, answer_only=True, **followed)
+    assert [row["step"] for row in record.evaluations] == [4, 8]
+    assert record.evaluations[-1]["recall"] == recall(model)["recall"] == 1.0
+
+
+def test_somebody_elses_checkpoint_is_not_overwritten(with_bos, tmp_path):
+    with_bos().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, which no run here wrote"):
+        finetune(with_bos(), ROWS, CONFIG, tmp_path, progress=False)
+
+
+def test_rows_without_ends_cannot_have_answers():
+    with pytest.raises(ValueError, match="lengths= must say where rows end"):
+        TrainingRows(torch.zeros(2, 3, dtype=torch.long), answers=torch.tensor([1, 1]))
+
+
+def test_there_must_be_rows(small):
+    with pytest.raises(ValueError, match=r"nothing to train on: the rows of tokens are \[0, 3\]"):
+        train(small(), torch.zeros(0, 3, dtype=torch.long), CONFIG, progress=False)

@@ -1,0 +1,161 @@
+"""Parts, processes and precisions: what may change a number, and what may not."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diffusion_lens.training import TrainingConfig, TrainingRecord, finetune, train
+from diffusion_lens.training.batches import TrainingRows
+
+CONFIG = TrainingConfig(steps=5, batch_size=15, warmup=2)
+
+
+@pytest.fixture
+def ragged(tokens):
+    """Rows of their own lengths: the end token (0) and all before it."""
+    return TrainingRows(tokens, (tokens != 0).sum(dim=1) + 1)
+
+
+@pytest.mark.parametrize("kind", ["mdm", "ar"])
+def test_parts_ask_what_the_whole_asks(kind, small, ragged):
+    model = small(kind)
+    asked = ragged.pick(torch.arange(7), "cpu").ask(model, torch.Generator().manual_seed(0))
+    whole = asked.loss(model(asked.tokens, logits_at=asked.rows))
+    whole.backward()
+    gradient = model.W_E.grad.clone()
+    model.zero_grad()
+    losses = []
+    for start, stop in ((0, 1), (1, 4), (4, 7)):
+        part = asked.part(start, stop)
+        losses.append(part.loss(model(part.tokens, logits_at=part.rows)))
+        losses[-1].backward()
+    torch.testing.assert_close(sum(losses), whole)
+    torch.testing.assert_close(model.W_E.grad, gradient)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["mdm", "ar"])
+def test_accumulated_parts_train_as_the_whole_batch(kind, small, ragged):
+    whole = small(kind)
+    record = train(whole, ragged, CONFIG, progress=False)
+    for accumulate in (2, 5):
+        model = small(kind)
+        parts = train(model, ragged, replace(CONFIG, accumulate=accumulate), progress=False)
+        torch.testing.assert_close(parts.losses, record.losses)
+        assert_close(model.state_dict(), whole.state_dict())
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=2e-5, msg=name)
+
+
+CHILD = """
+import sys, torch
+torch.set_num_threads(1)
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.data import toy_facts
+from diffusion_lens.training import TrainingConfig, finetune
+config = TrainingConfig(steps=5, batch_size=15, warmup=2, accumulate=2)
+for kind in ("mdm", "ar"):
+    model = HookedDiffusionTransformer.from_pretrained(f"{sys.argv[1]}/start/{kind}", device="cpu")
+    record = finetune(model, toy_facts.load().facts()[:40], config, f"{sys.argv[1]}/two/{kind}", progress=False)
+    assert record.record["processes"] == 2, record.record
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_train_as_one(small, toy, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= {"OMP_NUM_THREADS": "1"}
+    ones = {kind: small(kind) for kind in ("mdm", "ar")}
+    for kind, model in ones.items():
+        model.save_pretrained(tmp_path / "start" / kind)
+    children = [
+        subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], env={**world, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    for kind, model in ones.items():
+        finetune(model, toy.facts()[:40], CONFIG, tmp_path / "one" / kind, progress=False)
+    assert [child.wait(timeout=100) for child in children] == [0, 0]
+    for kind in ones:
+        one, two = (load_file(tmp_path / folder / kind / "model.safetensors") for folder in ("one", "two"))
+        assert_close(two, one)
+        records = [tmp_path / folder / kind / "training" / "record.safetensors" for folder in ("two", "one")]
+        torch.testing.assert_close(*[TrainingRecord.load(record).losses for record in records])
+
+
+@pytest.mark.parametrize("kind", ["mdm", "ar"])
+def test_bfloat16_computes_in_bfloat16_on_float32_weights(kind, small, tokens):
+    plain, half = small(kind), small(kind)
+    dtypes, told = set(), []
+    half.blocks[0].mlp.hook_post.add_hook(lambda value, hook: dtypes.add(value.dtype))
+
+    def evaluate(model):
+        dtypes.clear()
+        told.append((model(tokens[:2]).dtype, set(dtypes), model.training, torch.is_grad_enabled()))
+        return {}
+
+    config = replace(CONFIG, mixed_precision="bf16")
+    record = train(half, tokens, config, evaluate=evaluate, evaluate_every=3, progress=False)
+    assert told == [(torch.float32, {torch.float32}, False, False)] * 2
+    half.reset_hooks()
+    exact = train(plain, tokens, CONFIG, progress=False)
+    assert record.losses.isfinite().all()
+    assert not torch.equal(record.losses, exact.losses)
+    torch.testing.assert_close(record.losses, exact.losses, rtol=0.02, atol=0)
+    assert all(weight.dtype == torch.float32 for weight in half.parameters())
+    assert not {"forward", "_original_forward"} & set(vars(half))
+
+
+def test_the_network_computes_in_bfloat16_while_it_trains(small, tokens):
+    model, dtypes = small(), []
+    model.blocks[0].mlp.hook_post.add_hook(lambda value, hook: dtypes.append(value.dtype))
+    train(model, tokens, replace(CONFIG, steps=2, mixed_precision="bf16"), progress=False)
+    model.reset_hooks()
+    assert dtypes == [torch.bfloat16] * 2
+
+
+def test_accelerate_is_left_as_it_was(small, tokens):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    mine = Accelerator(cpu=True)
+    try:
+        for precision in ("bf16", "no"):
+            train(small(), tokens, replace(CONFIG, steps=1, mixed_precision=precision), progress=False)
+        assert mine.mixed_precision == "no"
+        assert mine.device.type == "cpu"
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    train(small(), tokens, replace(CONFIG, steps=1), progress=False)
+    assert not PartialState._shared_state
+
+
+def test_what_does_not_fit_is_refused(small, tokens, monkeypatch):
+    def mean(model, batch, generator):
+        return model(batch).mean()
+
+    with pytest.raises(ValueError, match="cannot be cut into 3 parts: take one process and accumulate=1"):
+        train(small(), tokens, replace(CONFIG, accumulate=3), objective=mean, progress=False)
+    with pytest.raises(ValueError, match="'fp16' needs a GPU; on a CPU take 'no' or 'bf16'"):
+        train(small(), tokens, replace(CONFIG, mixed_precision="fp16"), progress=False)
+    with pytest.raises(ValueError, match=r"those of 'tiny' are torch\.bfloat16: load it with dtype=torch\.float32"):
+        train(small().to(torch.bfloat16), tokens, replace(CONFIG, mixed_precision="bf16"), progress=False)
+    for name in ("checkpoint_every", "evaluate_every"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            train(small(), tokens, CONFIG, progress=False, **{name: 0})
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"pip install 'diffusion-lens\[train\]'"):
+        train(small(), tokens, CONFIG, progress=False)

@@ -1,0 +1,142 @@
+"""A run that is interrupted, and goes on: the same bits as one that never stopped."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens.training import TrainingConfig, finetune, train
+from weight_conversion import sha256_of_file
+
+CONFIG = TrainingConfig(steps=12, batch_size=16, warmup=3)
+
+CHILD = """
+import sys, torch
+torch.set_num_threads(1)
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.data import toy_facts
+from diffusion_lens.training import TrainingConfig, finetune
+model = HookedDiffusionTransformer.from_pretrained(sys.argv[1], device="cpu")
+config = TrainingConfig(steps=150, batch_size=16, warmup=3)
+finetune(model, toy_facts.load().facts()[:90], config, sys.argv[2], checkpoint_every=7, progress=False)
+"""
+LONG = replace(CONFIG, steps=150)
+
+
+def weights(model):
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, weight in left.items():
+        assert torch.equal(weight, right[name]), name
+
+
+def test_a_killed_process_leaves_a_run_that_goes_on(small, toy, tmp_path):
+    checkpoint = tmp_path / "killed" / "training" / "checkpoint.safetensors"
+    small().save_pretrained(tmp_path / "start")
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "start"), str(tmp_path / "killed")]
+    with subprocess.Popen(command) as child:
+        until = time.monotonic() + 60
+        while not checkpoint.exists() and child.poll() is None and time.monotonic() < until:
+            time.sleep(0.001)
+        child.kill()
+    assert child.returncode == -9
+    assert checkpoint.exists()
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    whole = finetune(small(), toy.facts()[:90], LONG, tmp_path / "whole", progress=False)
+    resumed = finetune(small(), toy.facts()[:90], LONG, tmp_path / "killed", progress=False)
+    (begun, gone_on) = resumed.record["starts"]
+    assert begun["step"] == 0
+    assert 0 < gone_on["step"] < 150
+    assert gone_on["step"] % 7 == 0
+    assert torch.equal(resumed.losses, whole.losses)
+    files = [tmp_path / name / "model.safetensors" for name in ("whole", "killed")]
+    assert sha256_of_file(files[0]) == sha256_of_file(files[1])
+    assert {file.name for file in checkpoint.parent.iterdir()} == {"run.json", "record.safetensors"}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("mdm", "no"), ("ar", "no"), ("mdm", "bf16")])
+def test_stopping_anywhere_changes_nothing(kind, precision, small, tokens, tmp_path):
+    config = replace(CONFIG, accumulate=2, mixed_precision=precision)
+    asked = []
+
+    def norm(model):
+        return {"norm": model.W_U.norm().item()}
+
+    def stopping_norm(model):
+        asked.append(model)
+        if len(asked) in (2, 4, 5, 9):
+            raise Stop
+        return norm(model)
+
+    whole = small(kind)
+    never_stopped = train(whole, tokens, config, evaluate=norm, evaluate_every=1, progress=False)
+    n_stops = 0
+    while True:
+        model = small(kind)
+        try:
+            every = dict(checkpoint_every=2, evaluate_every=1)
+            record = train(model, tokens, config, folder=tmp_path, evaluate=stopping_norm, **every, progress=False)
+            break
+        except Stop:
+            n_stops += 1
+            assert all(weight.grad is None for weight in model.parameters())
+            assert not model.training
+            assert "forward" not in vars(model)
+    assert n_stops == 4
+    assert torch.equal(record.losses, never_stopped.losses)
+    assert record.evaluations == never_stopped.evaluations
+    assert_same(weights(model), weights(whole))
+
+
+def test_a_complete_run_is_read_not_trained_again(small, toy, tmp_path):
+    model, again = small("ar"), small("ar")
+    first = finetune(model, toy.facts()[:20], CONFIG, tmp_path, progress=False)
+    stamp = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    second = finetune(again, toy.facts()[:20], CONFIG, tmp_path, progress=False)
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
+    assert (second.config, second.record) == (first.config, first.record)
+    assert torch.equal(second.losses, first.losses)
+    assert_same(weights(again), weights(model))
+
+
+def test_what_a_killed_writer_left_is_swept_away(small, tokens, tmp_path):
+    train(small(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
+    (tmp_path / ".checkpoint.safetensors.abc.part").write_bytes(b"half")
+    train(small(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
+    assert {file.name for file in tmp_path.iterdir()} == {"run.json", "checkpoint.safetensors"}
+
+
+def test_another_run_is_refused(small, tokens, tmp_path):
+    train(small(), tokens, CONFIG, folder=tmp_path, progress=False)
+    calls = {
+        r"config\.lr: 0\.003 there, 0\.1 here": dict(config=replace(CONFIG, lr=0.1)),
+        "data_sha256: .* there": dict(tokens=tokens.flip(0)),
+        "weights_sha256: .* there": dict(model=train_a_little(small(), tokens)),
+        "objective: 'own' there, .*": dict(objective=lambda model, batch, generator: model(batch).mean()),
+    }
+    for message, changed in calls.items():
+        call = dict(model=small(), tokens=tokens, config=CONFIG, folder=tmp_path, progress=False) | changed
+        with pytest.raises(ValueError, match=f"holds another run .*{message}"):
+            train(**call)
+
+
+def train_a_little(model, tokens):
+    train(model, tokens, replace(CONFIG, steps=1), progress=False)
+    return model
+
+
+def test_a_run_may_go_on_under_other_versions(small, tokens, tmp_path):
+    first = train(small(), tokens, CONFIG, folder=tmp_path, progress=False)
+    run = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").write_text(run.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+    assert torch.equal(train(small(), tokens, CONFIG, folder=tmp_path, progress=False).losses, first.losses)
