@@ -16,12 +16,17 @@ class DiffusionConfig(TransformerLensConfig):
     """Facts of a model, under TransformerLens's names.
 
     Attributes:
-        d_vocab_out: columns of the head; [MASK] is embedded (`d_vocab`) but never written.
+        d_vocab_out: columns of the head; SMDM embeds [MASK] (`d_vocab`) and has no column for it; no family
+            writes it.
         mask_token_id: id of [MASK], `None` on a causal model.
         attention_dir: who sees whom, "bidirectional" or "causal".
         readout: where token i is read, "in_place" (row i) or "shifted" (row i-1).
         rotary_base: base of the rotary frequencies.
         rotary_dtype: precision to which the cosine and sine tables are rounded before use.
+        rotation: precision in which queries and keys are turned, "float32" or that of the "activation".
+        qkv_bias, o_bias, mlp_bias: whether these projections have biases.
+        qk_norm: whether each head's queries and keys are normalised before they turn.
+        tied: whether embedding and head are one matrix.
         model_name: name under which results record the model.
         family: checkpoint family it came from, and goes back to on export.
     """
@@ -32,6 +37,12 @@ class DiffusionConfig(TransformerLensConfig):
     readout: Literal["in_place", "shifted"] = "in_place"
     rotary_base: float = 10000.0
     rotary_dtype: torch.dtype = torch.float32
+    rotation: Literal["float32", "activation"] = "float32"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
     model_name: str = "custom"
     family: str = "diffusion_lens"
 
@@ -62,6 +73,12 @@ class DiffusionConfig(TransformerLensConfig):
             readout=a.readout,
             rotary_base=a.rotary_base,
             rotary_dtype=ROTARY_DTYPES[a.rotary_dtype],
+            rotation=a.rotation,
+            qkv_bias=a.qkv_bias,
+            o_bias=a.o_bias,
+            mlp_bias=a.mlp_bias,
+            qk_norm=a.qk_norm,
+            tied=a.tied,
             eps=a.norm_eps,
             device=None if device is None else str(device),
             dtype=dtype,
@@ -98,6 +115,12 @@ class DiffusionConfig(TransformerLensConfig):
             norm_eps=self.eps,
             rotary_base=self.rotary_base,
             rotary_dtype="bfloat16" if self.rotary_dtype == torch.bfloat16 else "float32",
+            rotation=self.rotation,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            tied=self.tied,
         )
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Shape = tuple[int, ...]
@@ -19,7 +19,9 @@ _CHOICES = {
     "attention_dir": ("bidirectional", "causal"),
     "readout": ("in_place", "shifted"),
     "rotary_dtype": ("float32", "bfloat16"),
+    "rotation": ("float32", "activation"),
 }
+_FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Architecture:
 
     `d_vocab` counts embedding rows, `d_vocab_out` columns of the head: a masked diffusion model of the lit-gpt family
     embeds one token more ([MASK]) than it can write. `rotary_dtype` is the precision to which the checkpoint's own
-    cosine and sine tables were rounded in training.
+    cosine and sine tables were rounded in training; `rotation` that in which queries and keys are turned: "float32", or
+    "activation", tables and all in the precision of the activations. `qk_norm` normalises each head's queries and keys
+    before they turn. `tied` weights serve as embedding and head.
     """
 
     family: str
@@ -48,6 +52,12 @@ class Architecture:
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
     rotary_dtype: Literal["float32", "bfloat16"] = "float32"
+    rotation: Literal["float32", "activation"] = "float32"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -61,6 +71,11 @@ class Architecture:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        if self.tied and self.d_vocab != self.d_vocab_out:
+            raise ValueError(f"tied weights cannot embed {self.d_vocab} tokens and write {self.d_vocab_out}")
         if self.n_heads % self.n_key_value_heads:
             raise ValueError(
                 f"{self.n_heads} heads cannot share {self.n_key_value_heads} key/value heads: "
@@ -98,16 +113,33 @@ def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
     queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
     shapes: dict[str, Shape] = {"embed.weight": (a.d_vocab, a.d_model)}
     for i in range(a.n_layers):
-        block = f"blocks.{i}."
-        shapes[block + "ln1.weight"] = (a.d_model,)
-        shapes[block + "attn.q.weight"] = (queries, a.d_model)
-        shapes[block + "attn.k.weight"] = (keys, a.d_model)
-        shapes[block + "attn.v.weight"] = (keys, a.d_model)
-        shapes[block + "attn.o.weight"] = (a.d_model, queries)
-        shapes[block + "ln2.weight"] = (a.d_model,)
-        shapes[block + "mlp.gate.weight"] = (a.d_mlp, a.d_model)
-        shapes[block + "mlp.up.weight"] = (a.d_mlp, a.d_model)
-        shapes[block + "mlp.down.weight"] = (a.d_model, a.d_mlp)
+        block: dict[str, Shape] = {"ln1.weight": (a.d_model,)}
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            block[f"attn.{name}.weight"] = (rows, a.d_model)
+            if a.qkv_bias:
+                block[f"attn.{name}.bias"] = (rows,)
+        if a.qk_norm:
+            block |= {"attn.q_norm.weight": (a.d_head,), "attn.k_norm.weight": (a.d_head,)}
+        block["attn.o.weight"] = (a.d_model, queries)
+        if a.o_bias:
+            block["attn.o.bias"] = (a.d_model,)
+        block["ln2.weight"] = (a.d_model,)
+        for name, rows, columns in (
+            ("gate", a.d_mlp, a.d_model),
+            ("up", a.d_mlp, a.d_model),
+            ("down", a.d_model, a.d_mlp),
+        ):
+            block[f"mlp.{name}.weight"] = (rows, columns)
+            if a.mlp_bias:
+                block[f"mlp.{name}.bias"] = (rows,)
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     shapes["ln_final.weight"] = (a.d_model,)
-    shapes["unembed.weight"] = (a.d_vocab_out, a.d_model)
+    if not a.tied:
+        shapes["unembed.weight"] = (a.d_vocab_out, a.d_model)
     return shapes
+
+
+def every_tensor_name(architecture: Architecture) -> set[str]:
+    """The names that our layout has for any architecture of this depth."""
+    flags: dict[str, Any] = {name: name != "tied" for name in _FLAGS}
+    return set(tensor_shapes(replace(architecture, **flags)))

@@ -25,6 +25,7 @@ from torch import Tensor
 from weight_conversion.architecture import Shape
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin")
 REOPEN_BYTES = 1 << 24
 
@@ -137,7 +138,8 @@ def open_tensors(path: Path) -> TensorSource:
     if path.is_dir():
         if (path / INDEX).exists():
             return ShardedFiles(path / INDEX)
-        candidates = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.pth"))
+        candidates = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
+        candidates = candidates or sorted(path.glob("*.pth"))
         if len(candidates) != 1:
             held = [file.name for file in candidates] or "none"
             raise FileNotFoundError(

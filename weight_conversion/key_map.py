@@ -1,7 +1,8 @@
 """The engine that applies a family's table of rules, forwards and backwards.
 
-A rule names one of their tensors and the tensors of ours it holds; `{i}` stands for the layer. A tensor is used,
-ignored by name, or an error: nothing is dropped in silence.
+A rule names one of their tensors and the tensors of ours it holds; `{i}` stands for the layer. Rules for what an
+architecture does not have (biases, norms of heads, a head of its own) rest. A tensor is used, ignored by name, or an
+error: nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from weight_conversion.architecture import Architecture, Shape, tensor_shapes
+from weight_conversion.architecture import Architecture, Shape, every_tensor_name, tensor_shapes
 from weight_conversion.layouts import Layout, Same
 
 PIECE_BYTES = 1 << 22
@@ -38,14 +39,18 @@ class KeyMap:
     def __init__(self, rules: Sequence[Rule], architecture: Architecture, ignored: Sequence[str] = ()) -> None:
         self.architecture = architecture
         self.ignored = tuple(ignored)
-        self.rules = tuple(
-            bound
+        bound = [
+            each
             for rule in rules
-            for bound in ([rule.at_layer(i) for i in range(architecture.n_layers)] if "{i}" in rule.theirs else [rule])
-        )
+            for each in ([rule.at_layer(i) for i in range(architecture.n_layers)] if "{i}" in rule.theirs else [rule])
+        ]
         self.our_shapes = tensor_shapes(architecture)
-        if uncovered := set(self.our_shapes) ^ {name for rule in self.rules for name in rule.ours}:
-            raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(uncovered)}")
+        self.rules = tuple(rule for rule in bound if any(name in self.our_shapes for name in rule.ours))
+        # A checkpoint may hold the head that is the embedding once more.
+        self.repeated = {rule.theirs for rule in bound if architecture.tied and rule.ours == ("unembed.weight",)}
+        covered = {name for rule in bound for name in rule.ours}
+        if misfit := (set(self.our_shapes) - covered) | (covered - every_tensor_name(architecture)):
+            raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(misfit)}")
 
     @property
     def their_shapes(self) -> dict[str, Shape]:
@@ -62,7 +67,9 @@ class KeyMap:
         unknown = [
             name
             for name in found
-            if name not in expected and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
+            if name not in expected
+            and name not in self.repeated
+            and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
         ]
         wrong = [
             f"{name} is {list(found[name])}, expected {list(shape)}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weight_conversion.architecture import Shape
-from weight_conversion.families import lit_gpt, native
+from weight_conversion.families import dream, lit_gpt, llada, llama, native, qwen2, qwen3
 from weight_conversion.families.family import Config, Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (native.FAMILY, lit_gpt.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    room.FAMILY.name: room.FAMILY for room in (native, lit_gpt, llada, dream, llama, qwen2, qwen3)
+}
 
 
 def recognise(config: Config | None, shapes: Mapping[str, Shape], source: str) -> Family:
@@ -16,8 +18,12 @@ def recognise(config: Config | None, shapes: Mapping[str, Shape], source: str) -
     for family in FAMILIES.values():
         if family.recognises(config, shapes):
             return family
+    if config is not None and "model_type" in config:
+        raise ValueError(
+            f"{source} is of no known family: its config says model_type={config['model_type']!r}, and known are "
+            f"{', '.join(FAMILIES)}"
+        )
     raise ValueError(
         f"{source} is of no known family ({', '.join(FAMILIES)}); its first tensors are {sorted(shapes)[:4]}. "
-        "A folder written by save_pretrained needs its config.json beside the weights; any other format has to be "
-        "converted to one of these first."
+        "Most formats need their config.json beside the weights; any other has to be converted to one of these first."
     )

@@ -18,6 +18,7 @@ from diffusion_lens.model.attention_patterns import Visibility
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.key_values import LayerKeyValues
 from diffusion_lens.model.mlp import bias_of
+from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.picked_rows import PickedRows
 from diffusion_lens.model.rotary import Tables, rotate, tables_at
 from diffusion_lens.shapes import Resid
@@ -43,16 +44,28 @@ class Attention(nn.Module):
     """Hook points carry [batch pos head d_head]; `hook_k` and `hook_v` carry the key/value heads.
 
     `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result` [batch pos head d_model] passes only
-    when the config's `use_attn_result` is on.
+    when the config's `use_attn_result` is on. Where heads have norms of their own, `hook_q` and `hook_k` come before
+    them.
     """
 
-    def __init__(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear, d_head: int) -> None:
+    def __init__(
+        self,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        o: nn.Linear,
+        d_head: int,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
         self.q = q
         self.k = k
         self.v = v
         self.o = o
         self.d_head = d_head
+        self.q_norm = nn.Identity() if q_norm is None else q_norm
+        self.k_norm = nn.Identity() if k_norm is None else k_norm
         self.hook_q = StepHookPoint()
         self.hook_k = StepHookPoint()
         self.hook_v = StepHookPoint()
@@ -106,11 +119,11 @@ class Attention(nn.Module):
         q = self.hook_q(self.q(x if picked is None else picked.of(x)).unflatten(-1, (-1, self.d_head)))
         k = self.hook_k(self.k(x).unflatten(-1, (-1, self.d_head)))
         v = self.hook_v(self.v(x).unflatten(-1, (-1, self.d_head)))
-        k = self.hook_rot_k(rotate(k, context.rotary))
+        k = self.hook_rot_k(rotate(self.k_norm(k), context.rotary))
         if past is not None:
             k, v = past.extend(k, v)
         asking = context if picked is None else context.at(picked.grid, k.shape[1])
-        q = self.hook_rot_q(rotate(q, asking.rotary))
+        q = self.hook_rot_q(rotate(self.q_norm(q), asking.rotary))
         mixed = _fused(q, k, v, asking.visibility)
         if self.hook_attn_scores.is_hooked or self.hook_pattern.is_hooked:
             mixed = self._written_out(q, k, v, asking.visibility, mixed)

@@ -29,7 +29,7 @@ def build_final_norm(a: Architecture) -> RMSNorm:
 
 
 def build_rotary(a: Architecture) -> Rotary:
-    return Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype])
+    return Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation)
 
 
 def build_blocks(a: Architecture) -> list[Block]:
@@ -39,15 +39,19 @@ def build_blocks(a: Architecture) -> list[Block]:
         Block(
             ln1=RMSNorm(a.d_model, a.norm_eps),
             attn=Attention(
-                q=_linear(a.d_model, queries),
-                k=_linear(a.d_model, keys),
-                v=_linear(a.d_model, keys),
-                o=_linear(queries, a.d_model),
+                q=_linear(a.d_model, queries, a.qkv_bias),
+                k=_linear(a.d_model, keys, a.qkv_bias),
+                v=_linear(a.d_model, keys, a.qkv_bias),
+                o=_linear(queries, a.d_model, a.o_bias),
                 d_head=a.d_head,
+                q_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
+                k_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
             ),
             ln2=RMSNorm(a.d_model, a.norm_eps),
             mlp=GatedMLP(
-                gate=_linear(a.d_model, a.d_mlp), up=_linear(a.d_model, a.d_mlp), down=_linear(a.d_mlp, a.d_model)
+                gate=_linear(a.d_model, a.d_mlp, a.mlp_bias),
+                up=_linear(a.d_model, a.d_mlp, a.mlp_bias),
+                down=_linear(a.d_mlp, a.d_model, a.mlp_bias),
             ),
         )
         for _ in range(a.n_layers)
@@ -83,16 +87,17 @@ def load_tensors(
 
 
 def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:
-    """Fresh weights: N(0, std), the projections back into the residual stream divided by sqrt(2 n_layers), norms 1."""
+    """Fresh weights: N(0, std), the projections back into the residual stream divided by sqrt(2 n_layers), norms 1,
+    biases 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, shape in tensor_shapes(a).items():
         if len(shape) == 1:
-            yield name, torch.ones(shape)
+            yield name, torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         else:
             back = name.endswith((".o.weight", ".down.weight"))
             scale = std / math.sqrt(2 * a.n_layers) if back else std
             yield name, torch.randn(shape, generator=generator) * scale
 
 
-def _linear(d_in: int, d_out: int) -> nn.Linear:
-    return nn.Linear(d_in, d_out, bias=False, device="meta")
+def _linear(d_in: int, d_out: int, bias: bool) -> nn.Linear:
+    return nn.Linear(d_in, d_out, bias=bias, device="meta")

@@ -1,19 +1,22 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32 at least, as in TransformerLens."""
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens.model.hook_points import StepHookPoint
-from diffusion_lens.shapes import Resid
 
 
 class RMSNorm(nn.Module):
-    """x / scale · w, with `hook_scale` [batch pos 1] on sqrt(mean(x²) + eps) and `hook_normalized` before w."""
+    """x / scale · w, with `hook_scale` [... 1] on sqrt(mean(x²) + eps) and `hook_normalized` before w.
 
-    def __init__(self, d_model: int, eps: float) -> None:
+    Over the residual stream the hook points carry [batch pos ...], over the queries or keys [batch pos head ...].
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d_model, device="meta"))
+        self.weight = nn.Parameter(torch.empty(width, device="meta"))
         self.hook_scale = StepHookPoint()
         self.hook_normalized = StepHookPoint()
 
@@ -22,7 +25,7 @@ class RMSNorm(nn.Module):
         """TransformerLens's name of the weight."""
         return self.weight
 
-    def forward(self, x: Resid) -> Resid:
+    def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = self.hook_scale((wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
         normalized: Tensor = self.hook_normalized((wide / scale).to(x.dtype))

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864), half-split: dimension i turns with dimension i + d_head/2.
 
-The tables are computed in float32 and rounded to the precision the checkpoint was trained with; the rotation itself is
-taken in float32 at least.
+The tables are computed in float32 and rounded to the precision the checkpoint was trained with. The rotation is taken
+in the wider of the tables' precision and the activations'; a family that turns in the activations' own has such tables.
 """
 
 import torch
@@ -12,19 +12,32 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Rotary:
-    """Cosines and sines for every position up to the longest asked so far, kept per device."""
+    """Cosines and sines for every position up to the longest asked so far, kept per device.
 
-    def __init__(self, d_head: int, base: float, dtype: torch.dtype) -> None:
+    Args:
+        dtype: to which the tables are rounded.
+        rotation: "float32", or "activation" for tables in the activations' own precision.
+    """
+
+    def __init__(self, d_head: int, base: float, dtype: torch.dtype, rotation: str = "float32") -> None:
         self.d_head = d_head
         self.base = base
         self.dtype = dtype
+        self.rotation = rotation
         self._tables: dict[torch.device, Tables] = {}
 
     def tables(
-        self, n_pos: int, device: torch.device, positions: Int[Tensor, "batch pos"] | None = None, n_past: int = 0
+        self,
+        n_pos: int,
+        device: torch.device,
+        positions: Int[Tensor, "batch pos"] | None = None,
+        n_past: int = 0,
+        activation: torch.dtype = torch.float32,
     ) -> Tables:
         """Cosine, signed sine, Float[(batch) pos 1 d_head], for `n_pos` positions from `n_past` on, or those given."""
         cos, sin = self._up_to(n_past + n_pos, device)
+        if self.rotation == "activation":
+            cos, sin = cos.to(activation), sin.to(activation)
         if positions is None:
             return cos[n_past : n_past + n_pos, None], sin[n_past : n_past + n_pos, None]
         return cos[positions][:, :, None], sin[positions][:, :, None]
@@ -57,6 +70,6 @@ def tables_at(tables: Tables, rows: Int[Tensor, "batch place"]) -> Tables:
 def rotate(x: Float[Tensor, "batch pos heads d_head"], tables: Tables) -> Float[Tensor, "batch pos heads d_head"]:
     """Turn queries or keys by their position."""
     cos, sin = tables
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     turned = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
     return turned.to(x.dtype)

@@ -76,10 +76,17 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         self._pattern = PATTERNS[cfg.attention_dir]
         if tensors is None:
             tensors = build.random_tensors(architecture, seed)
+        self._tie()
         build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype)
+        self._tie()
         self.set_tokenizer(tokenizer)
         self.setup()
         self.eval()
+
+    def _tie(self) -> None:
+        """Let the embedding serve as head where the architecture says so."""
+        if self.cfg.tied:
+            self.unembed.weight = self.embed.weight
 
     def setup(self) -> None:
         """Name the hook points and give all of them this model's clock."""
@@ -269,7 +276,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         device = self.unembed.weight.device
         positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
         return AttentionContext(
-            self._rotary.tables(n_pos, device, positions, n_past),
+            self._rotary.tables(n_pos, device, positions, n_past, self.cfg.dtype),
             self._pattern.visibility(n_pos, device, real, n_past),
             self.cfg.use_attn_result,
         )

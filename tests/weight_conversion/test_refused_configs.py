@@ -108,14 +108,14 @@ def test_a_published_size_that_does_not_exist(refused):
 
 def test_no_family(tmp_path, refused, write):
     path = write({"model.layers.0.mlp.weight": torch.zeros(2), "gpt.wte": torch.zeros(2)}, tmp_path)
-    words = ("no known family", "diffusion_lens, lit_gpt", "['gpt.wte', 'model.layers.0.mlp.weight']")
+    words = ("no known family", "diffusion_lens, lit_gpt, llada", "['gpt.wte', 'model.layers.0.mlp.weight']")
     refused(ValueError, path, *words, "converted to one of these first", path=path)
 
 
 def test_our_own_folder_without_its_config(either, tmp_path, refused):
     folder = either.model.save_pretrained(tmp_path / "saved")
     (folder / "config.json").unlink()
-    refused(ValueError, folder, "no known family", "needs its config.json", path=folder)
+    refused(ValueError, folder, "no known family", "need their config.json", path=folder)
 
 
 @pytest.mark.parametrize(

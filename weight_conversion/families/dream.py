@@ -1,0 +1,49 @@
+"""Dream-7B and DiffuCoder: Qwen2's network without its causal mask, its logits still shifted by one.
+
+The prediction for place i stands in row i - 1, as in the causal model that Dream began as. Sources: DreamLM/Dream and
+ZHZisZZ/dllm `dllm/pipelines/dream/models/modeling_dream.py`, `generation_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families import llama, qwen2
+from weight_conversion.families.family import Config, Family
+from weight_conversion.families.hf_config import mask_token_id
+
+MODEL_TYPE = "Dream"
+
+KEYS = replace(qwen2.KEYS, family="dream")
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return config is not None and config.get("model_type") == MODEL_TYPE
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    KEYS.check(config)
+    return replace(
+        llama.read_decoder(config, "dream", qkv_bias=True),
+        attention_dir="bidirectional",
+        readout="shifted",
+        mask_token_id=mask_token_id(config, "dream"),
+    )
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    return {**llama.write_decoder(architecture), "model_type": MODEL_TYPE}
+
+
+FAMILY = Family(
+    name="dream",
+    rules=llama.RULES,
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=write_config,
+    config_file="config.json",
+)

@@ -1,0 +1,143 @@
+"""LLaDA-8B (Base, Instruct, 1.5) and iLLaDA-8B, dense: a Llama block under OLMo's names, bidirectional, read in place.
+
+Two tensors are called ff_out: a block's is the MLP's down-projection, the one at the top the head. The class's defaults
+differ from the published config (rope_theta, lengths), so every number is read from config.json. Sources:
+ML-GSAI/LLaDA; ZHZisZZ/dllm `dllm/pipelines/llada/models/modeling_llada.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families.family import Config, Family
+from weight_conversion.families.hf_config import ConfigKeys, mask_token_id
+from weight_conversion.key_map import Rule
+
+MODEL_TYPE = "llada"
+
+KEYS = ConfigKeys(
+    family="llada",
+    counts=("d_model", "max_sequence_length", "mlp_hidden_size", "n_heads", "n_layers", "vocab_size"),
+    read=(
+        "embedding_size",
+        "mask_token_id",
+        "model_type",
+        "n_kv_heads",
+        "rms_norm_eps",
+        "rope_full_precision",
+        "rope_theta",
+        "weight_tying",
+    ),
+    fixed={
+        "activation_type": ("silu",),
+        "alibi": (False,),
+        "attention_layer_norm": (False,),
+        "bias_for_layer_norm": (False, None),
+        "block_group_size": (1,),
+        "block_type": ("llama",),
+        "include_bias": (False,),
+        "include_qkv_bias": (False,),
+        "input_emb_norm": (False,),
+        "layer_norm_type": ("rms",),
+        "layer_norm_with_affine": (True,),
+        "multi_query_attention": (None, False),
+        "rope": (True,),
+        "scale_logits": (False,),
+    },
+    ignored=(
+        "alibi_bias_max",
+        "attention_layer_norm_with_affine",
+        "embedding_dropout",
+        "flash_attention",
+        "init_cutoff_factor",
+        "init_device",
+        "init_fn",
+        "init_std",
+        "mlp_ratio",
+        "precision",
+        "residual_dropout",
+    ),
+)
+
+_BLOCK = "model.transformer.blocks.{i}."
+RULES = (
+    Rule("model.transformer.wte.weight", ("embed.weight",)),
+    Rule(_BLOCK + "attn_norm.weight", ("blocks.{i}.ln1.weight",)),
+    Rule(_BLOCK + "q_proj.weight", ("blocks.{i}.attn.q.weight",)),
+    Rule(_BLOCK + "k_proj.weight", ("blocks.{i}.attn.k.weight",)),
+    Rule(_BLOCK + "v_proj.weight", ("blocks.{i}.attn.v.weight",)),
+    Rule(_BLOCK + "attn_out.weight", ("blocks.{i}.attn.o.weight",)),
+    Rule(_BLOCK + "ff_norm.weight", ("blocks.{i}.ln2.weight",)),
+    Rule(_BLOCK + "ff_proj.weight", ("blocks.{i}.mlp.gate.weight",)),
+    Rule(_BLOCK + "up_proj.weight", ("blocks.{i}.mlp.up.weight",)),
+    Rule(_BLOCK + "ff_out.weight", ("blocks.{i}.mlp.down.weight",)),
+    Rule("model.transformer.ln_f.weight", ("ln_final.weight",)),
+    Rule("model.transformer.ff_out.weight", ("unembed.weight",)),
+)
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return config is not None and config.get("model_type") == MODEL_TYPE
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    KEYS.check(config)
+    rows = config.get("embedding_size") or config["vocab_size"]
+    base = config.get("rope_theta")
+    if not isinstance(base, int | float):
+        raise ValueError(f"rope_theta is {base!r}; the llada config must give the base of the rotary frequencies")
+    return Architecture(
+        family="llada",
+        name=str(config.get("_name_or_path") or MODEL_TYPE),
+        n_layers=config["n_layers"],
+        d_model=config["d_model"],
+        n_heads=config["n_heads"],
+        n_key_value_heads=config.get("n_kv_heads") or config["n_heads"],
+        d_head=config["d_model"] // config["n_heads"],
+        d_mlp=config["mlp_hidden_size"],
+        d_vocab=rows,
+        d_vocab_out=rows,
+        n_ctx=config["max_sequence_length"],
+        attention_dir="bidirectional",
+        readout="in_place",
+        mask_token_id=mask_token_id(config, "llada"),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        rotary_base=float(base),
+        rotation="float32" if config.get("rope_full_precision", True) else "activation",
+        tied=bool(config.get("weight_tying", False)),
+    )
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    a = architecture
+    return {
+        "model_type": MODEL_TYPE,
+        "_name_or_path": a.name,
+        "d_model": a.d_model,
+        "n_layers": a.n_layers,
+        "n_heads": a.n_heads,
+        "n_kv_heads": a.n_key_value_heads,
+        "mlp_hidden_size": a.d_mlp,
+        "vocab_size": a.d_vocab,
+        "embedding_size": a.d_vocab,
+        "max_sequence_length": a.n_ctx,
+        "mask_token_id": a.mask_token_id,
+        "rms_norm_eps": a.norm_eps,
+        "rope_theta": a.rotary_base,
+        "rope_full_precision": a.rotation == "float32",
+        "weight_tying": a.tied,
+        **{key: allowed[0] for key, allowed in KEYS.fixed.items()},
+    }
+
+
+FAMILY = Family(
+    name="llada",
+    rules=RULES,
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=write_config,
+    config_file="config.json",
+)

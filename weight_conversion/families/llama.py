@@ -1,0 +1,144 @@
+"""Hugging Face's Llama (TinyLlama, Llama-2), and bidirectional diffusion models of its layout ("a2d-llama").
+
+Queries, keys, values and the output have biases where `attention_bias` says so, the MLP where `mlp_bias` does. Rotary
+tables are in the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families.family import Config, Family
+from weight_conversion.families.hf_config import ROPE, ConfigKeys, mask_token_id, rotary_base
+from weight_conversion.key_map import Rule
+
+MODEL_TYPES = ("llama", "a2d-llama")
+DIFFUSION = "a2d-"
+
+KEYS = ConfigKeys(
+    family="llama",
+    counts=(
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+    ),
+    read=(
+        "attention_bias",
+        "head_dim",
+        "mask_token_id",
+        "mlp_bias",
+        "model_type",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        *ROPE,
+    ),
+    fixed={"hidden_act": ("silu",)},
+)
+
+RULES = (
+    Rule("model.embed_tokens.weight", ("embed.weight",)),
+    Rule("model.layers.{i}.input_layernorm.weight", ("blocks.{i}.ln1.weight",)),
+    Rule("model.layers.{i}.self_attn.q_proj.weight", ("blocks.{i}.attn.q.weight",)),
+    Rule("model.layers.{i}.self_attn.q_proj.bias", ("blocks.{i}.attn.q.bias",)),
+    Rule("model.layers.{i}.self_attn.k_proj.weight", ("blocks.{i}.attn.k.weight",)),
+    Rule("model.layers.{i}.self_attn.k_proj.bias", ("blocks.{i}.attn.k.bias",)),
+    Rule("model.layers.{i}.self_attn.v_proj.weight", ("blocks.{i}.attn.v.weight",)),
+    Rule("model.layers.{i}.self_attn.v_proj.bias", ("blocks.{i}.attn.v.bias",)),
+    Rule("model.layers.{i}.self_attn.o_proj.weight", ("blocks.{i}.attn.o.weight",)),
+    Rule("model.layers.{i}.self_attn.o_proj.bias", ("blocks.{i}.attn.o.bias",)),
+    Rule("model.layers.{i}.post_attention_layernorm.weight", ("blocks.{i}.ln2.weight",)),
+    Rule("model.layers.{i}.mlp.gate_proj.weight", ("blocks.{i}.mlp.gate.weight",)),
+    Rule("model.layers.{i}.mlp.gate_proj.bias", ("blocks.{i}.mlp.gate.bias",)),
+    Rule("model.layers.{i}.mlp.up_proj.weight", ("blocks.{i}.mlp.up.weight",)),
+    Rule("model.layers.{i}.mlp.up_proj.bias", ("blocks.{i}.mlp.up.bias",)),
+    Rule("model.layers.{i}.mlp.down_proj.weight", ("blocks.{i}.mlp.down.weight",)),
+    Rule("model.layers.{i}.mlp.down_proj.bias", ("blocks.{i}.mlp.down.bias",)),
+    Rule("model.norm.weight", ("ln_final.weight",)),
+    Rule("lm_head.weight", ("unembed.weight",)),
+)
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return config is not None and config.get("model_type") in MODEL_TYPES
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    KEYS.check(config)
+    biased = bool(config.get("attention_bias", False))
+    return read_decoder(config, "llama", qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False)))
+
+
+def read_decoder(config: Config, family: str, *, rms_norm_eps: float = 1e-6, **flags: Any) -> Architecture:
+    """What Llama's config and those of its descendants say alike; a model type of "a2d-..." is a diffusion model."""
+    masked = str(config["model_type"]).startswith(DIFFUSION)
+    n_heads, width = config["num_attention_heads"], config["hidden_size"]
+    return Architecture(
+        family=family,
+        name=str(config.get("_name_or_path") or config["model_type"]),
+        n_layers=config["num_hidden_layers"],
+        d_model=width,
+        n_heads=n_heads,
+        n_key_value_heads=config.get("num_key_value_heads") or n_heads,
+        d_head=config.get("head_dim") or width // n_heads,
+        d_mlp=config["intermediate_size"],
+        d_vocab=config["vocab_size"],
+        d_vocab_out=config["vocab_size"],
+        n_ctx=config["max_position_embeddings"],
+        attention_dir="bidirectional" if masked else "causal",
+        readout="in_place" if masked else "shifted",
+        mask_token_id=mask_token_id(config, family) if masked else None,
+        norm_eps=config.get("rms_norm_eps", rms_norm_eps),
+        rotary_base=rotary_base(config),
+        rotation="activation",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        **flags,
+    )
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    a = architecture
+    return {
+        **write_decoder(a),
+        "attention_bias": a.o_bias,
+        "mlp_bias": a.mlp_bias,
+    }
+
+
+def write_decoder(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of `read_decoder`, in the words of transformers 4, which 5 reads too."""
+    a = architecture
+    masked = a.mask_token_id is not None
+    return {
+        "model_type": f"{DIFFUSION if masked else ''}{a.family}",
+        "_name_or_path": a.name,
+        "hidden_size": a.d_model,
+        "intermediate_size": a.d_mlp,
+        "num_hidden_layers": a.n_layers,
+        "num_attention_heads": a.n_heads,
+        "num_key_value_heads": a.n_key_value_heads,
+        "head_dim": a.d_head,
+        "vocab_size": a.d_vocab,
+        "max_position_embeddings": a.n_ctx,
+        "rms_norm_eps": a.norm_eps,
+        "rope_theta": a.rotary_base,
+        "tie_word_embeddings": a.tied,
+        "hidden_act": "silu",
+        **({"mask_token_id": a.mask_token_id} if masked else {}),
+    }
+
+
+FAMILY = Family(
+    name="llama",
+    rules=RULES,
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=write_config,
+    config_file="config.json",
+)

@@ -1,0 +1,45 @@
+"""Hugging Face's Qwen2 (and Qwen2.5), and the diffusion models made from it by removing the mask ("a2d-qwen2").
+
+Llama's layout with biases on queries, keys and values. Source: transformers `models/qwen2/modeling_qwen2.py`; for the
+diffusion models ZHZisZZ/dllm (`model_type` "a2d-qwen2", bidirectional, no shift).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families import llama
+from weight_conversion.families.family import Config, Family
+
+MODEL_TYPES = ("qwen2", "a2d-qwen2")
+
+# Windows would slide from layer max_window_layers on, if they were used.
+KEYS = replace(
+    llama.KEYS,
+    family="qwen2",
+    read=tuple(key for key in llama.KEYS.read if key not in ("attention_bias", "mlp_bias")),
+    fixed={**llama.KEYS.fixed, "use_sliding_window": (False,), "use_mrope": (False,)},
+    ignored=("max_window_layers", "sliding_window", "layer_types"),
+)
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return config is not None and config.get("model_type") in MODEL_TYPES
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    KEYS.check(config)
+    return llama.read_decoder(config, "qwen2", qkv_bias=True)
+
+
+FAMILY = Family(
+    name="qwen2",
+    rules=llama.RULES,
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=llama.write_decoder,
+    config_file="config.json",
+)
