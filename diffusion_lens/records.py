@@ -20,6 +20,7 @@ from diffusion_lens.config import DiffusionConfig
 from weight_conversion import write_safetensors
 
 RECORD = "diffusion_lens"
+NOT_COMPARED = ("versions",)
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
@@ -125,3 +126,24 @@ def _opened(path: str | Path, kind: str) -> Iterator[Any]:
 def _record_of(file: Any) -> dict[str, Any]:
     record: dict[str, Any] = json.loads((file.metadata() or {}).get(RECORD, "{}"))
     return record
+
+
+def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` that says how two runs differ, unless they are one; versions of software may differ."""
+    compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
+    if different := [name for name in compared if made.get(name) != asked.get(name)]:
+        described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)
+        raise ValueError(
+            f"{where} holds another run ({described}). The parts of one run share settings, data and weights: go on "
+            "with it as it was begun, or name another folder"
+        )
+
+
+def _difference(name: str, made: Any, asked: Any) -> str:
+    """One setting in which two runs differ; of long records, such as facts by id, the first names."""
+    if not isinstance(made, dict) or not isinstance(asked, dict):
+        return f"{name}: {made!r} there, {asked!r} here"
+    keys = [key for key in {**made, **asked} if made.get(key) != asked.get(key)]
+    if all(not isinstance(each.get(key), dict) for key in keys for each in (made, asked)):
+        return "; ".join(f"{name}.{key}: {made.get(key)!r} there, {asked.get(key)!r} here" for key in keys)
+    return f"{name}: {len(keys)} differ ({', '.join(map(repr, keys[:3]))}{', ...' if len(keys) > 3 else ''})"

@@ -20,10 +20,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from tqdm.auto import tqdm
 
 from diffusion_lens.facts import Fact
+from diffusion_lens.records import require_same_run
 from weight_conversion import read_json, write_json
 
 Shard = tuple[int, int] | str
-NOT_COMPARED = ("versions",)
 
 
 @runtime_checkable
@@ -166,17 +166,6 @@ def pick_shard(ids: Sequence[T], shard: Shard) -> list[T]:
     return list(ids[index::count])
 
 
-def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
-    """Raise a `ValueError` that says how two runs differ, unless they are one; versions of software may differ."""
-    compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
-    if different := [name for name in compared if made.get(name) != asked.get(name)]:
-        described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)
-        raise ValueError(
-            f"{where} holds another run ({described}). The parts of one run share settings, facts and weights; another "
-            "run needs a folder of its own"
-        )
-
-
 def join_parts(
     parts: Sequence[tuple[str, Mapping[str, Any], Mapping[str, T]]], same: Callable[[T, T], bool]
 ) -> tuple[dict[str, Any], dict[str, T]]:
@@ -205,14 +194,6 @@ def join_parts(
             "those that were interrupted"
         )
     return run, {fact_id: found[fact_id] for fact_id in run["facts"]}
-
-
-def _difference(name: str, made: Any, asked: Any) -> str:
-    if isinstance(made, dict) and isinstance(asked, dict):
-        keys = [key for key in {**made, **asked} if made.get(key) != asked.get(key)]
-        shown = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
-        return f"{name}: {len(keys)} differ ({shown})"
-    return f"{name}: {made!r} there, {asked!r} here"
 
 
 def _digest(value: Any) -> str:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import open_result, provenance, save_result
+from diffusion_lens.records import open_result, provenance, require_same_run, save_result
 from diffusion_lens.training.batches import RowOrder, TrainingRows
 from diffusion_lens.training.objectives import Objective
 from diffusion_lens.training.recipes import TrainingConfig
 from weight_conversion import read_json, write_json
 
 KIND = "training checkpoint"
-NOT_COMPARED = ("versions",)
 
 
 @dataclass(eq=False)
@@ -115,7 +114,7 @@ class RunFolder:
         """
         run = json.loads(json.dumps(run))
         if self.run.exists():
-            require_same_run(read_json(self.run), run, self.path)
+            require_same_run(read_json(self.run), run, str(self.path))
         if not write:
             return
         if not self.run.exists():
@@ -141,25 +140,3 @@ def describe_run(
         "data_sha256": rows.sha256(),
         **provenance(model, model.cfg),
     }
-
-
-def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], path: Path) -> None:
-    """Raise a `ValueError` that says how two runs differ, unless they are one; versions of software may differ."""
-    there, here = _flat(made), _flat(asked)
-    different = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    if different:
-        described = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in different)
-        raise ValueError(
-            f"{path} holds another run ({described}). Go on with it as it was begun, name another folder, or delete "
-            "this one"
-        )
-
-
-def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of settings by dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in run.items():
-        if name not in NOT_COMPARED:
-            inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {}
-            flat |= inner or {name: value}
-    return flat
