@@ -109,7 +109,7 @@ def test_sets_of_other_widths_have_no_axes_in_common():
     assert comparison.statistics == ["procrustes", "cka"]
     assert comparison.coordinates is comparison.angles is comparison.explained is None
     assert comparison.record["widths"] == [20, 33]
-    with pytest.raises(ValueError, match=r"widths \[20, 33\] have no common axes"):
+    with pytest.raises(ValueError, match="no axes in common"):
         comparison.plot()
     assert [line.get_label()[:3] for line in comparison.plot_spectra().lines] == ["MDM", "AR:"]
 

@@ -139,22 +139,54 @@ class KeyValueStudy:
         """
         kinds = (vectors, against or vectors)
         forward, reverse = (self.by_person(kind, asked) for kind, asked in zip(kinds, DIRECTIONS, strict=True))
-        persons = [person for person in forward if person in reverse]
-        if not persons:
+        if not forward.keys() & reverse.keys():
             raise ValueError(
                 f"nobody was asked for both ways: {len(forward)} persons by name, {len(reverse)} by "
                 "description, none the same"
             )
-        sets = {
-            layer: (
-                torch.stack([forward[person][column] for person in persons]),
-                torch.stack([reverse[person][column] for person in persons]),
-            )
+        return _compare(
+            self._by_layer(forward),
+            self._by_layer(reverse),
+            names=[f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)],
+            source={"model": self.record["model"], "vectors": list(kinds)},
+            shared_axes=kinds[0] == kinds[1],
+            progress=progress,
+            **settings,
+        )
+
+    def compare_with(
+        self,
+        other: "KeyValueStudy",
+        vectors: str = "keys",
+        asked: str = "p2d",
+        *,
+        progress: bool = False,
+        **settings: Any,
+    ) -> Comparisons:
+        """The same persons in two models, asked the same way, at the layers that both studies have.
+
+        The models share no axes: "procrustes" and "cka" are computed.
+
+        Args:
+            vectors, asked: as in `by_person`.
+            settings: as in `compare`.
+
+        Raises:
+            ValueError: as in `by_person`, or no layer or person in common.
+        """
+        mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
+        models = [self.record["model"], other.record["model"]]
+        if not mine.keys() & theirs.keys():
+            raise ValueError(f"{models[0]} was asked at the layers {self.layers}, {models[1]} at {other.layers}")
+        source = {"model": " and ".join(models), "vectors": [vectors, vectors]}
+        return _compare(mine, theirs, names=models, source=source, shared_axes=False, progress=progress, **settings)
+
+    def _by_layer(self, vectors: Mapping[str, Tensor]) -> "ByLayer":
+        """Each person's vectors taken apart by layer."""
+        return {
+            layer: {person: each[column] for person, each in vectors.items()}
             for column, layer in enumerate(self.layers)
         }
-        source = {"model": self.record["model"], "vectors": list(kinds)}
-        names = tuple(f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True))
-        return compare_along("layer", sets, ids=persons, names=names, source=source, progress=progress, **settings)
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -201,3 +233,20 @@ def check_vectors(name: str) -> None:
     """Raise a `ValueError` unless a study holds vectors of this name."""
     if name not in VECTORS:
         raise ValueError(f"vectors={name!r}; there are {', '.join(VECTORS)}")
+
+
+ByLayer = dict[int, dict[str, Tensor]]
+
+
+def _compare(one: ByLayer, other: ByLayer, *, names: Sequence[str], **settings: Any) -> Comparisons:
+    """Two sets of persons' vectors, layer by layer, person by person."""
+    layers = [layer for layer in one if layer in other]
+    persons = [person for person in one[layers[0]] if person in other[layers[0]]]
+    sets = {
+        layer: (
+            torch.stack([one[layer][each] for each in persons]),
+            torch.stack([other[layer][each] for each in persons]),
+        )
+        for layer in layers
+    }
+    return compare_along("layer", sets, ids=persons, names=(names[0], names[1]), **settings)

@@ -102,7 +102,7 @@ class Comparison:
             ValueError: the two sets have other widths, hence no common axes.
         """
         if self.coordinates is None or self.explained is None:
-            raise ValueError(f"vectors of widths {self.record['widths']} have no common axes to draw them in")
+            raise ValueError("these two sets of vectors have no axes in common to draw them in")
         return representation_plots.paired_scatter(
             self.coordinates, self.explained, self.names, ax=ax, title=title or self._title()
         )

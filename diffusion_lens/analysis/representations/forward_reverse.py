@@ -13,7 +13,8 @@ Two sets of vectors, such as the keys k* of many facts asked in either direction
 - an interval over facts. A bootstrap draws facts twice, and a fact drawn twice is its own nearest neighbour. So the
   statistic is computed on random subsets of two thirds of the facts, none twice, and its deviations are scaled to all.
 
-Between two models axes are not shared, even where the widths agree: there only "procrustes" and "cka" say something.
+Between two models axes are not shared, even where the widths agree (`shared_axes=False`): there only "procrustes" and
+"cka" say something.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ def compare(
     *,
     ids: Sequence[str] | None = None,
     names: tuple[str, str] = ("forward", "reverse"),
+    shared_axes: bool = True,
     rank: int = 5,
     draws: int = 1000,
     seed: int = 0,
@@ -47,10 +49,11 @@ def compare(
 
     Args:
         forward: Float[fact d].
-        reverse: Float[fact d], the same facts in the same order. Where its width differs, as that of another model may,
-            only "procrustes" and "cka" are computed.
+        reverse: Float[fact d], the same facts in the same order.
         ids: the facts' names, by default their row numbers.
         names: of the two sets, for errors and pictures.
+        shared_axes: whether axis i means the same in both sets; not so between two models, or keys and values. Without
+            shared axes, and where the widths differ, only "procrustes" and "cka" are computed.
         rank: principal components of which "subspace" and "procrustes" are asked, at least 2.
         draws: random pairings, and random subsets of the facts.
         seed: of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
@@ -68,7 +71,7 @@ def compare(
         raise ValueError(f"draws={draws}; at least 1, and 1000 for p-values down to 0.001")
     sets = [_as_matrix(vectors, name, ids) for vectors, name in zip((forward, reverse), names, strict=True)]
     widths = [vectors.shape[1] for vectors in sets]
-    one_space = widths[0] == widths[1]
+    one_space = shared_axes and widths[0] == widths[1]
     x, y = _in_few_axes(torch.cat(sets)).chunk(2) if one_space else map(_in_few_axes, sets)
     _check_rank(rank, (x, y), names)
 

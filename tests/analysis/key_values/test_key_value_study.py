@@ -144,6 +144,44 @@ def test_the_diffusion_model_keys_a_person_alike_both_ways_and_the_twin_hardly(p
         assert twin["value"] < 0.03 < mdm["low"]
 
 
+def test_the_two_models_key_the_same_persons_slightly_alike(pair):
+    """They read the same names; what one model's axes mean is nothing to the other."""
+    mdm, twin = pair
+    found = mdm.compare_with(twin, "keys", "p2d", draws=99)
+    assert list(found.at) == [0, 1]
+    assert found.at[0].names == ("tiny-mdm", "tiny-ar")
+    assert found.at[0].statistics == ["procrustes", "cka"]
+    for row in found.table("cka").values():
+        assert row["p"] < 0.05
+        assert 0.02 < row["value"] < 0.1
+    a, b = (torch.stack(list(study.by_person("keys", "p2d").values()))[:, 1] for study in pair)
+    alone = compare(a, b, shared_axes=False, draws=9)
+    torch.testing.assert_close(found.at[1].values, alone.values)
+    with pytest.raises(ValueError, match="tiny-ar at"):
+        mdm.compare_with(replace(twin, layers=[2, 3]))
+
+
+def test_keys_at_denoising_steps():
+    """A step's canvas is a query like any other; the keys of both directions stay alike while the answer appears."""
+    from diffusion_lens import HookedDiffusionTransformer, Query
+    from diffusion_lens.analysis import compare_along
+    from diffusion_lens.analysis.rome import compute_keys
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    by_step: dict[int, list[torch.Tensor]] = {0: [], 7: []}
+    for way in ("p2d", "d2p"):
+        asked = [fact for fact in FACTS if fact.asked == way]
+        queries = [fact.to_query(model, answer_places=14 - len(fact.tokenize(model)[0])) for fact in asked]
+        canvases = model.denoise(torch.stack([query.tokens for query in queries]), steps=8).canvases
+        for step, keys in by_step.items():
+            shown = [Query(row, each.subject, (), ()) for row, each in zip(canvases[step], queries, strict=True)]
+            keys.append(torch.stack([key.vector for key in compute_keys(model, shown, 1)]))
+    first, last = (tuple(keys) for keys in by_step.values())
+    assert not torch.allclose(first[0], last[0])
+    for row in compare_along("step", {0: first, 7: last}, draws=99).table("cka").values():
+        assert row["p"] < 0.05
+
+
 def test_the_picture(pair):
     ax = pair[0].plot()
     assert {line.get_label() for line in ax.get_lines()} >= {"name to description", "description to name"}
