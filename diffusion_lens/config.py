@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 from transformer_lens.config import TransformerLensConfig
 
 from weight_conversion import Architecture
@@ -122,6 +123,11 @@ class DiffusionConfig(TransformerLensConfig):
             qk_norm=self.qk_norm,
             tied=self.tied,
         )
+
+    def writable(self, tokens: Tensor) -> Tensor:
+        """Which of these ids a text of this model may hold: those with a column in the head, [MASK] excepted."""
+        known = (tokens >= 0) & (tokens < self.d_vocab_out)
+        return known if self.mask_token_id is None else known & (tokens != self.mask_token_id)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("TransformerLensConfig", "DiffusionConfig", 1)

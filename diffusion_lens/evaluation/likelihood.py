@@ -248,7 +248,7 @@ def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
         raise TypeError(f"{given}; give both as text, or both as tokens")
     if not len(after):
         raise ValueError("the answer is empty: there is nothing to score")
-    if bool((unwritable := after >= model.cfg.d_vocab_out).any()):
+    if bool((unwritable := ~model.cfg.writable(after)).any()):
         place = int(unwritable.nonzero()[0])
         token = int(after[place])
         name = "[MASK]" if token == model.cfg.mask_token_id else f"token {token}"

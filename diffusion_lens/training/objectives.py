@@ -73,7 +73,7 @@ def ask_masked(
             "trained by autoregressive_loss"
         )
     tokens = tokens.to(model.cfg.device)
-    if bool((tokens >= model.cfg.d_vocab_out).any()):
+    if not bool(model.cfg.writable(tokens).all()):
         raise ValueError("the tokens of a loss are clean text; [MASK]s in them belong into noisy=, with p_mask=")
     if noisy is None or p_mask is None:
         noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)

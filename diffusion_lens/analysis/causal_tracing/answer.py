@@ -41,9 +41,11 @@ class Answer:
         """
         if not query.answer_tokens:
             raise ValueError("the query has no answer: there is no probability to trace")
-        if outside := [token for token in query.answer_tokens if not 0 <= token < model.cfg.d_vocab_out]:
+        asked = torch.tensor(query.answer_tokens)
+        if outside := asked[~model.cfg.writable(asked)].tolist():
             raise ValueError(
-                f"{model.cfg.model_name!r} cannot write the answer tokens {outside}; only 0 to d_vocab_out - 1"
+                f"{model.cfg.model_name!r} cannot write the answer tokens {outside}; only 0 to d_vocab_out - 1, and "
+                "never [MASK]"
             )
         if model.cfg.attention_dir == "causal" and 0 in query.answer_positions:
             raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
