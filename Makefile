@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check bench tiny
+.PHONY: help install demo test lint check bench tiny docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ bench: $(READY)  ## run every script of benchmarks/
 
 tiny: $(READY)  ## train the embedded pair again (about a quarter of an hour)
 	$(BIN)/python -m diffusion_lens.training.tiny --out diffusion_lens/assets/tiny
+
+docs: $(READY)  ## build the site, warnings as errors, offline; open docs/_build/index.html
+	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs docs/_build
 
 # torch comes first and alone: whatever else asks for a torch then finds the pinned one there.
 $(READY): pyproject.toml constraints.txt

@@ -1,44 +1,23 @@
 """What the pages promise: their Python runs, their commands and links exist."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from snippets import blocks, run_python
 
 ROOT = Path(__file__).parents[1]
+# The site has tests of its own, in test_docs.py.
 MARKDOWN = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("diffusion_lens/**/*.md"))
+    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("diffusion_lens/**/*.md"))
 )
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its text, and the line on which the text begins."""
-
-    language: str
-    text: str
-    line: int
-
-
-def blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(match[1], match[2], text[: match.start(2)].count("\n") + 1) for match in found]
-
-
-WITH_PYTHON = [page for page in MARKDOWN if any(block.language == "python" for block in blocks(page))]
+WITH_PYTHON = [page for page in MARKDOWN if any(block.language == "python" for block in blocks(ROOT / page))]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in blocks(page):
-        if block.language == "python":
-            # Empty lines before it make a traceback point into the page.
-            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), namespace)
+    assert [*run_python(ROOT / page)]
 
 
 def test_the_readme_has_python_to_run() -> None:
@@ -47,13 +26,13 @@ def test_the_readme_has_python_to_run() -> None:
 
 @pytest.mark.parametrize("command", ["make demo", "make test"])
 def test_the_two_commands_stand_alone(command: str) -> None:
-    assert [command] in [block.text.splitlines() for block in blocks("README.md")]
+    assert [command] in [block.text.splitlines() for block in blocks(ROOT / "README.md")]
 
 
 @pytest.mark.parametrize("page", MARKDOWN)
 def test_make_targets_exist(page: str) -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    shell = "\n".join(block.text for block in blocks(page) if block.language != "python")
+    shell = "\n".join(block.text for block in blocks(ROOT / page) if block.language != "python")
     named = set(re.findall(r"`make ([a-z]+)", (ROOT / page).read_text(encoding="utf-8")))
     named |= set(re.findall(r"^make ([a-z]+)", shell, re.MULTILINE))
     assert named <= set(targets), f"{page} names targets that the Makefile lacks: {sorted(named - set(targets))}"

@@ -1,0 +1,47 @@
+"""The documentation site: `make docs`, or `sphinx-build -W -n docs docs/_build`. Nothing is fetched."""
+
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # our own extensions, and the runner of snippets
+
+project = "diffusion_lens"
+author = "The diffusion_lens authors"
+project_copyright = author
+release = version = version_of("diffusion-lens")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "docstrings",
+    "tables",
+    "make_pictures",
+]
+exclude_patterns = ["_build", "_made", "images"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+highlight_language = "none"
+smartquotes_action = "D"  # dashes alone: what stands in quotes is often something to type
+
+nitpick_ignore = [("py:exc", "where"), ("py:exc", ".")]  # one line of a docstring that is not indented
+
+html_theme = "furo"
+html_title = f"diffusion_lens {release}"
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]

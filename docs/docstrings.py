@@ -1,0 +1,92 @@
+"""Docstrings as they are written here, plain text with `code` in backticks, handed to Sphinx.
+
+Nothing else is markup but *a few words* between stars: bars, underscores and lone stars are escaped, and an indented
+piece after a blank line (a formula, a table) is shown as it stands. What a backtick holds becomes a link where exactly
+one documented name ends in it, and is set as code otherwise. `{py:func}` and its kin in the pages find names in the
+same way; there a name that nothing is called is a warning, which fails the build.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
+
+_CODE = re.compile(r"`([^`]+)`(?=(\w?))")
+_NAME = re.compile(r"[A-Za-z_][\w.]*(\(.*\))?")
+_SEVERAL = re.compile(r"^(    )(\w+(?:, \w+)+): (.*\n(?:     .*\n)*)", re.MULTILINE)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.setup_extension("sphinx.ext.napoleon")
+    app.config.default_role = "py:obj"
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon, which is at 500
+    app.connect("missing-reference", find_by_its_end)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def as_restructured_text(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Make plain text safe, in place."""
+    each = _SEVERAL.sub(_one_by_one, "\n".join([*lines, ""]))
+    lines[:] = [*_blocks_kept(each.split("\n"))]
+    if what == "property":
+        lines.insert(0, "\\ ")  # or napoleon would take "The id that ...: the tokenizer's" for a type
+
+
+def _one_by_one(entry: re.Match[str]) -> str:
+    """An entry for two names, "before, after: ...", as one for each: napoleon knows such entries of arguments only."""
+    return "".join(f"{entry[1]}{name}: {entry[3]}" for name in entry[2].split(", "))
+
+
+def _blocks_kept(lines: list[str]) -> Iterator[str]:
+    """Lines with special characters escaped, but for indented blocks between blank lines, which become literal."""
+    text, literal = "", False
+    for i, line in enumerate(lines):
+        indented = line.startswith("    ")
+        if indented and i and not lines[i - 1] and not literal and not text.startswith(" "):
+            literal = True
+            yield from ("::", "")
+        elif line and not indented:
+            literal = False
+        yield line if literal else _escaped(line)
+        text = line or text
+
+
+def _escaped(line: str) -> str:
+    pieces, end = [], 0
+    for code in _CODE.finditer(line):
+        shown = f"`{code[1]}`" if _NAME.fullmatch(code[1]) else f"``{code[1]}``"
+        pieces += [_plain(line[end : code.start()]), shown, "\\ " if code[2] else ""]
+        end = code.end(1) + 1
+    return "".join([*pieces, _plain(line[end:])])
+
+
+def _plain(text: str) -> str:
+    escaped = re.sub(r"([\\*|`])|(?<=\w)(_)(?!\w)", r"\\\1\2", text)
+    return re.sub(r"(?<![\w*])\\\*(\w[^*]*)\\\*(?![\w*])", r"*\1*", escaped)
+
+
+def find_by_its_end(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> Any:
+    """The one documented object of the kind asked for whose dotted name ends in what is referred to."""
+    if node.get("refdomain") != "py":
+        return None
+    python, role = env.get_domain("py"), node["reftype"]
+    target = re.sub(r"\(.*\)$", "", node["reftarget"].lstrip("."))
+    kinds = set(python.objtypes_for_role(role) or ()) - {"module"}
+    if "." not in target:
+        kinds -= {"attribute", "property"}  # as a bare word a parameter is more likely meant
+    found = {
+        name: entry
+        for name, entry in python.objects.items()
+        if entry.objtype in kinds and not entry.aliased and (name == target or name.endswith(f".{target}"))
+    }
+    if len(found) == 1:
+        ((name, entry),) = found.items()
+        return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
+    # Types of annotations may belong to other packages, or to us alone; text means what it says.
+    may_be_unknown = role == "obj" or "refexplicit" not in node
+    return contnode if may_be_unknown else None

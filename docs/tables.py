@@ -1,0 +1,175 @@
+"""Tables that are made of the code they describe: the axis glossary, and the hook points of a model.
+
+In a page, `{axis-table}` and `{hook-table}` (with "network" or "loop") stand for them.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, shapes
+from weight_conversion import Architecture
+
+# What passes a hook point; {i} is a block. A hook point without a line here, or a line without a hook point, is an
+# error, so that the table is complete.
+MEANING = {
+    "hook_embed": "embeddings of the canvas",
+    "blocks.{i}.hook_resid_pre": "residual stream entering the block",
+    "blocks.{i}.ln1.hook_scale": "√(mean(x²) + eps) of the norm before attention",
+    "blocks.{i}.ln1.hook_normalized": "x / scale, before the norm's weight",
+    "blocks.{i}.attn.hook_q": "queries, before their rotation",
+    "blocks.{i}.attn.hook_k": "keys, before their rotation",
+    "blocks.{i}.attn.hook_v": "values",
+    "blocks.{i}.attn.hook_rot_q": "queries, turned by their position",
+    "blocks.{i}.attn.hook_rot_k": "keys, turned by their position",
+    "blocks.{i}.attn.hook_attn_scores": "q·k / √d_head, −∞ where a place may not look; written out while hooked",
+    "blocks.{i}.attn.hook_pattern": "softmax of the scores; written out while hooked",
+    "blocks.{i}.attn.hook_z": "values mixed by the pattern, head by head",
+    "blocks.{i}.attn.hook_result": "what each head writes into the residual stream",
+    "blocks.{i}.hook_attn_out": "what attention writes into the residual stream",
+    "blocks.{i}.hook_resid_mid": "residual stream between attention and MLP",
+    "blocks.{i}.ln2.hook_scale": "scale of the norm before the MLP",
+    "blocks.{i}.ln2.hook_normalized": "x / scale, before the norm's weight",
+    "blocks.{i}.mlp.hook_pre": "the gate, before silu",
+    "blocks.{i}.mlp.hook_pre_linear": "the up-projection",
+    "blocks.{i}.mlp.hook_post": "silu(gate) · up, what enters the down-projection: ROME's key",
+    "blocks.{i}.hook_mlp_out": "what the MLP writes into the residual stream",
+    "blocks.{i}.hook_resid_post": "residual stream after the block",
+    "ln_final.hook_scale": "scale of the last norm",
+    "ln_final.hook_normalized": "x / scale, before the norm's weight",
+    "denoise.hook_tokens": "the canvas going in; −1 where a causal model has not been",
+    "denoise.hook_logits": "logits after guidance, by place; zeros where nothing is proposed",
+    "denoise.hook_candidates": "the tokens proposed; elsewhere the canvas's own",
+    "denoise.hook_confidence": "probabilities of these tokens, by which places are ranked; zero elsewhere",
+    "denoise.hook_reveal": "the places that are revealed in this step",
+}
+
+# Sizes that tell the axes apart.
+_SIZES = {
+    "batch": 2,
+    "pos": 5,
+    "head": 6,
+    "kv_head": 3,
+    "d_head": 8,
+    "d_model": 11,
+    "d_mlp": 13,
+    "d_vocab": 17,
+    "d_vocab_out": 16,
+}
+_KINDS = {torch.int64: "Int", torch.bool: "Bool", torch.float32: "Float", torch.float64: "Float"}
+
+
+def axis_rows() -> list[tuple[str, str]]:
+    """Word and meaning of every axis, from the docstring of `shapes`."""
+    assert shapes.__doc__ is not None
+    return re.findall(r"^(\w+(?:, \w+)*)  +(.+)$", shapes.__doc__, re.MULTILINE)
+
+
+def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
+    """Name, shape, when it passes, and meaning of the hook points of the "network" or of the "loop".
+
+    Raises:
+        ValueError: `MEANING` does not fit the embedded models, or they have other hook points than one another.
+    """
+    names = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").hook_dict]
+    twin = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu").hook_dict]
+    if set(names) != set(MEANING) or set(twin) != set(MEANING):
+        raise ValueError(f"hook points and their meanings differ: {sorted({*names, *twin} ^ set(MEANING))}")
+    seen, model = _observed()
+    rows = []
+    for name, meaning in MEANING.items():
+        silent = model.why_silent(name.format(i=0))
+        if name.startswith("denoise.") == (kind == "loop"):
+            condition = re.search(r"`?model\.set_use_attn_result\(True\)`?", silent or "")
+            rows.append((name, seen[name], f"after `{condition[0]}`" if condition else "", meaning))
+    return rows
+
+
+@cache
+def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
+    """The shape that passes each hook point of a small random model, in axis words, and that model as it was."""
+    sizes = _SIZES
+    cfg = DiffusionConfig.from_architecture(
+        Architecture(
+            family="diffusion_lens",
+            name="probe",
+            n_layers=1,
+            d_model=sizes["d_model"],
+            n_heads=sizes["head"],
+            n_key_value_heads=sizes["kv_head"],
+            d_head=sizes["d_head"],
+            d_mlp=sizes["d_mlp"],
+            d_vocab=sizes["d_vocab"],
+            d_vocab_out=sizes["d_vocab_out"],
+            n_ctx=32,
+            attention_dir="bidirectional",
+            readout="in_place",
+            mask_token_id=sizes["d_vocab"] - 1,
+        ),
+        device="cpu",
+    )
+    probe, seen = HookedDiffusionTransformer(cfg), {}
+
+    def look(x: torch.Tensor, hook: Any) -> None:
+        seen[_template(hook.name)] = f"{_KINDS[x.dtype]}[{' '.join(_words(x.shape))}]"
+
+    probe.set_use_attn_result(True)
+    prompt = torch.zeros(sizes["batch"], 1, dtype=torch.long)
+    probe.denoise(prompt, length=sizes["pos"], steps=1, fwd_hooks=[(lambda name: True, look)])
+    probe.set_use_attn_result(False)
+    return seen, probe
+
+
+def _words(shape: Sequence[int]) -> list[str]:
+    by_size = {size: word for word, size in _SIZES.items()} | {1: "1"}
+    words = [by_size[size] for size in shape]
+    return [*words[:2], "query", "key"] if words[2:] == ["pos", "pos"] else words
+
+
+def _template(name: str) -> str:
+    return re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+class AxisTable(SphinxDirective):
+    """`{axis-table}`: the words for tensor axes."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [(", ".join(f"`{word}`" for word in words.split(", ")), meaning) for words, meaning in axis_rows()]
+        return _parsed(self, _markdown(("axis", "meaning"), rows))
+
+
+class HookTable(SphinxDirective):
+    """`{hook-table} network` or `{hook-table} loop`: name, shape and meaning of each hook point."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        rows = [
+            (f"`{name}`", f"`{shape}`", f"{meaning}; only {when}" if when else meaning)
+            for name, shape, when, meaning in hook_rows(self.arguments[0])
+        ]
+        return _parsed(self, _markdown(("hook point", "shape", "what passes"), rows))
+
+
+def _parsed(directive: SphinxDirective, markdown: list[str]) -> list[nodes.Node]:
+    box = nodes.container()
+    directive.state.nested_parse(StringList(markdown, "tables.py"), directive.content_offset, box)
+    return box.children
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("axis-table", AxisTable)
+    app.add_directive("hook-table", HookTable)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,53 @@
+"""Fenced blocks of a Markdown page, and a runner of the Python among them."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: what follows the opening backticks, such as "python" or "{toctree}".
+        text: what stands between the fences.
+        line: the line of the page on which the text begins.
+        output: the text of a block of the language "output" right after it, `None` if there is none.
+    """
+
+    language: str
+    text: str
+    line: int
+    output: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = list(re.finditer(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1$", text, re.MULTILINE | re.DOTALL))
+    kept = []
+    for i, block in enumerate(found):
+        right_after = [
+            other[3]
+            for other in found[i + 1 : i + 2]
+            if other[2] == "output" and not text[block.end() : other.start()].strip()
+        ]
+        line = text[: block.start(3)].count("\n") + 1
+        kept.append(Block(block[2], block[3], line, right_after[0] if right_after else None))
+    return kept
+
+
+def run_python(page: Path) -> Iterator[tuple[Block, str]]:
+    """Run the Python of a page in order, in one namespace and the current folder; yields what each block prints."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python":
+            # Empty lines before it make a traceback point into the page.
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            with redirect_stdout(io.StringIO()) as said:
+                exec(code, namespace)
+            yield block, said.getvalue()
