@@ -122,6 +122,9 @@ def activation_shape(name: str, cfg: DiffusionConfig, batch: int, pos: int) -> t
     tail = name.rsplit(".", 1)[-1]
     if tail in ("hook_attn_scores", "hook_pattern"):
         return (batch, cfg.n_heads, pos, pos)
+    of_heads = {"q_norm": cfg.n_heads, "k_norm": kv_heads}
+    if (normed := name.split(".")[-2:][0]) in of_heads:
+        return (batch, pos, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)
     widths: dict[str, tuple[int, ...]] = {
         "hook_scale": (1,),
         "hook_q": (cfg.n_heads, cfg.d_head),

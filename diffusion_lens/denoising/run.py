@@ -6,12 +6,15 @@ confident are revealed. The loop's hook points, all over the whole canvas, in th
     denoise.hook_tokens      Int[batch pos]                the canvas going in
     denoise.hook_logits      Float[batch pos d_vocab_out]  after guidance, by place; zeros where nothing is proposed
     denoise.hook_candidates  Int[batch pos]                the tokens proposed; the canvas's own elsewhere
-    denoise.hook_confidence  Float[batch pos]              their probabilities, by which they are ranked; zero elsewhere
+    denoise.hook_confidence  Float[batch pos]              how sure the model is of them; zero elsewhere. By this they
+                                                           are ranked: their probability, unless the sampler's
+                                                           `proposal` says otherwise
     denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
 
-What a hook returns there is what the loop uses; only masked places can be revealed. While anything is hooked, the
-network runs at every step and tokens are proposed at every masked place (on a causal model: at the next one), so that a
-hook may change the order; otherwise a step that reveals nothing costs nothing.
+What a hook returns there is what the loop uses; only masked places can be revealed, and one where [MASK] itself is
+proposed stays masked. While anything is hooked, the network runs at every step and tokens are proposed at every masked
+place (on a causal model: at the next one), so that a hook may change the order; otherwise a step that reveals nothing
+costs nothing.
 
 With a `script`, the canvases of an earlier run, the run is forced: the network and its hooks see those canvases, their
 tokens are revealed (nothing passes `hook_candidates` and `hook_reveal`), and what changes under a hook is how probable
@@ -31,7 +34,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
-from diffusion_lens.denoising.proposal import confidence_of, propose_tokens
+from diffusion_lens.denoising.proposal import confidence_of
 from diffusion_lens.denoising.randomness import PlaceNoise, row_seeds
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
@@ -123,27 +126,32 @@ class Run:
         candidates = self._propose(state, places, logits)
         if self.script is None:
             candidates = hooks.hook_candidates(candidates)
+        proposal, tokens = self.sampler.proposal, candidates[places]
         confidence = torch.zeros(places.shape, dtype=torch.float64, device=places.device)
-        confidence[places] = confidence_of(logits, candidates[places])
-        ranking = hooks.hook_confidence(confidence.clone())
+        confidence[places] = confidence_of(logits, tokens)
+        ranking = confidence.clone()
+        if not proposal.is_plain:
+            ranking[places] = proposal.scores(logits, tokens, self.temperature)
+        ranking = hooks.hook_confidence(ranking)
         reveal = plan.places
         if self.script is None:
-            reveal = hooks.hook_reveal(most_confident(ranking, plan)) & places
+            reveal = hooks.hook_reveal(most_confident(ranking, plan)) & places & (candidates != self.canvas.blank)
         self.tokens = torch.where(reveal, candidates, self.tokens)
         self.revealed_at = self.revealed_at.masked_fill(reveal, state.index)
         self.confidence = torch.where(reveal, confidence.float(), self.confidence)
 
     def _propose(self, state: StepState, places: Places, logits: Float[Tensor, "place d_vocab_out"]) -> Tokens:
+        propose, mask_id = self.sampler.proposal.propose, self.model.cfg.mask_token_id
         if self.script is not None:
             after = self.script[len(self.canvases)]
             candidates = torch.where(after == self.canvas.blank, self.tokens, after)
             unwritten = places & (after == self.canvas.blank)
             if bool(unwritten.any()):
-                candidates[unwritten] = logits.argmax(dim=-1)[unwritten[places]]
+                candidates[unwritten] = propose(logits, mask_id=mask_id)[unwritten[places]]
             return candidates
         uniform = self.noise.by_token(state.index, places, logits.shape[-1]) if self.temperature else None
         candidates = self.tokens.clone()
-        candidates[places] = propose_tokens(logits, self.temperature, uniform)
+        candidates[places] = propose(logits, self.temperature, uniform, mask_id)
         return candidates
 
     def _state(self, index: int) -> StepState:

@@ -1,7 +1,7 @@
 """What a sampler decides: at which places a token is proposed in this step, and how many of them are revealed.
 
-The loop proposes a token for each of these places, and reveals the most confident. A sampler is a small final object;
-to write one, answer `plan`.
+The loop proposes a token for each of these places, and reveals the most confident. Which token that is, and what being
+sure of it means, the sampler's `proposal` says. A sampler is a small final object; to write one, answer `plan`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.shapes import Places
 from diffusion_lens.step_state import StepState
@@ -24,18 +25,27 @@ class Plan:
         places: where tokens are proposed.
         counts: how many of them are revealed, for each row, or, with a single entry, for the batch as one pool.
         remask: revealed places that return to [MASK] in this step, if any.
+        jitter: added to the confidence before places are ranked, where their choice is partly chance.
     """
 
     places: Places
     counts: Int[Tensor, "pools"]
     remask: Places | None = None
+    jitter: Float[Tensor, "batch pos"] | None = None
 
 
 class Sampler(ABC):
-    """Chooses places; never tokens."""
+    """Chooses places; never tokens.
+
+    Attributes:
+        name: by which it is asked for and recorded.
+        eps: the time at which the run ends.
+        proposal: which token is proposed at a place, and how sure the model is of it.
+    """
 
     name: str
     eps: float = 1e-5
+    proposal: Proposal = Proposal()
 
     def n_steps(self, asked: int | None, blanks: Places) -> int:
         """Steps of the run; 32 unless asked otherwise, as in SMDM's evaluation."""
@@ -52,8 +62,10 @@ class Sampler(ABC):
 
 
 def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> Places:
-    """The `plan.counts` most confident of `plan.places`; among equals the leftmost."""
+    """The `plan.counts` most confident of `plan.places`, after `plan.jitter`; among equals the leftmost."""
     pools = plan.counts.numel()
+    if plan.jitter is not None:
+        confidence = confidence + plan.jitter
     scores = confidence.masked_fill(~plan.places, float("-inf")).reshape(pools, -1)
     order = scores.argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(

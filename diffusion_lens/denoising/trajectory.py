@@ -28,8 +28,9 @@ class Trajectory:
         tokens: Int[batch pos], the final canvas.
         canvases: Int[step+1 batch pos], x_t before each step, and at the end. A place holds the mask id, or on a causal
             model -1, until it is revealed.
-        revealed_at: Int[batch pos], the step in which a place was revealed; -1 where it was given.
-        confidence: Float[batch pos], probability of the revealed token when it was revealed; 1 where it was given.
+        revealed_at: Int[batch pos], the step in which a place was revealed; -1 where it was given, or still is masked.
+        confidence: Float[batch pos], probability of the revealed token when it was revealed; 1 where it was given, 0
+            where nothing was revealed.
         given: Bool[batch pos], the places that came with the prompt.
         real: Bool[batch pos], false at padding.
         text: the final canvas as text, a string a row; empty strings when the model has no tokenizer.
@@ -60,7 +61,7 @@ class Trajectory:
             tokens=run.tokens,
             canvases=canvases,
             revealed_at=run.revealed_at,
-            confidence=run.confidence.nan_to_num(nan=1.0),
+            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(canvas.blanks(run.tokens), 0.0),
             given=canvas.given,
             real=real,
             text=[model.to_string(row[kept]) if has_text else "" for row, kept in zip(run.tokens, real, strict=True)],

@@ -76,7 +76,7 @@ def recall_by_steps(
     masked = model.cfg.mask_token_id is not None
     chosen = resolve_sampler(sampler, model.cfg.attention_dir)
     columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else _columns(steps)
-    if isinstance(chosen, Confidence) and chosen.scope == "batch":
+    if isinstance(chosen, Confidence) and chosen.scope != "row":
         batch_size = 1
     settings: dict[str, Any] = {
         "length": length,

@@ -13,11 +13,11 @@ RESID = "blocks.1.hook_resid_post"
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def record(either, **more):
+def record(every, **more):
     settings_ = dict(length=12, steps=6, temperature=0.7, seed=3)
-    if either.kind == "mdm":
+    if every.kind == "mdm":
         settings_ |= dict(cfg_scale=0.8, sampler=Ancestral())
-    return either.model.denoise(PROMPT, **settings_ | more)
+    return every.model.denoise(PROMPT, **settings_ | more)
 
 
 def same(a: Trajectory, b: Trajectory) -> None:
@@ -27,11 +27,11 @@ def same(a: Trajectory, b: Trajectory) -> None:
 
 
 @pytest.mark.parametrize("canvas", ["forced", "free"])
-def test_without_hooks_a_replay_is_the_run(either, canvas, tmp_path):
-    run = record(either)
-    same(run.replay(either.model, canvas=canvas), run)
+def test_without_hooks_a_replay_is_the_run(every, canvas, tmp_path):
+    run = record(every)
+    same(run.replay(every.model, canvas=canvas), run)
     loaded = Trajectory.load(run.save(tmp_path / "run.safetensors"))
-    same(loaded.replay(either.model, canvas=canvas), run)
+    same(loaded.replay(every.model, canvas=canvas), run)
 
 
 @relaxed
@@ -43,64 +43,64 @@ def test_a_branch_without_hooks_ends_where_the_run_ended(either, step, canvas):
     same(branch.replay(either.model, canvas=canvas), branch)
 
 
-def test_a_branch_keeps_the_numbers_of_its_steps(either):
+def test_a_branch_keeps_the_numbers_of_its_steps(every):
     seen = []
-    record(either).from_step(2).replay(
-        either.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: seen.append((hook.step.index, hook.step.t)))]
+    record(every).from_step(2).replay(
+        every.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: seen.append((hook.step.index, hook.step.t)))]
     )
     assert seen[0][0] == 2
-    assert seen[0][1] == pytest.approx(record(either).record["times"][2])
+    assert seen[0][1] == pytest.approx(record(every).record["times"][2])
 
 
-def test_a_forced_replay_under_a_hook_keeps_the_tokens_and_moves_their_confidence(either):
-    run = record(either)
-    patched = run.replay(either.model, fwd_hooks=[(RESID, lambda a, hook: a.flip(-1))])
+def test_a_forced_replay_under_a_hook_keeps_the_tokens_and_moves_their_confidence(every):
+    run = record(every)
+    patched = run.replay(every.model, fwd_hooks=[(RESID, lambda a, hook: a.flip(-1))])
     assert torch.equal(patched.canvases, run.canvases)
     assert (patched.confidence - run.confidence).abs().max() > 1e-3
 
 
-def test_a_free_replay_under_a_hook_may_change_the_canvas(either):
-    run = record(either)
-    patched = run.replay(either.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: a.flip(-1))])
+def test_a_free_replay_under_a_hook_may_change_the_canvas(every):
+    run = record(every)
+    patched = run.replay(every.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: a.flip(-1))])
     assert not torch.equal(patched.canvases, run.canvases)
     assert (patched.tokens[run.given] == run.tokens[run.given]).all()
 
 
-def test_the_forced_network_sees_the_recorded_canvas(either):
-    run, seen = record(either), {}
+def test_the_forced_network_sees_the_recorded_canvas(every):
+    run, seen = record(every), {}
 
     def look(activation, hook):
         seen[hook.step.index] = hook.step.tokens
 
-    run.replay(either.model, fwd_hooks=[("hook_embed", look)])
+    run.replay(every.model, fwd_hooks=[("hook_embed", look)])
     assert seen
     for step, tokens in seen.items():
         assert torch.equal(tokens, run.canvases[step])
 
 
-def test_another_seed_branches_off(either):
-    run = record(either, temperature=2.0)
-    other = run.from_step(2).replay(either.model, canvas="free", seeds=[100, 101])
+def test_another_seed_branches_off(every):
+    run = record(every, temperature=2.0)
+    other = run.from_step(2).replay(every.model, canvas="free", seeds=[100, 101])
     assert torch.equal(other.canvases[0], run.canvases[2])
     assert not torch.equal(other.tokens, run.tokens)
 
 
-def test_a_remasked_run_is_replayed_too(either):
-    if either.kind == "ar":
+def test_a_remasked_run_is_replayed_too(every):
+    if every.kind == "ar":
         return
-    run = either.model.denoise(PROMPT, length=16, steps=12, sampler=ReMDM("rescale", eta=0.6), seed=1)
+    run = every.model.denoise(PROMPT, length=16, steps=12, sampler=ReMDM("rescale", eta=0.6), seed=1)
     assert ((run.canvases[1:] == 512) & (run.canvases[:-1] != 512)).any()
-    same(run.replay(either.model), run)
-    same(run.replay(either.model, canvas="free"), run)
+    same(run.replay(every.model), run)
+    same(run.replay(every.model, canvas="free"), run)
 
 
-def test_diff(either):
-    run = record(either)
+def test_diff(every):
+    run = record(every)
     none = run.diff(run)
     assert none.first_step is None
     assert not none.tokens.any()
     hook = (RESID, lambda a, hook: a.flip(-1) if hook.step.index == 3 else None)
-    patched = run.replay(either.model, canvas="free", fwd_hooks=[hook])
+    patched = run.replay(every.model, canvas="free", fwd_hooks=[hook])
     parted = run.diff(patched)
     assert parted.first_step in (None, 3, 4, 5, 6, 7)
     assert torch.equal(parted.tokens, run.tokens != patched.tokens)
@@ -117,29 +117,29 @@ def test_html_shows_every_step_and_escapes(tiny, tmp_path):
     assert "http" not in page
 
 
-def test_refusals(either):
-    run = record(either)
+def test_refusals(every):
+    run = record(every)
     with pytest.raises(ValueError, match="canvas='fixed'"):
-        run.replay(either.model, canvas="fixed")
+        run.replay(every.model, canvas="fixed")
     with pytest.raises(ValueError, match="step 9 is not one of the steps 0 to"):
         run.from_step(9)
     other = Trajectory(**{**vars(run), "record": {**run.record, "model": "another"}})
     with pytest.raises(ValueError, match="made by 'another'"):
-        other.replay(either.model)
-    if either.kind == "mdm":
-        shorter = either.model.denoise(PROMPT, length=12, steps=3, sampler=Confidence())
+        other.replay(every.model)
+    if every.kind == "mdm":
+        shorter = every.model.denoise(PROMPT, length=12, steps=3, sampler=Confidence())
         with pytest.raises(ValueError, match="different shape"):
             run.diff(shorter)
         own = Trajectory(**{**vars(run), "record": {**run.record, "sampler": {"name": "mine"}}})
         with pytest.raises(ValueError, match="pass sampler="):
-            own.replay(either.model, canvas="free")
+            own.replay(every.model, canvas="free")
 
 
-def test_nothing_stays_hooked_when_a_replay_fails(either):
+def test_nothing_stays_hooked_when_a_replay_fails(every):
     def boom(activation, hook):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        record(either).replay(either.model, fwd_hooks=[(RESID, boom)])
-    assert not either.model.list_hooks()
-    assert all(point.step is None for point in either.model.hook_points())
+        record(every).replay(every.model, fwd_hooks=[(RESID, boom)])
+    assert not every.model.list_hooks()
+    assert all(point.step is None for point in every.model.hook_points())

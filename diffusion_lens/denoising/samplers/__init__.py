@@ -1,19 +1,23 @@
 """The samplers, by name and as objects; presets carry the name of the code they equal."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers.ancestral import Ancestral
+from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
+from diffusion_lens.denoising.samplers.presets import dream, llada, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
 
 SAMPLERS: dict[str, Sampler] = {
-    sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight(), ReMDM())
+    sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight(), ReMDM(), Blocks())
 }
+PRESETS: dict[str, Callable[[], Sampler]] = {preset.__name__: preset for preset in (smdm, llada, dream)}
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -28,23 +32,21 @@ def sampler_from(description: Mapping[str, Any]) -> Sampler:
     name = settings.pop("name")
     if name not in SAMPLERS:
         raise ValueError(f"the run used a sampler {name!r} that is not one of {', '.join(SAMPLERS)}: pass sampler=")
+    if "proposal" in settings:
+        settings["proposal"] = Proposal(**settings["proposal"])
     return type(SAMPLERS[name])(**settings)
 
 
-def smdm() -> Confidence:
-    """SMDM's evaluation sampler ("greddy" in `eval/gen_model_answer.py`), its ranking pooled over the batch."""
-    return Confidence(scope="batch")
-
-
 def resolve_sampler(sampler: str | Sampler | None, attention_dir: str) -> Sampler:
-    """A sampler from its name, itself, or the default of the variant."""
+    """A sampler from its name or its preset's, itself, or the default of the variant."""
     if sampler is None:
         sampler = "left_to_right" if attention_dir == "causal" else "confidence"
     if isinstance(sampler, str):
-        if sampler not in SAMPLERS:
-            near = get_close_matches(sampler, SAMPLERS, n=1, cutoff=0.0)
-            raise ValueError(f"unknown sampler {sampler!r}; known are {', '.join(SAMPLERS)} (nearest: {near[0]})")
-        sampler = SAMPLERS[sampler]
+        known = [*SAMPLERS, *PRESETS]
+        if sampler not in known:
+            near = get_close_matches(sampler, known, n=1, cutoff=0.0)
+            raise ValueError(f"unknown sampler {sampler!r}; known are {', '.join(known)} (nearest: {near[0]})")
+        sampler = PRESETS[sampler]() if sampler in PRESETS else SAMPLERS[sampler]
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"sampler={sampler!r} is neither a name nor a Sampler object; write Confidence(), with brackets"
@@ -56,4 +58,18 @@ def resolve_sampler(sampler: str | Sampler | None, attention_dir: str) -> Sample
     return sampler
 
 
-__all__ = ["SAMPLERS", "Ancestral", "Confidence", "LeftToRight", "ReMDM", "Sampler", "resolve_sampler", "smdm"]
+__all__ = [
+    "PRESETS",
+    "SAMPLERS",
+    "Ancestral",
+    "Blocks",
+    "Confidence",
+    "LeftToRight",
+    "Proposal",
+    "ReMDM",
+    "Sampler",
+    "dream",
+    "llada",
+    "resolve_sampler",
+    "smdm",
+]

@@ -1,24 +1,35 @@
 """The reverse process itself: each masked place is revealed with probability 1 - s/t, independently.
 
-Sources: Sahoo et al. 2024 (arXiv 2406.07524); ML-GSAI/SMDM `diff_sample`, alg="origin".
+Sources: Sahoo et al. 2024 (arXiv 2406.07524); ML-GSAI/SMDM `diff_sample` and DreamLM/Dream `_sample`, alg="origin".
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
-from diffusion_lens.denoising.schedule import revealed_share
+from diffusion_lens.denoising.schedule import check_eps, revealed_share
 from diffusion_lens.step_state import StepState
 
 
 @dataclass(frozen=True)
 class Ancestral(Sampler):
-    """Which places are revealed is chance; in the last step all that remain."""
+    """Which places are revealed is chance; in the last step all that remain.
 
+    Attributes:
+        eps: the time at which the run ends.
+        proposal: which token is proposed at a place; nothing is ranked here.
+    """
+
+    eps: float = 1e-5
+    proposal: Proposal = field(default_factory=Proposal)
     name = "ancestral"
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
 
     def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         places = step.masked

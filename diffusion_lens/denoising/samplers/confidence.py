@@ -1,14 +1,16 @@
 """Reveal the places the model is surest of: SMDM's "greedy" (ML-GSAI/SMDM `diff_sample`, alg="greddy")."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
-from diffusion_lens.denoising.schedule import revealed_share
+from diffusion_lens.denoising.schedule import check_eps, revealed_share
 from diffusion_lens.step_state import StepState
 
 
@@ -17,18 +19,44 @@ class Confidence(Sampler):
     """floor(masked · (1 - s/t)) places a step, all that remain in the last.
 
     Attributes:
-        scope: "row" ranks each row by itself; "batch" ranks the batch as one pool, as the authors' code does.
+        scope: "row" counts and ranks each row by itself; "batch" counts and ranks the batch as one pool, as SMDM's code
+            does; "mean" ranks each row by itself and reveals in each what the average row is due, as Dream's code does,
+            so that a row with more masks than that keeps some.
+        eps: the time at which the run ends.
+        choice_temperature: 0 takes the surest places; above, they are drawn without replacement with chances
+            softmax(confidence / choice_temperature).
+        proposal: which token is proposed at a place, and what being sure of it means.
     """
 
     scope: str = "row"
+    eps: float = 1e-5
+    choice_temperature: float = 0.0
+    proposal: Proposal = field(default_factory=Proposal)
     name = "confidence"
 
     def __post_init__(self) -> None:
-        if self.scope not in ("row", "batch"):
-            raise ValueError(f"scope={self.scope!r}; it is 'row' or 'batch'")
+        if self.scope not in ("row", "batch", "mean"):
+            raise ValueError(f"scope={self.scope!r}; it is 'row', 'batch' or 'mean'")
+        if not math.isfinite(self.choice_temperature) or self.choice_temperature < 0:
+            raise ValueError(
+                f"choice_temperature={self.choice_temperature}; it is a finite number, 0 (the surest places) or more"
+            )
+        check_eps(self.eps)
 
     def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        counts = step.masked.sum(dim=1) if self.scope == "row" else step.masked.sum()[None]
-        if step.index < step.n_steps - 1:
-            counts = (counts.float() * revealed_share(step.t, step.s)).to(torch.long)
-        return Plan(step.masked, counts)
+        due = step.masked.sum(dim=1).float()
+        if self.scope == "batch":
+            due = due.sum(dim=0, keepdim=True)
+        elif self.scope == "mean":
+            due = due.mean().expand_as(due)
+        share = revealed_share(step.t, step.s) if step.index < step.n_steps - 1 else 1.0
+        return Plan(step.masked, (due * share).to(torch.long), jitter=self._jitter(step, noise))
+
+    def _jitter(self, step: StepState, noise: PlaceNoise) -> Float[Tensor, "batch pos"] | None:
+        """Gumbel noise: the largest of score + noise are a draw without replacement (Kool et al. 2019, 1903.06059)."""
+        if not self.choice_temperature:
+            return None
+        uniform = noise.by_place(step.index, step.masked).clamp(min=torch.finfo(torch.float64).tiny)
+        jitter = torch.zeros(step.masked.shape, dtype=torch.float64, device=step.masked.device)
+        jitter[step.masked] = -self.choice_temperature * torch.log(-torch.log(uniform))
+        return jitter

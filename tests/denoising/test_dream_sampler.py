@@ -1,0 +1,285 @@
+"""Dream's own sampler, canvas by canvas; its schedule, its ranking, its chance."""
+
+import json
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.sampler import most_confident
+from diffusion_lens.denoising.samplers import Ancestral, Confidence, describe_sampler, dream, sampler_from
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.step_state import StepState
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dream"
+CASES = json.loads((GOLDEN / "trajectories.json").read_text())
+RECORDED = load_file(GOLDEN / "trajectories.safetensors")
+LEFT_WITH_MASKS = ("edge_mask_id_can_win", "edge_unequal_mask_counts")
+MASK = 500
+relaxed = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def model():
+    from diffusion_lens import HookedDiffusionTransformer
+
+    return HookedDiffusionTransformer.from_pretrained(GOLDEN, device="cpu")
+
+
+def ask(name, as_published=False):
+    """The prompt and settings of a recorded run."""
+    case = CASES[name]
+    chosen = {key: case.get(key) for key in ("alg", "alg_temp", "top_p", "top_k")}
+    sampler = dream(**chosen, eps=case.get("eps", 1e-3), as_published=as_published)
+    return RECORDED[f"{name}/prompt"], dict(
+        attention_mask=RECORDED.get(f"{name}/prompt_attention_mask"),
+        max_new_tokens=case["max_new_tokens"],
+        steps=case["steps"],
+        sampler=sampler,
+    )
+
+
+def same(a, b):
+    assert torch.equal(a.canvases, b.canvases)
+    assert torch.equal(a.revealed_at, b.revealed_at)
+    torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_WITH_MASKS])
+@pytest.mark.parametrize("as_published", [False, True])
+def test_every_canvas(model, name, as_published, monkeypatch):
+    if f"{name}/draws" in RECORDED:  # one number a masked place, in reading order
+        drawn = RECORDED[f"{name}/draws"].double()
+        monkeypatch.setattr(PlaceNoise, "by_place", lambda self, step, places: drawn[step, : int(places.sum())])
+    prompt, asked = ask(name, as_published)
+    trajectory = model.denoise(prompt, **asked)
+    expected = torch.cat([RECORDED[f"{name}/x_init"][None], RECORDED[f"{name}/x_steps"]])
+    assert torch.equal(trajectory.canvases, expected)
+
+
+def test_logits_stand_at_the_place_they_predict(model):
+    prompt, asked = ask("maskgit_plus_steps4")
+    seen = []
+    model.denoise(prompt, **asked, fwd_hooks=[("denoise.hook_logits", lambda a, hook: seen.append(a.clone()))])
+    recorded = RECORDED["maskgit_plus_steps4/shifted_logits_step0"]
+    torch.testing.assert_close(seen[0][:, 5:], recorded[:, 5:], rtol=1e-5, atol=3e-5)
+
+
+def test_a_mask_that_wins(model):
+    """As published its place stays masked, in the end too; otherwise it is filled."""
+    name = "edge_mask_id_can_win"
+    added = CASES[name]["logit_bias"]["added"]
+    hooks = [("denoise.hook_logits", lambda a, hook: a + added * (torch.arange(512) == MASK))]
+    prompt, asked = ask(name, as_published=True)
+    published = model.denoise(prompt, **asked, fwd_hooks=hooks)
+    assert torch.equal(published.canvases[1:], RECORDED[f"{name}/x_steps"])
+    assert (published.tokens == MASK).sum() == 1
+    for canvas in ("forced", "free"):
+        same(published.replay(model, canvas=canvas, fwd_hooks=hooks), published)
+    prompt, asked = ask(name)
+    assert (model.denoise(prompt, **asked, fwd_hooks=hooks).tokens != MASK).all()
+
+
+def test_rows_with_other_numbers_of_masks(model):
+    """As published the row with more keeps some. The other, whose picks run out, is left alone, not overwritten."""
+    name = "edge_unequal_mask_counts"
+    recorded = RECORDED[f"{name}/x_steps"]
+    prompt, asked = ask(name, as_published=True)
+    published = model.denoise(prompt, **asked)
+    assert torch.equal(published.canvases[1:, 0], recorded[:, 0])
+    assert (published.tokens[0] == MASK).sum() == 2
+    assert torch.equal(published.canvases[1:4, 1], recorded[:3, 1])
+    assert (recorded[3, 1] == MASK).sum() == 1
+    assert (published.tokens[1] != MASK).all()
+    prompt, asked = ask(name)
+    together = model.denoise(prompt, **asked)
+    assert (together.tokens != MASK).all()
+    for row in range(2):
+        alone = model.denoise(prompt[row : row + 1], **asked)
+        assert torch.equal(together.canvases[:, row], alone.canvases[:, 0])
+
+
+runs = st.fixed_dictionaries(
+    {
+        "prompt_length": st.integers(1, 6),
+        "new": st.integers(1, 10),
+        "steps": st.integers(1, 10),
+        "alg": st.sampled_from(["origin", "maskgit_plus", "topk_margin", "entropy"]),
+        "alg_temp": st.sampled_from([None, 0.3]),
+        "top_p": st.sampled_from([None, 0.8]),
+        "top_k": st.sampled_from([None, 1, 7]),
+        "temperature": st.sampled_from([0.0, 0.7]),
+        "seed": st.integers(0, 2**40),
+    }
+)
+
+
+def start(run, n_batch=2):
+    prompt = torch.randint(
+        490, (n_batch, run["prompt_length"]), generator=torch.Generator().manual_seed(run["seed"] % 1000)
+    )
+    chance = None if run["alg"] == "origin" else run["alg_temp"]
+    sampler = dream(run["alg"], chance, run["top_p"], run["top_k"])
+    asked = {key: run[key] for key in ("steps", "temperature", "seed")}
+    return prompt, dict(max_new_tokens=run["new"], sampler=sampler, **asked)
+
+
+@relaxed
+@given(run=runs)
+def test_the_schedule(model, run):
+    prompt, asked = start(run)
+    trajectory = model.denoise(prompt, **asked)
+    assert (trajectory.tokens != MASK).all()
+    assert torch.equal(trajectory.tokens[:, : run["prompt_length"]], prompt)
+    if run["alg"] == "origin":
+        return
+    times = np.linspace(1, 1e-3, run["steps"] + 1)
+    for row in trajectory.revealed_at[:, run["prompt_length"] :]:
+        left = run["new"]
+        for step, n in enumerate(torch.bincount(row, minlength=run["steps"]).tolist()):
+            due = left * (1 - times[step + 1] / times[step]) if step < run["steps"] - 1 else left
+            # At a whole number the authors' float32 may round to either side.
+            assert n == int(due) or abs(due - round(due)) < 1e-4
+            left -= n
+
+
+@relaxed
+@given(run=runs, pad=st.integers(1, 3))
+def test_rows_are_independent_also_padded(model, run, pad):
+    prompt, asked = start(run)
+    padded = torch.cat([torch.full((2, pad), 498), prompt], dim=1)
+    real = torch.ones_like(padded)
+    real[1, :pad] = 0
+    together = model.denoise(padded, attention_mask=real, **asked)
+    first = model.denoise(padded[:1], **asked)
+    second = model.denoise(prompt[1:], **{**asked, "seed": run["seed"] + 1})
+    assert torch.equal(together.canvases[:, 0], first.canvases[:, 0])
+    assert torch.equal(together.canvases[:, 1, pad:], second.canvases[:, 0])
+
+
+@relaxed
+@given(run=runs, data=st.data())
+def test_looked_at_replayed_and_branched_it_is_the_same_run(model, run, data, tmp_path_factory):
+    prompt, asked = start(run)
+    made, steps = model.denoise(prompt, **asked), []
+    looked = model.denoise(prompt, **asked, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step.index))])
+    assert torch.equal(looked.canvases, made.canvases)
+    assert steps == list(range(run["steps"]))
+    loaded = Trajectory.load(made.save(tmp_path_factory.mktemp("runs") / "run.safetensors"))
+    branch = loaded.from_step(data.draw(st.integers(0, run["steps"] - 1)))
+    for canvas in ("forced", "free"):
+        same(branch.replay(model, canvas=canvas), branch)
+
+
+def seen_by(model, temperature=0.0, **chosen):
+    """Logits, proposed tokens and confidence at the masked places of the first step, and the run."""
+    seen = {}
+
+    def look(x, hook):
+        if hook.step.index == 0:
+            seen[hook.name.removeprefix("denoise.hook_")] = x.clone()
+
+    hooks = [(f"denoise.hook_{name}", look) for name in ("logits", "candidates", "confidence")]
+    run = model.denoise(
+        torch.tensor([[5, 6, 7]]),
+        max_new_tokens=9,
+        steps=3,
+        sampler=dream(**chosen),
+        temperature=temperature,
+        fwd_hooks=hooks,
+    )
+    return {name: x[0, 3:] for name, x in seen.items()}, run
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_what_being_sure_means(model, temperature):
+    heat = temperature or 1.0
+    at, run = seen_by(model, temperature, alg="entropy")
+    spread = torch.distributions.Categorical(logits=at["logits"].double() / heat)
+    torch.testing.assert_close(at["confidence"], -spread.entropy(), rtol=1e-6, atol=1e-6)
+    first = (run.revealed_at[0, 3:] == 0).nonzero().flatten()
+    assert set(first.tolist()) == set(at["confidence"].topk(len(first)).indices.tolist())
+    # What a trajectory keeps is a probability under the model, whatever ranks.
+    under_model = at["logits"].softmax(-1).gather(1, at["candidates"][:, None])[:, 0]
+    torch.testing.assert_close(run.confidence[0, 3:][first], under_model[first], rtol=1e-5, atol=1e-7)
+
+    at, _ = seen_by(model, temperature, alg="maskgit_plus", top_k=5)
+    best = (at["logits"].double() / heat).topk(5)
+    among = best.values.softmax(-1)
+    chosen = (best.indices == at["candidates"][:, None]).double()
+    assert (chosen.sum(dim=1) == 1).all()
+    torch.testing.assert_close(at["confidence"], (among * chosen).sum(dim=1))
+
+    at, _ = seen_by(model, temperature, alg="topk_margin", top_k=2)
+    difference = (at["logits"].double() / heat).topk(2).values @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+    torch.testing.assert_close(at["confidence"], torch.tanh(difference / 2))
+
+
+def test_one_token_to_draw_from_is_the_likeliest(model):
+    for filtered in (dict(top_k=1), dict(top_p=1e-9)):
+        at, _ = seen_by(model, 3.0, alg="maskgit_plus", **filtered)
+        assert torch.equal(at["candidates"], at["logits"].argmax(-1))
+        assert (at["confidence"] == 1).all()
+
+
+def test_places_are_drawn_without_replacement():
+    """Two of four places by softmax(confidence / temperature), the second among the three that remain."""
+    n, heat = 6000, 0.4
+    confidence = torch.tensor([0.1, 0.3, 0.5, 0.9], dtype=torch.float64)
+    masked = torch.ones(n, 4, dtype=torch.bool)
+    step = StepState(0, 2, 1.0, 0.5, torch.full((n, 4), MASK), masked, ~masked)
+    noise = PlaceNoise(range(n), torch.arange(4).expand(n, -1))
+    plan = dream("maskgit_plus", alg_temp=heat).plan(step, noise, torch.full((n, 4), float("nan")))
+    assert (plan.counts == 2).all()
+    drawn = most_confident(confidence.expand(n, -1), plan)
+    chances = torch.softmax(confidence / heat, 0).tolist()
+    for pair in ((0, 1), (0, 3), (2, 3), (1, 3)):
+        p = sum(chances[i] * chances[j] / (1 - chances[i]) for i, j in permutations(pair))
+        share = drawn[:, pair].all(dim=1).double().mean().item()
+        assert share == pytest.approx(p, abs=5 * (p * (1 - p) / n) ** 0.5)
+
+
+def test_a_vanishing_choice_temperature_is_none(model):
+    prompt, asked = ask("entropy_steps4")
+    cold = model.denoise(prompt, **{**asked, "sampler": dream("entropy", alg_temp=1e-9)})
+    assert torch.equal(cold.canvases, model.denoise(prompt, **asked).canvases)
+
+
+def test_origin_reveals_each_place_with_its_chance(model):
+    run = model.denoise(torch.tensor([[5]]).expand(60, -1), max_new_tokens=40, steps=4, sampler="dream", seed=3)
+    times = np.linspace(1, 1e-3, 5)
+    for step in range(3):
+        share, expected = (run.revealed_at[:, 1:] <= step).float().mean().item(), 1 - times[step + 1]
+        assert share == pytest.approx(expected, abs=5 * (expected * (1 - expected) / 2400) ** 0.5)
+
+
+def test_names_and_records(model):
+    run = model.denoise(torch.tensor([[5]]), max_new_tokens=4, steps=2, sampler="dream")
+    assert sampler_from(run.record["sampler"]) == dream() == Ancestral(1e-3, dream().proposal)
+    for sampler in (dream("entropy", 0.1, 0.9, 40, 1e-2), dream("topk_margin", as_published=True)):
+        assert sampler_from(json.loads(json.dumps(describe_sampler(sampler)))) == sampler
+    assert sampler_from({"name": "confidence", "scope": "batch"}) == Confidence("batch")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (dict(alg="margin"), "alg='margin'; it is one of origin, maskgit_plus, topk_margin, entropy"),
+        (dict(alg="origin", alg_temp=0.1), "ranks none"),
+        (dict(alg="entropy", alg_temp=-1.0), "choice_temperature=-1.0"),
+        (dict(top_p=0.0), "top_p=0.0"),
+        (dict(top_p=1.1), "top_p=1.1"),
+        (dict(top_k=0), "top_k=0"),
+        (dict(eps=1.0), "eps=1.0"),
+        (dict(alg="entropy", eps=-0.1), "eps=-0.1"),
+    ],
+)
+def test_bad_settings(chosen, message):
+    with pytest.raises(ValueError, match=message):
+        dream(**chosen)

@@ -1,0 +1,174 @@
+"""The laws of the loop on one small model a family, and that only the readout knows of a shift."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import causal_trace
+from diffusion_lens.analysis.rome import compute_key, optimize_value
+
+RUNS = [
+    dict(steps=5, sampler="confidence", cfg_scale=0.8, temperature=0.0, seed=1),
+    dict(steps=7, sampler="ancestral", cfg_scale=0.0, temperature=0.7, seed=2),
+]
+PROMPT, LENGTH = 5, 13
+DREAM = {
+    "model_type": "Dream",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 513,
+    "max_position_embeddings": 64,
+    "rope_theta": 1e6,
+    "mask_token_id": 512,
+}
+
+
+def prompt_of(every):
+    return every.tokens[:, :PROMPT] % 500
+
+
+@pytest.fixture(params=RUNS, ids=["confidence", "ancestral"])
+def run(request, every):
+    """A prompt of three rows, and settings that the model understands."""
+    causal = {"sampler": "left_to_right", "cfg_scale": 0.0} if every.kind == "ar" else {}
+    return prompt_of(every), {**request.param, "length": LENGTH, **causal}
+
+
+def test_a_run_fills_the_blanks_and_nothing_else(every, run):
+    prompt, options = run
+    trajectory = every.model.denoise(prompt, **options)
+    blank = -1 if every.kind == "ar" else every.model.cfg.mask_token_id
+    assert (trajectory.canvases[0, :, PROMPT:] == blank).all()
+    assert (trajectory.canvases[:, :, :PROMPT] == prompt).all()
+    assert torch.equal(trajectory.canvases[-1], trajectory.tokens)
+    assert ((trajectory.tokens >= 0) & (trajectory.tokens < 512)).all()
+    for step, (before, after) in enumerate(pairwise(trajectory.canvases)):
+        assert torch.equal(after[before != blank], before[before != blank])
+        assert torch.equal(trajectory.revealed_at == step, (before == blank) & (after != blank))
+
+
+def test_rows_are_independent_and_a_seed_decides(every, run):
+    prompt, options = run
+    together = every.model.denoise(prompt, **options)
+    again = every.model.denoise(prompt, **options)
+    assert torch.equal(together.canvases, again.canvases)
+    assert torch.equal(together.confidence, again.confidence)
+    for row in range(3):
+        alone = every.model.denoise(prompt[row : row + 1], **{**options, "seed": options["seed"] + row})
+        assert torch.equal(alone.canvases[:, 0], together.canvases[:, row])
+
+
+def test_looking_changes_nothing(every, run):
+    prompt, options = run
+    plain = every.model.denoise(prompt, **options)
+    looked = every.model.denoise(prompt, **options, fwd_hooks=[(lambda name: True, lambda a, hook: None)])
+    assert torch.equal(plain.canvases, looked.canvases)
+    torch.testing.assert_close(plain.confidence, looked.confidence, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_prompts_give_what_they_give_alone(every, run):
+    prompt, options = run
+    real = torch.ones_like(prompt)
+    real[0, :3] = 0
+    together = every.model.denoise(prompt, attention_mask=real, **options)
+    alone = every.model.denoise(prompt[:1, 3:], **{**options, "length": LENGTH - 3})
+    assert torch.equal(together.canvases[:, 0, 3:], alone.canvases[:, 0])
+
+
+def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
+    """Read where the network predicts: by hand, the row before in a shifted model."""
+    model = every.model
+    trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=4)
+    for place in range(PROMPT, LENGTH):
+        canvas = trajectory.canvases[trajectory.revealed_at[0, place]].clamp(min=0)
+        odds = model(canvas)[0, place - (model.cfg.readout == "shifted")].softmax(-1)
+        torch.testing.assert_close(
+            trajectory.confidence[0, place], odds[trajectory.tokens[0, place]], rtol=1e-4, atol=1e-6
+        )
+
+
+def test_guidance_is_the_formula(every):
+    if every.kind == "ar":
+        with pytest.raises(ValueError, match=r"has no \[MASK\]"):
+            every.model.denoise(prompt_of(every)[:1], length=LENGTH, cfg_scale=0.5)
+        return
+    model, seen = every.model, []
+    look = ("denoise.hook_logits", lambda a, hook: seen.append(a))
+    trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=1, cfg_scale=0.8, fwd_hooks=[look])
+    canvas = trajectory.canvases[0]
+    conditional, unconditional = model(canvas), model(torch.full_like(canvas, model.cfg.mask_token_id))
+    guided = unconditional + 1.8 * (conditional - unconditional)
+    shift = int(model.cfg.readout == "shifted")
+    torch.testing.assert_close(seen[0][:, PROMPT:], guided[:, PROMPT - shift : LENGTH - shift], rtol=1e-5, atol=5e-5)
+
+
+@pytest.fixture(scope="module")
+def dream_and_in_place(specimen):
+    """A shifted bidirectional model, and its weights in a model read in place."""
+    shifted = specimen(DREAM).model
+    cfg = replace(shifted.cfg, readout="in_place")
+    return shifted, HookedDiffusionTransformer(cfg, tensors=shifted.state_dict().items())
+
+
+def a_row_down(activation, hook):
+    """Rows moved by one before the head, the first kept: what was read in the row before stands in its place."""
+    return torch.cat([activation[:, :1], activation[:, :-1]], dim=1)
+
+
+MOVED = ("ln_final.hook_normalized", a_row_down)
+CANVAS = torch.tensor([11, 22, 33, 44, 55, 66, 77, 512, 512])
+QUERY = Query(CANVAS, (2, 4), (7, 8), (31, 32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(cfg_scale=0.8),
+        dict(sampler="ancestral", temperature=0.9),
+        dict(sampler="remdm"),
+        dict(temperature=0.5),
+    ],
+)
+def test_denoising_does_not_know_of_the_shift(dream_and_in_place, options):
+    shifted, in_place = dream_and_in_place
+    prompt = torch.tensor([[512, 12, 13, 512], [21, 22, 23, 24]])
+    first = shifted.denoise(prompt, length=14, steps=6, seed=3, **options)
+    second = in_place.denoise(prompt, length=14, steps=6, seed=3, fwd_hooks=[MOVED], **options)
+    assert torch.equal(first.canvases, second.canvases)
+    torch.testing.assert_close(first.confidence, second.confidence, rtol=1e-4, atol=1e-6, equal_nan=True)
+    unmoved = in_place.denoise(prompt, length=14, steps=6, seed=3, **options)
+    assert not torch.equal(first.canvases, unmoved.canvases)
+
+
+@pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
+def test_a_trace_does_not_know_of_the_shift(dream_and_in_place, kind):
+    shifted, in_place = dream_and_in_place
+    settings = dict(kind=kind, noise=0.5, samples=3, window=2)
+    first = causal_trace(shifted, QUERY, **settings)
+    with in_place.hooks(fwd_hooks=[MOVED]):
+        second = causal_trace(in_place, QUERY, **settings)
+    torch.testing.assert_close(first.token_scores, second.token_scores, rtol=1e-4, atol=1e-8)
+    assert first.clean == pytest.approx(second.clean, rel=1e-4)
+    assert causal_trace(in_place, QUERY, **settings).clean != pytest.approx(first.clean, rel=1e-2)
+
+
+def test_rome_does_not_know_of_the_shift(dream_and_in_place):
+    shifted, in_place = dream_and_in_place
+    essence = Query(torch.tensor([33, 44, 9, 512]), (0, 2), (), ())
+    keys = [compute_key(model, QUERY, 1).vector for model in dream_and_in_place]
+    assert torch.equal(*keys)
+    settings = dict(essence=essence, steps=5, lr=0.05, over_states="partial")
+    first = optimize_value(shifted, QUERY, 1, **settings)
+    with in_place.hooks(fwd_hooks=[MOVED]):
+        second = optimize_value(in_place, QUERY, 1, **settings)
+    torch.testing.assert_close(first.losses, second.losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first.vector, second.vector, rtol=1e-3, atol=1e-4)
+    unmoved = optimize_value(in_place, QUERY, 1, **settings)
+    assert (unmoved.losses[0] - first.losses[0]).abs().max() > 0.01
