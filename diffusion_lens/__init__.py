@@ -8,6 +8,15 @@ from diffusion_lens.catalogue import list_pretrained
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.pairs import load_pair
 from diffusion_lens.step_state import StepState
 
-__all__ = ["DiffusionConfig", "Fact", "HookedDiffusionTransformer", "Query", "StepState", "list_pretrained"]
+__all__ = [
+    "DiffusionConfig",
+    "Fact",
+    "HookedDiffusionTransformer",
+    "Query",
+    "StepState",
+    "list_pretrained",
+    "load_pair",
+]

@@ -77,23 +77,30 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         token: str | bool | None = None,
         local_files_only: bool = False,
     ) -> "HookedDiffusionTransformer":
-        """A model by its published name, or from a file or folder.
+        """A model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
+
+        What lies here comes before a name, and a name before a repository. Of a repository only config, safetensors and
+        tokenizer are fetched, and no code of it is run.
 
         Args:
-            name_or_path: "smdm-1028m", "ar-1028m", "tiny-mdm" (`list_pretrained()` prints all), a `.safetensors` or
-                `.pth` checkpoint, or a folder with one.
+            name_or_path: "smdm-1028m", "llada-8b-base", "tiny-mdm" (`list_pretrained()` prints all), "owner/name" of a
+                repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one.
             config: the checkpoint's config, a path or a mapping. By default the file that lies beside it, or the
                 architecture is recognised from the tensors' shapes.
             tokenizer: a folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
                 default the one beside the checkpoint, or of the published model; a bare file has none and takes ids.
+                Its own habit decides whether BOS is prepended; where it has a chat template,
+                `model.tokenizer.apply_chat_template` works.
             device: by default the GPU if there is one.
             dtype: of the weights; converted piece by piece while they are read.
-            revision, cache_dir, token, local_files_only: as in `huggingface_hub.hf_hub_download`.
+            revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
 
         Raises:
-            ValueError: unknown name (nearest names follow), a file cut off, tensors missing, unknown or misshapen.
-            FileNotFoundError: nothing there, or not in the cache while the hub is out of reach (says what to put
-            where).
+            ValueError: unknown name (nearest names follow), a config of no known family, a file cut off, tensors
+                missing, unknown or misshapen.
+            FileNotFoundError: nothing there, no safetensors in a repository, or not in the cache while the hub is out
+                of reach (says what to put where).
+            PermissionError: a repository whose terms have not been accepted.
         """
         cfg, checkpoint, loaded = open_pretrained(
             name_or_path,

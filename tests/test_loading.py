@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from diffusion_lens import HookedDiffusionTransformer, list_pretrained
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, TOKENIZER_REPO
+from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
 from weight_conversion import PUBLISHED_SIZES, sha256_of_file
 
 load = HookedDiffusionTransformer.from_pretrained
@@ -82,7 +82,7 @@ def hub(monkeypatch):
 
     def install(files, error=EntryNotFoundError):
         stand_in = Hub(files, error)
-        monkeypatch.setattr("diffusion_lens.loading.hf_hub_download", stand_in)
+        monkeypatch.setattr("diffusion_lens.loading.hub.hf_hub_download", stand_in)
         return stand_in
 
     return install
@@ -171,30 +171,34 @@ def test_a_home_folder_is_understood(tmp_path, monkeypatch, tokenizer_folder):
 
 def test_every_file_seen_has_one_entry():
     seen = [(folder, stem) for folder, stems in SEEN.items() for stem in stems.split()]
-    assert sorted((entry.folder, entry.stem) for entry in PUBLISHED.values()) == sorted(seen)
+    assert sorted((entry.folder, entry.stem) for entry in SMDM) == sorted(seen)
 
 
 def test_names_are_unique_and_say_what_they_are():
-    assert len(PUBLISHED) == len({entry.stem for entry in PUBLISHED.values()}) == 44
+    assert len(SMDM) == len({entry.stem for entry in SMDM}) == 44
+    assert len(PUBLISHED) == len(SMDM) + len(REPOSITORIES)
+    assert not {*EMBEDDED} & {*PUBLISHED}
     for name, entry in PUBLISHED.items():
         assert name == entry.name == name.lower()
+    for entry in SMDM:
+        name = entry.name
         kind, size = entry.stem.split("-")[:2]
         assert name.split("-")[:2] == [{"mdm": "smdm", "ar": "ar"}[kind], size.lower()]
-        assert not set(EMBEDDED) & {name}
 
 
 def test_plain_names_are_the_most_trained():
-    for name, entry in PUBLISHED.items():
+    for entry in SMDM:
+        name = entry.name
         if name.count("-") == 1:
             rivals = [
                 int(re.search(r"-(\d+)e18$", other.stem)[1])
-                for other in PUBLISHED.values()
+                for other in SMDM
                 if other.name.startswith(f"{name}-") and re.search(r"M-\d+e18$", other.stem)
             ]
             assert int(re.search(r"-(\d+)e18$", entry.stem)[1]) > max(rivals, default=0), name
 
 
-@pytest.mark.parametrize("entry", PUBLISHED.values(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", SMDM, ids=lambda entry: entry.name)
 def test_an_entry(entry):
     safetensors, pth = entry.files
     assert safetensors == f"{entry.folder}_safetensors/{entry.stem}.safetensors"
@@ -220,7 +224,8 @@ def test_the_list_shows_every_name_with_size_and_source(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [*EMBEDDED, *PUBLISHED]
     rows = {line.split()[0]: line for line in lines}
-    for name, entry in PUBLISHED.items():
+    for entry in SMDM:
+        name = entry.name
         shown = f"{entry.n_bytes / 1e9:.2f} GB" if entry.n_bytes >= 1e9 else f"{entry.n_bytes / 1e6:.1f} MB"
         assert shown in rows[name]
         assert rows[name].endswith(f"nieshen/SMDM/{entry.files[0]}")

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 import typer
 
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, embedded_folder, unknown_name
 from diffusion_lens.cli.report import Report
-from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, open_checkpoint
+from diffusion_lens.loading import shape_of
+from weight_conversion import Architecture
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -41,23 +41,13 @@ class Cost:
 
 
 def architecture_of(name_or_path: str, config: str | Path | None = None) -> Architecture:
-    """The shape of a model, from its name or from the header of its checkpoint.
+    """The shape of a model, from its name or from the header of its checkpoint; nothing is downloaded.
 
     Raises:
         ValueError: an unknown name, or a file that is no checkpoint.
+        FileNotFoundError: nothing there, or a shape that is known only after a download.
     """
-    path, name = Path(name_or_path).expanduser(), name_or_path.lower()
-    if not path.exists() and name in EMBEDDED:
-        path = embedded_folder() / f"{name}.safetensors"
-    elif not path.exists() and name in PUBLISHED:
-        return PUBLISHED[name].architecture
-    elif not path.exists():
-        raise (
-            unknown_name(name_or_path)
-            if path.suffix not in CHECKPOINT_SUFFIXES
-            else FileNotFoundError(f"there is no checkpoint at {path}")
-        )
-    return open_checkpoint(path, config).architecture
+    return shape_of(name_or_path, config)
 
 
 def denoising_passes(model: str, steps: Iterable[int], length: int, cfg_scale: float) -> tuple[int, int]:

@@ -35,6 +35,8 @@ def info(
 ) -> None:
     """Say what a model is made of. Nothing is downloaded: of a published name the shape is known, of a file it is read.
 
+    Of another repository of the hub ("owner/name") it is read too, once that is in the cache.
+
     Example: diffusion-lens info smdm-1028m
     """
     shape = architecture_of(model, config)

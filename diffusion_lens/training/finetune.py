@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 
-from diffusion_lens.catalogue import TOKENIZER_FILES
+from diffusion_lens.loading import save_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.completions import Data, encode_completions, read_completions
 from diffusion_lens.training.devices import accelerated
 from diffusion_lens.training.recipes import TrainingConfig
 from diffusion_lens.training.run_folder import RunFolder, describe_run
 from diffusion_lens.training.trainer import Evaluate, TrainingRecord, train
-from weight_conversion import CHECKPOINT_SUFFIXES, export, open_checkpoint, read_json, write_json
+from weight_conversion import CHECKPOINT_SUFFIXES, export, open_checkpoint
 
 WEIGHTS = "model.safetensors"
 # A folder of its own, because a folder with one .safetensors file is a checkpoint that `from_pretrained` takes.
@@ -75,7 +75,7 @@ def finetune(
     with accelerated(model) as accelerator:
         if accelerator.is_main_process:
             export(dict(model.named_parameters()), model.cfg.architecture, target / WEIGHTS)
-            _write_tokenizer(model, target)
+            save_tokenizer(model.tokenizer, target, prepends_bos=model.cfg.default_prepend_bos)
             # Last, because from here on the run is complete.
             record.save(home.path / RECORD)
             home.checkpoint.unlink()
@@ -94,9 +94,3 @@ def load_weights(model: DiffusionTransformer, path: Path) -> None:
 def _require_no_checkpoint(target: Path) -> None:
     if held := sorted(file.name for file in target.glob("*") if file.suffix in CHECKPOINT_SUFFIXES):
         raise ValueError(f"{target} holds {', '.join(held)}, which no run here wrote; pass another folder as out=")
-
-
-def _write_tokenizer(model: DiffusionTransformer, target: Path) -> None:
-    model.tokenizer.save_pretrained(target)
-    settings = target / TOKENIZER_FILES[1]
-    write_json({**read_json(settings), "add_bos_token": model.cfg.default_prepend_bos}, settings)

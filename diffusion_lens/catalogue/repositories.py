@@ -1,0 +1,147 @@
+"""Checkpoints with a repository of their own: LLaDA, Dream, the small diffusion models of dllm, and causal relatives.
+
+`config` holds the numbers of the published config.json, so that shape and size are known before a download; an entry
+without it is read from its file. Diffusion models of blocks (BD3LM, LLaDA2, Fast-dLLM) need attention masks that we do
+not have, and are not here.
+"""
+
+from typing import Any
+
+from diffusion_lens.catalogue.entries import Repository
+
+LLADA_8B: dict[str, Any] = {
+    "model_type": "llada",
+    "n_layers": 32,
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12288,
+    "vocab_size": 126464,
+    "embedding_size": 126464,
+    "max_sequence_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_full_precision": True,
+    "weight_tying": False,
+    "mask_token_id": 126336,
+}
+
+QWEN25_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+# The instruction-tuned models and the coders name a shorter context than the base model.
+QWEN25_7B_32K = {**QWEN25_7B, "max_position_embeddings": 32768}
+DREAM_7B = {**QWEN25_7B, "model_type": "Dream", "mask_token_id": 151666}
+
+QWEN25_05B = {
+    **QWEN25_7B_32K,
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_06B = {
+    **QWEN25_05B,
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+}
+
+LLAMA2_7B: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3_8B = {
+    **LLAMA2_7B,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+TINYLLAMA = {
+    **LLAMA2_7B,
+    "num_hidden_layers": 22,
+    "hidden_size": 2048,
+    "num_key_value_heads": 4,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 2048,
+}
+
+
+def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
+    """The network of a causal model without its causal mask, and with the next free id of its tokenizer as [MASK]."""
+    return {**config, "model_type": f"a2d-{config['model_type']}", "mask_token_id": mask_token_id}
+
+
+REPOSITORIES = (
+    # Masked diffusion models
+    Repository("llada-8b-base", "GSAI-ML/LLaDA-8B-Base", "config seen", LLADA_8B),
+    Repository("llada-8b-instruct", "GSAI-ML/LLaDA-8B-Instruct", "config seen", LLADA_8B),
+    Repository("llada-1.5", "GSAI-ML/LLaDA-1.5", "name seen", LLADA_8B),
+    Repository("illada-8b-base", "GSAI-ML/iLLaDA-8B-Base", "name seen"),
+    Repository("illada-8b-instruct", "GSAI-ML/iLLaDA-8B-Instruct", "name seen"),
+    Repository("dream-7b-base", "Dream-org/Dream-v0-Base-7B", "name seen", DREAM_7B),
+    Repository("dream-7b-instruct", "Dream-org/Dream-v0-Instruct-7B", "name seen", DREAM_7B),
+    Repository(
+        "dream-coder-7b-instruct",
+        "Dream-org/Dream-Coder-v0-Instruct-7B",
+        "config seen",
+        {**DREAM_7B, "max_position_embeddings": 32768},
+    ),
+    Repository("diffucoder-7b-base", "apple/DiffuCoder-7B-Base", "name seen", DREAM_7B),
+    Repository("diffucoder-7b-instruct", "apple/DiffuCoder-7B-Instruct", "name seen", DREAM_7B),
+    Repository("diffucoder-7b-cpgrpo", "apple/DiffuCoder-7B-cpGRPO", "name seen", DREAM_7B),
+    Repository("qwen3-0.6b-mdlm", "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "name seen", _a2d(QWEN3_06B, 151669)),
+    Repository(
+        "qwen2.5-coder-0.5b-instruct-mdlm",
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+        "name seen",
+        _a2d(QWEN25_05B, 151665),
+    ),
+    # Causal models
+    Repository("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
+    Repository("qwen2.5-7b", "Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),
+    Repository("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", "config seen", QWEN25_7B_32K),
+    Repository("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", "name seen", QWEN25_05B),
+    Repository("qwen2.5-coder-7b", "Qwen/Qwen2.5-Coder-7B", "name seen", QWEN25_7B_32K),
+    Repository("qwen2.5-coder-7b-instruct", "Qwen/Qwen2.5-Coder-7B-Instruct", "name seen", QWEN25_7B_32K),
+    Repository("qwen3-0.6b", "Qwen/Qwen3-0.6B", "config seen", QWEN3_06B),
+    Repository(
+        "tinyllama-1.1b",
+        "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+        "config seen",
+        TINYLLAMA,
+        weight_bytes=4,
+    ),
+    Repository("llama-2-7b", "meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B),
+    Repository("llama-3-8b", "meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B),
+    Repository("llama-3-8b-instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "config seen", LLAMA3_8B),
+)

@@ -1,0 +1,170 @@
+"""From a name or a path to weights, config and tokenizer, and back to a folder. Nothing of a checkpoint is executed."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_lens.catalogue import (
+    EMBEDDED,
+    PUBLISHED,
+    REPOSITORIES,
+    File,
+    Repository,
+    embedded_folder,
+    unknown_name,
+)
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
+from diffusion_lens.loading.tokenizers import (
+    TOKENIZER_FILES,
+    has_tokenizer,
+    load_tokenizer,
+    prepends_bos,
+    read_mask,
+    save_tokenizer,
+)
+from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json
+
+__all__ = [
+    "TOKENIZER_FILES",
+    "load_tokenizer",
+    "open_pretrained",
+    "save_pretrained",
+    "save_tokenizer",
+    "shape_of",
+]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def open_pretrained(
+    name_or_path: str | Path,
+    *,
+    config: str | Path | Mapping[str, Any] | None,
+    tokenizer: Any,
+    device: str | torch.device | None,
+    dtype: torch.dtype,
+    **hub: Any,
+) -> tuple[DiffusionConfig, Checkpoint, Any]:
+    """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`."""
+    found = _locate(name_or_path, hub)
+    loaded = _open_tokenizer(tokenizer, found, hub)
+    if config is None:
+        config = _completed_config(found, lambda: loaded)
+    checkpoint = open_checkpoint(found.path, config)
+    read_mask(loaded, checkpoint.architecture.mask_token_id)
+    cfg = DiffusionConfig.from_architecture(
+        checkpoint.architecture,
+        device=device,
+        dtype=dtype,
+        model_name=found.name,
+        default_prepend_bos=loaded is None or prepends_bos(loaded),
+    )
+    return cfg, checkpoint, loaded
+
+
+def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | None = None) -> Architecture:
+    """The architecture of what `from_pretrained` takes, without a download: from the catalogue, or the files' headers.
+
+    Raises:
+        ValueError: an unknown name, or no checkpoint.
+        FileNotFoundError: nothing there, or the catalogue does not know its shape and it is not in the cache.
+    """
+    published = None if Path(name_or_path).expanduser().exists() else _published(name_or_path)
+    known = published.architecture if published else None
+    if known is not None and config is None:
+        return known
+    found = _locate(name_or_path, {"local_files_only": True})
+    if config is None:
+        config = _completed_config(found, lambda: _open_tokenizer(None, found, {"local_files_only": True}))
+    return open_checkpoint(found.path, config).architecture
+
+
+def save_pretrained(
+    folder: str | Path, tensors: Mapping[str, torch.Tensor], cfg: DiffusionConfig, tokenizer: Any
+) -> Path:
+    """Weights and config in our own layout, the tokenizer beside them; `from_pretrained(folder)` reads them."""
+    target = Path(folder).expanduser()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; save_pretrained needs a folder")
+    export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, target, prepends_bos=cfg.default_prepend_bos)
+    return target
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint on this machine.
+
+    Attributes:
+        name: under which results record the model; `None` takes what its config says.
+        known: what the catalogue knows of its config.
+        tokenizer_elsewhere: whether its tokenizer lies in a repository of its own.
+    """
+
+    path: Path
+    name: str | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_elsewhere: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _Found:
+    """Find a checkpoint: what lies here, then the embedded pair, then the hub."""
+    here, name = Path(name_or_path).expanduser(), str(name_or_path).lower()
+    if here.exists():
+        return _Found(here)
+    if name in EMBEDDED:
+        return _Found(embedded_folder() / f"{name}.safetensors", name)
+    published = _published(name_or_path)
+    if isinstance(published, File):
+        return _Found(fetch_file(published, hub), published.name, tokenizer_elsewhere=True)
+    if isinstance(published, Repository):
+        return _Found(fetch_repository(published.repo, published, hub), published.name, published.config)
+    if here.suffix in CHECKPOINT_SUFFIXES:
+        raise FileNotFoundError(f"there is no checkpoint at {here}")
+    if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):
+        return _Found(fetch_repository(name_or_path, None, hub), name_or_path)
+    raise unknown_name(str(name_or_path))
+
+
+def _published(name_or_path: str | Path) -> File | Repository | None:
+    """The catalogue's entry of a name, or of a repository that it lists."""
+    by_repo = {entry.repo: entry for entry in REPOSITORIES}
+    return PUBLISHED.get(str(name_or_path).lower()) or by_repo.get(str(name_or_path))
+
+
+def _completed_config(found: _Found, tokenizer: Callable[[], Any]) -> dict[str, Any] | None:
+    """The config beside a checkpoint with what it leaves unsaid, or `None` if that is nothing.
+
+    Diffusion models that dllm made of causal ones leave out the id of [MASK], which their tokenizer knows; Llama-2
+    leaves out rope_theta.
+    """
+    path = found.folder / "config.json"
+    settings = read_json(path) if path.exists() else None
+    if not isinstance(settings, Mapping) or "model_type" not in settings:
+        return None
+    missing = {key for key in ("mask_token_id", "rope_theta") if settings.get(key) is None}
+    missing -= {"rope_theta"} if "rope_parameters" in settings else set()
+    unsaid = {key: found.known[key] for key in missing if key in found.known}
+    if "mask_token_id" in missing and str(settings["model_type"]).startswith("a2d-"):
+        mask = getattr(tokenizer(), "mask_token_id", None)
+        unsaid |= {} if mask is None else {"mask_token_id": mask}
+    return {**settings, **unsaid} if unsaid else None
+
+
+def _open_tokenizer(tokenizer: Any, found: _Found, hub: Mapping[str, Any]) -> Any:
+    """The tokenizer asked for, the one beside the checkpoint, the published one, or none."""
+    if tokenizer is not None:
+        return load_tokenizer(Path(tokenizer).expanduser()) if isinstance(tokenizer, str | Path) else tokenizer
+    if has_tokenizer(found.folder):
+        return load_tokenizer(found.folder)
+    return load_tokenizer(fetch_tokenizer(hub, found.folder)) if found.tokenizer_elsewhere else None

@@ -1,0 +1,690 @@
+"""Whole repositories of the hub: tiny checkpoints of the published formats in a cache like Hugging Face's own."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from typer.testing import CliRunner
+
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens.catalogue import PUBLISHED, REPOSITORIES
+from diffusion_lens.cli import app
+from diffusion_lens.loading import shape_of
+from diffusion_lens.loading.hub import fetch_repository
+from diffusion_lens.training import TrainingConfig, finetune
+from weight_conversion import Architecture, export
+
+load = HookedDiffusionTransformer.from_pretrained
+FIRST, MASK = 266, 267
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEXT = "The mask is where Ada's 42 words go, and  déjà vu stays.\n\nSo: THE END"
+
+SHAPE = dict(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def publish(folder: Path, repo: str, cache: Path) -> Path:
+    """Put a folder into a cache as `huggingface_hub` leaves a download there."""
+    home = cache / f"models--{repo.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    return Path(shutil.copytree(folder, home / "snapshots" / COMMIT))
+
+
+def theirs(folder: Path, family: str, **settings):
+    """A random model of Hugging Face's, saved by its own code in several shards."""
+    config, network = FAMILIES[family]
+    torch.manual_seed(0)
+    model = network(config(**SHAPE, **settings)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return model
+
+
+def ours(folder: Path, family: str, **changes) -> HookedDiffusionTransformer:
+    """A random model of a family that Hugging Face has no code for, exported in that family's format."""
+    shape = Architecture(
+        family=family,
+        name="published",
+        n_layers=2,
+        d_model=32,
+        n_heads=4,
+        n_key_value_heads=4 if family == "llada" else 2,
+        d_head=8,
+        d_mlp=48,
+        d_vocab=300,
+        d_vocab_out=300,
+        n_ctx=128,
+        attention_dir="bidirectional",
+        readout="in_place" if family == "llada" else "shifted",
+        mask_token_id=MASK,
+        qkv_bias=family == "dream",
+        rotation="float32" if family == "llada" else "activation",
+    )
+    model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(replace(shape, **changes), device="cpu"))
+    export(model.state_dict(), model.cfg.architecture, folder / "model.safetensors")
+    return model
+
+
+def shard(folder: Path) -> None:
+    """Break the one file into two with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    where = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in names if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def bytes_tokenizer(*added: str) -> Tokenizer:
+    """Byte-level BPE like that of all these families: 256 bytes, then some merges, then from `FIRST` on `added`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=FIRST, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.add_special_tokens(list(added))
+    return tokenizer
+
+
+def words(folder: Path, tokenizer: Tokenizer, **settings) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+LLADA_TEMPLATE = (
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+LLADA_ADDED = ("<|startoftext|>", "<|mdm_mask|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHAT = [{"role": "user", "content": " Hi "}]
+
+
+def llada_words(folder: Path) -> Path:
+    """As LLaDA's: a BOS that only the chat template writes, and a mask that the config alone knows for one."""
+    settings = dict(add_bos_token=False, bos_token="<|startoftext|>", chat_template=LLADA_TEMPLATE)
+    return words(folder, bytes_tokenizer(*LLADA_ADDED), **settings)
+
+
+@pytest.fixture
+def llada(tmp_path):
+    """A folder as GSAI-ML/LLaDA-8B-Base is one, with code and a pickle beside it."""
+    folder = tmp_path / "llada"
+    model = ours(folder, "llada")
+    shard(folder)
+    llada_words(folder)
+    (folder / "modeling_llada.py").write_text("raise SystemExit('remote code ran')")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    return folder, model
+
+
+class Hub:
+    """`snapshot_download` over a folder: what is asked for, and nothing else, comes into the cache."""
+
+    def __init__(self, source: Path, cache: Path, error: Exception | None = None):
+        self.source, self.error, self.calls = source, error, []
+        self.target = cache / "snapshots" / COMMIT
+
+    def __call__(self, repo, *, allow_patterns, **settings):
+        self.calls.append((repo, allow_patterns, settings))
+        if self.error:
+            raise self.error
+        for path in self.source.rglob("*"):
+            name = path.relative_to(self.source).as_posix()
+            if path.is_file() and any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (self.target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, self.target / name)
+        return str(self.target)
+
+
+@pytest.fixture
+def online(monkeypatch, tmp_path):
+    def install(source, error=None):
+        hub = Hub(source, tmp_path / "cache", error)
+        monkeypatch.setattr("diffusion_lens.loading.hub.snapshot_download", hub)
+        monkeypatch.setattr("diffusion_lens.loading.hub.HF_HUB_OFFLINE", False)
+        return hub
+
+    return install
+
+
+def same_weights(left, right):
+    pairs = zip(left.named_parameters(), right.named_parameters(), strict=True)
+    return all(name == other and torch.equal(one, two) for (name, one), (other, two) in pairs)
+
+
+# --- repositories in the cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sharded_repository_of_hugging_faces_own(family, tmp_path):
+    reference = theirs(tmp_path / "saved", family)
+    assert len([*(tmp_path / "saved").glob("model-*.safetensors")]) > 2
+    publish(tmp_path / "saved", "Owner/Some-Model.v1", tmp_path / "cache")
+    model = load("Owner/Some-Model.v1", cache_dir=tmp_path / "cache", device="cpu")
+    tokens = torch.arange(40).reshape(2, 20) * 7
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), reference(tokens).logits, atol=1e-5, rtol=1e-4)
+    assert model.cfg.model_name == "Owner/Some-Model.v1"
+    assert model.cfg.family == family
+    assert model.tokenizer is None
+
+
+def test_a_name_of_the_catalogue_and_its_repository_are_one(llada, tmp_path):
+    folder, model = llada
+    publish(folder, "GSAI-ML/LLaDA-8B-Base", tmp_path / "cache")
+    for name in ("llada-8b-base", "LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Base"):
+        loaded = load(name, cache_dir=tmp_path / "cache", local_files_only=True, device="cpu")
+        assert same_weights(loaded, model)
+        assert loaded.cfg.model_name == "llada-8b-base"
+        # The file's own numbers, not the catalogue's.
+        assert (loaded.cfg.mask_token_id, loaded.cfg.d_model, loaded.cfg.n_ctx) == (MASK, 32, 128)
+        assert not loaded.cfg.default_prepend_bos
+
+
+def test_dream_is_read_shifted(tmp_path):
+    model = ours(tmp_path / "dream", "dream")
+    publish(tmp_path / "dream", "Dream-org/Dream-v0-Base-7B", tmp_path / "cache")
+    loaded = load("dream-7b-base", cache_dir=tmp_path / "cache", device="cpu")
+    assert same_weights(loaded, model)
+    assert (loaded.cfg.readout, loaded.cfg.attention_dir) == ("shifted", "bidirectional")
+
+
+def test_our_own_format_may_be_published_too(tmp_path):
+    load("tiny-mdm", device="cpu").save_pretrained(tmp_path / "saved")
+    publish(tmp_path / "saved", "owner/mine", tmp_path / "cache")
+    assert load("owner/mine", cache_dir=tmp_path / "cache", device="cpu").cfg.mask_token_id is not None
+
+
+def test_a_folder_here_comes_before_the_hub(tmp_path, monkeypatch, llada, online):
+    folder, model = llada
+    hub = online(folder)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "GSAI-ML" / "LLaDA-8B-Base")
+    assert same_weights(load("GSAI-ML/LLaDA-8B-Base", device="cpu"), model)
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize("path", ["../owner/name", "a/b/c", "/owner/name", "owner/", "ow ner/name"])
+def test_what_cannot_be_an_id_is_not_looked_up(path, tmp_path, monkeypatch, online):
+    hub = online(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no published name and no file or folder"):
+        load(path)
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        load("owner/model.safetensors")
+    with pytest.raises(ValueError, match="no published name and no file or folder"):
+        load(Path("owner/name"))
+    assert hub.calls == []
+
+
+# --- what is fetched
+
+
+def test_only_config_weights_and_tokenizer_are_fetched(llada, online, tmp_path):
+    folder, model = llada
+    (folder / "original").mkdir()
+    for name in ("consolidated.safetensors", "original/model.safetensors", "original/config.json"):
+        (folder / name).write_bytes(b"?")
+    hub = online(folder)
+    loaded = load(
+        "GSAI-ML/LLaDA-8B-Base", revision="v1", cache_dir=tmp_path / "c", token="hf_x", local_files_only=False
+    )
+    assert same_weights(loaded.to("cpu"), model)
+    (_, small, first), (_, large, second) = hub.calls
+    settings = {"cache_dir": tmp_path / "c", "token": "hf_x", "local_files_only": False}
+    assert first == {**settings, "revision": "v1"}
+    assert second == {**settings, "revision": COMMIT}
+    assert not any(fnmatch("model-00001-of-00002.safetensors", pattern) for pattern in small)
+    assert large == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert {path.relative_to(hub.target).as_posix() for path in hub.target.rglob("*") if path.is_file()} == {
+        "config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *large,
+    }
+
+
+def test_one_file_without_an_index(online, tmp_path):
+    model = ours(tmp_path / "dream", "dream")
+    hub = online(tmp_path / "dream")
+    assert same_weights(load("owner/name", device="cpu"), model)
+    assert [patterns for _, patterns, _ in hub.calls[1:]] == [["model.safetensors"]]
+
+
+def test_an_unknown_family_is_refused_before_its_weights_are_fetched(online, tmp_path):
+    folder = tmp_path / "gpt"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    (folder / "model.safetensors").write_bytes(b"?")
+    hub = online(folder)
+    with pytest.raises(ValueError, match="no known family") as caught:
+        load("EleutherAI/pythia-70m")
+    for word in ("huggingface.co/EleutherAI/pythia-70m", "model_type='gpt_neox'", "llada", "dream", "qwen3"):
+        assert word in str(caught.value)
+    assert len(hub.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (["config.json", "pytorch_model.bin"], r"has no model\.safetensors at its top.*no pickles"),
+        (["pytorch_model.bin", "model.safetensors"], r"has no config\.json or lit_config\.json at its top"),
+    ],
+)
+def test_what_a_repository_lacks(held, message, online, tmp_path):
+    ours(tmp_path / "whole", "dream")
+    (tmp_path / "whole" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (tmp_path / "part").mkdir()
+    for name in held:
+        shutil.copy(tmp_path / "whole" / name, tmp_path / "part")
+    online(tmp_path / "part")
+    with pytest.raises(FileNotFoundError, match=rf"huggingface\.co/owner/name {message}"):
+        load("owner/name")
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret.safetensors", "pytorch_model.bin", "x.py"])
+def test_an_index_names_safetensors_beside_it(file, llada, online):
+    folder, _ = llada
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    hub = online(folder)
+    with pytest.raises(ValueError, match=r"should name \.safetensors files beside it") as caught:
+        load("owner/name")
+    assert file in str(caught.value)
+    assert len(hub.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (GatedRepoError, PermissionError, ("accepted its terms", "token='hf_...'", "hf auth login")),
+        (RepositoryNotFoundError, FileNotFoundError, ("there is no", "private", "no file or folder 'owner/name'")),
+        (RevisionNotFoundError, ValueError, ("no revision 'v9'", "the newest")),
+        (LocalEntryNotFoundError, FileNotFoundError, ("not whole", "connected machine", "from_pretrained('folder')")),
+    ],
+)
+def test_the_hubs_refusals(error, kind, words, online, tmp_path):
+    online(tmp_path, error.__new__(error))
+    with pytest.raises(kind, match=r"huggingface\.co/owner/name") as caught:
+        load("owner/name", revision="v9")
+    assert type(caught.value) is kind
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_smdms_repository_is_not_taken_whole(online, tmp_path):
+    hub = online(tmp_path)
+    with pytest.raises(ValueError, match=r"nieshen/SMDM holds many checkpoints.*'smdm-1028m'"):
+        load("nieshen/SMDM")
+    assert hub.calls == []
+
+
+# --- offline
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("llada-8b-base", ("'llada-8b-base'", "huggingface.co/GSAI-ML/LLaDA-8B-Base", "(16.0 GB)")),
+        ("illada-8b-base", ("'illada-8b-base'", "huggingface.co/GSAI-ML/iLLaDA-8B-Base")),
+        ("owner/name", ("huggingface.co/owner/name", "no file or folder 'owner/name' lies here")),
+    ],
+)
+def test_offline_with_an_empty_cache(asked, words, tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not whole in the Hugging Face cache") as caught:
+        load(asked, cache_dir=tmp_path)
+    assert type(caught.value) is FileNotFoundError
+    for word in (*words, "config.json", "*.safetensors", "index", "tokenizer", "from_pretrained('folder')"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("gone", ["config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+def test_offline_with_a_part_of_it(gone, llada, tmp_path):
+    folder, _ = llada
+    (publish(folder, "owner/name", tmp_path / "cache") / gone).unlink()
+    with pytest.raises(FileNotFoundError, match=r"owner/name is not whole in the Hugging Face cache"):
+        load("owner/name", cache_dir=tmp_path / "cache")
+
+
+# --- what a config leaves unsaid
+
+
+def a2d(folder: Path, family: str, **said) -> None:
+    """A checkpoint as dllm publishes them: a causal model's config under another model_type."""
+    theirs(folder, family, tie_word_embeddings=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": f"a2d-{family}", **said}))
+    words(folder, bytes_tokenizer("<|endoftext|>", "<|mask|>"), eos_token="<|endoftext|>", mask_token="<|mask|>")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_mask_of_dllms_models_is_their_tokenizers(family, tmp_path):
+    a2d(tmp_path / "a2d", family)
+    publish(tmp_path / "a2d", "owner/name", tmp_path / "cache")
+    for asked in ("owner/name", tmp_path / "a2d"):
+        model = load(asked, cache_dir=tmp_path / "cache", device="cpu")
+        cfg = model.cfg
+        assert (cfg.mask_token_id, cfg.attention_dir, cfg.readout) == (MASK, "bidirectional", "in_place")
+        assert model.to_tokens("[MASK]").tolist() == [[MASK]]
+    assert shape_of(tmp_path / "a2d").mask_token_id == MASK
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "a2d" / name).rename(tmp_path / "elsewhere" / name)
+    assert load(tmp_path / "a2d", tokenizer=tmp_path / "elsewhere", device="cpu").cfg.mask_token_id == MASK
+
+
+def test_the_configs_mask_comes_before_the_tokenizers(tmp_path):
+    a2d(tmp_path / "a2d", "qwen3", mask_token_id=FIRST)
+    assert load(tmp_path / "a2d", device="cpu").cfg.mask_token_id == FIRST
+
+
+def test_the_tokenizers_mask_comes_before_the_catalogues(tmp_path):
+    a2d(tmp_path / "a2d", "qwen3")
+    publish(tmp_path / "a2d", "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", tmp_path / "cache")
+    model = load("qwen3-0.6b-mdlm", cache_dir=tmp_path / "cache", device="cpu")
+    assert model.cfg.mask_token_id == MASK
+    assert PUBLISHED["qwen3-0.6b-mdlm"].architecture.mask_token_id != MASK
+
+
+def test_without_a_mask_anywhere_there_is_no_diffusion_model(tmp_path):
+    a2d(tmp_path / "a2d", "qwen3")
+    (tmp_path / "a2d" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="mask_token_id is None"):
+        load(tmp_path / "a2d")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "base"), [(None, 10000.0), ({"rope_type": "default", "rope_theta": 77.0}, 77.0)]
+)
+def test_llama_2_says_no_rotary_base(parameters, base, tmp_path):
+    theirs(tmp_path / "llama", "llama")
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_parameters")}
+    said = {} if parameters is None else {"rope_parameters": parameters}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, **said}))
+    publish(tmp_path / "llama", "meta-llama/Llama-2-7b-hf", tmp_path / "cache")
+    assert load("llama-2-7b", cache_dir=tmp_path / "cache", device="cpu").cfg.rotary_base == base
+
+
+# --- tokenizers
+
+
+@pytest.fixture(scope="module")
+def llada_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llada")
+    ours(folder, "llada")
+    llada_words(folder)
+    return load(folder, device="cpu")
+
+
+def test_bos_is_prepended_where_the_tokenizer_does_it_itself(tmp_path):
+    ours(tmp_path, "dream")
+    begins = processors.TemplateProcessing(single="<b> $A", special_tokens=[("<b>", FIRST)])
+    for said, does, expected in [
+        ({"bos_token": "<b>"}, True, True),  # Llama-3
+        ({"bos_token": "<b>"}, False, False),  # Dream
+        ({"bos_token": "<b>", "add_bos_token": True}, False, True),  # Llama-2
+        ({"bos_token": "<b>", "add_bos_token": False}, True, False),  # LLaDA
+        ({"bos_token": None}, False, False),  # Qwen
+        ({"bos_token": None, "add_bos_token": True}, False, False),
+    ]:
+        tokenizer = bytes_tokenizer("<b>")
+        if does:
+            tokenizer.post_processor = begins
+        model = load(words(tmp_path, tokenizer, **said), device="cpu")
+        assert model.cfg.default_prepend_bos is expected, (said, does)
+        ids = model.to_tokens("Ada")[0].tolist()
+        assert ids == ([FIRST] if expected else []) + tokenizer.encode("Ada", add_special_tokens=False).ids
+        again = load(model.save_pretrained(tmp_path / "again"), device="cpu")
+        assert again.cfg.default_prepend_bos is expected, (said, does)
+        assert again.to_tokens("Ada")[0].tolist() == ids
+
+
+def test_a_chat_template(llada_model, tmp_path):
+    for model in (llada_model, load(llada_model.save_pretrained(tmp_path), device="cpu")):
+        text = model.tokenizer.apply_chat_template(CHAT, tokenize=False)
+        header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+        assert text == f"<|startoftext|>{header.format('user')}Hi<|eot_id|>{header.format('assistant')}"
+        ids = model.to_tokens(text)[0].tolist()
+        assert ids[:2] == [FIRST, FIRST + 2]
+        assert ids.count(FIRST) == 1
+        assert ids == list(model.tokenizer.apply_chat_template(CHAT)["input_ids"])
+
+
+def test_fine_tuning_writes_the_same_tokenizer(tmp_path):
+    ours(tmp_path / "llada", "llada")
+    llada_words(tmp_path / "llada")
+    settings = json.loads((tmp_path / "llada" / "tokenizer_config.json").read_text())
+    (tmp_path / "llada" / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|eot_id|>"}))
+    model = load(tmp_path / "llada", device="cpu")
+    rows = [{"prompt": "Ada was", "completion": " a pilot"}]
+    finetune(model, rows, TrainingConfig(steps=1, batch_size=1), tmp_path / "tuned", progress=False)
+    again = load(tmp_path / "tuned", device="cpu")
+    assert again.cfg.family == "llada"
+    assert not again.cfg.default_prepend_bos
+    for text in ("Ada[MASK]", model.tokenizer.apply_chat_template(CHAT, tokenize=False)):
+        assert again.to_tokens(text).tolist() == model.to_tokens(text).tolist()
+    assert again.tokenizer.chat_template == model.tokenizer.chat_template
+
+
+def test_a_template_in_a_file_of_its_own(tmp_path):
+    ours(tmp_path, "llada")
+    llada_words(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert load(tmp_path, device="cpu").tokenizer.apply_chat_template(CHAT, tokenize=False) == " Hi !"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("tools: {{ messages[0].content }}")
+    for model in (load(tmp_path, device="cpu"), load(load(tmp_path).save_pretrained(tmp_path / "again"), device="cpu")):
+        template = model.tokenizer.apply_chat_template
+        assert template(CHAT, tokenize=False) == " Hi !"
+        assert template(CHAT, chat_template="tools", tokenize=False) == "tools:  Hi "
+
+
+def test_templates_by_name_in_the_config(tmp_path):
+    ours(tmp_path, "llada")
+    named = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
+    words(tmp_path, bytes_tokenizer(*LLADA_ADDED), chat_template=named)
+    template = load(tmp_path, device="cpu").tokenizer.apply_chat_template
+    assert (template(CHAT, tokenize=False), template(CHAT, chat_template="rag", tokenize=False)) == ("a", "b")
+
+
+def test_templates_are_fetched(llada, online):
+    folder, _ = llada
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("?")
+    online(folder)
+    tokenizer = load("owner/name", device="cpu").tokenizer
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == " Hi !"
+    assert tokenizer.apply_chat_template(CHAT, chat_template="tools", tokenize=False) == "?"
+
+
+def test_mask_is_written_as_everywhere(llada_model, tmp_path):
+    again = load(load(llada_model.save_pretrained(tmp_path), device="cpu").save_pretrained(tmp_path), device="cpu")
+    for model in (llada_model, again):
+        plain = model.to_tokens("Ada").tolist()[0]
+        for mask in ("[MASK]", "<|mdm_mask|>"):
+            assert model.to_tokens(f"Ada{mask}{mask}Ada{mask}").tolist() == [[*plain, MASK, MASK, *plain, MASK]]
+        assert model.tokenizer.mask_token_id == model.cfg.mask_token_id == MASK
+        assert len(model.tokenizer) == FIRST + 5
+        assert model.to_single_token("[MASK]") == MASK
+        assert model.to_str_tokens(torch.tensor([MASK])) == ["[MASK]"]
+        # Where words stand is still told in the text as it was given.
+        text = "a[MASK]b <|eot_id|>é"
+        spans = model.token_spans(text)
+        ids = model.to_tokens(text)[0].tolist()
+        letters = [text[a:b] for (a, b), token in zip(spans, ids, strict=True) if token != MASK]
+        assert letters == ["a", "b", " ", "<|eot_id|>", "é", "é"]
+
+
+def dream_words(folder: Path, **changes) -> Path:
+    """As Dream's: no tokenizer.json, the parts of Qwen2's, and added tokens in the config."""
+    folder.mkdir(exist_ok=True)
+    bytes_tokenizer().model.save(str(folder))
+    names = ("<|endoftext|>", "<|mask|>", "<|beginoftext|>")
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    added = {str(FIRST + i): {"content": name, **flags} for i, name in enumerate(names)}
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "added_tokens_decoder": added,
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "bos_token": "<|beginoftext|>",
+        "eos_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+        "pad_token": "<|endoftext|>",
+        **changes,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_dreams_tokenizer_is_qwen2s(tmp_path):
+    ours(tmp_path, "dream")
+    model = load(dream_words(tmp_path), device="cpu")
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    merges = [tuple(line.split()) for line in (tmp_path / "merges.txt").read_text().splitlines() if line[0] != "#"]
+    reference = Qwen2Tokenizer(vocab=vocabulary, merges=merges)
+    for text in (TEXT, "I'LLx Ada'Sun  pay 1,234.50€\r\n\r\n  (e\u0301té)", "変換 x=3;\n\tdef f(): pass  "):
+        ids = model.to_tokens(text)[0].tolist()
+        assert ids == reference(text)["input_ids"]
+        # So few merges would not show every split.
+        splits = [each.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) for each in (model.tokenizer, reference)]
+        assert splits[0] == splits[1]
+        assert model.to_string(torch.tensor(ids)) == reference.decode(ids)
+    assert not model.cfg.default_prepend_bos
+    assert model.to_tokens("a", prepend_bos=True)[0, 0] == FIRST + 2
+    assert model.to_tokens("a[MASK]").tolist()[0][1:] == [MASK]
+    again = load(model.save_pretrained(tmp_path / "again"), device="cpu")
+    assert again.to_tokens(TEXT + "[MASK]").tolist() == model.to_tokens(TEXT + "[MASK]").tolist()
+
+
+def test_parts_that_do_not_make_a_tokenizer(tmp_path):
+    ours(tmp_path, "dream")
+    with pytest.raises(ValueError, match=r"of a 'GPT2Tokenizer'.*add its tokenizer\.json"):
+        load(dream_words(tmp_path, tokenizer_class="GPT2Tokenizer"))
+    token = {"content": "<|mask|>", "special": True}
+    with pytest.raises(ValueError, match=r"'<\|mask\|>' has the id 300 in .*, but comes out as 266"):
+        load(dream_words(tmp_path, added_tokens_decoder={"300": token}))
+    dream_words(tmp_path)
+    (tmp_path / "merges.txt").write_text("no merge\n")
+    with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt in .* do not fit together"):
+        load(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks tokenizer_config\.json"):
+        load(tmp_path)
+
+
+# --- the catalogue's repositories
+
+# Weights in all, as the hub's pages or the arithmetic of the published tensors give them.
+WEIGHTS = {
+    "llada-8b-base": 8_015_581_184,
+    "dream-7b-base": 7_615_616_512,
+    "diffucoder-7b-base": 7_615_616_512,
+    "qwen3-0.6b-mdlm": 596_049_920,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_shape_is_known_before_a_download(name):
+    assert shape_of(name).n_params == WEIGHTS[name]
+
+
+def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
+    assert PUBLISHED["llada-8b-base"].n_bytes / 1e9 == pytest.approx(2.11 + 2.95 + 2.99 + 2.95 + 2.92 + 2.11, abs=0.03)
+    assert PUBLISHED["diffucoder-7b-base"].n_bytes / 1e9 == pytest.approx(4.88 + 4.93 + 4.33 + 1.09, abs=0.03)
+
+
+def test_every_repository_has_one_name_and_a_family():
+    assert len({entry.repo for entry in REPOSITORIES}) == len(REPOSITORIES)
+    for entry in REPOSITORIES:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repo)
+        assert entry.evidence in ("config seen", "name seen", "from memory")
+        if entry.config:
+            shape = entry.architecture
+            diffusion = entry.name.startswith(("llada", "dream", "diffucoder")) or entry.name.endswith("-mdlm")
+            assert shape.attention_dir == ("bidirectional" if diffusion else "causal"), entry.name
+            assert (shape.mask_token_id is not None) == diffusion
+            assert shape.readout == ("in_place" if diffusion and shape.family != "dream" else "shifted")
+            assert shape.name == entry.repo
+        else:
+            assert (entry.architecture, entry.n_bytes) == (None, None)
+
+
+def test_the_command_line_describes_what_was_never_downloaded():
+    found = CliRunner().invoke(app, ["info", "dream-7b-base", "--json"])
+    facts = json.loads(found.stdout)["results"]
+    assert found.exit_code == 0
+    assert (facts["parameters"], facts["mask_token_id"], facts["readout"]) == (7_615_616_512, 151666, "shifted")
+    listed = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    rows = {line.split()[0]: line for line in listed}
+    assert "16.03 GB  bidirectional  config seen" in rows["llada-8b-base"]
+    assert rows["llada-8b-base"].endswith("GSAI-ML/LLaDA-8B-Base")
+    assert "unknown" in rows["illada-8b-base"]
+    assert "causal" in rows["qwen2.5-7b"]
+    question = ["--prompt", "x", "--subject", "x", "--answer", " y"]
+    dry = CliRunner().invoke(app, ["trace", "qwen3-0.6b-mdlm", *question, "--dry-run"])
+    assert dry.exit_code == 0, dry.output
+
+
+def test_a_shape_that_is_known_only_from_the_files(llada, tmp_path, monkeypatch):
+    folder, model = llada
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(FileNotFoundError, match="is not whole in the Hugging Face cache"):
+        shape_of("illada-8b-base")
+    publish(folder, "GSAI-ML/iLLaDA-8B-Base", tmp_path / "cache")
+    publish(folder, "owner/name", tmp_path / "cache")
+    assert shape_of("illada-8b-base") == shape_of("owner/name") == model.cfg.architecture
+
+
+def test_fetching_asks_the_cache_only_once(llada, tmp_path):
+    snapshot = publish(llada[0], "owner/name", tmp_path / "cache")
+    assert fetch_repository("owner/name", None, {"cache_dir": tmp_path / "cache"}) == snapshot

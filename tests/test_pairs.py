@@ -1,0 +1,101 @@
+"""Pairs: which two models are held against each other, and why."""
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer, load_pair
+from diffusion_lens.catalogue import EMBEDDED, PUBLISHED
+from diffusion_lens.loading import shape_of
+from diffusion_lens.pairs import PAIRS
+
+# Same size, same data, same compute where there is such a twin.
+TWINS = {
+    "smdm-19m": "ar-19m",
+    "smdm-170m": "ar-170m",
+    "smdm-170m-rsl-0.01": "ar-170m",
+    "smdm-717m": "ar-717m",
+    "smdm-831m": "ar-831m",
+    "smdm-944m": "ar-944m",
+    "smdm-1028m": "ar-1028m",
+    "smdm-1028m-60e18": "ar-1028m-60e18",
+    "smdm-1028m-100e18": "ar-1028m",
+    "smdm-1028m-rsl-0.01": "ar-1028m",
+    "smdm-1028m-sharegpt": "ar-1028m-sharegpt",
+    "smdm-1476m": "ar-1476m",
+}
+
+
+def test_the_embedded_pair():
+    mdm, ar = load_pair("Tiny-MDM", device="cpu", dtype=torch.bfloat16)
+    assert (mdm.cfg.model_name, ar.cfg.model_name) == ("tiny-mdm", "tiny-ar")
+    assert (mdm.cfg.attention_dir, ar.cfg.attention_dir) == ("bidirectional", "causal")
+    assert {weight.dtype for model in (mdm, ar) for weight in model.parameters()} == {torch.bfloat16}
+    for model in (mdm, ar):
+        plain = HookedDiffusionTransformer.from_pretrained(model.cfg.model_name, device="cpu", dtype=torch.bfloat16)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_both_are_loaded_alike(monkeypatch, tmp_path):
+    asked = []
+
+    def stand_in(name, **settings):
+        asked.append((name, settings))
+        return HookedDiffusionTransformer.__new__(HookedDiffusionTransformer)
+
+    monkeypatch.setattr(HookedDiffusionTransformer, "from_pretrained", stand_in)
+    given = dict(device="cpu", dtype=torch.float16, cache_dir=tmp_path, token="hf_x", local_files_only=True)
+    load_pair("dream-7b-base", **given)
+    assert asked == [("dream-7b-base", given), ("qwen2.5-7b", given)]
+
+
+def test_smdms_twins():
+    assert {name: pair.causal for name, pair in PAIRS.items() if name.startswith("smdm-")} == TWINS
+    for name, twin in TWINS.items():
+        ours, theirs = shape_of(name), shape_of(twin)
+        assert (ours.n_layers, ours.d_model, ours.d_mlp) == (theirs.n_layers, theirs.d_model, theirs.d_mlp)
+        # What differs beside the direction of attention is said.
+        flops = [PUBLISHED[each].stem.split("M-")[1].split("e18")[0] for each in (name, twin)]
+        assert (f"against the twin's {flops[1]}e18" in PAIRS[name].shared) == (flops[0] != flops[1])
+
+
+def test_every_pair_is_of_names_that_load_and_says_why():
+    for name, pair in PAIRS.items():
+        assert name == pair.diffusion
+        assert {pair.diffusion, pair.causal} <= {*PUBLISHED, *EMBEDDED}
+        assert (shape_of(name).attention_dir, shape_of(pair.causal).attention_dir) == ("bidirectional", "causal")
+        assert pair.shared
+        assert pair.source
+
+
+@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if "began with" in pair.shared])
+def test_what_began_with_the_same_weights_has_their_shapes(name):
+    left, right = shape_of(name), shape_of(PAIRS[name].causal)
+    for fact in ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab", "rotary_base"):
+        assert getattr(left, fact) == getattr(right, fact), fact
+    assert (left.qkv_bias, left.qk_norm, left.tied) == (right.qkv_bias, right.qk_norm, right.tied)
+
+
+def test_lladas_pair_does_not_claim_common_weights():
+    assert PAIRS["llada-8b-base"].causal == "llama-3-8b"
+    assert "size only" in PAIRS["llada-8b-base"].shared
+
+
+@pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "illada-8b-base"])
+def test_a_model_without_a_relative(name):
+    with pytest.raises(ValueError, match=f"'{name}' has no causal relative") as caught:
+        load_pair(name)
+    for other in ("smdm-19m", "smdm-1476m", "dream-7b-base"):
+        assert other in str(caught.value)
+    assert "smdm-336m," not in str(caught.value)
+
+
+def test_the_name_is_the_diffusion_models():
+    with pytest.raises(ValueError, match=r"'tiny-ar' is causal; load_pair takes the diffusion model: tiny-mdm$"):
+        load_pair("tiny-ar")
+    with pytest.raises(ValueError, match=r"smdm-1028m, smdm-1028m-100e18, smdm-1028m-rsl-0\.01$"):
+        load_pair("ar-1028m")
+
+
+def test_an_unknown_name_offers_the_nearest():
+    with pytest.raises(ValueError, match="'smdm-1028' is no name of a pair; nearest are smdm-1028m"):
+        load_pair("smdm-1028")
