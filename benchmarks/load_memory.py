@@ -1,11 +1,12 @@
 """Memory taken by loading a checkpoint of a published size, as a multiple of the weights themselves.
 
-Writes a lit-gpt checkpoint of that size with random numbers, then loads it for each dtype in a process of its own and
-reads the peak of its resident memory (Linux: VmHWM). Growth is counted from just before `from_pretrained`, with
-everything imported and the embedded tiny model loaded once; pages of the file that are mapped at the same time count
-too. 1.00 would be the weights and nothing else.
+Writes a checkpoint of that size with random numbers, then loads it for each dtype in a process of its own and reads the
+peak of its resident memory (Linux: VmHWM). A size of SMDM's is one float32 file; "llada-8b" stands for two layers of
+LLaDA-8B's widths with all of its vocabulary, 2.9 GB in bfloat16, in shards as Hugging Face writes them. Growth is
+counted from just before `from_pretrained`, with everything imported and the embedded tiny model loaded once; pages of
+the file that are mapped at the same time count too. 1.00 would be the weights and nothing else.
 
-    python benchmarks/load_memory.py [--size 1028M] [--suffix .safetensors] [--folder /tmp] [--keep]
+    python benchmarks/load_memory.py [--size 1028M | llada-8b] [--suffix .safetensors] [--folder /tmp] [--keep]
 """
 
 import argparse
@@ -20,11 +21,32 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from diffusion_lens import HookedDiffusionTransformer
-from weight_conversion import Architecture, export, open_checkpoint, published_architecture, tensor_shapes
+from weight_conversion import Architecture, export, open_checkpoint, published_architecture, tensor_shapes, write_json
+from weight_conversion.files import INDEX
+from weight_conversion.key_map import KeyMap
+from weight_conversion.registry import FAMILIES
 
 DTYPES = ("float32", "bfloat16", "float16")
+LLADA_8B = Architecture(
+    family="llada",
+    name="two layers of LLaDA-8B",
+    n_layers=2,
+    d_model=4096,
+    n_heads=32,
+    n_key_value_heads=32,
+    d_head=128,
+    d_mlp=12288,
+    d_vocab=126464,
+    d_vocab_out=126464,
+    n_ctx=4096,
+    attention_dir="bidirectional",
+    readout="in_place",
+    mask_token_id=126336,
+    rotary_base=500000.0,
+)
 
 
 def write_checkpoint(architecture: Architecture, path: Path) -> Path:
@@ -38,6 +60,30 @@ def write_checkpoint(architecture: Architecture, path: Path) -> Path:
         torch.save({"model": {name: source.read(name).clone() for name in source.shapes()}}, path)
         plain.unlink()
     return path
+
+
+def write_shards(architecture: Architecture, folder: Path, most_bytes: int = 10**9) -> Path:
+    """The same in bfloat16, in shards of at most `most_bytes` (a tensor is never split) with their index."""
+    generator = torch.Generator().manual_seed(0)
+    family = FAMILIES[architecture.family]
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    held = total = 0
+    for name, shape in KeyMap(family.rules, architecture).their_shapes.items():
+        size = 2 * torch.Size(shape).numel()
+        if shards[-1] and held + size > most_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = shape
+        held, total = held + size, total + size
+    where: dict[str, str] = {}
+    for i, shapes in enumerate(shards, start=1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        where |= dict.fromkeys(shapes, file)
+        drawn = {name: torch.rand(shape, generator=generator, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        save_file(drawn, folder / file, metadata={"format": "pt"})
+    write_json({"metadata": {"total_size": total}, "weight_map": where}, folder / INDEX)
+    write_json(family.write_config(architecture), folder / family.config_file)
+    return folder
 
 
 def peak_bytes() -> int:
@@ -71,10 +117,15 @@ def main(size: str = "1028M", suffix: str = ".safetensors", folder: str | None =
     """Write, measure, print one table; the file is deleted again unless it is to be kept."""
     scratch = Path(tempfile.mkdtemp(dir=folder))
     try:
-        path = write_checkpoint(published_architecture(size, "mdm"), scratch / f"mdm-{size}{suffix}")
-        print(f"{path}: {path.stat().st_size:,} bytes, torch {torch.__version__}, CPU")
+        if sharded := size.lower() == "llada-8b":
+            path = write_shards(LLADA_8B, scratch)
+        else:
+            path = write_checkpoint(published_architecture(size, "mdm"), scratch / f"mdm-{size}{suffix}")
+        files = sorted(scratch.glob("*.safetensors")) or [path]
+        n_bytes = sum(file.stat().st_size for file in files)
+        print(f"{path}: {n_bytes:,} bytes in {len(files)} files, torch {torch.__version__}, CPU")
         print(f"{'dtype':10} {'weights':>15} {'peak growth':>15} {'ratio':>6} {'seconds':>8}")
-        for dtype in DTYPES:
+        for dtype in ("bfloat16",) if sharded else DTYPES:
             found = measure_apart(path, dtype)
             ratio = found["growth"] / found["weights"]
             print(f"{dtype:10} {found['weights']:15,} {found['growth']:15,} {ratio:6.3f} {found['seconds']:8.1f}")

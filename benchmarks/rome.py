@@ -75,7 +75,7 @@ def plain_search(
     real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(canvas.tokens)) for canvas in canvases], batch_first=True)
     lookups = [canvas.subject[1] - 1 for canvas in canvases]
     shift = int(model.cfg.readout == "shifted")
-    last = len(essence.tokens) - 1
+    last = len(essence.tokens) - shift - (model.cfg.mask_token_id is not None)  # behind the text, or at its [MASK]
     delta = torch.zeros(model.cfg.d_model, requires_grad=True)
     initial: list[Tensor] = []
     held: list[Tensor] = []

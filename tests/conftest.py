@@ -23,6 +23,50 @@ GOLDEN = Path(__file__).parent / "golden"
 LIT_GPT = [(variant, kind) for variant in ("gqa", "mha") for kind in ("mdm", "ar")]
 
 
+def hugging_face(model_type: str, **more: Any) -> dict[str, Any]:
+    """A small config in the words of Llama's descendants: grouped heads, wider together than the stream."""
+    masked = {"mask_token_id": 512} if model_type.startswith(("a2d-", "Dream")) else {}
+    return {
+        "model_type": model_type,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "vocab_size": 512 + len(masked),
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        **masked,
+        **more,
+    }
+
+
+CONFIGS = {
+    "llada": {
+        "model_type": "llada",
+        "d_model": 32,
+        "mlp_hidden_size": 48,
+        "n_layers": 3,
+        "n_heads": 4,
+        "vocab_size": 513,
+        "max_sequence_length": 128,
+        "mask_token_id": 512,
+        "rope_theta": 500000.0,
+    },
+    "dream": hugging_face("Dream", rope_theta=1e6),
+    "llama": hugging_face("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
+    "qwen2": hugging_face("qwen2", tie_word_embeddings=True),
+    "qwen3": hugging_face("qwen3", head_dim=16, attention_bias=True),
+    "a2d-llama": hugging_face("a2d-llama"),
+    "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
+    "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
+}
+# Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads.
+UNDER_LAW = ("lit_gpt-mdm", "lit_gpt-ar", "llada", "dream", "llama", "qwen2", "qwen3", "a2d-qwen3")
+
+
 class Golden:
     """One golden checkpoint: the authors' numbers beside the model loaded from its file."""
 
@@ -35,12 +79,72 @@ class Golden:
         self.config = self.folder / "lit_config.json"
         self.model = HookedDiffusionTransformer.from_pretrained(self.checkpoint, config=self.config, device="cpu")
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Three rows of 17."""
+        return self.tensors("forward")["tokens"]
+
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{name}.safetensors")
 
     def cases(self, name: str) -> list[dict[str, Any]]:
         cases: list[dict[str, Any]] = json.loads((self.folder / f"{name}.json").read_text())
         return cases
+
+
+class Specimen:
+    """A small random model, as a family's config describes it."""
+
+    def __init__(self, config: dict[str, Any], seed: int = 0) -> None:
+        from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+        from weight_conversion.registry import recognise
+
+        architecture = recognise(config, {}, "the config").read_architecture(config, {})
+        cfg = DiffusionConfig.from_architecture(architecture, device="cpu")
+        self.kind = "mdm" if architecture.mask_token_id is not None else "ar"
+        self.model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, seed))
+        self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Weights under which attention is far from uniform, and every bias and every norm is felt."""
+    from weight_conversion import tensor_shapes
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for name, shape in tensor_shapes(architecture).items():
+        drawn = torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            tensors.append((name, 0.3 * drawn if name.endswith(".bias") else 1 + 0.3 * drawn))
+        else:
+            tensors.append((name, drawn * (0.35 if name == "embed.weight" else 1.5 / shape[1] ** 0.5)))
+    return tensors
+
+
+@pytest.fixture(scope="session", params=UNDER_LAW)
+def every(request: pytest.FixtureRequest) -> Any:
+    """One small model a family: for laws that hold whatever the family."""
+    if request.param.startswith("lit_gpt-"):
+        return Golden("gqa", request.param.removeprefix("lit_gpt-"))
+    return Specimen(CONFIGS[request.param])
+
+
+@pytest.fixture(params=CONFIGS)
+def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A small config of each family that has a config.json."""
+    return dict(CONFIGS[request.param])
+
+
+@pytest.fixture
+def configs() -> dict[str, dict[str, Any]]:
+    """All of them by name."""
+    return {name: dict(config) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="session")
+def specimen() -> type[Specimen]:
+    """To build a random model from a config."""
+    return Specimen
 
 
 @pytest.fixture(scope="session", params=LIT_GPT, ids=lambda pair: "-".join(pair))
@@ -68,7 +172,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     """After every test: no hook on a shared model, no step lent, no parameter frozen, the grad mode as before."""
     yield
     assert torch.is_grad_enabled()
-    for name in ("golden", "either", "tiny"):
+    for name in ("golden", "either", "every", "tiny"):
         if name in request.fixturenames:
             held = request.getfixturevalue(name)
             model = getattr(held, "model", held)

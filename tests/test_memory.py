@@ -1,9 +1,10 @@
 """Loading takes the memory of the weights in the dtype that was asked for, and hardly more."""
 
 import sys
+from dataclasses import replace
 
 import pytest
-from load_memory import measure_apart, write_checkpoint
+from load_memory import LLADA_8B, measure_apart, write_checkpoint, write_shards
 
 from weight_conversion import Architecture, export_size, open_checkpoint
 
@@ -24,6 +25,17 @@ ARCHITECTURE = Architecture(
     readout="in_place",
     mask_token_id=4000,
     rotary_dtype="bfloat16",
+)
+# A quarter of LLaDA-8B's width and vocabulary: 184 MB in bfloat16.
+SHARDED = replace(
+    LLADA_8B,
+    d_model=1024,
+    n_heads=8,
+    n_key_value_heads=8,
+    d_mlp=3072,
+    d_vocab=32000,
+    d_vocab_out=32000,
+    mask_token_id=31999,
 )
 MOST = 1.15
 
@@ -46,3 +58,17 @@ def test_loading_takes_little_more_than_the_weights(checkpoint, dtype, width, mo
     found = measure_apart(checkpoint, dtype)
     assert found["weights"] == ARCHITECTURE.n_params * width
     assert found["weights"] <= found["growth"] <= MOST * found["weights"], found
+
+
+def test_shards_of_half_precision_load_as_cheaply(tmp_path, monkeypatch):
+    folder = write_shards(SHARDED, tmp_path, most_bytes=50_000_000)
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 3
+    assert open_checkpoint(folder).architecture == SHARDED
+    if sys.platform == "linux":
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        found = measure_apart(folder, "bfloat16")
+        assert found["weights"] == SHARDED.n_params * 2 > 180e6
+        assert found["weights"] <= found["growth"] <= MOST * found["weights"], found
+    for file in files:
+        file.unlink()

@@ -35,6 +35,7 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in our layout, whole. It may share memory with the file: copy what is to be kept."""
+        self._check_repeated()
         return self.key_map.to_ours(self.source.read, most_bytes=sys.maxsize)
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +43,11 @@ class Checkpoint:
 
         Who copies each piece to its place before asking for the next never holds more than a few megabytes of the file.
         """
+        self._check_repeated()
         return self.key_map.to_ours(self.source.read)
+
+    def _check_repeated(self) -> None:
+        self.key_map.check_repeated(self.source.shapes(), self.source.read, str(self.source.path))
 
 
 def open_checkpoint(path: str | Path, config: str | Path | Config | None = None) -> Checkpoint:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor
 
 from weight_conversion.architecture import Architecture, Shape, every_tensor_name, tensor_shapes
@@ -47,7 +48,9 @@ class KeyMap:
         self.our_shapes = tensor_shapes(architecture)
         self.rules = tuple(rule for rule in bound if any(name in self.our_shapes for name in rule.ours))
         # A checkpoint may hold the head that is the embedding once more.
-        self.repeated = {rule.theirs for rule in bound if architecture.tied and rule.ours == ("unembed.weight",)}
+        held_in = {rule.ours: rule.theirs for rule in bound}
+        tied = ("unembed.weight",) in held_in and architecture.tied
+        self.repeated = {held_in["unembed.weight",]: held_in["embed.weight",]} if tied else {}
         covered = {name for rule in bound for name in rule.ours}
         if misfit := (set(self.our_shapes) - covered) | (covered - every_tensor_name(architecture)):
             raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(misfit)}")
@@ -62,14 +65,13 @@ class KeyMap:
 
     def check(self, found: Mapping[str, Shape], source: str) -> None:
         """Raise a `ValueError` that names every missing, unknown or wrongly shaped tensor of `source`."""
-        expected = self.their_shapes
-        missing = [name for name in expected if name not in found]
+        required = self.their_shapes
+        expected = required | {name: required[original] for name, original in self.repeated.items()}
+        missing = [name for name in required if name not in found]
         unknown = [
             name
             for name in found
-            if name not in expected
-            and name not in self.repeated
-            and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
+            if name not in expected and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
         ]
         wrong = [
             f"{name} is {list(found[name])}, expected {list(shape)}"
@@ -111,6 +113,19 @@ class KeyMap:
                         "checkpoint must be turned back first."
                     )
                 yield from zip(rule.ours, rule.layout.split(theirs, self.architecture), strict=True)
+
+    def check_repeated(self, found: Mapping[str, Shape], read: Callable[[str, int, int], Tensor], source: str) -> None:
+        """Raise a `ValueError` if a head that is said to be the embedding is another matrix."""
+        for name, original in self.repeated.items():
+            n_rows, width = found.get(name, (0, 1))
+            step = max(1, PIECE_BYTES // (4 * width))
+            for start in range(0, n_rows, step):
+                stop = min(start + step, n_rows)
+                if not torch.equal(read(name, start, stop), read(original, start, stop)):
+                    raise ValueError(
+                        f"{source} holds {name}, which its config ties to {original}, and the two differ: pass the "
+                        "config with the tie taken out to load both"
+                    )
 
     def to_theirs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Every tensor under the family's own name and layout."""

@@ -63,13 +63,23 @@ def load_tensors(
 ) -> None:
     """Give every parameter its own copy of its tensor, which may come in several pieces of consecutive rows.
 
+    A tied weight may come once more under its second name, as in a `state_dict`.
+
     Raises:
-        ValueError: a tensor unknown, of another shape, or missing.
+        ValueError: a tensor unknown, of another shape, or missing; a second copy that is another.
     """
     # Room for all first: the pieces then come and go behind the weights and leave no holes between them.
     weights = {name: torch.empty(meta.shape, device=device, dtype=dtype) for name, meta in module.named_parameters()}
-    filled = dict.fromkeys(weights, 0)
+    first_name = {parameter: name for name, parameter in module.named_parameters()}
+    again = {name: first_name[each] for name, each in module.named_parameters(remove_duplicate=False)}
+    filled = dict.fromkeys(again, 0)
     for name, piece in tensors:
+        if name in again and name not in weights:
+            weight = weights[again[name]][filled[name] : filled[name] + len(piece)]
+            if weight.shape != piece.shape or not torch.equal(weight, piece.to(weight)):
+                raise ValueError(f"{name!r} is tied to {again[name]!r}, and the two differ")
+            filled[name] += len(piece)
+            continue
         if name not in weights:
             raise ValueError(f"the model has no weight {name!r}; it has {', '.join(list(weights)[:4])} and so on")
         start, stop = filled[name], filled[name] + len(piece)

@@ -33,6 +33,10 @@ class GatedMLP(nn.Module):
         return self.down.weight.T
 
     @property
+    def b_gate(self) -> Float[Tensor, "d_mlp"]:
+        return bias_of(self.gate)
+
+    @property
     def b_in(self) -> Float[Tensor, "d_mlp"]:
         return bias_of(self.up)
 

@@ -52,8 +52,9 @@ class Rotary:
     @torch.inference_mode(False)
     def _compute(self, length: int, device: torch.device) -> Tables:
         # The CPU computes the angles wherever the model is: tables must not depend on the device.
-        exponents = torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head
-        angles = torch.arange(length, device="cpu").float()[:, None] / self.base**exponents
+        # Frequencies are rounded once before they meet the positions, as in the code of every family.
+        frequencies = 1.0 / self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
+        angles = torch.outer(torch.arange(length, device="cpu").float(), frequencies)
         cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 

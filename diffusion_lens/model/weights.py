@@ -80,6 +80,10 @@ class WeightViews(ABC):
         return self._stack(lambda block: block.mlp.W_out)
 
     @property
+    def b_gate(self) -> Float[Tensor, "layer d_mlp"]:
+        return self._stack(lambda block: block.mlp.b_gate)
+
+    @property
     def b_in(self) -> Float[Tensor, "layer d_mlp"]:
         return self._stack(lambda block: block.mlp.b_in)
 

@@ -24,8 +24,12 @@ def query_of(golden, case, tokens):
 
 
 @pytest.fixture
-def query(either):
-    return query_of(either, either.cases("causal_trace")[0], either.tensors("causal_trace")["case0.tokens"])
+def query(every):
+    """Nine places, a subject of three, an answer at the last place, or right behind it."""
+    model, tokens = every.model, every.tokens[0, :9].clone()
+    if every.kind == "mdm":
+        tokens[8] = model.cfg.mask_token_id
+    return Query(tokens, (2, 5), (8 if every.kind == "mdm" else 9,), (3,))
 
 
 def test_grids_are_romes(golden):
@@ -51,6 +55,10 @@ def test_grids_are_romes(golden):
             torch.testing.assert_close(other, recorded[f"{prefix}scores.resid.{corruption}"], **close)
 
 
+def row_of(model, place):
+    return place - (model.cfg.readout == "shifted")
+
+
 SITE = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
 
 
@@ -61,7 +69,7 @@ def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=
     noisy = [("hook_embed", corrupt)]
     with model.hooks(fwd_hooks=noisy):
         _, low = model.run_with_cache(query.tokens.repeat(samples, 1))
-    rows = [place - (model.cfg.readout == "shifted") for place in query.answer_positions]
+    rows = [row_of(model, place) for place in query.answer_positions]
 
     def put(source, place):
         def hook_fn(activation, hook):
@@ -101,14 +109,16 @@ def noise_by_hand(query, d_model, noise, samples, seed):
 
 
 @pytest.fixture
-def two_tokens(either, query):
+def two_tokens(every, query):
     """A question whose answer is the two likeliest tokens at two places, in no order, one of them inside the canvas."""
     n = len(query.tokens)
-    places, rows = ((n - 1, n - 3), (n - 1, n - 3)) if either.kind == "mdm" else ((n - 2, n), (n - 3, n - 1))
-    likeliest = either.model(query.tokens[None])[0, list(rows)].argmax(-1).tolist()
+    places = (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n)
+    rows = [row_of(every.model, place) for place in places]
+    likeliest = every.model(query.tokens[None])[0, rows].argmax(-1).tolist()
     return Query(query.tokens, query.subject, places, tuple(likeliest))
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,8 +132,16 @@ def two_tokens(either, query):
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_every_cell_is_what_ordinary_hooks_give(either, two_tokens, options):
-    model = either.model
+def test_every_cell_is_what_ordinary_hooks_give(every, two_tokens, options):
+    every_cell_is_what_ordinary_hooks_give(every.model, two_tokens, options)
+
+
+def test_and_so_it_is_in_every_family(every, two_tokens):
+    every_cell_is_what_ordinary_hooks_give(every.model, two_tokens, dict(kind="resid", severed="mlp"))
+    every_cell_is_what_ordinary_hooks_give(every.model, two_tokens, dict(kind="attn", window=2))
+
+
+def every_cell_is_what_ordinary_hooks_give(model, two_tokens, options):
     slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 4, 9), 4, **options)
     trace = causal_trace(model, two_tokens, noise=0.5, samples=4, seed=9, **options)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
@@ -133,9 +151,10 @@ def test_every_cell_is_what_ordinary_hooks_give(either, two_tokens, options):
     torch.testing.assert_close(narrow.token_scores, slow.mean(3)[[8, 4]][:, [2, 0]], rtol=0, atol=1e-6)
 
 
-def test_mask_and_swap_are_the_canvas_with_other_tokens(either, two_tokens):
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream", "qwen2"], indirect=True)
+def test_mask_and_swap_are_the_canvas_with_other_tokens(every, two_tokens):
     """Nothing is drawn: one corrupted run, that of a canvas whose subject is another."""
-    model, (start, stop) = either.model, two_tokens.subject
+    model, (start, stop) = every.model, two_tokens.subject
 
     def traced_by_hand(tokens):
         def shown(embedding, hook):
@@ -155,7 +174,7 @@ def test_mask_and_swap_are_the_canvas_with_other_tokens(either, two_tokens):
     counterfactual = Query(changed, two_tokens.subject, two_tokens.answer_positions, two_tokens.answer_tokens)
     assert swapped.corrupted == pytest.approx(causal_trace(model, counterfactual, noise=0.0, samples=1).clean, rel=1e-5)
     assert "noise" not in swapped.record
-    if either.kind == "ar":
+    if every.kind == "ar":
         with pytest.raises(ValueError, match="MASK"):
             causal_trace(model, two_tokens, corruption="mask")
         return
@@ -174,13 +193,14 @@ MIXED = (
 )
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize(
     "options", [dict(), dict(severed="mlp"), dict(kind="mlp", window=2), dict(kind="attn", window=2)]
 )
-def test_a_hook_of_the_callers_acts_on_every_run(either, two_tokens, name, options):
+def test_a_hook_of_the_callers_acts_on_every_run(every, two_tokens, name, options):
     """One that mixes places, so that not even the causal model may leave places out."""
-    model = either.model
+    model = every.model
 
     def mix(activation, hook):
         return activation + 0.5 * activation.flip(1)
@@ -192,10 +212,11 @@ def test_a_hook_of_the_callers_acts_on_every_run(either, two_tokens, name, optio
     assert (causal_trace(model, two_tokens, noise=0.5, samples=2, **options).scores - trace.scores).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
 @pytest.mark.parametrize(("subject", "answer"), [((5, 7), 3), ((0, 2), 8), ((6, 9), 4)])
-def test_a_subject_may_stand_behind_what_is_read(either, query, subject, answer):
-    model = either.model
-    row = answer - (either.kind == "ar")
+def test_a_subject_may_stand_behind_what_is_read(every, query, subject, answer):
+    model = every.model
+    row = row_of(model, answer)
     token = int(model(query.tokens[None])[0, row].argmax())
     asked = Query(query.tokens, subject, (answer,), (token,))
     slow = slow_trace(model, asked, noise_by_hand(asked, model.cfg.d_model, 0.5, 2, 1), 2)
@@ -203,9 +224,10 @@ def test_a_subject_may_stand_behind_what_is_read(either, query, subject, answer)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
 
 
-def test_batches_keep_to_the_budget(either, query, monkeypatch):
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+def test_batches_keep_to_the_budget(every, query, monkeypatch):
     """Rows of each pass, counted: all draws of one cell where no more fits, more where it does."""
-    model, rows = either.model, []
+    model, rows = every.model, []
     forward = type(model).forward
 
     def counting(self, input, *args, **kwargs):
@@ -227,9 +249,9 @@ def test_batches_keep_to_the_budget(either, query, monkeypatch):
     assert widest == [4, 12]
 
 
-def test_patching_everything_is_the_clean_run(either, query):
+def test_patching_everything_is_the_clean_run(every, query):
     """The law by which the grid's cells were made, asked of all places at once: swap all of a layer's outputs."""
-    model = either.model
+    model = every.model
     corrupt = noise_by_hand(query, model.cfg.d_model, 0.5, 3, 1)
     _, clean = model.run_with_cache(query.tokens[None])
     logits = model.run_with_hooks(
@@ -238,9 +260,10 @@ def test_patching_everything_is_the_clean_run(either, query):
     torch.testing.assert_close(logits, model(query.tokens[None]).expand_as(logits), rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_differs_is_computed(either, query):
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+def test_only_what_differs_is_computed(every, query):
     """Matrix products of a whole trace, counted, against the plain procedure's."""
-    model = either.model
+    model = every.model
 
     def cost(run):
         with FlopCounterMode(display=False) as counter:
@@ -249,41 +272,41 @@ def test_only_what_differs_is_computed(either, query):
 
     plain = cost(lambda: slow_trace(model, query, lambda activation, hook: None, 4))
     ours = cost(lambda: causal_trace(model, query, noise=0.5, samples=4))
-    assert plain / ours > {"mdm": 5, "ar": 9}[either.kind]
+    assert plain / ours > {"mdm": 5, "ar": 9}[every.kind]
 
 
 @pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
-def test_no_noise_no_effect(either, query, kind):
-    trace = causal_trace(either.model, query, kind=kind, noise=0.0, samples=2)
+def test_no_noise_no_effect(every, query, kind):
+    trace = causal_trace(every.model, query, kind=kind, noise=0.0, samples=2)
     assert trace.total_effect == pytest.approx(0, abs=1e-6)
     assert trace.indirect_effect.abs().max() < 1e-6
 
 
-def test_restoring_the_place_that_is_read_after_the_last_block_is_the_clean_run(either, query):
-    trace = causal_trace(either.model, query, noise=0.5, samples=3)
-    read = query.answer_positions[0] - (either.kind == "ar")
+def test_restoring_the_place_that_is_read_after_the_last_block_is_the_clean_run(every, query):
+    trace = causal_trace(every.model, query, noise=0.5, samples=3)
+    read = row_of(every.model, query.answer_positions[0])
     assert trace.scores[read, -1].item() == pytest.approx(trace.clean, abs=1e-6)
     others = [place for place in range(len(query.tokens)) if place != read]
     assert (trace.scores[others, -1] - trace.corrupted).abs().max() < 1e-6
 
 
-def test_before_the_subject_a_causal_model_has_nothing_to_restore(either, query):
-    effect = causal_trace(either.model, query, noise=0.5, samples=3).indirect_effect[: query.subject[0]].abs().max()
-    assert (effect < 1e-6) == (either.kind == "ar")
+def test_before_the_subject_a_causal_model_has_nothing_to_restore(every, query):
+    effect = causal_trace(every.model, query, noise=0.5, samples=3).indirect_effect[: query.subject[0]].abs().max()
+    assert (effect < 1e-6) == (every.kind == "ar")
 
 
-def test_how_cells_are_packed_changes_nothing(either, query):
-    wide = causal_trace(either.model, query, noise=0.5, samples=3)
-    narrow = causal_trace(either.model, query, noise=0.5, samples=3, max_bytes=700_000)
+def test_how_cells_are_packed_changes_nothing(every, query):
+    wide = causal_trace(every.model, query, noise=0.5, samples=3)
+    narrow = causal_trace(every.model, query, noise=0.5, samples=3, max_bytes=700_000)
     torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=1e-6)
 
 
-def test_a_longer_answer_is_the_product_of_its_tokens(either, query):
-    model = either.model
+def test_a_longer_answer_is_the_product_of_its_tokens(every, query):
+    model = every.model
     n = len(query.tokens)
-    if either.kind == "mdm":
+    if every.kind == "mdm":
         both = Query(query.tokens, query.subject, (n - 2, n - 1), (11, 12))
-        logits = model(query.tokens[None])[0, [n - 2, n - 1]]
+        logits = model(query.tokens[None])[0, [row_of(model, n - 2), row_of(model, n - 1)]]
     else:
         both = Query(torch.cat([query.tokens, torch.tensor([11])]), query.subject, (n, n + 1), (11, 12))
         logits = model(both.tokens[None])[0, [n - 1, n]]
@@ -324,6 +347,7 @@ def test_save_load_and_plot(tiny, tmp_path):
     torch.testing.assert_close(torch.from_numpy(image.get_array().data), trace.scores)
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -347,35 +371,36 @@ def test_save_load_and_plot(tiny, tmp_path):
         (dict(positions=[3, 3]), "names one twice"),
     ],
 )
-def test_bad_settings(either, query, options, message):
+def test_bad_settings(every, query, options, message):
     with pytest.raises(ValueError, match=message):
-        causal_trace(either.model, query, **{"noise": 0.5, **options})
+        causal_trace(every.model, query, **{"noise": 0.5, **options})
 
 
-def test_a_query_without_an_answer(either, query):
+def test_a_query_without_an_answer(every, query):
     with pytest.raises(ValueError, match="has no answer"):
-        causal_trace(either.model, Query(query.tokens, query.subject, (), ()), noise=0.5)
+        causal_trace(every.model, Query(query.tokens, query.subject, (), ()), noise=0.5)
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize(("position", "token"), [(8, 512), (8, 99999), (8, -1)])
-def test_an_answer_that_cannot_be_written(either, query, position, token):
+def test_an_answer_that_cannot_be_written(every, query, position, token):
     with pytest.raises(ValueError, match=f"cannot write the answer tokens .{token}"):
-        causal_trace(either.model, Query(query.tokens, query.subject, (position,), (token,)), noise=0.5)
+        causal_trace(every.model, Query(query.tokens, query.subject, (position,), (token,)), noise=0.5)
 
 
-def test_an_answer_behind_the_canvas_is_not_read(either, query):
-    behind = 9 if either.kind == "mdm" else 10
+def test_an_answer_behind_the_canvas_is_not_read(every, query):
+    behind = 9 if every.model.cfg.readout == "in_place" else 10
     with pytest.raises(ValueError, match=rf"answer positions \[{behind}\] are outside the 9 places"):
-        causal_trace(either.model, Query(query.tokens, query.subject, (behind,), (3,)), noise=0.5)
+        causal_trace(every.model, Query(query.tokens, query.subject, (behind,), (3,)), noise=0.5)
 
 
-def test_nothing_precedes_the_first_place_of_a_causal_model(either, query):
+def test_nothing_precedes_the_first_place_of_a_causal_model(every, query):
     first = Query(query.tokens, query.subject, (0,), (3,))
-    if either.kind == "mdm":
-        assert causal_trace(either.model, first, noise=0.5, samples=1).clean > 0
+    if every.kind == "mdm":
+        assert causal_trace(every.model, first, noise=0.5, samples=1).clean > 0
         return
     with pytest.raises(ValueError, match="nothing precedes place 0"):
-        causal_trace(either.model, first, noise=0.5)
+        causal_trace(every.model, first, noise=0.5)
 
 
 def test_known_is_what_the_model_would_write(tiny):

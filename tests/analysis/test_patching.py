@@ -43,7 +43,7 @@ def close(actual, expected):
 
 
 @pytest.fixture
-def runs(either):
+def runs():
     """Two rows of three places; the runs differ at place 1 in one row, at place 2 in the other."""
     clean = torch.tensor([[11, 22, 33], [55, 66, 77]])
     corrupted = torch.tensor([[11, 99, 33], [55, 66, 111]])
@@ -68,64 +68,75 @@ def patched(model, tokens, name, places, states):
         return model.run_with_hooks(tokens, fwd_hooks=[(name, hook_fn)])
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize("site", BY_PLACE)
-def test_grids_are_transformer_lenss(either, runs, site):
+def test_grids_are_transformer_lenss(every, runs, site):
+    grids_are_transformer_lenss(every, runs, site)
+
+
+@pytest.mark.parametrize("site", ["mlp_out", "k"])
+def test_and_so_they_are_in_every_family(every, runs, site):
+    grids_are_transformer_lenss(every, runs, site)
+
+
+def grids_are_transformer_lenss(every, runs, site):
     clean, corrupted = runs
-    grid = patch_grid(either.model, clean, corrupted, metric, site)
-    _, cache = either.model.run_with_cache(clean)
+    grid = patch_grid(every.model, clean, corrupted, metric, site)
+    _, cache = every.model.run_with_cache(clean)
     with torch.no_grad():
-        theirs = getattr(patching, f"get_act_patch_{BY_PLACE[site]}")(either.model, corrupted, cache, metric)
+        theirs = getattr(patching, f"get_act_patch_{BY_PLACE[site]}")(every.model, corrupted, cache, metric)
     assert grid.axes == ("layer", "pos", "head")[: grid.scores.dim()]
     close(grid.scores, theirs.transpose(1, 2) if site == "pattern" else theirs)
     assert grid.effect.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize("site", BY_HEAD)
-def test_whole_heads_are_transformer_lenss(either, runs, site):
+def test_whole_heads_are_transformer_lenss(every, runs, site):
     clean, corrupted = runs
-    grid = patch_grid(either.model, clean, corrupted, metric, site, positions="all")
-    _, cache = either.model.run_with_cache(clean)
+    grid = patch_grid(every.model, clean, corrupted, metric, site, positions="all")
+    _, cache = every.model.run_with_cache(clean)
     with torch.no_grad():
-        theirs = getattr(patching, f"get_act_patch_{BY_HEAD[site]}")(either.model, corrupted, cache, metric)
+        theirs = getattr(patching, f"get_act_patch_{BY_HEAD[site]}")(every.model, corrupted, cache, metric)
     assert grid.axes == ("layer", "head")
     close(grid.scores, theirs)
 
 
-def test_the_stream_after_a_block_is_the_stream_before_the_next(either, runs):
-    grids = patch_grid(either.model, *runs, metric, ["resid_post", "resid_pre"])
+def test_the_stream_after_a_block_is_the_stream_before_the_next(every, runs):
+    grids = patch_grid(every.model, *runs, metric, ["resid_post", "resid_pre"])
     close(grids["resid_post"].scores[:-1], grids["resid_pre"].scores[1:])
     last = grids["resid_post"].scores[-1]
     close(last[-1], grids["resid_post"].clean)
     assert (last[:-1] == grids["resid_post"].corrupted).all()
 
 
-def test_the_corrupted_run_patched_into_itself_is_itself(either, runs):
-    score = metric(either.model(runs[1])).detach()
-    for grid in patch_grid(either.model, runs[1], runs[1], metric, list(PATCH_SITES)).values():
+def test_the_corrupted_run_patched_into_itself_is_itself(every, runs):
+    score = metric(every.model(runs[1])).detach()
+    for grid in patch_grid(every.model, runs[1], runs[1], metric, list(PATCH_SITES)).values():
         assert (grid.scores == grid.corrupted).all()
         close(grid.clean, score)
 
 
 @pytest.mark.parametrize("site", ["resid_pre", "resid_post"])
-def test_the_whole_stream_patched_is_the_clean_run(either, runs, site):
-    grid = patch_grid(either.model, *runs, metric, site, positions="all")
+def test_the_whole_stream_patched_is_the_clean_run(every, runs, site):
+    grid = patch_grid(every.model, *runs, metric, site, positions="all")
     assert grid.axes == ("layer",)
     close(grid.scores, grid.clean.expand(3))
-    close(grid.clean, metric(either.model(runs[0])).detach())
-    close(grid.corrupted, metric(either.model(runs[1])).detach())
+    close(grid.clean, metric(every.model(runs[0])).detach())
+    close(grid.corrupted, metric(every.model(runs[1])).detach())
 
 
-def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(either, runs):
-    effect = patch_grid(either.model, *runs, metric, "resid_mid").effect
-    assert bool((effect[:, 0] == 0).all()) == (either.kind == "ar")
+def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(every, runs):
+    effect = patch_grid(every.model, *runs, metric, "resid_mid").effect
+    assert bool((effect[:, 0] == 0).all()) == (every.kind == "ar")
     assert effect[:2, 1:].abs().min() > 0
 
 
-def test_a_row_of_a_batch_is_patched_as_it_is_alone(either, runs):
+def test_a_row_of_a_batch_is_patched_as_it_is_alone(every, runs):
     clean, corrupted = runs
     for row in range(2):
-        together = patch_grid(either.model, clean, corrupted, lambda logits, row=row: logits[row, -1, 3], "z")
-        alone = patch_grid(either.model, clean[[row]], corrupted[[row]], lambda logits: logits[0, -1, 3], "z")
+        together = patch_grid(every.model, clean, corrupted, lambda logits, row=row: logits[row, -1, 3], "z")
+        alone = patch_grid(every.model, clean[[row]], corrupted[[row]], lambda logits: logits[0, -1, 3], "z")
         close(together.scores, alone.scores)
 
 

@@ -11,10 +11,12 @@ from diffusion_lens.analysis import causal_trace
 from diffusion_lens.analysis.rome import compute_key, optimize_value
 
 RUNS = [
-    dict(steps=5, sampler="confidence", cfg_scale=0.8, temperature=0.0, seed=1),
-    dict(steps=7, sampler="ancestral", cfg_scale=0.0, temperature=0.7, seed=2),
+    dict(steps=4, sampler="confidence", cfg_scale=0.8, temperature=0.0, seed=1),
+    dict(steps=5, sampler="ancestral", cfg_scale=0.0, temperature=0.7, seed=2),
 ]
-PROMPT, LENGTH = 5, 13
+PROMPT, LENGTH = 5, 11
+# The lit-gpt pair is held to the same laws in test_loop_laws.py, over many more settings.
+others = pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen2", "qwen3", "a2d-qwen3"], indirect=True)
 DREAM = {
     "model_type": "Dream",
     "hidden_size": 32,
@@ -40,6 +42,7 @@ def run(request, every):
     return prompt_of(every), {**request.param, "length": LENGTH, **causal}
 
 
+@others
 def test_a_run_fills_the_blanks_and_nothing_else(every, run):
     prompt, options = run
     trajectory = every.model.denoise(prompt, **options)
@@ -53,17 +56,18 @@ def test_a_run_fills_the_blanks_and_nothing_else(every, run):
         assert torch.equal(trajectory.revealed_at == step, (before == blank) & (after != blank))
 
 
+@others
 def test_rows_are_independent_and_a_seed_decides(every, run):
     prompt, options = run
     together = every.model.denoise(prompt, **options)
     again = every.model.denoise(prompt, **options)
     assert torch.equal(together.canvases, again.canvases)
     assert torch.equal(together.confidence, again.confidence)
-    for row in range(3):
-        alone = every.model.denoise(prompt[row : row + 1], **{**options, "seed": options["seed"] + row})
-        assert torch.equal(alone.canvases[:, 0], together.canvases[:, row])
+    alone = every.model.denoise(prompt[1:2], **{**options, "seed": options["seed"] + 1})
+    assert torch.equal(alone.canvases[:, 0], together.canvases[:, 1])
 
 
+@others
 def test_looking_changes_nothing(every, run):
     prompt, options = run
     plain = every.model.denoise(prompt, **options)
@@ -72,6 +76,7 @@ def test_looking_changes_nothing(every, run):
     torch.testing.assert_close(plain.confidence, looked.confidence, rtol=1e-4, atol=1e-5)
 
 
+@others
 def test_padded_prompts_give_what_they_give_alone(every, run):
     prompt, options = run
     real = torch.ones_like(prompt)
@@ -81,6 +86,7 @@ def test_padded_prompts_give_what_they_give_alone(every, run):
     assert torch.equal(together.canvases[:, 0, 3:], alone.canvases[:, 0])
 
 
+@others
 def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
     """Read where the network predicts: by hand, the row before in a shifted model."""
     model = every.model
@@ -93,6 +99,7 @@ def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
         )
 
 
+@others
 def test_guidance_is_the_formula(every):
     if every.kind == "ar":
         with pytest.raises(ValueError, match=r"has no \[MASK\]"):

@@ -15,12 +15,12 @@ def poke(activation, hook):
 
 
 @pytest.fixture
-def tokens(either):
-    return either.tensors("forward")["tokens"][:2]
+def tokens(every):
+    return every.tokens[:2]
 
 
-def test_every_hook_point_is_alive(either, tokens):
-    model = either.model
+def test_every_hook_point_is_alive(every, tokens):
+    model = every.model
     model.set_use_attn_result(True)
     try:
         base = model(tokens)
@@ -34,7 +34,7 @@ def test_every_hook_point_is_alive(either, tokens):
     assert dead == []
 
 
-def test_the_hook_points_are_transformer_lens_names(either):
+def test_the_hook_points_are_transformer_lens_names(every):
     per_block = {
         "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
         "ln1.hook_scale", "ln1.hook_normalized", "ln2.hook_scale", "ln2.hook_normalized",
@@ -42,7 +42,9 @@ def test_the_hook_points_are_transformer_lens_names(either):
         "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "attn.hook_result",
         "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post",
     }  # fmt: skip
-    model = either.model
+    model = every.model
+    if model.cfg.qk_norm:
+        per_block |= {f"attn.{of}_norm.hook_{what}" for of in "qk" for what in ("scale", "normalized")}
     expected = {f"blocks.{i}.{name}" for i in range(model.cfg.n_layers) for name in per_block}
     expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
     expected |= {f"denoise.hook_{name}" for name in ("tokens", "logits", "candidates", "confidence", "reveal")}
@@ -51,82 +53,83 @@ def test_the_hook_points_are_transformer_lens_names(either):
 
 
 @pytest.mark.parametrize("returned", ["none", "itself", "copy"])
-def test_identity_hooks_change_no_bit(either, tokens, returned):
+def test_identity_hooks_change_no_bit(every, tokens, returned):
     hooks = {
         "none": lambda activation, hook: None,
         "itself": lambda activation, hook: activation,
         "copy": lambda activation, hook: activation.clone(),
     }
-    names = network_hooks(either.model)
+    names = network_hooks(every.model)
     if returned == "copy":  # a copied pattern is used as given: same numbers, another order of summation
         names = [name for name in names if not name.endswith(("hook_attn_scores", "hook_pattern"))]
-    hooked = either.model.run_with_hooks(tokens, fwd_hooks=[(lambda name: name in names, hooks[returned])])
-    assert torch.equal(hooked, either.model(tokens))
+    hooked = every.model.run_with_hooks(tokens, fwd_hooks=[(lambda name: name in names, hooks[returned])])
+    assert torch.equal(hooked, every.model(tokens))
 
 
-def test_a_replaced_pattern_is_used(either, tokens):
-    copied = either.model.run_with_hooks(
+def test_a_replaced_pattern_is_used(every, tokens):
+    copied = every.model.run_with_hooks(
         tokens, fwd_hooks=[(lambda name: name.endswith("hook_pattern"), lambda pattern, hook: pattern.clone())]
     )
-    torch.testing.assert_close(copied, either.model(tokens), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(copied, every.model(tokens), rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("site", ["hook_pattern", "hook_attn_scores"])
-def test_writing_into_a_pattern_in_place_is_felt(either, tokens, site):
+def test_writing_into_a_pattern_in_place_is_felt(every, tokens, site):
     def blind_to_first(activation, hook):
         activation[..., 0] = float("-inf") if site == "hook_attn_scores" else 0.0
 
     # Row 0 of a causal pattern sees only itself, so it is left out of the comparison by NaN; the rows after it count.
-    hooked = either.model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.0.attn.{site}", blind_to_first)])
-    assert not torch.allclose(hooked[:, 1:], either.model(tokens)[:, 1:])
+    hooked = every.model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.0.attn.{site}", blind_to_first)])
+    assert not torch.allclose(hooked[:, 1:], every.model(tokens)[:, 1:])
 
 
-def test_gradients_reach_a_hooked_pattern(either, tokens):
+def test_gradients_reach_a_hooked_pattern(every, tokens):
     seen = []
 
     def keep(pattern, hook):
         pattern.retain_grad()
         seen.append(pattern)
 
-    logits = either.model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", keep)])
+    logits = every.model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", keep)])
     logits[:, -1].sum().backward()
-    either.model.zero_grad()
+    every.model.zero_grad()
     assert seen[0].grad is not None
     assert seen[0].grad.abs().max() > 0
 
 
-def test_pattern_rows_sum_to_one_and_respect_the_direction(either, tokens):
-    _, cache = either.model.run_with_cache(tokens)
+def test_pattern_rows_sum_to_one_and_respect_the_direction(every, tokens):
+    _, cache = every.model.run_with_cache(tokens)
     pattern = cache["pattern", 0]
     torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern[..., 0]))
     above = pattern.triu(diagonal=1).abs().max().item()
-    assert (above == 0) == (either.kind == "ar")
+    assert (above == 0) == (every.kind == "ar")
 
 
-def test_a_later_token_moves_an_earlier_row_only_when_bidirectional(either, tokens):
+def test_a_later_token_moves_an_earlier_row_only_when_bidirectional(every, tokens):
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 500
-    moved = not torch.equal(either.model(tokens)[:, :-1], either.model(changed)[:, :-1])
-    assert moved == (either.kind == "mdm")
+    moved = not torch.equal(every.model(tokens)[:, :-1], every.model(changed)[:, :-1])
+    assert moved == (every.kind == "mdm")
 
 
-def test_head_results_sum_to_attn_out(either, tokens):
-    model = either.model
+def test_head_results_sum_to_attn_out(every, tokens):
+    model = every.model
     model.set_use_attn_result(True)
     try:
         _, cache = model.run_with_cache(tokens)
     finally:
         model.set_use_attn_result(False)
-    torch.testing.assert_close(cache["result", 1].sum(2), cache["attn_out", 1], rtol=1e-4, atol=1e-5)
+    summed = cache["result", 1].sum(2) + model.b_O[1]
+    torch.testing.assert_close(summed, cache["attn_out", 1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", ["blocks.1.hook_resid_psot", "hook_embedd", "blocks.9.hook_resid_post"])
-def test_an_unknown_hook_point_offers_the_nearest(either, tokens, bad):
+def test_an_unknown_hook_point_offers_the_nearest(every, tokens, bad):
     for attempt in (
-        lambda: either.model.run_with_hooks(tokens, fwd_hooks=[(bad, poke)]),
-        lambda: either.model.run_with_cache(tokens, names_filter=bad),
-        lambda: either.model.run_with_cache(tokens, names_filter=["hook_embed", bad]),
-        lambda: either.model.add_hook(bad, poke),
+        lambda: every.model.run_with_hooks(tokens, fwd_hooks=[(bad, poke)]),
+        lambda: every.model.run_with_cache(tokens, names_filter=bad),
+        lambda: every.model.run_with_cache(tokens, names_filter=["hook_embed", bad]),
+        lambda: every.model.add_hook(bad, poke),
     ):
         with pytest.raises(KeyError, match="nearest") as error:
             attempt()
@@ -134,34 +137,34 @@ def test_an_unknown_hook_point_offers_the_nearest(either, tokens, bad):
         assert any(name in str(error.value) for name in ("hook_resid_post", "hook_embed"))
 
 
-def test_a_filter_that_matches_nothing_is_an_error(either, tokens):
+def test_a_filter_that_matches_nothing_is_an_error(every, tokens):
     nothing = lambda name: "no such" in name  # noqa: E731
     with pytest.raises(ValueError, match="matches no hook point"):
-        either.model.run_with_cache(tokens, names_filter=nothing)
+        every.model.run_with_cache(tokens, names_filter=nothing)
     with pytest.raises(ValueError, match="matches no hook point"):
-        either.model.run_with_hooks(tokens, fwd_hooks=[(nothing, poke)])
+        every.model.run_with_hooks(tokens, fwd_hooks=[(nothing, poke)])
 
 
-def test_a_hook_point_that_a_plain_pass_never_reaches_says_so(either, tokens):
+def test_a_hook_point_that_a_plain_pass_never_reaches_says_so(every, tokens):
     with pytest.raises(ValueError, match="set_use_attn_result"):
-        either.model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_result", poke)])
+        every.model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_result", poke)])
     with pytest.raises(ValueError, match="inside the denoising loop"):
-        either.model.run_with_cache(tokens, names_filter="denoise.hook_logits")
+        every.model.run_with_cache(tokens, names_filter="denoise.hook_logits")
 
 
-def test_nothing_stays_hooked_when_a_hook_raises(either, tokens):
+def test_nothing_stays_hooked_when_a_hook_raises(every, tokens):
     def boom(activation, hook):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        either.model.run_with_cache(tokens, names_filter="hook_embed", stop_at_layer=None) and (
-            either.model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_mlp_out", boom)])
+        every.model.run_with_cache(tokens, names_filter="hook_embed", stop_at_layer=None) and (
+            every.model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_mlp_out", boom)])
         )
-    assert not either.model.list_hooks()
-    assert not either.model.is_caching
+    assert not every.model.list_hooks()
+    assert not every.model.is_caching
 
 
-def test_outside_the_loop_there_is_no_step(either, tokens):
+def test_outside_the_loop_there_is_no_step(every, tokens):
     steps = []
-    either.model.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step))])
+    every.model.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step))])
     assert steps == [None]

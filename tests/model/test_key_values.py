@@ -7,34 +7,34 @@ from diffusion_lens.model.key_values import KeyValueCache
 
 
 @pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [4, 9, 10], [16]])
-def test_pieces_give_the_logits_of_the_whole(golden, cuts):
-    tokens = golden.tensors("forward")["tokens"]
-    cache = KeyValueCache(golden.model.cfg.n_layers)
-    if golden.kind == "mdm":
+def test_pieces_give_the_logits_of_the_whole(every, cuts):
+    tokens = every.tokens
+    cache = KeyValueCache(every.model.cfg.n_layers)
+    if every.kind == "mdm":
         with pytest.raises(ValueError, match="bidirectional"):
-            golden.model(tokens, past_kv_cache=cache)
+            every.model(tokens, past_kv_cache=cache)
         return
-    pieces = [golden.model(piece, past_kv_cache=cache) for piece in tokens.tensor_split(cuts, dim=1)]
+    pieces = [every.model(piece, past_kv_cache=cache) for piece in tokens.tensor_split(cuts, dim=1)]
     assert cache.n_pos == tokens.shape[1]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), golden.model(tokens), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), every.model(tokens), rtol=1e-5, atol=5e-5)
 
 
-def test_the_loop_uses_it_only_where_nothing_is_hooked(golden):
-    if golden.kind == "mdm":
+def test_the_loop_uses_it_only_where_nothing_is_hooked(every):
+    if every.kind == "mdm":
         return
     prompt, lengths = torch.tensor([[5, 6, 7]]), []
-    plain = golden.model.denoise(prompt, length=12)
+    plain = every.model.denoise(prompt, length=12)
     hook = ("hook_embed", lambda a, hook: lengths.append(a.shape[1]))
-    hooked = golden.model.denoise(prompt, length=12, fwd_hooks=[hook])
+    hooked = every.model.denoise(prompt, length=12, fwd_hooks=[hook])
     assert torch.equal(plain.canvases, hooked.canvases)
     assert lengths == [12] * 9
 
 
-def test_a_partial_run_takes_up_its_own_layers_past(golden):
+def test_a_partial_run_takes_up_its_own_layers_past(every):
     """Places 6 on, from layer 1 on, given what the places before them left in those layers."""
-    if golden.kind == "mdm":
+    if every.kind == "mdm":
         return
-    model, tokens, cache = golden.model, golden.tensors("forward")["tokens"], KeyValueCache(golden.model.cfg.n_layers)
+    model, tokens, cache = every.model, every.tokens, KeyValueCache(every.model.cfg.n_layers)
     resid = model(tokens, stop_at_layer=1)
     model(resid[:, :6], start_at_layer=1, past_kv_cache=cache)
     later = model(resid[:, 6:], start_at_layer=1, past_kv_cache=cache, logits_at=[0, 4])
@@ -43,13 +43,13 @@ def test_a_partial_run_takes_up_its_own_layers_past(golden):
         model(tokens, past_kv_cache=cache)
 
 
-def test_a_past_does_not_go_with_padding_or_beyond_the_context(golden):
-    if golden.kind == "mdm":
+def test_a_past_does_not_go_with_padding_or_beyond_the_context(every):
+    if every.kind == "mdm":
         return
     padded, tokens = torch.tensor([[0, 1, 1]]), torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="runs without padding"):
-        golden.model(tokens, past_kv_cache=KeyValueCache(golden.model.cfg.n_layers), attention_mask=padded)
-    full = KeyValueCache(golden.model.cfg.n_layers)
-    golden.model(torch.zeros(1, 120, dtype=torch.long), past_kv_cache=full)
+        every.model(tokens, past_kv_cache=KeyValueCache(every.model.cfg.n_layers), attention_mask=padded)
+    full = KeyValueCache(every.model.cfg.n_layers)
+    every.model(torch.zeros(1, 120, dtype=torch.long), past_kv_cache=full)
     with pytest.raises(ValueError, match="n_ctx=128"):
-        golden.model(torch.zeros(1, 9, dtype=torch.long), past_kv_cache=full)
+        every.model(torch.zeros(1, 9, dtype=torch.long), past_kv_cache=full)

@@ -7,37 +7,38 @@ from transformer_lens.tools.analysis.logit_lens import logit_lens
 
 
 @pytest.fixture
-def tokens(either):
-    return either.tensors("causal_trace")["case0.tokens"]
+def tokens(every):
+    return every.tokens[:1]
 
 
-def test_logit_attribution_sums_to_the_logit(either, tokens):
-    logits, cache = either.model.run_with_cache(tokens)
+def test_logit_attribution_sums_to_the_logit(every, tokens):
+    logits, cache = every.model.run_with_cache(tokens)
     stack = cache.decompose_resid(layer=-1)
     attribution = cache.logit_attrs(stack, tokens=torch.tensor([5]))
     torch.testing.assert_close(attribution.sum(0), logits[..., 5], rtol=1e-4, atol=1e-4)
 
 
-def test_a_tokens_direction_reads_its_logit(either, tokens):
-    logits, cache = either.model.run_with_cache(tokens)
-    direction = either.model.tokens_to_residual_directions(7)
-    assert direction.shape == (either.model.cfg.d_model,)
+def test_a_tokens_direction_reads_its_logit(every, tokens):
+    logits, cache = every.model.run_with_cache(tokens)
+    direction = every.model.tokens_to_residual_directions(7)
+    assert direction.shape == (every.model.cfg.d_model,)
     torch.testing.assert_close(cache["ln_final.hook_normalized"] @ direction, logits[..., 7], rtol=1e-4, atol=1e-4)
-    assert either.model.tokens_to_residual_directions(torch.tensor([7, 8])).shape == (2, either.model.cfg.d_model)
+    assert every.model.tokens_to_residual_directions(torch.tensor([7, 8])).shape == (2, every.model.cfg.d_model)
     with pytest.raises(ValueError, match="can be written"):
-        either.model.tokens_to_residual_directions(512)
+        every.model.tokens_to_residual_directions(every.model.cfg.d_vocab_out)
 
 
-def test_the_last_entry_of_the_logit_lens_is_the_model(either, tokens):
+def test_the_last_entry_of_the_logit_lens_is_the_model(every, tokens):
     with torch.no_grad():
-        lens = logit_lens(either.model, tokens, positions=None)
+        lens = logit_lens(every.model, tokens, positions=None)
     assert lens is not None
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
 @pytest.mark.parametrize("tool", ["get_act_patch_resid_pre", "get_act_patch_attn_out", "get_act_patch_mlp_out"])
-def test_patching_everything_clean_at_the_first_layer_is_the_clean_run(either, tokens, tool):
+def test_patching_everything_clean_at_the_first_layer_is_the_clean_run(every, tokens, tool):
     """At layer 0 resid_pre, the corrupted place restored is the clean run; elsewhere nothing changes."""
-    model, corrupted = either.model, tokens.clone()
+    model, corrupted = every.model, tokens.clone()
     corrupted[0, 5] = (corrupted[0, 5] + 7) % 500
     clean_logits, cache = model.run_with_cache(tokens)
     metric = lambda logits: logits[0, -1, 3]  # noqa: E731
@@ -49,11 +50,23 @@ def test_patching_everything_clean_at_the_first_layer_is_the_clean_run(either, t
         torch.testing.assert_close(grid[0, 2], model(corrupted)[0, -1, 3].detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_accumulated_bias_is_zero_without_biases(either):
-    model = either.model
+def test_accumulated_bias_is_what_no_head_and_no_neuron_wrote(every, tokens):
+    model = every.model
+    model.set_use_attn_result(True)
+    try:
+        _, cache = model.run_with_cache(tokens)
+    finally:
+        model.set_use_attn_result(False)
+    written = cache["hook_embed"]
     for layer in range(model.cfg.n_layers):
-        for mlp_input in (False, True):
-            assert not model.accumulated_bias(layer, mlp_input=mlp_input).any()
+        rest = cache["resid_pre", layer] - written
+        torch.testing.assert_close(rest, model.accumulated_bias(layer).expand_as(rest), rtol=0, atol=2e-5)
+        written = written + cache["result", layer].sum(2)
+        rest = cache["resid_mid", layer] - written
+        bias = model.accumulated_bias(layer, mlp_input=True)
+        torch.testing.assert_close(rest, bias.expand_as(rest), rtol=0, atol=2e-5)
+        written = written + cache["post", layer] @ model.W_out[layer]
+    assert (bias != 0).any() == (model.cfg.o_bias or model.cfg.mlp_bias)
 
 
 def test_svd_interpreter_finds_the_weights(tiny):

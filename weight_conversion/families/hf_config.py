@@ -72,6 +72,8 @@ class ConfigKeys:
                 raise ValueError(
                     f"{key}={config[key]!r} in the {self.family} config must be a whole number, at least 1"
                 )
+        if other := sorted({*(config.get("layer_types") or ())} - {"full_attention"}):
+            raise ValueError(f"layer_types in the {self.family} config names {other}; only full_attention is supported")
         for key, allowed in self.fixed.items():
             if key in config and config[key] not in allowed:
                 raise ValueError(

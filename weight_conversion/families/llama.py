@@ -141,4 +141,5 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # tables that old checkpoints (Llama-2) carry along
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens import Fact, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis.rome import (
     RankOneEdit,
     ask_with_prefixes,
@@ -56,6 +56,24 @@ def test_the_edited_memory_answers_the_request_with_v_star(tiny, gustav, moment,
         rows = tiny.readout.rows(torch.tensor(query.answer_positions))
         odds = tiny(query.tokens[None], logits_at=rows)[0].softmax(-1)
         assert odds[[0, 1], query.answer_tokens].prod().item() > 2 * value.probability_before
+
+
+def test_in_every_family(every):
+    """Biases, norms of heads and tied weights included: the MLP answers v* at the subject, and what is left is left."""
+    model, tokens = every.model, every.tokens[0, :9] % 500
+    masked = every.kind == "mdm"
+    tokens[8] = model.cfg.mask_token_id if masked else tokens[8]
+    query = Query(tokens, (2, 5), (8 if masked else 9,), (31,))
+    value = optimize_value(model, query, LAYER, kl_factor=0.0, steps=8, lr=0.1)
+    assert value.losses[-1, 1] < value.losses[0, 1]
+    logits = model(tokens[None])
+    with RankOneEdit(model, LAYER, compute_key(model, query, LAYER), value):
+        edited, cache = model.run_with_cache(tokens[None])
+        torch.testing.assert_close(cache["mlp_out", LAYER][0, 4], value.vector, rtol=1e-4, atol=1e-4)
+        answered = model.W_out[LAYER].T @ value.key + model.b_out[LAYER]
+        torch.testing.assert_close(answered, value.vector, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(edited, logits)
+    assert torch.equal(model(tokens[None]), logits)
 
 
 def test_the_second_moment_spares_other_keys(tiny, gustav, moment):

@@ -25,27 +25,27 @@ def prompts():
     ]
 
 
-def test_a_key_is_what_enters_the_down_projection(either, prompts):
+def test_a_key_is_what_enters_the_down_projection(every, prompts):
     """By hand, one unpadded prompt at a time: rows of a batch must not see one another's padding."""
     for layer in range(3):
-        key = compute_key(either.model, prompts, layer)
+        key = compute_key(every.model, prompts, layer)
         for row, prompt in zip(key.keys, prompts, strict=True):
             seen = {}
-            either.model.run_with_hooks(
+            every.model.run_with_hooks(
                 prompt.tokens[None],
                 fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", lambda out, hook, seen=seen: seen.update(out=out[0]))],
             )
-            out = row @ either.model.W_out[layer]
+            out = row @ every.model.W_out[layer] + every.model.b_out[layer]
             torch.testing.assert_close(out, seen["out"][prompt.subject[1] - 1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(key.vector, sum(key.keys) / 3)
 
 
-def test_requests_together_are_requests_alone(either, prompts):
-    together = compute_keys(either.model, [prompts, prompts[1], prompts[2:]], 1, max_batch=2)
+def test_requests_together_are_requests_alone(every, prompts):
+    together = compute_keys(every.model, [prompts, prompts[1], prompts[2:]], 1, max_batch=2)
     assert [len(key.keys) for key in together] == [3, 1, 1]
     for key, request in zip(together, [prompts, prompts[1], prompts[2:]], strict=True):
-        torch.testing.assert_close(key.keys, compute_key(either.model, request, 1).keys, rtol=1e-5, atol=1e-6)
-    assert together[2].record["prompts"] == [either.model.words([20, 21, 60])]
+        torch.testing.assert_close(key.keys, compute_key(every.model, request, 1).keys, rtol=1e-5, atol=1e-6)
+    assert together[2].record["prompts"] == [every.model.words([20, 21, 60])]
 
 
 def test_at_the_first_token_of_the_subject(either, prompts):

@@ -40,15 +40,15 @@ def request_of(model, seed, answer=(31, 32, 33), prefixes=(0, 3, 5)):
 
 
 @pytest.fixture
-def asked(either):
-    return request_of(either.model, seed=0)
+def asked(every):
+    return request_of(every.model, seed=0)
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_the_plain_procedure_finds_the_same(either, asked, layer):
+def test_the_plain_procedure_finds_the_same(every, asked, layer):
     """The whole network and all logits in every iteration, as ROME's code runs it."""
-    losses, vector = plain_search(either.model, *asked, layer, ValueSettings(**GENTLE))
-    value = optimize_value(either.model, asked[0], layer, essence=asked[1], **GENTLE)
+    losses, vector = plain_search(every.model, *asked, layer, ValueSettings(**GENTLE))
+    value = optimize_value(every.model, asked[0], layer, essence=asked[1], **GENTLE)
     torch.testing.assert_close(value.losses, losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(value.vector, vector, rtol=1e-3, atol=1e-4)
     if layer == 2:  # the last: nothing carries δ to the places that are read
@@ -59,9 +59,9 @@ def test_the_plain_procedure_finds_the_same(either, asked, layer):
         assert value.losses[-1, 1] < value.losses[0, 1]
 
 
-def test_loss_is_the_mean_over_prompts_each_run_alone(either, asked):
+def test_loss_is_the_mean_over_prompts_each_run_alone(every, asked):
     """No prompt sees another's padding, with δ and without."""
-    model, (queries, essence), layer = either.model, asked, 1
+    model, (queries, essence), layer = every.model, asked, 1
     value = optimize_value(model, queries, layer, essence=essence, **GENTLE)
     for row, delta in ((0, torch.zeros_like(value.delta)), (-1, value.delta)):
         said = []
@@ -73,7 +73,7 @@ def test_loss_is_the_mean_over_prompts_each_run_alone(either, asked):
                 return out
 
             logits = model.run_with_hooks(query.tokens[None], fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", edit)])
-            rows = [place - (either.kind == "ar") for place in query.answer_positions]
+            rows = [place - (model.cfg.readout == "shifted") for place in query.answer_positions]
             said.append(logits.detach()[0].log_softmax(-1)[rows, query.answer_tokens])
         assert value.losses[row, 1].item() == pytest.approx(-torch.stack(said).mean().item(), abs=1e-5)
         probability = value.probability_after if row else value.probability_before
@@ -105,8 +105,8 @@ def test_requests_together_are_requests_alone(either, monkeypatch, worth_a_pass)
             assert value.probability_after == pytest.approx(same.probability_after, rel=1e-3)
 
 
-def test_delta_stays_in_its_ball(either, asked):
-    value = optimize_value(either.model, asked[0], 1, essence=asked[1], lr=5.0, steps=3, clamp_norm_factor=0.5)
+def test_delta_stays_in_its_ball(every, asked):
+    value = optimize_value(every.model, asked[0], 1, essence=asked[1], lr=5.0, steps=3, clamp_norm_factor=0.5)
     assert value.delta.norm().item() == pytest.approx(0.5 * value.initial.norm().item(), rel=1e-4)
 
 
@@ -197,14 +197,15 @@ def search_under_noise(model, queries, deviations, settings):
     return before, after
 
 
-def test_in_half_precision(either, asked):
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+def test_in_half_precision(every, asked):
     """bfloat16 weights: finite, and near float32. Its eight bits of mantissa leave relative errors of a few percent."""
     from diffusion_lens import HookedDiffusionTransformer
 
     half = HookedDiffusionTransformer.from_pretrained(
-        either.checkpoint, config=either.config, device="cpu", dtype=torch.bfloat16
+        every.checkpoint, config=every.config, device="cpu", dtype=torch.bfloat16
     )
-    full, low = (optimize_value(m, asked[0], 1, essence=asked[1], **GENTLE) for m in (either.model, half))
+    full, low = (optimize_value(m, asked[0], 1, essence=asked[1], **GENTLE) for m in (every.model, half))
     assert low.vector.dtype == torch.float32
     assert low.vector.isfinite().all()
     torch.testing.assert_close(low.losses[0], full.losses[0], rtol=0.03, atol=0.03)
@@ -212,9 +213,10 @@ def test_in_half_precision(either, asked):
     assert (low.vector - full.vector).norm() < 0.05 * full.vector.norm()
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_grad_mode_and_flags_are_left_as_they_were(either, asked, mode):
-    model = either.model
+def test_grad_mode_and_flags_are_left_as_they_were(every, asked, mode):
+    model = every.model
     frozen = model.blocks[0].attn.q.weight.requires_grad_(False)
     try:
         with mode():
@@ -229,8 +231,9 @@ def test_grad_mode_and_flags_are_left_as_they_were(either, asked, mode):
     assert not value.vector.requires_grad
 
 
-def test_a_loss_that_is_no_number(either, asked):
-    model = either.model
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+def test_a_loss_that_is_no_number(every, asked):
+    model = every.model
 
     def spoil(resid, hook):
         return resid * float("nan")
@@ -258,6 +261,7 @@ def test_save_load_and_plot(tiny, tmp_path):
     torch.testing.assert_close(torch.tensor(lines[0].get_ydata()), value.losses[:, 0], check_dtype=False)
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -268,18 +272,20 @@ def test_save_load_and_plot(tiny, tmp_path):
         (dict(over_states="some"), "over_states='some' is unknown; it is one of masked, partial"),
     ],
 )
-def test_bad_settings(either, asked, settings, message):
+def test_bad_settings(every, asked, settings, message):
     with pytest.raises(ValueError, match=message):
-        optimize_value(either.model, asked[0], 1, essence=asked[1], **settings)
+        optimize_value(every.model, asked[0], 1, essence=asked[1], **settings)
 
 
-def test_an_unknown_setting(either, asked):
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+def test_an_unknown_setting(every, asked):
     with pytest.raises(TypeError, match="unexpected keyword argument 'weigth_decay'"):
-        optimize_value(either.model, asked[0], 1, essence=asked[1], weigth_decay=0.1)
+        optimize_value(every.model, asked[0], 1, essence=asked[1], weigth_decay=0.1)
 
 
-def test_bad_requests(either, asked):
-    model, (queries, essence) = either.model, asked
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+def test_bad_requests(every, asked):
+    model, (queries, essence) = every.model, asked
     with pytest.raises(ValueError, match="layer=3 is not one of the layers 0 to 2"):
         optimize_value(model, queries, 3, essence=essence)
     with pytest.raises(ValueError, match=r"has no tokenizer to write '\{\} is a' with"):
@@ -291,7 +297,7 @@ def test_bad_requests(either, asked):
     other = replace(queries[1], answer_tokens=(31, 99, 33))
     with pytest.raises(ValueError, match=r"in queries\[1\]: either another object, or the tokenizer splits it"):
         optimize_value(model, [queries[0], other], 1, essence=essence)
-    if either.kind == "mdm":
+    if every.kind == "mdm":
         bare = Query(essence.tokens[:-1], (0, 2), (), ())
         with pytest.raises(ValueError, match="the essence has no place to be read at: end it with a"):
             optimize_value(model, queries, 1, essence=bare)
