@@ -143,22 +143,18 @@ def _published(name_or_path: str | Path) -> File | Repository | None:
 
 
 def _completed_config(found: _Found, tokenizer: Callable[[], Any]) -> dict[str, Any] | None:
-    """The config beside a checkpoint with what it leaves unsaid, or `None` if that is nothing.
+    """The config beside a checkpoint with the id of [MASK], or `None` if it has it, or needs none.
 
-    Diffusion models that dllm made of causal ones leave out the id of [MASK], which their tokenizer knows; Llama-2
-    leaves out rope_theta.
+    Diffusion models that dllm made of causal ones leave it out; their tokenizer knows it.
     """
     path = found.folder / "config.json"
     settings = read_json(path) if path.exists() else None
-    if not isinstance(settings, Mapping) or "model_type" not in settings:
+    if not isinstance(settings, Mapping) or "model_type" not in settings or settings.get("mask_token_id") is not None:
         return None
-    missing = {key for key in ("mask_token_id", "rope_theta") if settings.get(key) is None}
-    missing -= {"rope_theta"} if "rope_parameters" in settings else set()
-    unsaid = {key: found.known[key] for key in missing if key in found.known}
-    if "mask_token_id" in missing and str(settings["model_type"]).startswith("a2d-"):
-        mask = getattr(tokenizer(), "mask_token_id", None)
-        unsaid |= {} if mask is None else {"mask_token_id": mask}
-    return {**settings, **unsaid} if unsaid else None
+    mask = found.known.get("mask_token_id")
+    if str(settings["model_type"]).startswith("a2d-"):
+        mask = getattr(tokenizer(), "mask_token_id", None) or mask
+    return None if mask is None else {**settings, "mask_token_id": mask}
 
 
 def _open_tokenizer(tokenizer: Any, found: _Found, hub: Mapping[str, Any]) -> Any:

@@ -81,8 +81,11 @@ class ConfigKeys:
                 )
 
 
-def rotary_base(config: Config) -> float:
+def rotary_base(config: Config, default: float | None = None) -> float:
     """The base of the rotary frequencies, as transformers 4 (`rope_theta`) or 5 (`rope_parameters`) keeps it.
+
+    Args:
+        default: of a family whose old configs leave it out.
 
     Raises:
         ValueError: scaled frequencies, which our rotary does not do, or no base.
@@ -93,7 +96,7 @@ def rotary_base(config: Config) -> float:
         said = kind.get("rope_type", kind.get("type", "default")) if isinstance(kind, Mapping) else kind
         if said != "default":
             raise ValueError(f"{name} says {said!r}: scaled rotary frequencies are not supported")
-    base = config.get("rope_theta", parameters.get("rope_theta"))
+    base = config.get("rope_theta", parameters.get("rope_theta", default))
     if not isinstance(base, int | float):
         raise ValueError(f"rope_theta is {base!r}; the config must give the base of the rotary frequencies")
     return float(base)

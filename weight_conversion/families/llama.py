@@ -72,10 +72,18 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     assert config is not None
     KEYS.check(config)
     biased = bool(config.get("attention_bias", False))
-    return read_decoder(config, "llama", qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False)))
+    # Llama-2's config has no rope_theta.
+    return read_decoder(
+        config,
+        "llama",
+        default_base=10000.0,
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
 
 
-def read_decoder(config: Config, family: str, *, rms_norm_eps: float = 1e-6, **flags: Any) -> Architecture:
+def read_decoder(config: Config, family: str, *, default_base: float | None = None, **flags: Any) -> Architecture:
     """What Llama's config and those of its descendants say alike; a model type of "a2d-..." is a diffusion model."""
     masked = str(config["model_type"]).startswith(DIFFUSION)
     n_heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -94,8 +102,8 @@ def read_decoder(config: Config, family: str, *, rms_norm_eps: float = 1e-6, **f
         attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=mask_token_id(config, family) if masked else None,
-        norm_eps=config.get("rms_norm_eps", rms_norm_eps),
-        rotary_base=rotary_base(config),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rotary_base=rotary_base(config, default_base),
         rotation="activation",
         tied=bool(config.get("tie_word_embeddings", False)),
         **flags,
