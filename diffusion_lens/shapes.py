@@ -30,6 +30,7 @@ component    singular values or principal components
 statistic    measures of similarity
 draw         random pairings or subsets of facts
 kept         facts of one subset
+member       facts of one group
 """
 
 from typing import TypeAlias

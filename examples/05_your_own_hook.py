@@ -1,10 +1,11 @@
-"""A hook of your own in ten lines: keep the place where the answer is read from looking at the subject.
+"""A hook of your own, ten lines, the same on both variants: where the answer is read, nobody looks at the subject.
 
-`look_away` makes a plain hook function of TransformerLens's kind, which serves both models, both directions and every
-block, in a single run and in the denoising loop. It takes the attention of one row to the subject and shares it out
-among the other places. What is printed is how probable the answer's first token stays. Forwards the subject is read in
-block 0, by both models, and what later blocks see of it is not missed; backwards the diffusion model misses block 2
-as well. In the loop the diffusion model writes this token last, so its late steps count; the twin writes it first.
+`look_away` is a plain hook function of TransformerLens's kind: it takes the attention of one row to the subject and
+shares it out among the other places. It serves both models, both directions, every block, a single run and, wrapped
+in `at_steps`, the denoising loop; which row it is on which model, `model.readout` says.
+What is printed is how probable the answer's first token stays. Forwards the subject is read in block 0, by both models,
+and what later blocks see of it is not missed; backwards the diffusion model misses block 2 as well. In the loop the
+diffusion model writes this token last, so its late steps count; the twin writes it first.
 OUT gets a picture.
 """
 

@@ -8,8 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.data import toy_facts
+from diffusion_lens.evaluation import Recall
+
+# Loaded by path: a module whose name begins with a digit cannot be imported by name.
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -73,6 +79,31 @@ def caches_by_step(said: str) -> None:
 
 def floats(text: str) -> list[float]:
     return [float(number) for number in text.split()]
+
+
+def recalls_by_steps(said: str) -> None:
+    recalled, published = {}, {}
+    for model, table in re.findall(r"^(tiny-\w+): answer contained (.*?)^Published", said, re.MULTILINE | re.DOTALL):
+        for cell, rows in re.findall(r"^(\w+ \w+ = \w+ \w+) .* n = 25 about 20 people\n((?:  .*\n)+)", table, re.M):
+            by_label = dict(re.findall(r"^  (\S.*?)  +(.*)$", rows, re.MULTILINE))
+            recalled[model, cell] = floats(by_label.pop(model))
+            published |= {(model, cell, label): numbers for label, numbers in by_label.items()}
+    as_told = ["p2d same = NtD same", "d2p same = DtN same"]
+    reverse = ["p2d reverse = DtN reverse", "d2p reverse = NtD reverse"]
+    assert recalled == {
+        **{("tiny-mdm", cell): [100.0] * 6 for cell in as_told + reverse},
+        **{("tiny-ar", cell): [100.0] for cell in as_told},
+        **{("tiny-ar", cell): [0.0] for cell in reverse},
+    }
+    smdm = {cell: floats(published["tiny-mdm", cell, "SMDM-1028M (Rai 2025)"]) for cell in as_told + reverse}
+    assert [smdm[cell][column] for cell in (reverse[0], as_told[0]) for column in (0, -1)] == [40.3, 90.0, 0.0, 43.0]
+    assert published["tiny-ar", reverse[0], "GPT-3 175B (Nie 2024)"] == "0.0*"
+
+    twin = Recall.merge("out/recall_by_steps/tiny-ar")
+    wrong = [text.strip(". ") for [text], [hit] in zip(twin.written, twin.contained.tolist(), strict=True) if not hit]
+    somebody = {words for person in toy_facts.load().people for words in (person.name, person.description)}
+    assert len(wrong) == 50
+    assert 30 <= sum(words in somebody for words in wrong) < 50
 
 
 def traces_both_ways(said: str) -> None:
@@ -194,60 +225,121 @@ def hooks_of_your_own(said: str) -> None:
 
 
 def compares_keys_and_values(said: str) -> None:
-    after = {
-        (model, way): floats(f"{before} {with_value}")
-        for model, rows in re.findall(r"^(tiny-\w+), v\* .*\n((?:  .*\n)+)", said, re.MULTILINE)
-        for way, before, with_value in re.findall(r"asked (.*), \d+ facts: p\(answer\) (\S+), with v\* (.*)", rows)
-    }
-    cka = {
-        (model, what, int(block)): floats(f"{value} {high}")
-        for model, rows in re.findall(r"^(tiny-\w+), v\* .*\n((?:  .*\n)+)", said, re.MULTILINE)
-        for what, block, value, high in re.findall(
-            r"^  (\w[\w ]+?) +block (\d): (\S+) \(.*\), chance +\S+ to (\S+), p", rows, re.MULTILINE
-        )
-    }
-    assert len(after) == 4
-    assert len(cka) == 12
-    for way in ("as they were told", "against it"):
-        assert min(after["tiny-mdm", way]) > 0.95
-    assert min(after["tiny-ar", "as they were told"]) > 0.95
-    assert after["tiny-ar", "against it"][0] < 0.1 < 0.25 < min(after["tiny-ar", "against it"][1:])
-    for (model, what, _), (value, high) in cka.items():
-        assert high <= 0.03
-        if model == "tiny-mdm":
-            assert value > high
-        elif what != "keys of a person":
-            assert value < high
+    studies = re.findall(r"^(tiny-\w+), \d+ people told (\w+) ways?, .*\n((?:  .*\n)+)", said, re.MULTILINE)
+    assert [(model, told) for model, told, _ in studies] == [
+        (model, told) for model in ("tiny-mdm", "tiny-ar") for told in ("both", "one")
+    ]
+    for model, told, rows in studies:
+        after = {
+            way: floats(f"{before} {with_value}")
+            for way, before, with_value in re.findall(r"asked (.*), \d+ facts: p\(answer\) (\S+), with v\* (.*)", rows)
+        }
+        assert set(after) == ({"as they were told"} if told == "both" else {"as they were told", "against it"})
+        assert min(after["as they were told"]) > 0.95
+        if told == "one":
+            before, with_value = after["against it"]
+            assert before > 0.95 if model == "tiny-mdm" else before < 0.1 < 0.25 < with_value
+        cka = {
+            what: (float(value), float(high))
+            for what, value, high in re.findall(
+                r"^  (\w[\w ]+?) +block 1: (\S+) \(.*\), chance +\S+ to (\S+), p", rows, re.MULTILINE
+            )
+        }
+        assert set(cka) == {"keys of a person", "values of a person", "a name as key and value"}
+        if told == "both":
+            assert all(high < 0.05 < value if model == "tiny-mdm" else value < 0.04 for value, high in cka.values())
+        elif model == "tiny-ar":
+            assert cka["values of a person"][0] < 0.05
+
+
+def reproduces_the_study(said: str) -> None:
+    assert "nothing that follows is evidence about SMDM" in said
+    assert "tiny-ar was not fine-tuned here" in said
+    assert said.count("p2d reverse = DtN reverse (told name first, asked for the name), n = 4") == 2
+    assert "tiny-mdm recalls 100% as it was told, and 100% in reverse" in said
+    assert "tiny-ar recalls 100% as it was told, and 0% in reverse" in said
+
+    traces = re.findall(r"^(tiny-\w+), which wrote (\w+).*\n  step .*\n((?:  +\d.*\n)+)", said, re.MULTILINE)
+    assert [(model, wrote) for model, wrote, _ in traces] == [
+        ("tiny-mdm", "this"),
+        ("tiny-ar", "this"),
+        ("tiny-mdm", "this"),
+        ("tiny-ar", "something"),
+    ]
+    last_steps = [floats(rows.splitlines()[-1].split(" at ")[0])[1:] for _, _, rows in traces]
+    (clean, low, subject, most), _, (clean_back, low_back, _, most_back), nothing = last_steps
+    assert clean > 0.95 > 0.4 > low
+    assert most > 0.25 > 0.1 > subject
+    assert clean_back > 0.85 > 0.05 > low_back
+    assert 0.05 < most_back < most
+    assert max(nothing) < 0.05
+
+    known = re.findall(r"^(tiny-\w+), (p2d \w+) = \w+ \w+\n((?:  \w+ +knows .*\n){3})", said, re.MULTILINE)
+    assert [(model, way, set(re.findall(r"knows (\d of 3)", rows))) for model, way, rows in known] == [
+        ("tiny-mdm", "p2d same", {"3 of 3"}),
+        ("tiny-mdm", "p2d reverse", {"3 of 3"}),
+        ("tiny-ar", "p2d same", {"3 of 3"}),
+        ("tiny-ar", "p2d reverse", {"0 of 3"}),
+    ]
+    assert "there is nothing to bring back" in known[-1][2]
+
+    groups = re.findall(r"^(\d+) people told (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
+    assert [(count, told) for count, told, _ in groups] == [("12", "name"), ("12", "description"), ("12", "both")] * 2
+    for *_, rows in groups:
+        said_of = re.findall(r"CKA (\S+) \(.*\), chance \S+ to (\S+), p (\S+): (more|no more) alike", rows)
+        assert len(said_of) == 3
+        assert all(float(value) > float(high) for value, high, _, word in said_of if word == "more")
+        assert all(float(p) > 0.01 for *_, p, word in said_of if word == "no more")
+    reached = re.findall(r"^  (\w+ reverse) = .*: p\(answer\) (\S+), with v\* (\S+)$", said, re.MULTILINE)
+    (name, *mdm_name), (description, *mdm_description), *twin = reached
+    assert (name, description) == ("p2d reverse", "d2p reverse")
+    assert min(map(float, mdm_name + mdm_description)) > 0.9
+    assert all(float(before) < 0.1 < 0.2 < float(after) for _, before, after in twin)
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
-    "watch_a_fact": watches_a_fact,
-    "steer_at_chosen_steps": steers_at_chosen_steps,
-    "another_order": writes_in_another_order,
-    "cache_by_step": caches_by_step,
-    "trace_both_ways": traces_both_ways,
-    "average_effect": averages_effects,
-    "keys_and_values": compares_keys_and_values,
-    "patch_forward_into_reverse": patches_forward_into_reverse,
-    "your_own_hook": hooks_of_your_own,
+    "01_watch_a_fact": watches_a_fact,
+    "02_cache_by_step": caches_by_step,
+    "03_another_order": writes_in_another_order,
+    "04_steer_at_chosen_steps": steers_at_chosen_steps,
+    "05_your_own_hook": hooks_of_your_own,
+    "06_recall_by_steps": recalls_by_steps,
+    "07_trace_both_ways": traces_both_ways,
+    "08_average_effect": averages_effects,
+    "09_patch_forward_into_reverse": patches_forward_into_reverse,
+    "10_keys_and_values": compares_keys_and_values,
+    "reproduce_blog": reproduces_the_study,
+}
+# Fewer draws and questions than by default: the claims are the same, the intervals wider.
+QUICKLY = {
+    "06_recall_by_steps": ["--limit", "25"],
+    "10_keys_and_values": ["--layers", "1", "--draws", "29"],
+    "reproduce_blog": ["--out", "out", "--limit", "4", "--facts", "3", "--people", "12", "--draws", "99"],
 }
 FILES = {
-    "watch_a_fact": 8,
-    "steer_at_chosen_steps": 2,
-    "another_order": 1,
-    "cache_by_step": 1,
-    "trace_both_ways": 6,
-    "average_effect": 2,
-    "keys_and_values": 2,
-    "patch_forward_into_reverse": 2,
-    "your_own_hook": 1,
+    "01_watch_a_fact": 8,
+    "02_cache_by_step": 1,
+    "03_another_order": 1,
+    "04_steer_at_chosen_steps": 2,
+    "05_your_own_hook": 1,
+    "06_recall_by_steps": 2,
+    "07_trace_both_ways": 6,
+    "08_average_effect": 2,
+    "09_patch_forward_into_reverse": 2,
+    "10_keys_and_values": 2,
+    "reproduce_blog": 17,
 }
 SAVED = {
-    "trace_forwards": 7,
-    "trace_backwards": 7,
-    "average_effect": 36,
-    "keys_and_values": 646,
-    "patch_forward_into_reverse": 8,
+    ("06_recall_by_steps", "recall_by_steps"): 200,
+    ("07_trace_both_ways", "trace_forwards"): 7,
+    ("07_trace_both_ways", "trace_backwards"): 7,
+    ("08_average_effect", "average_effect"): 36,
+    ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
+    ("10_keys_and_values", "keys_and_values"): 652,
+    ("reproduce_blog", "recall"): 32,
+    ("reproduce_blog", "trace"): 4,
+    ("reproduce_blog", "average"): 36,
+    ("reproduce_blog", "keys_and_values"): 144,
 }
 
 
@@ -271,7 +363,7 @@ def test_the_example_runs(
     monkeypatch.chdir(tmp_path)
     example = load(name)
     assert example.__doc__
-    example.main([])
+    example.main(QUICKLY.get(name, []))
     said = capsys.readouterr().out
     CHECKS[name](said)
     named = [Path(path) for path in re.findall(r"wrote (out/\S+)$", said, re.MULTILINE)]
@@ -280,10 +372,12 @@ def test_the_example_runs(
     for path in named:
         if path.is_dir():
             saved = list(path.rglob("*.safetensors"))
-            assert len(saved) == SAVED[path.name]
+            assert len(saved) == SAVED[name, path.name]
             assert all(map(load_file, saved))
         elif path.suffix == ".png":
             assert path.read_bytes().startswith(PNG)
+        elif path.suffix == ".json":
+            assert json.loads(path.read_text(encoding="utf-8"))["weights_sha256"]
         else:
             assert "drummer" in path.read_text(encoding="utf-8")
 
@@ -293,12 +387,14 @@ def test_people_of_your_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     person, answers = ["Tilda Drusser", "famous miner of Tanmoor"], {"forwards": "p(famous)", "backwards": "p(Tilda)"}
-    for name in ("trace_both_ways", "your_own_hook"):
+    for name in ("07_trace_both_ways", "05_your_own_hook"):
         load(name).main(["--model", "tiny-ar", "--person", *person])
         said = capsys.readouterr().out
         assert all(answer in said for answer in answers.values())
     with pytest.raises(SystemExit):
-        load("patch_forward_into_reverse").main(["--model", "tiny-ar", "--other", "Tilda Drusser", "miner of Tanmoor"])
+        load("09_patch_forward_into_reverse").main(
+            ["--model", "tiny-ar", "--other", "Tilda Drusser", "miner of Tanmoor"]
+        )
     assert "same number of tokens" in capsys.readouterr().err
 
 
@@ -307,8 +403,49 @@ def test_facts_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     told = {"prompt": "Tilda Drusser is the", "subject": "Tilda Drusser", "answer": " famous miner of Tanmoor."}
     untrue = {**told, "prompt": "Gustav Geisser is the", "subject": "Gustav Geisser"}
     Path("facts.json").write_text(json.dumps([told, untrue]), encoding="utf-8")
-    load("average_effect").main(["--model", "tiny-ar", "--file", "facts.json"])
+    load("08_average_effect").main(["--model", "tiny-ar", "--file", "facts.json"])
     assert "tiny-ar, asked: knows 1 of 2 facts" in capsys.readouterr().out
+
+
+def test_the_report_shows_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that knows nothing, taught a little: each part says so, and an interrupted run goes on where it was."""
+    monkeypatch.chdir(tmp_path)
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.05, generator=generator)
+    model.save_pretrained("untaught")
+    options = ["--model", "untaught", "--data", "toy", "--finetune", "--epochs", "0.006", "--facts", "2"]
+    run = [*options, "--limit", "2", "--out", "study"]
+    example = load("reproduce_blog")
+    example.main(run)
+    said = capsys.readouterr().out
+    for part in (
+        "untaught: 1 updates of 32 texts of toy",
+        "untaught recalls 0% as it was told, and 0% in reverse",
+        "recalled nobody both ways",
+        "mlp   knows 0 of 2",
+        "no block stands out, and no keys are taken",
+    ):
+        assert part in said
+    report = Path("study/report.html").read_text(encoding="utf-8")
+    shown = re.findall(r'(?:src|href)="([^"]+)"', report)
+    assert set(shown) == {"recall.png", "trace_p2d.png", "trace_d2p.png"}
+    assert all((Path("study") / file).is_file() for file in shown)
+    assert set(re.findall(r"\]\((\S+)\)", Path("study/report.md").read_text(encoding="utf-8"))) == set(shown)
+
+    written = {path: path.stat().st_mtime_ns for path in Path("study").rglob("*.safetensors")}
+    Path("study/trace/untaught_d2p.safetensors").unlink()
+    example.main(run)
+    assert Path("study/report.html").read_text(encoding="utf-8") == report
+    again = {path: path.stat().st_mtime_ns for path in Path("study").rglob("*.safetensors")}
+    assert [path.name for path in written if again[path] != written[path]] == ["untaught_d2p.safetensors"]
+    with pytest.raises(ValueError, match=r"study holds another run \(limit: 2 there, 3 here"):
+        example.main([*options, "--limit", "3", "--out", "study"])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -322,4 +459,5 @@ def test_help_says_where_the_real_thing_is(name: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_a_page(name: str) -> None:
-    assert len(EXAMPLES[name].read_text(encoding="utf-8").splitlines()) <= 90
+    most = 320 if name == "reproduce_blog" else 90
+    assert len(EXAMPLES[name].read_text(encoding="utf-8").splitlines()) <= most

@@ -322,3 +322,27 @@ def test_what_cannot_be_compared_along(axis, sets, message):
 def test_bad_levels(level):
     with pytest.raises(ValueError, match=f"level={level}; it is between 0 and 1"):
         compare(*related(), **SMALL).table(level)
+
+
+def test_what_groups_differ_in_is_no_similarity_of_their_members():
+    """Two sets that share nothing but which group a fact is of."""
+    draw = torch.Generator().manual_seed(3)
+    groups = ["told"] * 20 + ["untold"] * 20
+    apart = torch.tensor([[0.0], [6.0]]).repeat_interleave(20, dim=0)
+    x, y = (torch.randn(40, 12, generator=draw) + apart for _ in range(2))
+    mixed, within = (compare(x, y, groups=each, rank=2, draws=199) for each in (None, groups))
+    assert mixed.table()["cka"]["value"] > 0.5
+    assert mixed.table()["cka"]["p"] < 0.01
+    for row in (row for name, row in within.table().items() if name in ("cka", "procrustes", "centred_cosine")):
+        assert row["p"] > 0.05
+        assert abs(row["value"]) < 0.2
+    assert within.record["groups"] == groups
+
+
+def test_one_group_is_none():
+    x, y = related()
+    alone, grouped = compare(x, y, **SMALL), compare(x, y, groups=["a"] * len(x), **SMALL)
+    assert torch.equal(alone.null, grouped.null)
+    assert torch.equal(alone.values, grouped.values)
+    with pytest.raises(ValueError, match="2 groups for"):
+        compare(x, y, groups=["a", "b"], **SMALL)

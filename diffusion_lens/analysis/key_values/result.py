@@ -127,6 +127,8 @@ class KeyValueStudy:
 
         The same vectors in both directions stand for different words: v* is the description's when asked by name, and
         the name's when asked by description. Keys against values, `compare("keys", "values")`, is the name in both.
+        Persons told in different ways ("p2d", "d2p", "both") differ as groups, which would pass for symmetry: what the
+        groups differ in is taken out, and chance pairs within them.
 
         Args:
             vectors: of the questions from name to description, as in `by_person`.
@@ -149,6 +151,7 @@ class KeyValueStudy:
             self._by_layer(reverse),
             names=[f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)],
             source={"model": self.record["model"], "vectors": list(kinds)},
+            groups=self._told(),
             shared_axes=kinds[0] == kinds[1],
             progress=progress,
             **settings,
@@ -179,7 +182,21 @@ class KeyValueStudy:
         if not mine.keys() & theirs.keys():
             raise ValueError(f"{models[0]} was asked at the layers {self.layers}, {models[1]} at {other.layers}")
         source = {"model": " and ".join(models), "vectors": [vectors, vectors]}
-        return _compare(mine, theirs, names=models, source=source, shared_axes=False, progress=progress, **settings)
+        return _compare(
+            mine,
+            theirs,
+            names=models,
+            source=source,
+            groups=self._told(),
+            shared_axes=False,
+            progress=progress,
+            **settings,
+        )
+
+    def _told(self) -> dict[str, str]:
+        """How each person was told."""
+        facts = [self.record["facts"][fact_id] for fact_id in self.ids]
+        return {fact["person"]: str(fact["trained"]) for fact in facts}
 
     def _by_layer(self, vectors: Mapping[str, Tensor]) -> "ByLayer":
         """Each person's vectors taken apart by layer."""
@@ -238,7 +255,9 @@ def check_vectors(name: str) -> None:
 ByLayer = dict[int, dict[str, Tensor]]
 
 
-def _compare(one: ByLayer, other: ByLayer, *, names: Sequence[str], **settings: Any) -> Comparisons:
+def _compare(
+    one: ByLayer, other: ByLayer, *, names: Sequence[str], groups: Mapping[str, str], **settings: Any
+) -> Comparisons:
     """Two sets of persons' vectors, layer by layer, person by person."""
     layers = [layer for layer in one if layer in other]
     persons = [person for person in one[layers[0]] if person in other[layers[0]]]
@@ -249,4 +268,5 @@ def _compare(one: ByLayer, other: ByLayer, *, names: Sequence[str], **settings: 
         )
         for layer in layers
     }
-    return compare_along("layer", sets, ids=persons, names=(names[0], names[1]), **settings)
+    told = [groups[person] for person in persons]
+    return compare_along("layer", sets, ids=persons, names=(names[0], names[1]), groups=told, **settings)

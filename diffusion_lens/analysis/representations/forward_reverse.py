@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -39,6 +39,7 @@ def compare(
     *,
     ids: Sequence[str] | None = None,
     names: tuple[str, str] = ("forward", "reverse"),
+    groups: Sequence[str] | None = None,
     shared_axes: bool = True,
     rank: int = 5,
     draws: int = 1000,
@@ -52,6 +53,9 @@ def compare(
         reverse: Float[fact d], the same facts in the same order.
         ids: the facts' names, by default their row numbers.
         names: of the two sets, for errors and pictures.
+        groups: the group of each fact, if there are such as differ as a whole, e.g. in how they were told. Each set
+            loses what its groups differ in, and random pairings stay within a group: otherwise sets would be alike for
+            having the same groups.
         shared_axes: whether axis i means the same in both sets; not so between two models, or keys and values. Without
             shared axes, and where the widths differ, only "procrustes" and "cka" are computed.
         rank: principal components of which "subspace" and "procrustes" are asked, at least 2.
@@ -71,13 +75,17 @@ def compare(
         raise ValueError(f"draws={draws}; at least 1, and 1000 for p-values down to 0.001")
     sets = [_as_matrix(vectors, name, ids) for vectors, name in zip((forward, reverse), names, strict=True)]
     widths = [vectors.shape[1] for vectors in sets]
+    members = _members(groups, len(ids))
+    sets = [_without_groups(vectors, members) for vectors in sets]
     one_space = shared_axes and widths[0] == widths[1]
     x, y = _in_few_axes(torch.cat(sets)).chunk(2) if one_space else map(_in_few_axes, sets)
     _check_rank(rank, (x, y), names)
 
     n_facts, rng = len(ids), np.random.default_rng(seed)
     paired = torch.arange(n_facts)[None]
-    orders = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))
+    orders = paired.repeat(draws, 1)
+    for own in members:
+        orders[:, own] = torch.from_numpy(rng.permuted(own.expand(draws, -1).numpy(), axis=1))
     subsets = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
     asked = statistics(rank, one_space)
     coordinates, explained = _shared_components(x, y) if one_space else (None, None)
@@ -96,6 +104,7 @@ def compare(
             "rank": rank,
             "draws": draws,
             "seed": seed,
+            "groups": None if groups is None else list(groups),
             "widths": widths,
             "source": dict(source or {}),
             "versions": {name: version(name) for name in ("diffusion-lens", "torch", "numpy", "scipy")},
@@ -154,8 +163,32 @@ def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Float[Tensor, 
     return vectors
 
 
+def fewest_facts(rank: int = 5) -> int:
+    """How many facts a comparison needs: "subspace" is asked of half of two thirds of them."""
+    return 3 * (rank + 2)
+
+
+def _members(groups: Sequence[str] | None, n_facts: int) -> list[Int[Tensor, "member"]]:
+    """The rows of each group, in order."""
+    if groups is None:
+        return [torch.arange(n_facts)]
+    if len(groups) != n_facts:
+        raise ValueError(f"{len(groups)} groups for {n_facts} facts; give each fact its group")
+    return [torch.tensor([i for i, each in enumerate(groups) if each == name]) for name in dict.fromkeys(groups)]
+
+
+def _without_groups(vectors: Float[Tensor, "fact d"], members: Sequence[Tensor]) -> Float[Tensor, "fact d"]:
+    """The vectors with every group's mean moved to the mean of all."""
+    if len(members) == 1:
+        return vectors
+    moved, mean = vectors.clone(), vectors.mean(dim=0)
+    for own in members:
+        moved[own] += mean - vectors[own].mean(dim=0)
+    return moved
+
+
 def _check_rank(rank: int, sets: Sequence[Float[Tensor, "fact _"]], names: Sequence[str]) -> None:
-    n_facts, fewest = len(sets[0]), 3 * (rank + 2)  # "subspace" is asked of half of two thirds of them
+    n_facts, fewest = len(sets[0]), fewest_facts(rank)
     if rank < 2:
         raise ValueError(f"rank={rank}; at least 2 principal components are compared")
     if n_facts < fewest:
