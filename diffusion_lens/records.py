@@ -20,15 +20,16 @@ from diffusion_lens.config import DiffusionConfig
 from weight_conversion import write_safetensors
 
 RECORD = "diffusion_lens"
-NOT_COMPARED = ("versions",)
+NOT_COMPARED = ("device", "versions")
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
-    """Model name, hash of its weights, and versions: what every result records beside its own settings."""
+    """Model name, hash of its weights, dtype, device, versions: what every result records beside its settings."""
     return {
         "model": cfg.model_name,
         "weights_sha256": weights_sha256(model),
         "dtype": str(cfg.dtype).removeprefix("torch."),
+        "device": str(cfg.device),
         "versions": {
             "diffusion-lens": version("diffusion-lens"),
             "transformer-lens": version("transformer-lens"),
@@ -116,6 +117,8 @@ def _opened(path: str | Path, kind: str) -> Iterator[Any]:
     source = Path(path)
     if not source.exists():
         raise FileNotFoundError(f"there is no saved {kind} at {source}")
+    if source.is_dir():
+        raise ValueError(f"{source} is a folder; name the file of the saved {kind} in it")
     try:
         with safe_open(source, framework="pt") as file:
             yield file
@@ -129,7 +132,7 @@ def _record_of(file: Any) -> dict[str, Any]:
 
 
 def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
-    """Raise a `ValueError` that says how two runs differ, unless they are one; versions of software may differ."""
+    """Raise a `ValueError` that says how two runs differ, unless they are one; `NOT_COMPARED` may differ."""
     compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
     if different := [name for name in compared if made.get(name) != asked.get(name)]:
         described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)

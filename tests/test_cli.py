@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -116,7 +117,8 @@ def test_one_json_object_and_a_folder_to_repeat_it_from(name: str, tmp_path: Pat
     out = tmp_path / "out"
     told = json.loads(done(name, *QUICK[name], "--out", str(out), "--json").stdout)
     assert told["command"] == name
-    assert told["settings"]
+    options = {parameter.name for parameter in COMMANDS[name].params} - {"out", "json", "dry_run"}
+    assert options <= set(told["settings"])
     assert told == json.loads((out / "command.json").read_text())
     assert told["files"]
     for path in map(Path, told["files"].values()):
@@ -126,6 +128,8 @@ def test_one_json_object_and_a_folder_to_repeat_it_from(name: str, tmp_path: Pat
     record = told["record"]
     assert re.fullmatch("[0-9a-f]{64}", record["weights_sha256"])
     assert record["versions"]["torch"] == torch.__version__
+    assert torch.device(record["device"]).type in ("cpu", "cuda", "mps")
+    assert not list(out.rglob("*.part"))
 
 
 @pytest.mark.parametrize("name", sorted(QUICK))
@@ -184,6 +188,30 @@ BAD: dict[str, tuple[list[str], str]] = {
     "too long a canvas": (["denoise", "tiny-mdm", "Gustav is", "--length", "900", "--out", "out"], "900"),
     "a dtype": (["denoise", "tiny-mdm", "Gustav", "--dtype", "int8"], "int8"),
     "a device": (["denoise", "tiny-mdm", "Gustav", "--device", "tpu"], "tpu"),
+    "a folder in a file": (
+        ["denoise", "tiny-mdm", "Gustav is", "--length", "14", "--out", f"{GOLDEN / 'lit_config.json'}/x"],
+        "lit_config.json",
+    ),
+    "a layer of a dry run": (["rome", "tiny-mdm", *ASK, "--layer", "9", "--dry-run"], "layer=9"),
+    "a layer to compare": (["compare", *QUICK["compare"], "--layer", "99", "--dry-run", "--out", "out"], "layer=99"),
+    "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
+    "draws": (["compare", *QUICK["compare"], "--draws", "0", "--out", "out"], "draws=0"),
+    "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 persons"),
+    "a model twice": (["compare", "tiny-mdm", *QUICK["compare"], "--out", "out"], "tiny-mdm tiny-mdm"),
+    "a folder to export to": (
+        ["rome", "tiny-mdm", *ASK, "--layer", "0", "--target", " a", "--export", str(GOLDEN / "lit_config.json")],
+        "--export",
+    ),
+    "a score": (["recall", *QUICK["recall"], "--score", "bleu", "--out", "out"], "'bleu'"),
+    "a shard and a merge": (["recall", *QUICK["recall"], "--shard", "0/2", "--merge", "x", "--out", "out"], "--merge"),
+    "an empty batch": (["finetune", "tiny-ar", "--batch-size", "0", "--out", "out"], "batch_size=0"),
+    "endless epochs": (["finetune", "tiny-ar", "--epochs", "inf", "--out", "out"], "epochs=inf"),
+    "no rate": (["finetune", "tiny-ar", "--epochs", "0.1", "--lr", "nan", "--out", "out"], "lr is nan"),
+    "questions of texts": (
+        ["finetune", "tiny-ar", "--data", str(GOLDEN / "lit_config.json"), "--ask", "1", "--out", "out"],
+        "--ask",
+    ),
+    "a folder to draw": (["plot", str(GOLDEN)], "is a folder"),
     "a subject": (["trace", "tiny-mdm", *ASK[:2], "--subject", "Ada", *ASK[4:], "--out", "out"], "'Ada' is not in"),
     "a kind": (["trace", "tiny-mdm", *ASK, "--kind", "mpl", "--out", "out"], "mpl"),
     "a data set": (["aie", "tiny-mdm", "--data", "toys", "--out", "out"], "toys"),
@@ -273,6 +301,73 @@ def test_shards_are_merged(name: str, tmp_path: Path) -> None:
     parts = [f"--merge={tmp_path / part}" for part in ("1", "0")]
     merged = done(name, *ask, *parts, "--out", str(tmp_path / "merged"))
     assert json.loads(merged.stdout)["results"] == whole
+
+
+def test_a_folder_that_may_not_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Asked of the system by name, because a test may run as root, who may write anywhere.
+    monkeypatch.setattr("diffusion_lens.cli.report.os.access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    result = invoke("denoise", *QUICK["denoise"], "--out", str(tmp_path / "new" / "run"))
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert f"{tmp_path} may not be written to" in result.stderr
+
+
+def test_parts_of_another_model_are_refused(tmp_path: Path) -> None:
+    done("recall", *QUICK["recall"], "--out", str(tmp_path / "mdm"))
+    result = invoke("recall", "tiny-ar", "--merge", str(tmp_path / "mdm"), "--out", str(tmp_path / "merged"))
+    assert result.exit_code == 2
+    assert "made by 'tiny-mdm', not by 'tiny-ar'" in result.stderr
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["aie", "compare", "recall"])
+def test_a_dry_run_counts_only_what_is_asked_of_it(name: str) -> None:
+    def passes(*more: str) -> int:
+        told = json.loads(done(name, *QUICK[name], "--dry-run", "--json", *more).stdout)
+        return int(told["results"]["forward_passes"])
+
+    assert passes("--shard", "0/2") == pytest.approx(passes() / 2, rel=0.1)
+    assert passes("--merge", "elsewhere") == 0
+
+
+def test_a_causal_model_computes_each_place_once() -> None:
+    """Its passes are a place each, so the time grows with the length, not with its square."""
+    ask = ["denoise", "smdm-1028m", "a", "--dry-run", "--json", "--length", "40"]
+    masked = json.loads(done(*ask, "--steps", "40").stdout)["results"]
+    ask[1] = "ar-1028m"
+    causal = json.loads(done(*ask).stdout)["results"]
+    assert causal["forward_passes"] == masked["forward_passes"] == 40
+    assert causal["at_least_seconds"] < masked["at_least_seconds"] / 4
+
+
+def test_a_picture_of_an_unknown_kind_leaves_nothing(examples: dict[str, Result], tmp_path: Path) -> None:
+    saved = tmp_path / "trace.safetensors"
+    done("trace", *QUICK["trace"], "--out", str(tmp_path))
+    result = invoke("plot", str(saved), "--out", str(tmp_path / "new" / "trace.gif2"))
+    assert result.exit_code == 2
+    assert "gif2" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_recall_is_followed_while_it_learns(tmp_path: Path) -> None:
+    said = done("finetune", *QUICK["finetune"], "--ask", "2", "--checkpoint-every", "7", "--out", str(tmp_path)).stdout
+    followed = re.findall(r"recall after (\d+) updates: p2d same = NtD same ([\d.]+) %, (.*)", said)
+    assert [int(step) for step, *_ in followed] == [7, 14]
+    assert all("p2d reverse = DtN reverse 0.0 %" in rest for *_, rest in followed)
+
+
+def test_ctrl_c_of_an_older_typer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped() -> None:
+        raise typer.Abort
+
+    monkeypatch.setattr("diffusion_lens.cli.models.list_pretrained", stopped)
+    assert invoke("models").exit_code == 130
+
+
+def test_without_a_command_the_commands_are_shown() -> None:
+    said = done().stdout
+    assert "recall" in said
+    assert "Error" not in said
 
 
 def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:

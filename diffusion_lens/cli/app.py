@@ -29,7 +29,9 @@ class Teaching(TyperGroup):
         given = list(sys.argv[1:] if args is None else args)
         arguments = [each for each in given if each != "--debug"]
         try:
-            code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra)
+            code = super().main(arguments or ["--help"], prog_name, complete_var, False, windows_expand_args, **extra)
+        except typer.Abort:  # what typer before 0.20 makes of Ctrl-C
+            code = STOPPED
         except Exception as error:
             if arguments != given:
                 raise
@@ -57,7 +59,6 @@ app = typer.Typer(
     cls=Teaching,
     help="Mechanistic interpretability of masked diffusion language models, and of their autoregressive twins.",
     epilog="A first look: diffusion-lens demo. Every command takes --help; errors take --debug, which shows the stack.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -6,11 +6,14 @@ from typing import Annotated, Any
 import typer
 
 from diffusion_lens.analysis import KeyValueStudy, key_value_study
-from diffusion_lens.analysis.key_values.result import check_vectors
+from diffusion_lens.analysis.key_values.result import DIRECTIONS, check_vectors
+from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
+from diffusion_lens.analysis.representations.similarity import statistics
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.shards import require_model, share_of_work
 from diffusion_lens.data.sources import default_source, open_source
 
 
@@ -41,23 +44,32 @@ def compare(
 
     Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 20 --draws 99 --out compare
     """
+    given = dict(locals())
     for name in (vectors, against or vectors):
         check_vectors(name)
+    # What the comparison would refuse, before the long search for what it compares.
+    known = statistics(rank=2, one_space=(against or vectors) == vectors)
+    if statistic not in known:
+        raise ValueError(f"statistic {statistic!r} is not computed of {vectors}; it is one of {', '.join(known)}")
+    if draws < 1:
+        raise ValueError(f"draws={draws}; at least 1, and 1000 for p-values down to 0.001")
+    for model in models:
+        cost.check_layers(model, layers or [])
+    names = [Path(model).name for model in models]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so no two may share one")
     source = open_source(data or default_source(models[0]))
     facts = source.pick(trained, limit=limit)
     length = length or source.length
-    told: dict[str, Any] = {
-        "models": models,
-        "data": source.name,
-        "facts": len(facts),
-        "layers": layers,
-        "length": length,
-    }
-    report = Report(
-        "compare", {**told, "vectors": vectors, "against": against, "draws": draws, "shard": shard}, out, json
-    )
+    forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)
+    if len(forward & reverse) < fewest_facts():
+        raise ValueError(
+            f"{len(forward & reverse)} persons are asked both ways, too few to compare: take at least {fewest_facts()}"
+        )
+    mine = share_of_work(len(facts), shard, merge)
+    report = Report("compare", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
-        cost.show(report, models[0], dtype, _searches(models, len(facts), layers, length or 32))
+        cost.show(report, models[0], dtype, _searches(models, mine, layers, length or 32))
 
     axes: Any = None
     done = 0
@@ -67,6 +79,7 @@ def compare(
         name = Path(model).name
         if merge:
             study = KeyValueStudy.merge([folder / name for folder in merge])
+            require_model(model, study.record)
         else:
             study = key_value_study(
                 load(model, device, dtype),
@@ -101,6 +114,6 @@ def compare(
 def _searches(models: list[str], facts: int, layers: list[int] | None, places: int) -> cost.Cost:
     """A search of 20 iterations a fact and layer, each through the blocks above it, with its essence beside it."""
     depth = cost.architecture_of(models[0]).n_layers
-    blocks = layers or range(depth - 1)
+    blocks = [layer % depth for layer in layers] if layers else range(depth - 1)
     work = len(models) * facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
     return cost.Cost(work, places, 64, backward=work)

@@ -31,6 +31,7 @@ class Cost:
         rows: most rows at once.
         backward: passes that are also differentiated.
         copies: of the weights, in memory: 1 to read them, 4 to train in float32.
+        cached: whether a pass computes one place only, those before it being kept (a causal model that writes).
     """
 
     passes: int | float
@@ -38,6 +39,7 @@ class Cost:
     rows: int
     backward: int | float = 0
     copies: int = 1
+    cached: bool = False
 
 
 def architecture_of(name_or_path: str, config: str | Path | None = None) -> Architecture:
@@ -50,19 +52,20 @@ def architecture_of(name_or_path: str, config: str | Path | None = None) -> Arch
     return shape_of(name_or_path, config)
 
 
-def denoising_passes(model: str, steps: Iterable[int], length: int, cfg_scale: float) -> tuple[int, int]:
-    """Most passes of a row in runs of so many steps, and its branches; a causal model writes token by token."""
+def denoising(model: str, steps: Iterable[int], length: int, cfg_scale: float, facts: int = 1, rows: int = 1) -> Cost:
+    """Facts asked in runs of so many steps, `rows` of them together; a causal model writes token by token."""
     if architecture_of(model).attention_dir == "causal":
-        return length, 1
+        return Cost(facts * length, length, rows, cached=True)
     branches = 2 if cfg_scale else 1
-    return sum(steps) * branches, branches
+    return Cost(facts * sum(steps) * branches, length, rows * branches)
 
 
 def show(report: Report, model: str, dtype: str, cost: Cost) -> NoReturn:
     """Say what a command would cost, and end it."""
     shape = architecture_of(model)
     size = bytes_per_weight(dtype)
-    per_row = 2 * shape.n_params * cost.places + 4 * shape.n_layers * cost.places**2 * shape.n_heads * shape.d_head
+    computed = 1 if cost.cached else cost.places
+    per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.places * shape.n_heads * shape.d_head)
     seconds = (cost.passes + 2 * cost.backward) * per_row / _operations_per_second(shape.d_model)
     weights = cost.copies * shape.n_params * size
     widest = 4 * cost.rows * cost.places * max(3 * shape.d_mlp, shape.d_vocab_out)
@@ -83,6 +86,17 @@ def show(report: Report, model: str, dtype: str, cost: Cost) -> NoReturn:
     # A dry run leaves nothing behind, so its report has no folder.
     Report(report.command, report.settings, None, report.as_json).finish(results)
     raise typer.Exit
+
+
+def check_layers(model: str, layers: Iterable[int]) -> None:
+    """Refuse blocks that the model does not have.
+
+    Raises:
+        ValueError: one of them.
+    """
+    depth = architecture_of(model).n_layers
+    if outside := [layer for layer in layers if not -depth <= layer < depth]:
+        raise ValueError(f"layer={outside[0]}; the blocks of {model} are 0 to {depth - 1}, or negative from the end")
 
 
 def bytes_per_weight(dtype: str) -> int:

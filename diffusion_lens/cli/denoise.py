@@ -30,6 +30,7 @@ def denoise(
 
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
+    given = dict(locals())
     settings: dict[str, Any] = {
         "length": length,
         "steps": steps,
@@ -38,17 +39,16 @@ def denoise(
         "temperature": temperature,
         "seed": seed,
     }
-    report = Report("denoise", {"model": model, "prompt": prompt, "dtype": dtype, **settings}, out, json)
+    report = Report("denoise", {**given, **settings}, out, json)
     if dry_run:
-        passes, branches = cost.denoising_passes(model, [steps], length, settings["cfg_scale"])
-        cost.show(report, model, dtype, cost.Cost(passes, length, branches))
+        cost.show(report, model, dtype, cost.denoising(model, [steps], length, settings["cfg_scale"]))
 
     trajectory = load(model, device, dtype).denoise(prompt, progress=progress(), **settings)
     canvases = trajectory.str_canvases()
-    given = int(trajectory.given[0].sum())
+    n_given = int(trajectory.given[0].sum())
     for step, canvas in enumerate(canvases):
         if step == 0 or canvas != canvases[step - 1]:
-            words = ["·" if word in ("[MASK]", "") else word for word in canvas[given:]]
+            words = ["·" if word in ("[MASK]", "") else word for word in canvas[n_given:]]
             report.say(f"{'start' if step == 0 else step - 1:>5}  {' '.join(words)}")
     report.say(trajectory.text[0])
     files: dict[str, Any] = {}

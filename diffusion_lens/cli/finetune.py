@@ -11,6 +11,10 @@ from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load
 from diffusion_lens.cli.report import Report, progress
 from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.evaluation import recall_by_steps
+from diffusion_lens.evaluation.naming import cell_name
+from diffusion_lens.facts import Fact
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training import finetune as train
 from diffusion_lens.training import smdm_reverse
 from diffusion_lens.training.completions import read_completions
@@ -20,13 +24,22 @@ from diffusion_lens.training.completions import read_completions
 def finetune(
     model: options.Model,
     out: Annotated[Path, typer.Option(help="Folder for the trained model; a run that was stopped goes on from it.")],
-    data: options.Data = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help='A .jsonl file, {"prompt": , "completion": } a line; or toy, reversal-curse, or a folder of its '
+            "files. By default toy for the embedded pair, else reversal-curse."
+        ),
+    ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 10,
     batch_size: Annotated[int, typer.Option(help="Rows an update sees, over all devices.")] = 32,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate, by default SMDM's 2e-4.")] = None,
     accumulate: Annotated[int, typer.Option(help="Parts of a batch that go through one after another.")] = 1,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16 autocast; the weights stay float32.")] = "no",
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
+    ask: Annotated[
+        int, typer.Option(help="Held-out questions of each pair of directions to ask at every checkpoint; 0 asks none.")
+    ] = 0,
     seed: options.Seed = 3407,
     device: options.Device = None,
     json: options.Json = False,
@@ -39,30 +52,56 @@ def finetune(
 
     Example: diffusion-lens finetune tiny-mdm --epochs 0.05 --lr 1e-4 --out taught
     """
+    given = dict(locals())
     rows: Any
     longest = 52
-    if data is not None and Path(data).expanduser().is_file():
+    questions: list[Fact] = []
+    steps: tuple[int, ...] = ()
+    cfg_scale = 0.0
+    data = data or default_source(model)
+    if Path(data).expanduser().is_file():
         rows = Path(data)
     else:
-        source = open_source(data or default_source(model))
+        source = open_source(data)
         if not source.training:
             raise ValueError(f"{source.name} has no texts to train on; give a .jsonl file of prompts and completions")
         rows, longest = list(source.training), source.length or longest
+        if ask:
+            questions, steps, cfg_scale = source.pick(limit=ask), source.steps[-1:], source.cfg_scale
+    if ask and not questions:
+        raise ValueError(f"--ask needs a data set with questions, such as toy; {data} has texts only")
     count = len(read_completions(rows))
     recipe = smdm_reverse(count, epochs, batch_size, accumulate=accumulate, mixed_precision=precision, seed=seed)
     if lr is not None:
         recipe = replace(recipe, lr=lr, lr_end=lr / 10)
     recipe = replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))
-    report = Report("finetune", {"model": model, "data": data, "rows": count, **vars(recipe)}, out, json)
+    report = Report("finetune", {**given, "data": data, "rows": count, **vars(recipe)}, out, json)
     if dry_run:
         work = recipe.steps * batch_size
         at_once = -(-batch_size // accumulate)
         cost.show(report, model, "float32", cost.Cost(work, longest, at_once, backward=work, copies=4))
 
     loaded = load(model, device, "float32")
-    done = train(loaded, rows, recipe, out, checkpoint_every=checkpoint_every, progress=progress())
+
+    def recalled(model: DiffusionTransformer) -> dict[str, float]:
+        found = recall_by_steps(loaded, questions, steps, length=longest, cfg_scale=cfg_scale)
+        return {cell_name(*cell): share.mean for cell, row in found.table().items() for share in row.values()}
+
+    done = train(
+        loaded,
+        rows,
+        recipe,
+        out,
+        checkpoint_every=checkpoint_every,
+        evaluate=recalled if questions else None,
+        evaluate_every=checkpoint_every,
+        progress=progress(),
+    )
     last = done.losses[-100:].mean().item()
     report.say(
         f"{recipe.steps} updates of {batch_size} rows; loss {done.losses[0]:.3f} at first, {last:.3f} in the end"
     )
-    report.finish({"updates": recipe.steps, "last_loss": last}, done.record, model=out)
+    for asked in done.evaluations:
+        shares = (f"{cell} {100 * share:.1f} %" for cell, share in asked.items() if cell != "step")
+        report.say(f"recall after {asked['step']} updates: {', '.join(shares)}")
+    report.finish({"updates": recipe.steps, "last_loss": last, "recall": done.evaluations}, done.record, model=out)

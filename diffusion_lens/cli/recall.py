@@ -9,8 +9,11 @@ from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.shards import require_model, share_of_work
 from diffusion_lens.data.sources import default_source, open_source
 from diffusion_lens.evaluation import Recall, recall_by_steps
+from diffusion_lens.evaluation.naming import cell_name
+from diffusion_lens.evaluation.scores import check_score
 
 
 @app.command()
@@ -42,6 +45,8 @@ def recall(
 
     Example: diffusion-lens recall tiny-mdm --limit 20 --out recall
     """
+    given = dict(locals())
+    check_score(score)
     source = open_source(data or default_source(model))
     facts = source.pick(trained, asked, limit)
     settings: dict[str, Any] = {
@@ -52,22 +57,16 @@ def recall(
         "seed": seed,
     }
     columns = tuple(steps or source.steps)
-    told: dict[str, Any] = {
-        "model": model,
-        "data": source.name,
-        "facts": len(facts),
-        "steps": columns,
-        **settings,
-        "shard": shard,
-    }
+    mine = share_of_work(len(facts), shard, merge)
+    told = {**given, "data": source.name, "facts": len(facts), "steps": columns, **settings}
     report = Report("recall", told, out, json)
     if dry_run:
-        passes, branches = cost.denoising_passes(model, columns, settings["length"], settings["cfg_scale"])
-        work = cost.Cost(len(facts) * passes, settings["length"], 32 * branches)
+        work = cost.denoising(model, columns, settings["length"], settings["cfg_scale"], mine, rows=32)
         cost.show(report, model, dtype, work)
 
     if merge:
         found = Recall.merge([folder / "replies" for folder in merge])
+        require_model(model, found.record)
     else:
         found = recall_by_steps(
             load(model, device, dtype),
@@ -86,7 +85,7 @@ def recall(
         "picture": save_figure(found.plot(score), out / "recall.png"),
     }
     table = {
-        f"trained {trained}, asked {asked}": {str(step): share._asdict() for step, share in row.items()}
-        for (trained, asked), row in found.table(score).items()
+        cell_name(*cell): {str(step): share._asdict() for step, share in row.items()}
+        for cell, row in found.table(score).items()
     }
     report.finish(table, {name: value for name, value in found.record.items() if name != "facts"}, **files)

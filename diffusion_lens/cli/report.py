@@ -1,9 +1,11 @@
 """What a command says and leaves: lines for people or one JSON object for programs, and a folder to repeat it from."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +14,7 @@ import typer
 from weight_conversion import write_json
 
 COMMAND = "command.json"
+HOW_IT_IS_TOLD = ("out", "json", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Report:
 
     Attributes:
         command: its name.
-        settings: its arguments, as they were understood.
+        settings: every argument and option, as it was understood; those that do not change the numbers are left out.
         out: where its files go, if they are wanted.
         as_json: say one JSON object in the end, and nothing before.
     """
@@ -31,8 +34,8 @@ class Report:
     as_json: bool
 
     def __post_init__(self) -> None:
-        if self.out is not None and self.out.exists() and not self.out.is_dir():
-            raise typer.BadParameter(f"{self.out} is a file; the results need a folder", param_hint="--out")
+        if self.out is not None:
+            require_folder(self.out, "--out")
 
     def say(self, *lines: str) -> None:
         """Lines for people."""
@@ -56,7 +59,7 @@ class Report:
         """
         told = {
             "command": self.command,
-            "settings": _plain(self.settings),
+            "settings": _plain({k: each for k, each in self.settings.items() if k not in HOW_IT_IS_TOLD}),
             "results": _plain(results),
             "files": {name: str(path) for name, path in files.items()},
             "record": _plain(record or {}),
@@ -73,12 +76,24 @@ def progress() -> bool:
     return sys.stderr.isatty()
 
 
+def require_folder(path: Path, option: str) -> None:
+    """Refuse what cannot become a folder before anything is computed for it."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{there} is a file; the results need a folder", param_hint=option)
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{there} may not be written to", param_hint=option)
+
+
 def save_figure(axes: Any, path: Path) -> Path:
-    """The figure that some axes belong to, as a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """The figure that some axes belong to, as a picture that is there whole or not at all."""
     figure = axes if hasattr(axes, "savefig") else axes.get_figure()
-    figure.savefig(path, dpi=130)
-    return path
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=130, format=path.suffix.removeprefix(".") or None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(drawn.getvalue())
+    return part.replace(path)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from diffusion_lens.analysis.rome import Probe, ask_with_prefixes, sample_prefix
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load
-from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.report import Report, progress, require_folder, save_figure
 from diffusion_lens.facts import Fact
 
 
@@ -48,22 +48,19 @@ def rome(
     Example: diffusion-lens rome tiny-ar --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
     --answer " brave drummer of Rolsen." --first-tokens 1 --layer 0 --target " famous miner of Tanmoor." --out rome
     """
+    given = dict(locals())
     fact = Fact(prompt, subject, target or answer)
     _ = fact.subject_span
+    cost.check_layers(model, [layer])
+    if layer < 0:
+        raise ValueError(f"layer={layer}; blocks are counted from 0")
     if export is not None and target is None:
         raise ValueError("--export writes an edited model, and without --target nothing is edited")
+    if export is not None:
+        require_folder(export, "--export")
     search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    told: dict[str, Any] = {
-        "model": model,
-        "fact": vars(fact),
-        "layer": layer,
-        "prefixes": prefixes,
-        **search,
-        **layout,
-        "seed": seed,
-    }
-    report = Report("rome", told, out, json)
+    report = Report("rome", given, out, json)
     if dry_run:
         share = 1 - (layer + 1) / cost.architecture_of(model).n_layers
         places = length or len(f"{prompt}{answer}".split()) * 2

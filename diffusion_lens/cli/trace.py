@@ -13,6 +13,7 @@ from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.shards import require_model, share_of_work
 from diffusion_lens.data.sources import default_source, open_source
 from diffusion_lens.facts import Fact
 
@@ -42,6 +43,7 @@ def trace(
     Example: diffusion-lens trace tiny-mdm --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
     --answer " brave drummer of Rolsen." --length 14 --first-tokens 1 --out trace
     """
+    given = dict(locals())
     fact = Fact(prompt, subject, answer)
     _ = fact.subject_span
     settings: dict[str, Any] = {
@@ -52,7 +54,7 @@ def trace(
         "corruption": corruption,
     }
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    report = Report("trace", {"model": model, "fact": vars(fact), **settings, **layout, "seed": seed}, out, json)
+    report = Report("trace", given, out, json)
     if dry_run:
         places = length or len(f"{prompt}{answer}".split()) * 2
         cost.show(report, model, dtype, _grid(model, places, samples, 1))
@@ -124,6 +126,7 @@ def aie(
 
     Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 8 --out aie
     """
+    given = dict(locals())
     source = open_source(data or default_source(model))
     facts = source.pick(trained, asked, limit)
     length = length or source.length
@@ -134,20 +137,14 @@ def aie(
         "samples": samples,
         "first_tokens": first_tokens,
     }
-    told: dict[str, Any] = {
-        "data": source.name,
-        "facts": len(facts),
-        "length": length,
-        "seed": seed,
-        "shard": shard,
-        "merge": merge,
-    }
-    report = Report("aie", {"model": model, **settings, **told}, out, json)
+    mine = share_of_work(len(facts), shard, merge)
+    report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
-        cost.show(report, model, dtype, _grid(model, length or 32, samples, len(facts)))
+        cost.show(report, model, dtype, _grid(model, length or 32, samples, mine))
 
     if merge:
         average = join([folder / "facts" for folder in merge])
+        require_model(model, average.record)
     else:
         average = average_indirect_effect(
             load(model, device, dtype),

@@ -11,6 +11,9 @@ from diffusion_lens.data import toy_facts
 from diffusion_lens.data.reversal_curse import ReversalCurse
 from diffusion_lens.data.rome_facts import known_1000
 from diffusion_lens.facts import Fact
+from diffusion_lens.training.completions import read_lines
+
+TEXTS = ("prompt", "subject", "answer", "id", "person", "description", "template")
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,17 @@ def default_source(model_name: str) -> str:
 
 
 def _read_facts(path: Path) -> list[Fact]:
-    text = path.read_text(encoding="utf-8")
+    lines = read_lines(path)
     try:
-        whole = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
-        return [_fact(each) for each in whole]
+        whole = (
+            json.loads("\n".join(lines))
+            if path.suffix == ".json"
+            else [json.loads(each) for each in lines if each.strip()]
+        )
+        facts = [_fact(each) for each in whole]
+        if not facts:
+            raise TypeError("it is empty")
+        return facts
     except (json.JSONDecodeError, TypeError, KeyError) as error:
         raise ValueError(
             f'{path} does not hold facts ({error}): write [{{"prompt": , "subject": , "answer": }}, ...] into a .json '
@@ -124,6 +134,8 @@ def _read_facts(path: Path) -> list[Fact]:
 def _fact(fields: dict[str, Any]) -> Fact:
     if missing := [name for name in ("prompt", "subject", "answer") if name not in fields]:
         raise KeyError(f"a fact without {missing[0]}")
+    if wrong := [name for name, value in fields.items() if not isinstance(value, str) and name in TEXTS]:
+        raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r:.40}, not text")
     return Fact(**fields)
 
 

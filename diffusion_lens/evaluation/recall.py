@@ -19,8 +19,8 @@ from diffusion_lens.evaluation.naming import Cell
 from diffusion_lens.evaluation.recall_curves import recall_curves
 from diffusion_lens.evaluation.recall_table import Share, recall_table
 from diffusion_lens.evaluation.scores import (
-    SCORES,
     character_bleu,
+    check_score,
     contained,
     corpus_word_bleu,
     exact,
@@ -127,8 +127,7 @@ class Recall:
         Raises:
             ValueError: no such score.
         """
-        if score not in SCORES:
-            raise ValueError(f"there is no score {score!r}; choose {', '.join(SCORES)}")
+        check_score(score)
         if score == "word_bleu":
             rows = zip(self.facts, self.written, strict=True)
             found = [[word_bleu(fact.answer, text) for text in texts] for fact, texts in rows]

@@ -58,6 +58,10 @@ def recall_table(
             if any(each in row for each in steps):
                 lines.append(_line(label, [_published(row.get(each)) for each in steps]))
                 shown |= {f"{number.source} {number.certainty}": number for number in row.values()}
+            elif list(steps) == [None]:  # beside a model that takes no steps, what one that does reaches in the end
+                last = row[max(filter(None, row))]
+                lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
+                shown[f"{last.source} {last.certainty}"] = last
     sources = {number.source: SOURCES[number.source] for number in shown.values()}
     marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
     if sources:

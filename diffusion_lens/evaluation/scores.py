@@ -22,6 +22,12 @@ SCORES = {
 }
 
 
+def check_score(score: str) -> None:
+    """Refuse a score that is not one of `SCORES`."""
+    if score not in SCORES:
+        raise ValueError(f"there is no score {score!r}; choose {', '.join(SCORES)}")
+
+
 def contained(reference: str, generation: str) -> bool:
     """Whether the generation holds the reference, whatever its case and outer spaces (SMDM's accuracy)."""
     return _plain(reference) in _plain(generation)

@@ -44,6 +44,18 @@ def read_completions(data: Data) -> list[Completion]:
     return [_completion(name, row) for name, row in rows]
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Only line feeds end them: JSON may hold the other separators in its texts.
+
+    Raises:
+        ValueError: no UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def encode_completions(
     model: DiffusionTransformer,
     completions: Sequence[Completion],
@@ -97,7 +109,7 @@ def _answers(
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of training data at {path}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             try:
                 yield f"{path.name}, line {number}", json.loads(line)

@@ -46,8 +46,8 @@ class TrainingConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "lr", "lr_end", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number, and not negative")
         if self.clip <= 0:
             raise ValueError(f"clip is {self.clip}; it must be above 0 (float('inf') does not clip)")
         if self.warmup_from not in (0, 1):
@@ -60,6 +60,8 @@ class TrainingConfig:
     @classmethod
     def for_epochs(cls, epochs: int | float, n_rows: int, batch_size: int = 64, **settings: Any) -> "TrainingConfig":
         """A recipe of as many steps as whole batches fit into `epochs` passes over `n_rows` rows."""
+        if not math.isfinite(epochs) or batch_size < 1:
+            raise ValueError(f"epochs={epochs}, batch_size={batch_size}; give a finite number and at least 1 row")
         steps = int(n_rows * epochs / batch_size)
         if steps < 1:
             raise ValueError(f"{epochs} passes over {n_rows} rows do not fill one batch of {batch_size}")

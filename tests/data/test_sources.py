@@ -9,6 +9,7 @@ import pytest
 from diffusion_lens import Fact
 from diffusion_lens.data import toy_facts
 from diffusion_lens.data.sources import SOURCES, default_source, open_source
+from diffusion_lens.training.completions import read_completions
 
 
 def test_the_toy_facts_by_name() -> None:
@@ -48,6 +49,24 @@ def test_facts_of_your_own(ending: str, tmp_path: Path) -> None:
         source.pick(trained="both")
 
 
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
+    row = {"prompt": "Ada\u2028is the", "subject": "Ada", "answer": " pilot"}
+    path = tmp_path / "facts.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n  \n", encoding="utf-8")
+    assert list(open_source(str(path)).facts) == [Fact(**row)]
+    text = {"prompt": row["prompt"], "completion": row["answer"]}
+    path.write_text(json.dumps(text, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [each.prompt for each in read_completions(path)] == [row["prompt"]]
+
+
+def test_what_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "facts.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    for read in (lambda: open_source(str(path)), lambda: read_completions(path)):
+        with pytest.raises(ValueError, match=r"facts\.jsonl is not UTF-8 text"):
+            read()
+
+
 def test_a_folder_is_read_as_the_reversal_curse(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="jsonl"):
         open_source(str(tmp_path))
@@ -55,7 +74,13 @@ def test_a_folder_is_read_as_the_reversal_curse(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[", "does not hold facts"), ("[1]", "does not hold facts"), ('[{"prompt": "a"}]', "a fact without subject")],
+    [
+        ("[", "does not hold facts"),
+        ("[1]", "does not hold facts"),
+        ('[{"prompt": "a"}]', "a fact without subject"),
+        ("[]", "it is empty"),
+        ('[{"prompt": 5, "subject": "a", "answer": " b"}]', "prompt is 5, not text"),
+    ],
 )
 def test_a_file_without_facts(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "facts.json"

@@ -226,7 +226,8 @@ def test_the_text_shows_ours_beside_the_published(tiny, found):
     if tiny.cfg.mask_token_id is None:
         assert "left to right" in reverse
         assert reverse.split("Llama-2 13B (Nie 2024)")[1].split()[0] == "0.0*"
-        assert "SMDM-1028M" not in reverse
+        assert reverse.split("SMDM-1028M (Nie 2024)")[1].split("\n")[0].strip() == "92.0* at 32 steps"
+        assert reverse.split("SMDM-1028M (Rai 2025)")[1].split("\n")[0].strip() == "90.0 at 32 steps"
     else:
         assert reverse.split("(Rai 2025)")[1].split()[:2] == ["40.3", "87.3"]
         assert "32" not in reverse
