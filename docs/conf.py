@@ -1,8 +1,12 @@
 """The documentation site: `make docs`, or `sphinx-build -W -n docs docs/_build`. Nothing is fetched."""
 
+import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
+
+# Before numpy comes in. The matrices of the pages are small: more threads only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # our own extensions, and the runner of snippets
@@ -19,6 +23,9 @@ extensions = [
     "sphinx.ext.viewcode",
     "docstrings",
     "tables",
+    "recall_tables",
+    "family_tables",
+    "commands",
     "make_pictures",
 ]
 exclude_patterns = ["_build", "_made", "images"]
@@ -37,8 +44,6 @@ napoleon_use_rtype = False
 napoleon_attr_annotations = False
 highlight_language = "none"
 smartquotes_action = "D"  # dashes alone: what stands in quotes is often something to type
-
-nitpick_ignore = [("py:exc", "where"), ("py:exc", ".")]  # one line of a docstring that is not indented
 
 html_theme = "furo"
 html_title = f"diffusion_lens {release}"

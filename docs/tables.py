@@ -137,7 +137,8 @@ def _template(name: str) -> str:
     return re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -147,7 +148,7 @@ class AxisTable(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         rows = [(", ".join(f"`{word}`" for word in words.split(", ")), meaning) for words, meaning in axis_rows()]
-        return _parsed(self, _markdown(("axis", "meaning"), rows))
+        return parsed(self, markdown(("axis", "meaning"), rows))
 
 
 class HookTable(SphinxDirective):
@@ -160,12 +161,14 @@ class HookTable(SphinxDirective):
             (f"`{name}`", f"`{shape}`", f"{meaning}; only {when}" if when else meaning)
             for name, shape, when, meaning in hook_rows(self.arguments[0])
         ]
-        return _parsed(self, _markdown(("hook point", "shape", "what passes"), rows))
+        return parsed(self, markdown(("hook point", "shape", "what passes"), rows))
 
 
-def _parsed(directive: SphinxDirective, markdown: list[str]) -> list[nodes.Node]:
+def parsed(directive: SphinxDirective, text: list[str]) -> list[nodes.Node]:
+    """Lines of Markdown, headings among them, as a directive's nodes."""
     box = nodes.container()
-    directive.state.nested_parse(StringList(markdown, "tables.py"), directive.content_offset, box)
+    source, line = directive.get_source_info()
+    directive.state.nested_parse(StringList(text, f"{source}:{line}"), directive.content_offset, box, match_titles=True)
     return box.children
 
 

@@ -1,7 +1,9 @@
 """The site: its Python says what the pages say it says, its tables are complete, and it builds without a warning."""
 
+import doctest
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,12 +14,16 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from snippets import blocks, run_python
+from typer.main import get_command
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(DOCS / page))]
-RUN_BY_THE_BUILD = "tutorial.md"  # for its pictures; a warning, and so an error, where it prints what it does not say
+# For the pictures that they draw; a warning, and so an error, where they print what they do not say.
+RUN_BY_THE_BUILD = {"tutorial.md", "recall.md", "keys_and_values.md"}
+WITH_SESSIONS = [page for page in PAGES if any(block.language == "console" for block in blocks(DOCS / page))]
 
 
 @pytest.fixture
@@ -60,7 +66,7 @@ def build_site(copy: Path) -> Path:
 
 
 @pytest.mark.usefixtures("families")
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page != RUN_BY_THE_BUILD])
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in RUN_BY_THE_BUILD])
 def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block, said in run_python(DOCS / page):
@@ -70,8 +76,31 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
 
 def test_the_pages_that_teach_have_python_to_run() -> None:
     taught = {"start.md", "tutorial.md", "concepts.md", "write_a_sampler.md", "add_a_family.md"}
-    taught |= {"from_transformer_lens.md", "from_rome.md", "from_smdm.md"}
-    assert taught <= set(WITH_PYTHON)
+    taught |= {"from_transformer_lens.md", "from_rome.md", "from_smdm.md", "families.md", "finetune.md"}
+    assert taught | RUN_BY_THE_BUILD <= set(WITH_PYTHON)
+
+
+def test_sessions_are_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of a page in order, in one folder; "..." in what it says stands for anything."""
+    from diffusion_lens.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    assert WITH_SESSIONS == ["command_line.md"]
+    runner, code, typed = CliRunner(env={"COLUMNS": "100"}), 0, 0
+    for block in blocks(DOCS / "command_line.md"):
+        if block.language != "console":
+            continue
+        for command, told in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+            if command == "echo $?":
+                said = f"{code}\n"
+            else:
+                program, *arguments = shlex.split(command)
+                assert program == "diffusion-lens"
+                result = runner.invoke(app, arguments)
+                said, code = result.output, result.exit_code
+            typed += 1
+            assert doctest.OutputChecker().check_output(told, said, doctest.ELLIPSIS), f"{command}\nsays\n{said}"
+    assert typed >= 10
 
 
 def text_of(page: Path) -> str:
@@ -122,7 +151,9 @@ def test_every_axis_has_its_row(site: Path) -> None:
     [
         "diffusion_lens",
         "diffusion_lens.analysis",
+        "diffusion_lens.analysis.key_values",
         "diffusion_lens.analysis.rome",
+        "diffusion_lens.data",
         "diffusion_lens.denoising.samplers",
         "diffusion_lens.evaluation",
         "diffusion_lens.training",
@@ -137,9 +168,50 @@ def test_every_public_function_and_class_is_in_the_reference(site: Path, room: s
     assert not missing, f"{room} has public names that the reference lacks: {missing}"
 
 
-def test_the_pictures_are_made_by_the_tutorial(site: Path) -> None:
-    shown = set(re.findall(r"!\[[^\]]*\]\(_made/(\w+\.png)\)", (DOCS / "tutorial.md").read_text(encoding="utf-8")))
-    assert len(shown) == 4
+def test_every_command_and_option_is_on_its_page(site: Path) -> None:
+    from diffusion_lens.cli import app
+
+    page = site / "command_line.html"
+    text, html = text_of(page), page.read_text(encoding="utf-8")
+    for name, command in get_command(app).commands.items():
+        section = re.search(rf'<section id="{name}">(.*?)</section>', html, re.DOTALL)
+        assert section, f"{name} has no section"
+        assert f"diffusion-lens {name}" in re.sub(r"<[^>]+>", "", section[1])
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert parameter.opts[0] in section[1], f"{name} {parameter.opts[0]} is missing"
+    for code in ("0", "1", "2", "130"):
+        assert re.search(rf"^{code}\n\w+", text, re.MULTILINE)
+
+
+def test_published_numbers_stand_under_both_names(site: Path) -> None:
+    """Rai's row and the paper's number for people told description first, asked for the description."""
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", (site / "recall.html").read_text(encoding="utf-8"), re.DOTALL)
+    cells = [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td>(.*?)</td>", row, re.DOTALL)] for row in rows]
+    found = {tuple(row[:2]): row[2:] for row in cells if row}
+    rai = ["0", "0.7", "17", "27.3", "31", "29.7", ""]
+    assert found["d2p reverse = NtD reverse", "SMDM-1028M (Rai 2025)"] == rai
+    assert ["d2p_reverse_prompts_test", "d2p reverse", "NtD reverse"] in [row[:3] for row in cells]
+    paper = [row for row in cells if row[:2] == ["d2p reverse = NtD reverse", "SMDM-1028M (Nie 2024)"]]
+    assert [[each for each in row[2:] if each] for row in paper] == [["37*"], ["67*"]]  # accuracy, then BLEU
+
+
+def test_families_and_their_sizes(site: Path) -> None:
+    from weight_conversion.registry import FAMILIES
+
+    families, sizes = text_of(site / "families.html"), text_of(site / "add_a_family.html")
+    for name in set(FAMILIES) - {"diffusion_lens"}:
+        assert re.search(rf"^{name}$", families, re.MULTILINE), f"{name} is missing"
+        lines = (ROOT / "weight_conversion" / "families" / f"{name}.py").read_text(encoding="utf-8").count("\n")
+        assert re.search(rf"^families/{name}.py\n{lines}$", sizes, re.MULTILINE)
+
+
+def test_the_pictures_are_made_by_the_pages(site: Path) -> None:
+    drawing = {page for page in WITH_PYTHON if "(_made/" in (DOCS / page).read_text(encoding="utf-8")}
+    assert drawing == RUN_BY_THE_BUILD
+    pages = "".join((DOCS / page).read_text(encoding="utf-8") for page in drawing)
+    shown = set(re.findall(r"!\[[^\]]*\]\(_made/(\w+\.png)\)", pages))
+    assert len(shown) == 7
     assert all((site / "_images" / name).read_bytes().startswith(b"\x89PNG") for name in shown)
 
 

@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 REFUSALS = (ValueError, KeyError, OSError, ImportError, TypeError)
 STOPPED = 130
+RESUMABLE = {"aie", "compare", "finetune", "recall"}
+STOPPED_TEXT = "Stopped. What was finished under --out is kept: the same command goes on from there."
 
 
 class Teaching(TyperGroup):
@@ -37,7 +39,7 @@ class Teaching(TyperGroup):
                 raise
             sys.exit(_refuse(error))
         if code == STOPPED:
-            typer.echo("Stopped. What was finished under --out is kept: the same command goes on from there.", err=True)
+            typer.echo(STOPPED_TEXT if {*arguments} & RESUMABLE else "Stopped.", err=True)
         sys.exit(code if isinstance(code, int) else 0)
 
 

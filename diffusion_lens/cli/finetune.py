@@ -1,5 +1,6 @@
 """`diffusion-lens finetune`: teach either variant facts, with the authors' settings."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +98,8 @@ def finetune(
         evaluate_every=checkpoint_every,
         progress=progress(),
     )
+    if int(os.environ.get("RANK", 0)):
+        return  # of several processes the first one reports
     last = done.losses[-100:].mean().item()
     report.say(
         f"{recipe.steps} updates of {batch_size} rows; loss {done.losses[0]:.3f} at first, {last:.3f} in the end"

@@ -1,0 +1,99 @@
+"""The command line as it says itself: `{commands}` is every command's help, `{exit-codes}` what its codes mean."""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from tables import markdown, parsed
+from typer.main import get_command
+
+from diffusion_lens.cli import app as application
+
+ORDER = (
+    "demo",
+    "models",
+    "info",
+    "convert",
+    "denoise",
+    "trace",
+    "aie",
+    "rome",
+    "compare",
+    "recall",
+    "finetune",
+    "plot",
+)
+
+
+def commands() -> dict[str, Any]:
+    """The commands by name, in the order of the page.
+
+    Raises:
+        ValueError: `ORDER` lacks a command, or has one too many.
+    """
+    found = get_command(application).commands
+    if set(found) != set(ORDER):
+        raise ValueError(f"the commands and their order on the page differ: {sorted(set(found) ^ set(ORDER))}")
+    return {name: found[name] for name in ORDER}
+
+
+def command_lines(name: str, command: Any) -> Iterator[str]:
+    """One command in Markdown: what it does, its example, its arguments and options."""
+    *told, example = command.help.split("\n\n")
+    yield from (f"### {name}", "")
+    for paragraph in told:
+        yield from (_plain(paragraph.replace("\n", " ")), "")
+    yield from ("```sh", _broken(example.removeprefix("Example: ").replace("\n", " ")), "```", "")
+    context = command.make_context(name, [], resilient_parsing=True)
+    records = [parameter.get_help_record(context) for parameter in command.params]
+    rows = [(f"`{option}`", _plain(meaning)) for option, meaning in filter(None, records)]
+    if rows:
+        yield from (*markdown(("argument or option", "meaning"), rows), "")
+
+
+def exit_codes() -> list[tuple[str, str]]:
+    """Code and meaning, from the docstring of the application's module."""
+    told = import_module("diffusion_lens.cli.app").__doc__
+    return re.findall(r"(?:^|\s{4,})(\d+)  (\S.*?)(?=\s{4,}|$)", str(told), re.MULTILINE)
+
+
+def _plain(text: str) -> str:
+    """Text without markup but for `code`."""
+    pieces = re.split(r"(`[^`]+`)", text)
+    return "".join(p if p.startswith("`") else re.sub(r"([*_<>|\[\]])", r"\\\1", p) for p in pieces)
+
+
+def _broken(command: str, width: int = 88) -> str:
+    """A long command on several lines, before options."""
+    lines = [""]
+    for piece in re.split(r" (?=--)", command):
+        if lines[-1] and len(f"{lines[-1]} {piece}") > width:
+            lines[-1] += " \\"
+            lines.append(f"    {piece}")
+        else:
+            lines[-1] = f"{lines[-1]} {piece}".strip() if len(lines) == 1 else f"{lines[-1]} {piece}"
+    return "\n".join(lines)
+
+
+class Commands(SphinxDirective):
+    """`{commands}`: a section for each command."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, [line for name, each in commands().items() for line in command_lines(name, each)])
+
+
+class ExitCodes(SphinxDirective):
+    """`{exit-codes}`: a table."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, markdown(("code", "meaning"), [(f"`{code}`", told) for code, told in exit_codes()]))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("commands", Commands)
+    app.add_directive("exit-codes", ExitCodes)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

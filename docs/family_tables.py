@@ -1,0 +1,92 @@
+"""Families: `{family-table}` and `{pair-table}` from the catalogue, `{family-sizes}` from the files themselves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from tables import markdown, parsed
+
+import weight_conversion
+from diffusion_lens.catalogue import PUBLISHED
+from diffusion_lens.pairs import PAIRS
+from weight_conversion.registry import FAMILIES
+
+ROOM = Path(weight_conversion.__file__).parent / "families"
+MOST = 8  # names in a cell
+SEES = {"bidirectional": "every place", "causal": "what came before"}
+READS = {"in_place": "in its own row", "shifted": "in the row before"}
+UNKNOWN = "known from its config alone"
+
+
+def family_rows() -> list[tuple[str, str, str, str]]:
+    """Family, published names, who sees whom, where a token is read: a row for each kind of network."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for name, entry in PUBLISHED.items():
+        shape = entry.architecture
+        kind = (shape.family, SEES[shape.attention_dir], READS[shape.readout]) if shape else ("", UNKNOWN, UNKNOWN)
+        kinds.setdefault(kind, []).append(name)
+    order = [*FAMILIES, ""]
+    rows = sorted(kinds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+    return [(f"`{family}`" if family else "", _names(names), *how) for (family, *how), names in rows]
+
+
+def size_rows() -> list[tuple[str, str, str]]:
+    """File, lines and rules of each family."""
+    rows = []
+    for family in FAMILIES.values():
+        file = ROOM / f"{'native' if family.name == 'diffusion_lens' else family.name}.py"
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        rows.append((f"`families/{file.name}`", str(lines), str(len(family.rules))))
+    return rows
+
+
+def pair_rows() -> list[tuple[str, str, str, str]]:
+    """The pairs of `load_pair`, those of SMDM's sizes in one row."""
+    smdm = [pair for pair in PAIRS.values() if pair.diffusion.startswith("smdm-")]
+    rows = [
+        (_names([pair.diffusion]), _names([pair.causal]), pair.shared, pair.source)
+        for pair in PAIRS.values()
+        if pair not in smdm
+    ]
+    first = (
+        _names([pair.diffusion for pair in smdm]),
+        "the twin of its size, of the same compute if there is one",
+        "network, tokenizer and data",
+        smdm[0].source,
+    )
+    return [rows[0], first, *rows[1:]]
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = [f"`{name}`" for name in names]
+    return ", ".join(shown if len(shown) <= MOST else [shown[0], "…", f"{shown[-1]} ({len(shown)} names)"])
+
+
+class FamilyTable(SphinxDirective):
+    """`{family-table}`."""
+
+    def run(self) -> list[nodes.Node]:
+        head = ("family", "names", "a place sees", "a token is read")
+        return parsed(self, markdown(head, family_rows()))
+
+
+class FamilySizes(SphinxDirective):
+    """`{family-sizes}`."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, markdown(("file", "lines", "rules"), size_rows()))
+
+
+class PairTable(SphinxDirective):
+    """`{pair-table}`."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, markdown(("diffusion", "causal", "what they share", "who says so"), pair_rows()))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    for name, directive in (("family-table", FamilyTable), ("family-sizes", FamilySizes), ("pair-table", PairTable)):
+        app.add_directive(name, directive)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
