@@ -6,6 +6,7 @@ and Dream, predict it in row i - 1. Everything else speaks of places and asks he
 
 from abc import ABC, abstractmethod
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -19,10 +20,15 @@ class Readout(ABC):
     def rows(self, places: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """The row that predicts each place."""
 
-    def locate(self, places: Places) -> tuple[Int[Tensor, "place"], Int[Tensor, "place"]]:
-        """Row of the batch and row of the logits that predict each marked place, in reading order."""
+    def locate(self, places: Places, real: Places | None = None) -> tuple[Int[Tensor, "place"], Int[Tensor, "place"]]:
+        """Row of the batch and row of the logits that predict each marked place, in reading order.
+
+        Args:
+            real: false at padding, whose rows predict nothing; `None` where there is none.
+        """
         batch, pos = places.nonzero(as_tuple=True)
-        return batch, self.rows(pos)
+        rows = self.rows(pos)
+        return batch, rows if real is None else torch.where(real[batch, rows], rows, pos)
 
 
 class InPlace(Readout):
@@ -33,7 +39,7 @@ class InPlace(Readout):
 
 
 class Shifted(Readout):
-    """Row i - 1 predicts token i. Nothing predicts place 0; it keeps its own row (Dream's convention)."""
+    """Row i - 1 predicts token i. Nothing predicts the first; it keeps its own row (Dream's convention)."""
 
     def rows(self, places: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         return (places - 1).clamp(min=0)

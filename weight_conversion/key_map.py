@@ -134,6 +134,12 @@ class KeyMap:
                 raise ValueError(f"cannot export: the tensor {name!r} is missing")
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"cannot export: {name!r} is {list(tensors[name].shape)}, expected {list(shape)}")
+        head = tensors.get("unembed.weight")
+        if self.architecture.tied and head is not None and not torch.equal(head, tensors["embed.weight"]):
+            raise ValueError(
+                "cannot export: the architecture ties 'unembed.weight' to 'embed.weight', and the two differ: pass the "
+                "architecture with tied=False (on a model, set cfg.tied) to keep both"
+            )
         for rule in self.rules:
             yield rule.theirs, rule.layout.join([tensors[name] for name in rule.ours], self.architecture)
 

@@ -65,7 +65,7 @@ class Conditional(Predictor):
         self, state: StepState, tokens: Tokens, places: Places, real: Places | None
     ) -> Float[Tensor, "place d_vocab_out"]:
         """Logits of `places` on `tokens`, which the hooks see as `state`."""
-        batch, rows = self.model.readout.locate(places)
+        batch, rows = self.model.readout.locate(places, real)
         if self.canvas.blank == UNREACHED:
             # What a causal row cannot see yet need not be run; but a hook sees the whole canvas.
             reach = tokens.shape[1] if self.model.is_hooked else int(rows.max()) + 1

@@ -44,3 +44,13 @@ def test_an_in_place_model_reads_its_own_row():
     mask_row = model(torch.full((1, 1), 11))[0, 0]
     assert torch.equal(seen[0][0, 2], mask_row)
     assert torch.equal(seen[0][0, 3], mask_row)
+
+
+def test_behind_padding_the_first_place_keeps_its_own_row():
+    """The row before it is padding's, whatever the padding holds."""
+    model = copying_model("bidirectional", "shifted")
+    alone = model.denoise(torch.tensor([[11, 3, 11]]), steps=1)
+    padded = model.denoise(torch.tensor([[7, 5, 11, 3, 11]]), steps=1, attention_mask=torch.tensor([[0, 0, 1, 1, 1]]))
+    assert alone.tokens[0, 2] == 4
+    assert torch.equal(padded.tokens[:, 2:], alone.tokens)
+    assert torch.equal(padded.confidence[:, 2], alone.confidence[:, 0])

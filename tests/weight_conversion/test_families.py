@@ -1,6 +1,7 @@
 """Families with a config.json: there and back without a bit lost, and refusals that name the culprit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weight_conversion import export, open_checkpoint
+from weight_conversion import export, open_checkpoint, tensor_shapes
 from weight_conversion.key_map import KeyMap
 from weight_conversion.registry import FAMILIES
 
@@ -218,6 +219,58 @@ def test_a_base_that_is_not_scaled_is_read_from_either_key(changes, configs, spe
     folder = written(configs["llama"], specimen, tmp_path)
     config = {key: value for key, value in {**configs["llama"], **changes}.items() if value is not ...}
     assert open_checkpoint(folder, config).architecture == open_checkpoint(folder).architecture
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(rope_scaling={"rope_type": "default", "rope_theta": 77.0}), "several bases"),
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": 77.0}), "several bases"),
+        (dict(rope_parameters={"full_attention": {"rope_type": "yarn"}}), "not understood: ['full_attention']"),
+        (dict(rope_parameters={"partial_rotary_factor": 0.5}), "not understood: ['partial_rotary_factor']"),
+    ],
+)
+def test_frequencies_that_are_said_in_two_ways(changes, words, configs, specimen, tmp_path, refused):
+    folder = written(configs["llama"], specimen, tmp_path)
+    refused(ValueError, words, path=folder, config={**configs["llama"], **changes})
+
+
+def test_a_base_beside_the_default_scaling(configs, specimen, tmp_path):
+    """Transformers 5 turns by it, whatever the family's default."""
+    folder = written(configs["llama"], specimen, tmp_path)
+    said = without(configs["llama"], "rope_theta") | {"rope_scaling": {"rope_type": "default", "rope_theta": 77.0}}
+    assert open_checkpoint(folder, said).architecture.rotary_base == 77.0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_causal_model_type_with_a_mask_is_not_guessed_at(name, configs, specimen, tmp_path, refused):
+    folder = written(configs[name], specimen, tmp_path)
+    said = {**configs[name], "mask_token_id": 5}
+    refused(ValueError, f"model_type='a2d-{name}'", "or without the id", path=folder, config=said)
+    cured = open_checkpoint(folder, {**said, "model_type": f"a2d-{name}"}).architecture
+    assert (cured.attention_dir, cured.readout, cured.mask_token_id) == ("bidirectional", "in_place", 5)
+    assert open_checkpoint(folder, {**said, "mask_token_id": None}).architecture.attention_dir == "causal"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "dream", "a2d-llama", "a2d-qwen2", "a2d-qwen3"])
+def test_what_came_from_no_family_is_exported_to_one_that_reads_it(name, configs, specimen, tmp_path):
+    architecture = open_checkpoint(written(configs[name], specimen, tmp_path / "old")).architecture
+    family = architecture.family
+    tensors = {each: torch.zeros(shape) for each, shape in tensor_shapes(architecture).items()}
+    export(tensors, replace(architecture, family="diffusion_lens"), tmp_path / "new" / "model.safetensors", family)
+    assert open_checkpoint(tmp_path / "new").architecture == architecture
+
+
+def test_a_tied_head_that_became_another_matrix_is_not_dropped(configs, specimen, tmp_path):
+    architecture = open_checkpoint(written(configs["qwen2"], specimen, tmp_path / "old")).architecture
+    architecture = replace(architecture, tied=True)
+    tensors = {each: torch.zeros(shape) for each, shape in tensor_shapes(architecture).items()}
+    tensors["unembed.weight"] = tensors["embed.weight"] + 1
+    with pytest.raises(ValueError, match=r"ties 'unembed.weight' to 'embed.weight', and the two differ"):
+        export(tensors, architecture, tmp_path / "new" / "model.safetensors")
+    for family in ("qwen2", "diffusion_lens"):
+        kept = export(tensors, replace(architecture, tied=False), tmp_path / family / "model.safetensors", family)
+        assert torch.equal(dict(open_checkpoint(kept).tensors())["unembed.weight"], tensors["unembed.weight"])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

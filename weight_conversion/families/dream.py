@@ -13,7 +13,6 @@ from typing import Any
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families import llama, qwen2
 from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import mask_token_id
 
 MODEL_TYPE = "Dream"
 
@@ -27,16 +26,11 @@ def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
     assert config is not None
     KEYS.check(config)
-    return replace(
-        llama.read_decoder(config, "dream", qkv_bias=True),
-        attention_dir="bidirectional",
-        readout="shifted",
-        mask_token_id=mask_token_id(config, "dream"),
-    )
+    return replace(llama.read_decoder(config, "dream", masked=True, qkv_bias=True), readout="shifted")
 
 
 def write_config(architecture: Architecture) -> dict[str, Any]:
-    return {**llama.write_decoder(architecture), "model_type": MODEL_TYPE}
+    return {**llama.write_decoder(architecture, "dream"), "model_type": MODEL_TYPE}
 
 
 FAMILY = Family(

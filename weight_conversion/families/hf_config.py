@@ -88,7 +88,7 @@ def rotary_base(config: Config, default: float | None = None) -> float:
         default: of a family whose old configs leave it out.
 
     Raises:
-        ValueError: scaled frequencies, which our rotary does not do, or no base.
+        ValueError: scaled frequencies, which our rotary does not do, a key not understood, several bases or none.
     """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -96,7 +96,12 @@ def rotary_base(config: Config, default: float | None = None) -> float:
         said = kind.get("rope_type", kind.get("type", "default")) if isinstance(kind, Mapping) else kind
         if said != "default":
             raise ValueError(f"{name} says {said!r}: scaled rotary frequencies are not supported")
-    base = config.get("rope_theta", parameters.get("rope_theta", default))
+        if unknown := sorted(set(kind) - {"rope_type", "type", "rope_theta"}):
+            raise ValueError(f"{name} has keys that are not understood: {unknown}")
+    bases = [each["rope_theta"] for each in (config, parameters, scaling) if "rope_theta" in each]
+    if any(other != bases[0] for other in bases):
+        raise ValueError(f"the config gives several bases of the rotary frequencies, {bases}; keep the one that holds")
+    base = bases[0] if bases else default
     if not isinstance(base, int | float):
         raise ValueError(f"rope_theta is {base!r}; the config must give the base of the rotary frequencies")
     return float(base)

@@ -83,9 +83,18 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     )
 
 
-def read_decoder(config: Config, family: str, *, default_base: float | None = None, **flags: Any) -> Architecture:
+def read_decoder(
+    config: Config, family: str, *, masked: bool | None = None, default_base: float | None = None, **flags: Any
+) -> Architecture:
     """What Llama's config and those of its descendants say alike; a model type of "a2d-..." is a diffusion model."""
-    masked = str(config["model_type"]).startswith(DIFFUSION)
+    if masked is None:
+        masked = str(config["model_type"]).startswith(DIFFUSION)
+    if not masked and config.get("mask_token_id") is not None:
+        raise ValueError(
+            f"the config names a causal model, model_type={config['model_type']!r}, and the mask_token_id "
+            f"{config['mask_token_id']!r} of a diffusion model: pass it as a mapping with "
+            f"model_type='{DIFFUSION}{family}' (bidirectional, no shift), or without the id"
+        )
     n_heads, width = config["num_attention_heads"], config["hidden_size"]
     return Architecture(
         family=family,
@@ -113,18 +122,18 @@ def read_decoder(config: Config, family: str, *, default_base: float | None = No
 def write_config(architecture: Architecture) -> dict[str, Any]:
     a = architecture
     return {
-        **write_decoder(a),
+        **write_decoder(a, "llama"),
         "attention_bias": a.o_bias,
         "mlp_bias": a.mlp_bias,
     }
 
 
-def write_decoder(architecture: Architecture) -> dict[str, Any]:
+def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]:
     """The inverse of `read_decoder`, in the words of transformers 4, which 5 reads too."""
     a = architecture
     masked = a.mask_token_id is not None
     return {
-        "model_type": f"{DIFFUSION if masked else ''}{a.family}",
+        "model_type": f"{DIFFUSION if masked else ''}{model_type}",
         "_name_or_path": a.name,
         "hidden_size": a.d_model,
         "intermediate_size": a.d_mlp,

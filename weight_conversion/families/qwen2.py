@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families import llama
@@ -35,11 +36,15 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     return llama.read_decoder(config, "qwen2", qkv_bias=True)
 
 
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    return llama.write_decoder(architecture, "qwen2")
+
+
 FAMILY = Family(
     name="qwen2",
     rules=llama.RULES,
     recognises=recognises,
     read_architecture=read_architecture,
-    write_config=llama.write_decoder,
+    write_config=write_config,
     config_file="config.json",
 )

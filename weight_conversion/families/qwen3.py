@@ -38,7 +38,7 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
 
 
 def write_config(architecture: Architecture) -> dict[str, Any]:
-    return {**llama.write_decoder(architecture), "attention_bias": architecture.o_bias}
+    return {**llama.write_decoder(architecture, "qwen3"), "attention_bias": architecture.o_bias}
 
 
 FAMILY = Family(
