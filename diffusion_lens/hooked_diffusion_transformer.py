@@ -145,9 +145,11 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             prompt: text, texts, or Int[batch pos] tokens. Masks inside it are filled too.
             length: places in all, the prompt included (SMDM's meaning).
             max_new_tokens: blanks after the prompt, instead of `length`.
-            steps: denoising steps; 32 by default. `left_to_right` takes one a token whatever is asked.
-            sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm",
-                "left_to_right" (the default, and the only one, of a causal model), or a `Sampler`.
+            steps: denoising steps; 32 by default, with "llada" one a blank. `left_to_right` takes one a token whatever
+                is asked.
+            sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm", "blocks",
+                "left_to_right" (the default, and the only one, of a causal model), a preset ("smdm", "llada",
+                "dream"), or a `Sampler`.
             cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none.
             temperature: 0 takes the likeliest token; otherwise Gumbel noise in float64.
             seed: row r of a batch uses `seed + r`; or one seed a row, or a `torch.Generator`.

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{label}, {len(facts) // 2} people told {told}, v* in blocks {', '.join(map(str, study.layers))}")
             print_study(study)
             for what, (vectors, against) in COMPARED.items():
-                found = study.compare(vectors, against, draws=args.draws)
+                found = study.compare(vectors, against, only=["cka"], draws=args.draws)
                 found.save(folder.with_name(f"{folder.name}_{vectors}_{against}.safetensors"))
                 print_similarity(what, found)
                 if told == "both ways":

@@ -83,7 +83,7 @@ def ask_masked(
     if real is not None:
         real = real.to(tokens.device)
         noisy, hidden, counted = torch.where(real, noisy, tokens), hidden & real, int(real.sum())
-    return LossQuestion(noisy, model.readout.locate(hidden), tokens[hidden], 1 / (p_mask[hidden] * counted))
+    return LossQuestion(noisy, model.readout.locate(hidden, real), tokens[hidden], 1 / (p_mask[hidden] * counted))
 
 
 def ask_next(

@@ -346,3 +346,13 @@ def test_one_group_is_none():
     assert torch.equal(alone.values, grouped.values)
     with pytest.raises(ValueError, match="2 groups for"):
         compare(x, y, groups=["a", "b"], **SMALL)
+
+
+def test_only_the_statistics_asked_for():
+    x, y = related()
+    every, some = compare(x, y, **SMALL), compare(x, y, **SMALL, only=["cka", "cosine"])
+    assert some.statistics == ["cosine", "cka"]
+    assert some.table() == {name: row for name, row in every.table().items() if name in some.statistics}
+    for wrong in (["ckaa"], []):
+        with pytest.raises(ValueError, match="of these two sets there are cosine, "):
+            compare(x, y, **SMALL, only=wrong)

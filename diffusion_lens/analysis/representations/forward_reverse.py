@@ -28,7 +28,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.representations.comparison import Comparison, Comparisons
-from diffusion_lens.analysis.representations.similarity import centred, deviations, principal_angles, statistics
+from diffusion_lens.analysis.representations.similarity import (
+    Statistic,
+    centred,
+    deviations,
+    principal_angles,
+    statistics,
+)
 
 ROUND_OFF = torch.finfo(torch.float32).eps
 
@@ -41,6 +47,7 @@ def compare(
     names: tuple[str, str] = ("forward", "reverse"),
     groups: Sequence[str] | None = None,
     shared_axes: bool = True,
+    only: Sequence[str] | None = None,
     rank: int = 5,
     draws: int = 1000,
     seed: int = 0,
@@ -58,6 +65,7 @@ def compare(
             having the same groups.
         shared_axes: whether axis i means the same in both sets; not so between two models, or keys and values. Without
             shared axes, and where the widths differ, only "procrustes" and "cka" are computed.
+        only: the statistics to compute, such as ["cka"]; by default all, of which "procrustes" takes most of the time.
         rank: principal components of which "subspace" and "procrustes" are asked, at least 2.
         draws: random pairings, and random subsets of the facts.
         seed: of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
@@ -87,7 +95,7 @@ def compare(
     for own in members:
         orders[:, own] = torch.from_numpy(rng.permuted(own.expand(draws, -1).numpy(), axis=1))
     subsets = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
-    asked = statistics(rank, one_space)
+    asked = _asked(statistics(rank, one_space), only)
     coordinates, explained = _shared_components(x, y) if one_space else (None, None)
     return Comparison(
         values=torch.cat([statistic(x, y, paired) for statistic in asked.values()]),
@@ -166,6 +174,13 @@ def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Float[Tensor, 
 def fewest_facts(rank: int = 5) -> int:
     """How many facts a comparison needs: "subspace" is asked of half of two thirds of them."""
     return 3 * (rank + 2)
+
+
+def _asked(known: Mapping[str, Statistic], only: Sequence[str] | None) -> dict[str, Statistic]:
+    """The statistics asked for, in their usual order."""
+    if only is not None and (not only or any(name not in known for name in only)):
+        raise ValueError(f"only={list(only)}; of these two sets there are {', '.join(known)}")
+    return {name: statistic for name, statistic in known.items() if only is None or name in only}
 
 
 def _members(groups: Sequence[str] | None, n_facts: int) -> list[Int[Tensor, "member"]]:
