@@ -337,6 +337,12 @@ def test_what_groups_differ_in_is_no_similarity_of_their_members():
         assert row["p"] > 0.05
         assert abs(row["value"]) < 0.2
     assert within.record["groups"] == groups
+    assert (within.singular_values > 1e-6 * within.singular_values.max()).sum(dim=1).tolist() == [12, 12]
+    wide = compare(
+        torch.randn(40, 90, generator=draw), torch.randn(40, 90, generator=draw), groups=groups, rank=2, draws=9
+    )
+    assert wide.singular_values.shape == (2, 38)  # each group's mean is gone
+    assert wide.singular_values.min() > 0.1
 
 
 def test_one_group_is_none():

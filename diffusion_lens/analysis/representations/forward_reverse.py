@@ -101,7 +101,7 @@ def compare(
         values=torch.cat([statistic(x, y, paired) for statistic in asked.values()]),
         null=torch.stack([statistic(x, y, orders) for statistic in asked.values()], dim=1),
         deviations=torch.stack([deviations(statistic, x, y, subsets) for statistic in asked.values()], dim=1),
-        singular_values=torch.stack([_singular_values(each) for each in (x, y)]),
+        singular_values=torch.stack([_singular_values(each, n_facts - len(members)) for each in (x, y)]),
         coordinates=coordinates,
         explained=explained,
         angles=principal_angles(x, y, rank) if one_space else None,
@@ -233,7 +233,7 @@ def _shared_components(
     return (coordinates * largest.sign()).unflatten(0, (2, len(x))), (s.square() / s.square().sum())[:2]
 
 
-def _singular_values(x: Float[Tensor, "fact d"]) -> Float[Tensor, "component"]:
-    """One less than there are facts, the last ones 0 where the vectors are narrower."""
-    found = torch.linalg.svdvals(centred(x))[: len(x) - 1]
-    return torch.nn.functional.pad(found, (0, len(x) - 1 - len(found)))
+def _singular_values(x: Float[Tensor, "fact d"], count: int) -> Float[Tensor, "component"]:
+    """As many as there are facts less the means taken out, the last ones 0 where the vectors are narrower."""
+    found = torch.linalg.svdvals(centred(x))[:count]
+    return torch.nn.functional.pad(found, (0, count - len(found)))
