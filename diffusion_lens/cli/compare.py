@@ -91,7 +91,7 @@ def compare(
                 shard=shard or "0/1",
                 progress=progress(),
             )
-        if shard is not None and not merge:
+        if shard is not None:
             done += len(study.ids)
             continue
         found = study.compare(vectors, against, draws=draws, progress=progress())
@@ -104,8 +104,8 @@ def compare(
             )
         results[name] = found.table(statistic)
         axes = found.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
-        record = {key: value for key, value in study.record.items() if key != "facts"}
-    if shard is not None and not merge:
+        record = study.record
+    if shard is not None:
         report.part_done(shard, done, out)
     files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")
     report.finish(results, record, **files)

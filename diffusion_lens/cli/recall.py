@@ -77,7 +77,7 @@ def recall(
             shard=shard or "0/1",
             progress=progress(),
         )
-    if shard is not None and not merge:
+    if shard is not None:
         report.part_done(shard, len(found.facts), out)
     report.say(found.to_text(score))
     files: dict[str, Any] = {
@@ -88,4 +88,4 @@ def recall(
         cell_name(*cell): {str(step): share._asdict() for step, share in row.items()}
         for cell, row in found.table(score).items()
     }
-    report.finish(table, {name: value for name, value in found.record.items() if name != "facts"}, **files)
+    report.finish(table, found.record, **files)

@@ -54,7 +54,7 @@ class Report:
 
         Args:
             results: the numbers, for --json and for the note.
-            record: provenance: model, hash of its weights, versions.
+            record: provenance: model, hash of its weights, versions. Facts in it are left to the result's own file.
             files: what was written, by what it is.
         """
         told = {
@@ -62,7 +62,7 @@ class Report:
             "settings": _plain({k: each for k, each in self.settings.items() if k not in HOW_IT_IS_TOLD}),
             "results": _plain(results),
             "files": {name: str(path) for name, path in files.items()},
-            "record": _plain(record or {}),
+            "record": _plain({k: each for k, each in (record or {}).items() if k != "facts"}),
         }
         if self.out is not None:
             write_json(told, self.out / COMMAND)

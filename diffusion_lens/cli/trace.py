@@ -156,7 +156,7 @@ def aie(
             shard=shard or "0/1",
             progress=progress(),
         )
-    if shard is not None and not merge:
+    if shard is not None:
         report.part_done(shard, len(average.ids) + len(average.unknown), out)
     report.say(f"{average.record['model']} knows {len(average.ids)} of {len(average.ids) + len(average.unknown)} facts")
     files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}
@@ -169,7 +169,7 @@ def aie(
                 report.say(f"  {role:15} {' '.join(f'{effect:6.3f}' for effect in effects)}")
         results |= {"ate": average.ate, "aie": dict(zip(average.roles, average.aie.tolist(), strict=True))}
         files["picture"] = save_figure(average.plot(), out / "average.png")
-    report.finish(results, {name: value for name, value in average.record.items() if name != "facts"}, **files)
+    report.finish(results, average.record, **files)
 
 
 def _grid(model: str, places: int, samples: int, facts: int) -> cost.Cost:
