@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.plots import ABSENT, HUES, RESTORED, row_labels, short_answer
+from weight_conversion import renamed_when_whole
 
 Figure = Any  # plotly's; the library is imported when something is drawn
 
@@ -90,15 +91,10 @@ def write_page(figure: Figure, path: str | Path) -> Path:
     target = Path(path)
     if target.suffix != ".html":
         raise ValueError(f"pages are HTML files; {target} should end in .html")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    try:
-        # A fixed id, so that the same figure is the same file.
-        page = figure.to_html(include_plotlyjs=True, auto_play=False, div_id="figure")
+    # A fixed id, so that the same figure is the same file.
+    page = figure.to_html(include_plotlyjs=True, auto_play=False, div_id="figure")
+    with renamed_when_whole(target) as part:
         part.write_text(page, encoding="utf-8")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
     return target
 
 

@@ -7,7 +7,14 @@
 from weight_conversion.architecture import Architecture, tensor_shapes
 from weight_conversion.convert import Checkpoint, export, export_size, open_checkpoint
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
-from weight_conversion.files import CHECKPOINT_SUFFIXES, read_json, sha256_of_file, write_json, write_safetensors
+from weight_conversion.files import (
+    CHECKPOINT_SUFFIXES,
+    read_json,
+    renamed_when_whole,
+    sha256_of_file,
+    write_json,
+    write_safetensors,
+)
 
 __all__ = [
     "CHECKPOINT_SUFFIXES",
@@ -19,6 +26,7 @@ __all__ = [
     "open_checkpoint",
     "published_architecture",
     "read_json",
+    "renamed_when_whole",
     "sha256_of_file",
     "tensor_shapes",
     "write_json",

@@ -161,14 +161,14 @@ def open_tensors(path: Path) -> TensorSource:
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write under a temporary name, then rename: a reader never sees half a file."""
-    with _renamed_when_whole(path) as temporary:
+    with renamed_when_whole(path) as temporary:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, temporary, metadata=dict(metadata) if metadata else None)
 
 
 def write_json(data: Any, path: Path) -> None:
     """Write under a temporary name, then rename."""
-    with _renamed_when_whole(path) as temporary:
+    with renamed_when_whole(path) as temporary:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
@@ -206,7 +206,8 @@ def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
 
 
 @contextmanager
-def _renamed_when_whole(path: Path) -> Iterator[Path]:
+def renamed_when_whole(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` to write to; it takes the name of `path` unless an exception comes first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(descriptor)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from weight_conversion import write_json
+from weight_conversion import renamed_when_whole, write_json
 
 COMMAND = "command.json"
 HOW_IT_IS_TOLD = ("out", "json", "dry_run")
@@ -90,10 +90,9 @@ def save_figure(axes: Any, path: Path) -> Path:
     figure = axes if hasattr(axes, "savefig") else axes.get_figure()
     drawn = BytesIO()
     figure.savefig(drawn, dpi=130, format=path.suffix.removeprefix(".") or None)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(drawn.getvalue())
-    return part.replace(path)
+    with renamed_when_whole(path) as part:
+        part.write_bytes(drawn.getvalue())
+    return path
 
 
 def _plain(value: Any) -> Any:

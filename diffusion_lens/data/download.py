@@ -5,9 +5,7 @@ at all, and where its SHA-256 is known it is the published one. What cannot be h
 wanted, from where, and how to go on with a copy fetched by hand.
 """
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -21,7 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm.auto import tqdm
 
-from weight_conversion import sha256_of_file
+from weight_conversion import renamed_when_whole, sha256_of_file
 
 TIMEOUT = 30.0  # seconds without an answer
 
@@ -83,8 +81,7 @@ def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progres
 def _download(url: str, target: Path, progress: bool) -> None:
     """Write under a temporary name, then rename."""
     request = Request(url, headers={"User-Agent": "diffusion-lens"})
-    with urlopen(request, timeout=TIMEOUT) as response, tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        part = Path(folder) / target.name
+    with urlopen(request, timeout=TIMEOUT) as response, renamed_when_whole(target) as part:
         length = int(response.headers.get("Content-Length") or 0)
         with (
             part.open("wb") as file,
@@ -93,7 +90,6 @@ def _download(url: str, target: Path, progress: bool) -> None:
             shutil.copyfileobj(response, counted)
         if length and length != part.stat().st_size:
             raise OSError(f"the connection broke after {part.stat().st_size:,} of {length:,} bytes")
-        os.replace(part, target)
 
 
 def _verified(path: Path, url: str, sha256: str | None) -> Path:
