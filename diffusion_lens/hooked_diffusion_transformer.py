@@ -15,6 +15,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.model.folding import NOT_EXACT, fold_norms
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
 from diffusion_lens.training.objectives import ask
@@ -76,6 +77,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
+        fold_ln: bool = False,
     ) -> "HookedDiffusionTransformer":
         """A model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
 
@@ -94,6 +96,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             device: by default the GPU if there is one.
             dtype: of the weights; converted piece by piece while they are read.
             revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
+            fold_ln: fold the norms' weights into the matrices that read them, as `enable_compatibility_mode` does.
 
         Raises:
             ValueError: unknown name (nearest names follow), a config of no known family, a file cut off, tensors
@@ -113,7 +116,49 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             token=token,
             local_files_only=local_files_only,
         )
-        return cls(cfg, loaded, tensors=checkpoint.pieces())
+        model = cls(cfg, loaded, tensors=checkpoint.pieces())
+        if fold_ln:
+            fold_norms(model)
+        return model
+
+    def enable_compatibility_mode(
+        self,
+        disable_warnings: bool = False,
+        no_processing: bool = False,
+        fold_ln: bool = True,
+        center_writing_weights: bool = False,
+        center_unembed: bool = False,
+        fold_value_biases: bool = False,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """Process the weights as TransformerLens's `enable_compatibility_mode` does where that is exact: fold the norms.
+
+        Afterwards `cache.apply_ln_to_stack(resid) @ model.W_U` are logits, and `W_in`, `W_Q`, `W_K`, `W_V` read the
+        normalised stream as it is. Hook points keep their values. The names of TransformerLens's hook points are
+        always there, so no aliases are switched on.
+
+        Args:
+            disable_warnings: taken for TransformerLens's sake; nothing warns here.
+            no_processing: leave the weights as they are.
+            fold_ln: fold each norm's weight into the matrices that read it (`model.folding.fold_norms`).
+            center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: refused when
+                true; the error gives each one's reason.
+
+        Raises:
+            ValueError: a kind of processing that would change the logits, or weights in less than float32.
+        """
+        asked = {
+            "center_writing_weights": center_writing_weights,
+            "center_unembed": center_unembed,
+            "fold_value_biases": fold_value_biases,
+            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
+        }
+        if no_processing:
+            return
+        if reasons := [f"{name}=True {NOT_EXACT[name]}" for name, wanted in asked.items() if wanted]:
+            raise ValueError("; ".join(reasons))
+        if fold_ln:
+            fold_norms(self)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write weights, config and tokenizer; `from_pretrained(folder)` reads them back.

@@ -92,15 +92,28 @@ class WeightViews(ABC):
         return self._stack(lambda block: block.mlp.b_out)
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """The matrices under TransformerLens's names, as its `SVDInterpreter` asks for them."""
-        names = {"attn": ("W_Q", "W_K", "W_V", "W_O"), "mlp": ("W_in", "W_gate", "W_out")}
-        ends = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U}
-        return ends | {
-            f"blocks.{i}.{part}.{name}": getattr(getattr(block, part), name)
-            for i, block in enumerate(self.blocks)
-            for part, each in names.items()
-            for name in each
-        }
+        """The matrices and norm weights under TransformerLens's names, as its `SVDInterpreter` asks for them.
+
+        Keys and values come once a query head, as tools that index them by head expect; `W_in` reads the stream after
+        `ln2.w`, which is 1 on a model with folded norms.
+        """
+        named = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "ln_final.w": self.ln_final.w}
+        shared_by = self.cfg.n_heads // (self.cfg.n_key_value_heads or self.cfg.n_heads)
+        for i, block in enumerate(self.blocks):
+            attn, mlp = block.attn, block.mlp
+            weights = {
+                "ln1.w": block.ln1.w,
+                "attn.W_Q": attn.W_Q,
+                "attn.W_K": attn.W_K.repeat_interleave(shared_by, dim=0),
+                "attn.W_V": attn.W_V.repeat_interleave(shared_by, dim=0),
+                "attn.W_O": attn.W_O,
+                "ln2.w": block.ln2.w,
+                "mlp.W_in": mlp.W_in,
+                "mlp.W_gate": mlp.W_gate,
+                "mlp.W_out": mlp.W_out,
+            }
+            named |= {f"blocks.{i}.{name}": weight for name, weight in weights.items()}
+        return named
 
     @property
     def QK(self) -> FactoredMatrix:

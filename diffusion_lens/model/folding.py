@@ -1,0 +1,57 @@
+"""Fold each RMSNorm's weight into the projections that read it (TransformerLens's `fold_ln`).
+
+A norm computes x / scale · w and every reader of it is linear, so W (w · x/scale) = (W · diag(w)) (x/scale): the
+network is the same function when the readers take over w and the norm's own weight becomes 1. Tools that multiply the
+normalised stream with `W_U`, `W_in` or `W_Q` directly then see the matrices that the network really applies.
+
+The norms of single heads (`attn.q_norm`, `attn.k_norm`) stay: rotation, which is not diagonal, follows them.
+"""
+
+import torch
+from torch import nn
+
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+EXACT = (torch.float32, torch.float64)
+# What else TransformerLens may do to weights, and why it is not done here.
+NOT_EXACT = {
+    "center_writing_weights": "would change the logits: RMSNorm does not subtract the mean of the residual stream",
+    "center_unembed": "would shift all logits of a row by one number; subtract logits.mean(-1, keepdim=True) instead",
+    "fold_value_biases": "needs a bias of the attention's output, which these models do not all have",
+    "refactor_factored_attn_matrices": "would mix the dimensions that the rotation keeps apart",
+}
+
+
+@torch.no_grad()
+def fold_norms(model: DiffusionTransformer) -> None:
+    """Fold the norms of a model, in place; a folded model stays as it is.
+
+    Logits move by rounding alone (3e-6 of their size in float32). Where embedding and head are one matrix, the head
+    becomes a matrix of its own, since only the head is scaled.
+
+    Raises:
+        ValueError: weights in less than float32, whose rounding would change the logits.
+    """
+    if model.cfg.dtype not in EXACT:
+        raise ValueError(
+            f"the norms of {model.cfg.model_name!r} cannot be folded in {model.cfg.dtype}: each product would be "
+            "rounded again and the logits would change. Load it with dtype=torch.float32, fold, and convert with "
+            "model.to(dtype) afterwards if you accept that rounding"
+        )
+    for block in model.blocks:
+        _fold(block.ln1.weight, block.attn.q, block.attn.k, block.attn.v)
+        _fold(block.ln2.weight, block.mlp.gate, block.mlp.up)
+    if model.cfg.tied:
+        model.unembed.weight = nn.Parameter(
+            model.unembed.weight.clone(), requires_grad=model.unembed.weight.requires_grad
+        )
+        model.cfg.tied = False
+    _fold(model.ln_final.weight, model.unembed)
+    model.cfg.normalization_type = "RMSPre"
+    model.cfg.layer_norm_folding = True
+
+
+def _fold(weight: nn.Parameter, *readers: nn.Module) -> None:
+    for reader in readers:
+        reader.weight.mul_(weight)
+    weight.fill_(1.0)
