@@ -131,7 +131,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         fold_value_biases: bool = False,
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
-        """Process the weights as TransformerLens's `enable_compatibility_mode` does where that is exact: fold the norms.
+        """Process the weights as TransformerLens does in this mode, where that is exact: fold the norms.
 
         Afterwards `cache.apply_ln_to_stack(resid) @ model.W_U` are logits, and `W_in`, `W_Q`, `W_K`, `W_V` read the
         normalised stream as it is. Hook points keep their values. The names of TransformerLens's hook points are

@@ -10,6 +10,7 @@ The norms of single heads (`attn.q_norm`, `attn.k_norm`) stay: rotation, which i
 import torch
 from torch import nn
 
+from diffusion_lens.model.embed import Unembed
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 EXACT = (torch.float32, torch.float64)
@@ -51,7 +52,7 @@ def fold_norms(model: DiffusionTransformer) -> None:
     model.cfg.layer_norm_folding = True
 
 
-def _fold(weight: nn.Parameter, *readers: nn.Module) -> None:
+def _fold(weight: nn.Parameter, *readers: nn.Linear | Unembed) -> None:
     for reader in readers:
         reader.weight.mul_(weight)
     weight.fill_(1.0)
