@@ -31,6 +31,7 @@ step is a `KeyError`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
@@ -39,7 +40,7 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.step_state import StepState
+from diffusion_lens.step_state import RunIdentity, StepState
 
 Hook = Callable[..., Any]
 Indices = int | slice | Sequence[int] | Tensor | None
@@ -148,20 +149,14 @@ def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
     """Hold the activation, through a run of the denoising loop, at the value it has when the hook first acts.
 
     `at_steps(freeze(), range(k, n_steps))` holds the value of step k from there on. Each hook point and each branch of
-    guidance is held at its own. Another run, or the same one begun again at that step or before, is held anew. Outside
-    the loop it looks away.
+    guidance is held at its own. Every run is held anew, also one that ended with an exception and is begun again.
+    Outside the loop the hook does nothing.
     """
-    held: dict[tuple[str, str], tuple[StepState, Tensor]] = {}
+    held: WeakKeyDictionary[RunIdentity, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
 
     def first(old: Tensor, hook: Any) -> Tensor:
         step: StepState = hook.step
-        site = hook.name, step.branch
-        last, value = held.get(site, (step, old))
-        # All steps of a run show the same `given`, and their numbers go up.
-        if step.given is not last.given or step.index <= last.index:
-            value = old
-        held[site] = step, value
-        return value
+        return held.setdefault(step.run, {}).setdefault((hook.name, step.branch), old)
 
     frozen = _edit(first, places, heads)
     return lambda activation, hook: None if hook.step is None else frozen(activation, hook)

@@ -1,11 +1,18 @@
 """Where in the denoising loop an activation belongs: what `hook.step` holds inside the loop."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Literal
 
 from diffusion_lens.shapes import Places, Tokens
 
 Branch = Literal["conditional", "unconditional"]
+
+
+class RunIdentity:
+    """Stands for one run of the loop; no two runs share one. Compared by identity."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class StepState:
         masked: Bool[batch pos], the places still to be filled.
         given: Bool[batch pos], the places that came with the prompt.
         branch: "conditional", or "unconditional" for guidance's second forward pass.
+        run: the same object in all steps of one run and in no other run, so that a hook that remembers something can
+            tell whether it belongs to this run. A state made without one stands for a run of its own.
     """
 
     index: int
@@ -32,6 +41,11 @@ class StepState:
     masked: Places
     given: Places
     branch: Branch = "conditional"
+    run: RunIdentity = field(default_factory=RunIdentity, repr=False, compare=False)
+
+
+# Held only while a clock notes that a run begins.
+_NOTING = Lock()
 
 
 class StepClock:
@@ -43,3 +57,25 @@ class StepClock:
     def __init__(self) -> None:
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
+        self._busy = False
+
+    @contextmanager
+    def running(self, model_name: str) -> Iterator[None]:
+        """Hold the clock for one run of the loop; afterwards, exception or not, no step is lent.
+
+        Raises:
+            RuntimeError: a run holds it already, in another thread or around this one.
+        """
+        with _NOTING:
+            if self._busy:
+                raise RuntimeError(
+                    f"a denoising loop of this {model_name!r} is already running, in another thread or around this "
+                    "call (in a hook of it): hooks and steps belong to the model, so two loops at once would mix "
+                    "them. Wait for that run to end, or load the model a second time"
+                )
+            self._busy = True
+        try:
+            yield
+        finally:
+            self.step = self.branches = None
+            self._busy = False

@@ -1,5 +1,7 @@
 """What a factory puts in, the model shows: laws through ordinary runs, and a slow loop that says what may change."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -424,6 +426,47 @@ def test_one_freeze_serves_run_after_run(either, runs, later):
     second, fresh = run(other, hold, later), run(other, freeze(), later)
     assert torch.equal(second.canvases, fresh.canvases)
     assert torch.equal(second.confidence, fresh.confidence)
+
+
+def test_a_freeze_begins_anew_in_runs_that_share_what_is_given(either, runs):
+    """The second replay acts at later steps only: by step numbers alone it could pass for the first one going on."""
+    run, site = either.model.denoise(runs[0], **runs[2]), "blocks.2.hook_resid_post"
+    push = ("hook_embed", steer(torch.ones(either.model.cfg.d_model)))
+    one = freeze()
+    run.replay(either.model, fwd_hooks=[push, (site, at_steps(one, [0, 1]))])
+    second = run.replay(either.model, fwd_hooks=[(site, at_steps(one, [2, 3]))])
+    fresh = run.replay(either.model, fwd_hooks=[(site, at_steps(freeze(), [2, 3]))])
+    assert torch.equal(second.confidence, fresh.confidence)
+
+
+def test_a_freeze_begins_anew_after_an_exception(either, runs):
+    run, site = either.model.denoise(runs[0], **runs[2]), "blocks.2.hook_resid_post"
+    push = ("hook_embed", steer(torch.ones(either.model.cfg.d_model)))
+    one = freeze()
+
+    def stop(activation, hook):
+        if hook.step.index == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.replay(either.model, fwd_hooks=[push, (site, one), ("ln_final.hook_normalized", stop)])
+    rest = run.from_step(2)
+    again = rest.replay(either.model, fwd_hooks=[(site, one)])
+    assert torch.equal(again.confidence, rest.replay(either.model, fwd_hooks=[(site, freeze())]).confidence)
+
+
+def test_one_freeze_serves_runs_that_alternate(either, runs):
+    """A run of another model between two steps of this one; what this one holds stays held."""
+    other = copy.deepcopy(either.model)
+    site, prompt, options = "blocks.2.hook_resid_post", runs[0], runs[2]
+    one = freeze()
+
+    def between(activation, hook):
+        other.denoise(prompt + 1, fwd_hooks=[(site, one)], **options)
+
+    alternating = either.model.denoise(prompt, fwd_hooks=[(site, one), ("hook_embed", between)], **options)
+    alone = either.model.denoise(prompt, fwd_hooks=[(site, freeze()), ("hook_embed", lambda a, hook: None)], **options)
+    assert torch.equal(alternating.confidence, alone.confidence)
 
 
 def test_one_freeze_serves_replay_after_replay_at_several_hook_points(either, runs):

@@ -42,7 +42,7 @@ from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer, LoopHooks
 from diffusion_lens.records import provenance
 from diffusion_lens.shapes import Places, Tokens
-from diffusion_lens.step_state import StepState
+from diffusion_lens.step_state import RunIdentity, StepState
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Run:
         self.canvases = [self.tokens]
         self.noise = PlaceNoise(self.seeds, self.canvas.positions)
         self.predictor = predictor_for(self.model, self.canvas, self.cfg_scale)
+        self.identity = RunIdentity()
 
     def settings(self) -> dict[str, Any]:
         """What a trajectory records of how it was made."""
@@ -163,6 +164,7 @@ class Run:
             tokens=self.tokens,
             masked=self.canvas.blanks(self.tokens),
             given=self.canvas.given,
+            run=self.identity,
         )
 
 
@@ -178,16 +180,17 @@ def execute(
 
     Args:
         around: a context for each step, such as one that caches.
+
+    Raises:
+        RuntimeError: another run of the loop is under way on this model.
     """
     begun = time.perf_counter()
     steps = range(first_step, len(run.times) - 1)
-    with torch.no_grad(), run.model.hooks(fwd_hooks=list(fwd_hooks)):
-        try:
-            for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
-                with around(index) if around else nullcontext():
-                    run.step(index)
-        finally:
-            run.model.clock.step = None
+    clock, name = run.model.clock, run.model.cfg.model_name
+    with torch.no_grad(), clock.running(name), run.model.hooks(fwd_hooks=list(fwd_hooks)):
+        for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
+            with around(index) if around else nullcontext():
+                run.step(index)
     seconds = time.perf_counter() - begun
     return {"first_step": first_step, "forward_passes": run.predictor.passes, "seconds": seconds}
 
