@@ -150,12 +150,18 @@ def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
 
     `at_steps(freeze(), range(k, n_steps))` holds the value of step k from there on. Each hook point and each branch of
     guidance is held at its own. Every run is held anew, also one that ended with an exception and is begun again.
-    Outside the loop the hook does nothing.
+    Outside the loop the hook does nothing. An analysis that runs the canvas of a step by itself is refused (`ValueError`):
+    it takes no earlier step whose value could be held.
     """
     held: WeakKeyDictionary[RunIdentity, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
 
     def first(old: Tensor, hook: Any) -> Tensor:
         step: StepState = hook.step
+        if step.run is None:
+            raise ValueError(
+                f"freeze() holds {hook.name!r} at the value of an earlier step, and step {step.index} is run here by "
+                "itself: give swap() what the loop kept, model.denoise_with_cache(...), instead"
+            )
         return held.setdefault(step.run, {}).setdefault((hook.name, step.branch), old)
 
     frozen = _edit(first, places, heads)

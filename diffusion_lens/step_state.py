@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Literal
 
@@ -30,7 +30,8 @@ class StepState:
         given: Bool[batch pos], the places that came with the prompt.
         branch: "conditional", or "unconditional" for guidance's second forward pass.
         run: the same object in all steps of one run and in no other run, so that a hook that remembers something can
-            tell whether it belongs to this run. A state made without one stands for a run of its own.
+            tell whether it belongs to this run. A state made without one stands for a run of its own; `None` where a
+            single step is run by itself, as the analyses of trajectories do, and there is nothing to remember.
     """
 
     index: int
@@ -41,7 +42,12 @@ class StepState:
     masked: Places
     given: Places
     branch: Branch = "conditional"
-    run: RunIdentity = field(default_factory=RunIdentity, repr=False, compare=False)
+    run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
+
+    def repeat(self, copies: int) -> "StepState":
+        """The step of a batch that holds every row so many times, one copy of the batch after the other."""
+        rows = {name: getattr(self, name).repeat(copies, 1) for name in ("tokens", "masked", "given")}
+        return replace(self, **rows)
 
 
 # Held only while a clock notes that a run begins.
@@ -50,6 +56,8 @@ _NOTING = Lock()
 
 class StepClock:
     """The current step of one model's loop; `None` outside. Shared by all hook points of that model.
+
+    A single run that stands for a step, as the analyses of trajectories take them, is lent the step by `at`.
 
     While guidance runs both of its branches as one batch, `branches` holds the state of each half.
     """
@@ -79,3 +87,19 @@ class StepClock:
         finally:
             self.step = self.branches = None
             self._busy = False
+
+    @contextmanager
+    def at(self, step: StepState | None, copies: int = 1) -> Iterator[None]:
+        """Lend a step to all hook points, and give back what they had before, exception or not.
+
+        Args:
+            step: the step that the runs inside stand for, a row of its canvas for each of theirs; `None` for runs that
+                stand for none.
+            copies: how many times the runs inside hold those rows.
+        """
+        before = self.step, self.branches
+        self.step, self.branches = None if step is None else step.repeat(copies), None
+        try:
+            yield
+        finally:
+            self.step, self.branches = before

@@ -16,6 +16,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
 from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.step_state import StepState
 
 _TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
 
@@ -94,13 +95,29 @@ class Trajectory:
 
         Steps keep their number, and with it their time and their random numbers.
         """
-        if not self.first_step <= step < self.first_step + self.n_steps:
-            last = self.first_step + self.n_steps - 1
-            raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last}")
-        fields = {**vars(self), "canvases": self.canvases[step - self.first_step :]}
+        fields = {**vars(self), "canvases": self.canvases[self._held(step) :]}
         blank = self.canvases == self.record["blank"]
         remasked = bool((blank[1:] & ~blank[:-1]).any()) or self.record.get("remasked", False)
         return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
+
+    def state_at(self, step: int, device: str | torch.device | None = None) -> StepState:
+        """What `hook.step` was at a step, in the conditional branch: to be lent to a run that stands for this step.
+
+        Args:
+            device: where its canvas should be; by default where the trajectory is.
+        """
+        times: list[float] = self.record["times"]
+        tokens, real = (x.to(device) for x in (self.canvases[self._held(step)], self.real))
+        return StepState(
+            index=step,
+            n_steps=len(times) - 1,
+            t=times[step],
+            s=times[step + 1],
+            tokens=tokens,
+            masked=(tokens == self.record["blank"]) & real,
+            given=self.given.to(device),
+            run=None,
+        )
 
     def repeat(self, n: int) -> "Trajectory":
         """`n` copies of every row, one after the other with the same seeds: to be replayed under hooks by row."""
@@ -203,6 +220,13 @@ class Trajectory:
             self.confidence[row].tolist(),
             self.first_step,
         )
+
+    def _held(self, step: int) -> int:
+        """The index of a step among those held."""
+        if not self.first_step <= step < self.first_step + self.n_steps:
+            last = self.first_step + self.n_steps - 1
+            raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")
+        return step - self.first_step
 
     def _hidden(self, row: int) -> list[list[bool]]:
         hidden: list[list[bool]] = (self.canvases[:, row] == self.record["blank"]).tolist()

@@ -1,7 +1,7 @@
 """The question that one canvas of a trajectory poses: which answer tokens are still open, and what the network sees."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,7 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Tokens
+from diffusion_lens.step_state import StepState
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,14 @@ class TracedRun:
         """The canvas before a step."""
         return self.trajectory.canvases[step - self.trajectory.first_step, 0]
 
-    def answer(self, canvases: Tokens) -> Answer:
+    def state(self, step: int, canvases: Tokens) -> StepState:
+        """What a hook is told of a step whose canvases are these, a row a draw."""
+        of_run = self.trajectory.state_at(step, self.model.cfg.device)
+        tokens = canvases.to(of_run.tokens.device)
+        masked = tokens == self.trajectory.record["blank"]
+        return replace(of_run, tokens=tokens, masked=masked, given=of_run.given.expand_as(tokens))
+
+    def answer(self, step: int, canvases: Tokens) -> Answer:
         """What is still open on canvases of one step, a row a draw.
 
         Tokens that a draw has revealed are settled: 1 where they are the answer's, 0 where not. With guidance the
@@ -135,7 +143,9 @@ class TracedRun:
             given = self.trajectory.given.to(canvases.device)
             distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
             unprompted = distinct.masked_fill(given, record["blank"])
-            unconditional = self.model(unprompted, logits_at=answer.rows)
+            state = replace(self.state(step, distinct), branch="unconditional")
+            with self.model.clock.at(state):
+                unconditional = self.model(unprompted, logits_at=answer.rows)
         return Answer(answer.tokens, answer.rows, record["cfg_scale"], unconditional, settled)
 
     def seen(self, canvases: Tokens) -> Tokens:

@@ -33,17 +33,19 @@ from diffusion_lens.interventions import Hook
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Tokens
+from diffusion_lens.step_state import StepState
 
 Scores = Float[Tensor, "sample place"]
 
 
 @dataclass(frozen=True, eq=False)
 class CanvasRun:
-    """A run to be taken: its canvases, what is hooked into it, and the answer asked of it."""
+    """A run to be taken: its canvases, what is hooked into it, the answer asked of it, and the step it stands for."""
 
     tokens: Tokens
     answer: Answer
     hooks: Sequence[tuple[str, Hook]] = ()
+    step: StepState | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class RestoredRuns:
     ) -> None:
         self.model = model
         self.n_layers = model.cfg.n_layers
-        self.answer = corrupted.answer
+        self.answer, self.step = corrupted.answer, corrupted.step
         self.site = SITES[restoration.kind]
         self.severed = SITES[restoration.severed] if restoration.severed else None
         self.spans = {layer: restoration.span(layer, self.n_layers) for layer in layers}
@@ -94,7 +96,7 @@ class RestoredRuns:
         starts = {span.start for span in self.spans.values()}
         self.max_rows = self._fit(max_bytes, restoration, len(starts))
 
-        with model.hooks(fwd_hooks=list(clean.hooks)):
+        with model.clock.at(clean.step), model.hooks(fwd_hooks=list(clean.hooks)):
             logits, kept = model.run_with_cache(
                 clean.tokens[:, seen], names_filter=[self.site(layer) for layer in every], logits_at=self.answer.rows
             )
@@ -105,7 +107,7 @@ class RestoredRuns:
         names = ["hook_embed", *(resid_post(layer) for layer in every)]
         names += [self.severed(layer) for layer in every] if self.severed else []
         names += [f"blocks.{layer}.attn.{name}" for layer in every for name in ("hook_rot_k", "hook_v") if self.causal]
-        with model.hooks(fwd_hooks=list(corrupted.hooks)):
+        with model.clock.at(corrupted.step), model.hooks(fwd_hooks=list(corrupted.hooks)):
             logits, self._low = model.run_with_cache(
                 corrupted.tokens[:, seen], names_filter=names, logits_at=self.answer.rows
             )
@@ -158,7 +160,8 @@ class RestoredRuns:
             upto: dict[str, Any] = {"logits_at": rows} if block == last_block else {"stop_at_layer": block + 1}
             hooks = self._writes(block, inside, offset) if block < last_block or whole else []
             # Attaching nothing is not free: it goes through every hook point of the model.
-            with model.hooks(fwd_hooks=hooks) if hooks else nullcontext():
+            attached = model.hooks(fwd_hooks=hooks) if hooks else nullcontext()
+            with model.clock.at(self.step, len(inside)), attached:
                 past = self._past(block, len(inside), offset)
                 out = model(out, start_at_layer=block, past_kv_cache=past, **upto)
         if first == self.n_layers:

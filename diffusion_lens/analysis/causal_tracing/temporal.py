@@ -119,7 +119,9 @@ def temporal_effect(
     scores = token_scores[..., 0].clone()
     for i, step in enumerate(tqdm(chosen, desc="temporal effect", unit="step", disable=not progress)):
         names = [SITES[kind](block) for block in range(model.cfg.n_layers)]
-        _, clean = model.run_with_cache(run.seen(run.canvas(step)[None]), names_filter=names, return_type=None)
+        canvas = run.canvas(step)[None]
+        with model.clock.at(run.state(step, canvas)):
+            _, clean = model.run_with_cache(run.seen(canvas), names_filter=names, return_type=None)
         on_canvas = set(run.on_canvas(step))
         reached = [place for place in places if place in on_canvas]
         for j, layer in enumerate(blocks):

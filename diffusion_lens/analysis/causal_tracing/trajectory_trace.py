@@ -186,13 +186,17 @@ def trace_trajectory(
 
     grids, clean_scores, low_scores = [], [], []
     for step in tqdm(chosen, desc=f"trace {kind}", unit="step", disable=not progress):
-        clean, asked = run.canvas(step)[None], run.answer(run.canvas(step)[None])
+        clean = run.canvas(step)[None]
+        asked = run.answer(step, clean)
         low = clean.expand(corrupt.rows, -1) if own is None else own.canvases[step - own.first_step]
         runs = RestoredRuns(
             model,
-            clean=CanvasRun(run.seen(clean), asked),
+            clean=CanvasRun(run.seen(clean), asked, step=run.state(step, clean)),
             corrupted=CanvasRun(
-                run.seen(low), asked if own is None else run.answer(low), corrupt.hooks(model, run.query)
+                run.seen(low),
+                asked if own is None else run.answer(step, low),
+                corrupt.hooks(model, run.query),
+                run.state(step, low),
             ),
             touched=range(*run.query.subject),
             restoration=restoration,

@@ -85,7 +85,8 @@ def run_with_gradients(
                 "method='attribution' needs the metric's gradient, and it has none: compute the metric with torch "
                 "from the logits, without .item(), .detach() or argmax"
             )
-        gradients = torch.autograd.grad(score, [kept[name] for name in points])
+        with side.lent():
+            gradients = torch.autograd.grad(score, [kept[name] for name in points])
     states = {name: state.detach() for name, state in kept.items()}
     return logits.detach(), states, dict(zip(points, gradients, strict=True))
 

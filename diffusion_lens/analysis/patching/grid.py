@@ -203,7 +203,7 @@ def _sides(
     n_clean, n_corrupted = (side.tokens.shape[0] for side in sides[0])
     if n_clean != n_corrupted:
         raise ValueError(f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: pair them row by row")
-    return [(high if high.n_pos == low.n_pos else replace(high, reading=UNREAD), low) for high, low in sides]
+    return [(high if high.extent == low.extent else replace(high, reading=UNREAD), low) for high, low in sides]
 
 
 def _take(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> Pair:

@@ -97,6 +97,13 @@ class Reading:
             )
         return torch.as_tensor(value)
 
+    def within(self, n_pos: int) -> "Reading":
+        """The same rows where the network is shown more than the `n_pos` places that they are counted in."""
+        rows = list(range(n_pos)) if self.rows is None else self.rows
+        if outside := [row for row in rows if not -n_pos <= row < n_pos]:
+            raise ValueError(f"logits_at={outside}, but the canvas has rows 0 to {n_pos - 1}")
+        return replace(self, rows=[row % n_pos for row in rows]) if rows else self
+
     def guided(self, unconditional: Float[Tensor, "batch place d_vocab_out"], scale: float) -> "Reading":
         """The same function of guided logits."""
         return Reading(lambda logits: self.function(guide(logits, unconditional, scale)), self.rows)

@@ -7,6 +7,7 @@ causal model a batch also leaves out the places before its first patched one: th
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
 from diffusion_lens.shapes import Places, Resid, Tokens
+from diffusion_lens.step_state import StepState
 
 FIRST = "hook_embed"
 
@@ -49,9 +51,11 @@ class Side:
         tokens: what the network is shown.
         real: false at padding; `None` where there is none.
         reading: `UNREAD` where the metric's rows would mean something else.
-        n_held: places of the canvas; the network may be shown more, an answer that has not been reached.
+        n_held: places of the canvas; the network may be shown more, an answer that has not been reached, or the whole
+            canvas where hooks of the caller see it.
         unprompted: the canvas of a run with everything given masked.
         cfg_scale: weight of guidance, 0 where there is none or the metric sees to it itself.
+        step: what hooks are told of the step that the canvas belongs to.
     """
 
     model: DiffusionTransformer
@@ -61,6 +65,7 @@ class Side:
     n_held: int
     unprompted: Tokens | None = None
     cfg_scale: float = 0.0
+    step: StepState | None = None
 
     @classmethod
     def of(cls, model: DiffusionTransformer, given: str | Sequence[str] | Tensor | Query, reading: Reading) -> "Side":
@@ -71,34 +76,53 @@ class Side:
 
     @classmethod
     def at_step(cls, model: DiffusionTransformer, trajectory: Trajectory, step: int, reading: Reading) -> "Side":
-        """The canvas before a step, up to the last place that any row has reached, and what the metric is there."""
-        first, last = trajectory.first_step, trajectory.first_step + trajectory.n_steps - 1
-        if not first <= step <= last:
-            raise ValueError(f"step {step} is not one of the steps {first} to {last} of the trajectory")
-        canvas, real = (x.to(model.cfg.device) for x in (trajectory.canvases[step - first], trajectory.real))
+        """The canvas before a step, up to the last place that any row has reached, and what the metric is there.
+
+        Hooks of the caller are shown the whole canvas, as in the loop; the metric is not.
+        """
+        state = trajectory.state_at(step, model.cfg.device)
+        canvas, real, watched = state.tokens, trajectory.real.to(model.cfg.device), model.is_hooked
         n_held = int(((canvas != UNREACHED) & real).any(dim=0).nonzero().max()) + 1
-        metric = reading.function
+        n_shown, metric = canvas.shape[1] if watched else n_held, reading.function
         if isinstance(metric, AnswerProbability):
             run = metric.asked_of(model, trajectory)
-            n_shown = max(n_held, int(metric.rows.max()) + 1)
-            reading = replace(reading, function=replace(metric, answer=run.answer(canvas)))
-            return cls(model, check_tokens(run.seen(canvas)[:, :n_shown], model.cfg), None, reading, n_held)
-        tokens = check_tokens(canvas[:, :n_held].clamp(min=0), model.cfg)
-        shown_real = check_attention_mask(real[:, :n_held], len(tokens), n_held, tokens.device)
-        unprompted = tokens.masked_fill(trajectory.given[:, :n_held].to(tokens.device), trajectory.record["blank"])
-        return cls(model, tokens, shown_real, reading, n_held, unprompted, trajectory.record["cfg_scale"])
+            n_shown = max(n_shown, int(metric.rows.max()) + 1)
+            reading = replace(reading, function=replace(metric, answer=run.answer(step, canvas)))
+            seen = check_tokens(run.seen(canvas)[:, :n_shown], model.cfg)
+            return cls(model, seen, None, reading, n_held, step=state)
+        tokens = check_tokens(canvas[:, :n_shown].clamp(min=0), model.cfg)
+        return cls(
+            model,
+            tokens,
+            check_attention_mask(real[:, :n_shown], len(tokens), n_shown, tokens.device),
+            reading.within(n_held) if n_held < n_shown else reading,
+            n_held,
+            unprompted=tokens.masked_fill(state.given[:, :n_shown], trajectory.record["blank"]),
+            cfg_scale=trajectory.record["cfg_scale"],
+            step=state,
+        )
+
+    def lent(self, copies: int = 1) -> AbstractContextManager[None]:
+        """The step lent to runs of so many copies of this side's rows."""
+        return self.model.clock.at(self.step, copies)
 
     def guided(self) -> "Side":
         """This side with a metric of guided logits, if its run was guided."""
         if not self.cfg_scale or self.reading is UNREAD:
             return self
-        unconditional = self.model(self.unprompted, attention_mask=self.real, logits_at=self.reading.rows)
+        with self.model.clock.at(self.step and replace(self.step, branch="unconditional")):
+            unconditional = self.model(self.unprompted, attention_mask=self.real, logits_at=self.reading.rows)
         return replace(self, reading=self.reading.guided(unconditional, self.cfg_scale))
 
     @property
     def n_pos(self) -> int:
         """Places that the network is shown."""
         return self.tokens.shape[1]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Places shown, and of these the places of the canvas."""
+        return self.n_pos, self.n_held
 
     @property
     def resumes(self) -> bool:
@@ -116,7 +140,8 @@ class Side:
 
     def embed(self) -> Resid:
         """What enters the first block."""
-        resid: Resid = self.model(self.tokens, attention_mask=self.real, stop_at_layer=0)
+        with self.lent():
+            resid: Resid = self.model(self.tokens, attention_mask=self.real, stop_at_layer=0)
         return resid
 
     def run(self, embedded: Resid, names: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,13 +151,14 @@ class Side:
         def keep(activation: Tensor, hook: Any) -> None:
             kept[hook.name] = activation
 
-        logits: Tensor = self.model.run_with_hooks(
-            embedded,
-            start_at_layer=0,
-            attention_mask=self.real,
-            logits_at=self.reading.rows,
-            fwd_hooks=[(name, keep) for name in names if name != FIRST],
-        )
+        with self.lent():
+            logits: Tensor = self.model.run_with_hooks(
+                embedded,
+                start_at_layer=0,
+                attention_mask=self.real,
+                logits_at=self.reading.rows,
+                fwd_hooks=[(name, keep) for name in names if name != FIRST],
+            )
         return logits, kept
 
 
@@ -235,14 +261,15 @@ class Pair:
         if not moved:
             return self.logits.repeat(cells.n, 1, 1)
         resid = self.corrupted[stream_entering(start)][:, begin:].repeat(cells.n, 1, 1)
-        logits: Tensor = side.model.run_with_hooks(
-            patch(resid) if site.ends_block else resid,
-            start_at_layer=start,
-            attention_mask=None if side.real is None else side.real.repeat(cells.n, 1),
-            logits_at=None if side.reading.rows is None else [rows[i] - begin for i in moved],
-            past_kv_cache=self._past(begin, start, cells.n) if begin else None,
-            fwd_hooks=[] if site.ends_block else [(site.hook_point(layer), patch)],
-        )
+        with side.lent(cells.n):
+            logits: Tensor = side.model.run_with_hooks(
+                patch(resid) if site.ends_block else resid,
+                start_at_layer=start,
+                attention_mask=None if side.real is None else side.real.repeat(cells.n, 1),
+                logits_at=None if side.reading.rows is None else [rows[i] - begin for i in moved],
+                past_kv_cache=self._past(begin, start, cells.n) if begin else None,
+                fwd_hooks=[] if site.ends_block else [(site.hook_point(layer), patch)],
+            )
         if len(moved) == len(rows):
             return logits
         whole = self.logits.repeat(cells.n, 1, 1)

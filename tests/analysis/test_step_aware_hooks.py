@@ -1,0 +1,203 @@
+"""Hooks of the caller that ask for the step see it in every run of an analysis that stands for a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens.analysis import answer_probability, noise_scale, patch_grid, temporal_effect, trace_trajectory
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
+from diffusion_lens.interventions import freeze, swap, zero_ablate
+
+FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
+POINT = "blocks.0.hook_attn_out"
+HOOKS = {
+    "at_steps": at_steps(zero_ablate(), range(2)),
+    "while_masked": while_masked(zero_ablate()),
+    "on_branch": on_branch(zero_ablate(), "unconditional"),
+}
+
+guided_or_not = pytest.mark.parametrize(
+    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
+)
+
+
+def denoise(model, fact, cfg_scale=0.0):
+    """A run, and the query whose answer is what this run writes, right or wrong."""
+    prompt = model.to_tokens(fact.prompt)
+    run = model.denoise(prompt, length=14, steps=4, cfg_scale=cfg_scale)
+    query = fact.to_query(model)
+    n_prompt, answer = prompt.shape[1], run.tokens[0, list(query.answer_positions)]
+    shown = torch.cat([prompt[0], answer[:-1]])
+    if model.cfg.mask_token_id is not None:
+        shown = torch.nn.functional.pad(prompt[0], (0, 14 - n_prompt), value=model.cfg.mask_token_id)
+    return run, replace(query, tokens=shown, answer_tokens=tuple(answer.tolist()))
+
+
+class Witness:
+    """A hook that notes the step of every activation, and demands the rows that run."""
+
+    def __init__(self):
+        self.states = []
+
+    def __call__(self, activation, hook):
+        state = hook.step
+        assert state is not None
+        for rows in (state.tokens, state.masked, state.given):
+            assert rows.shape == activation.shape[:2]
+        self.states.append(state)
+
+    def of_loop(self, model, run):
+        with model.hooks(fwd_hooks=[(POINT, self)]):
+            run.replay(model)
+        return {(state.index, state.branch): state for state in self.states}
+
+
+def assert_as_the_loop_gives_them(states, loop, same_canvas):
+    assert states
+    for state in states:
+        seen = loop[state.index, state.branch]
+        assert (state.n_steps, state.t, state.s) == (seen.n_steps, seen.t, seen.s)
+        assert (state.given == seen.given).all()
+        assert not (state.masked & state.given).any()
+        if same_canvas:
+            assert (state.tokens == seen.tokens).all()
+            assert (state.masked == seen.masked).all()
+
+
+@guided_or_not
+@pytest.mark.parametrize("name", HOOKS)
+def test_clean_scores_are_those_of_the_loop_under_the_same_hook(tiny, name, cfg_scale):
+    with tiny.hooks(fwd_hooks=[(POINT, HOOKS[name])]):
+        run, query = denoise(tiny, FACTS[0], cfg_scale)
+        trace = trace_trajectory(tiny, query, trajectory=run, noise=0.0, samples=2, layers=[0, 3], positions=[1, 3])
+    for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
+        score = trace.clean_token_scores[trace.steps.index(step), token]
+        assert score.item() == pytest.approx(run.confidence[0, place].item(), abs=1e-5)
+    torch.testing.assert_close(trace.corrupted, trace.clean, rtol=0, atol=1e-5)
+    held = ~trace.scores.isnan()
+    everywhere = trace.clean[:, None, None].expand_as(trace.scores)
+    torch.testing.assert_close(trace.scores[held], everywhere[held], rtol=0, atol=1e-5)
+
+
+@guided_or_not
+def test_a_hook_of_some_steps_moves_these_steps_alone(tiny, cfg_scale):
+    run, query = denoise(tiny, FACTS[0], cfg_scale)
+    settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
+    plain = trace_trajectory(tiny, query, **settings)
+    with tiny.hooks(fwd_hooks=[(POINT, at_steps(zero_ablate(), plain.steps[0]))]):
+        hooked = trace_trajectory(tiny, query, **settings)
+    moved = (hooked.clean_token_scores - plain.clean_token_scores).abs().amax(dim=1) > 1e-6
+    assert moved.tolist() == [True] + [False] * (len(plain.steps) - 1)
+
+
+@guided_or_not
+@pytest.mark.parametrize("canvas", ["forced", "free"])
+def test_every_run_of_a_trace_stands_at_its_step(tiny, canvas, cfg_scale):
+    run, query = denoise(tiny, FACTS[0], cfg_scale)
+    loop, witness = Witness().of_loop(tiny, run), Witness()
+    with tiny.hooks(fwd_hooks=[(POINT, witness)]):
+        trace = trace_trajectory(
+            tiny, query, canvas=canvas, trajectory=run, noise=1.0, samples=3, layers=[0, 2], positions=[1, 3]
+        )
+    assert_as_the_loop_gives_them(witness.states, loop, same_canvas=canvas == "forced")
+    assert {state.index for state in witness.states} >= set(trace.steps)
+    assert {len(state.tokens) for state in witness.states} >= {1, 3}
+    assert {state.branch for state in witness.states} == {branch for _, branch in loop}
+
+
+@guided_or_not
+def test_without_noise_no_cell_of_a_temporal_effect_differs(tiny, cfg_scale):
+    with tiny.hooks(fwd_hooks=[(POINT, HOOKS["at_steps"]), ("blocks.1.hook_mlp_out", HOOKS["while_masked"])]):
+        run, query = denoise(tiny, FACTS[0], cfg_scale)
+        effect = temporal_effect(tiny, query, trajectory=run, noise=0.0, samples=1, positions=[1, 3, 5])
+    assert effect.clean == effect.corrupted == 1
+    assert set(effect.token_scores.nan_to_num(nan=1.0).flatten().tolist()) == {1.0}
+
+
+@guided_or_not
+@pytest.mark.parametrize("method", ["exact", "attribution"])
+def test_every_run_of_a_grid_stands_at_its_step(tiny, cfg_scale, method):
+    (clean, _), (corrupted, query) = (denoise(tiny, fact, cfg_scale) for fact in (FACTS[0], FACTS[5]))
+    metrics = answer_probability(tiny, query), lambda logits: logits[0, -1, 7]
+    for metric in metrics:
+        witness, loops = Witness(), [Witness().of_loop(tiny, run) for run in (clean, corrupted)]
+        with tiny.hooks(fwd_hooks=[(POINT, witness)]):
+            patch_grid(tiny, clean, corrupted, metric, "mlp_out", [0, 2], positions=[1, 2], layers=[0], method=method)
+        for run, loop in zip((clean, corrupted), loops, strict=True):
+            of_run = [state for state in witness.states if (state.tokens == run.canvases[state.index]).all()]
+            assert_as_the_loop_gives_them(of_run, loop, same_canvas=True)
+            assert {state.index for state in of_run} == {0, 2}
+        assert {state.branch for state in witness.states} == {branch for _, branch in loops[0]}
+
+
+@guided_or_not
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_grid_reads_what_the_loop_reads_under_the_same_hook(tiny, name, cfg_scale):
+    read = {}
+
+    def look(logits, hook):
+        read[hook.step.index] = logits[0].clone()
+
+    with tiny.hooks(fwd_hooks=[(POINT, HOOKS[name])]):
+        run, _ = denoise(tiny, FACTS[0], cfg_scale)
+        run.replay(tiny, fwd_hooks=[("denoise.hook_logits", look)])
+        for step in range(3):
+            (target,) = (run.revealed_at[0] == step).nonzero().flatten()[:1].tolist()
+            row = target - (tiny.cfg.mask_token_id is None)
+            grid = patch_grid(
+                tiny, run, run, lambda logits: logits[0, 0, 3], "resid_post", [step], layers=[1], logits_at=[row]
+            )
+            assert grid.clean[0].item() == pytest.approx(read[step][target, 3].item(), abs=1e-4)
+            torch.testing.assert_close(grid.scores, grid.clean.expand_as(grid.scores), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
+def test_a_hook_sees_the_whole_canvas_of_the_twin_in_a_grid_too(tiny):
+    """Rows that the metric counts from the end stay those of the places reached."""
+    (clean, _), (corrupted, _) = (denoise(tiny, fact) for fact in (FACTS[0], FACTS[5]))
+    widths = []
+    settings = dict(steps=[0, 1], positions=[1], layers=[0])
+    plain = patch_grid(tiny, clean, corrupted, lambda logits: logits[0, -1, 7], "mlp_out", **settings)
+    for rows in (None, [-1]):
+        with tiny.hooks(fwd_hooks=[(POINT, lambda activation, hook: widths.append(activation.shape[1]))]):
+            seen = patch_grid(
+                tiny, clean, corrupted, lambda logits: logits[0, -1, 7], "mlp_out", logits_at=rows, **settings
+            )
+        torch.testing.assert_close(seen.scores, plain.scores, rtol=0, atol=1e-5)
+        torch.testing.assert_close(seen.clean, plain.clean, rtol=0, atol=1e-5)
+    assert set(widths) == {14}
+
+
+def test_the_step_is_given_back_after_an_exception(tiny):
+    run, query = denoise(tiny, FACTS[0])
+
+    def fails(activation, hook):
+        raise RuntimeError("a hook of the caller's")
+
+    settings = dict(noise=noise_scale(tiny, [query]), samples=2)
+    with tiny.hooks(fwd_hooks=[(POINT, at_steps(fails, 1))]):
+        for analysis in (
+            lambda: trace_trajectory(tiny, query, trajectory=run, steps=[1], **settings),
+            lambda: temporal_effect(tiny, query, trajectory=run, steps=[1], **settings),
+            lambda: patch_grid(tiny, run, run, answer_probability(tiny, query), "mlp_out", [1]),
+        ):
+            with pytest.raises(RuntimeError, match="a hook of the caller's"):
+                analysis()
+            assert (tiny.clock.step, tiny.clock.branches) == (None, None)
+
+
+def test_a_hook_that_remembers_an_earlier_step_is_refused_and_its_cache_serves(tiny):
+    run, query = denoise(tiny, FACTS[0])
+    settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
+    with (
+        tiny.hooks(fwd_hooks=[(POINT, freeze())]),
+        pytest.raises(ValueError, match=rf"freeze\(\) holds '{POINT}' at the value of an earlier step"),
+    ):
+        trace_trajectory(tiny, query, **settings)
+    prompt = tiny.to_tokens(FACTS[0].prompt)
+    _, cache = tiny.denoise_with_cache(prompt, POINT, length=14, steps=4)
+    with tiny.hooks(fwd_hooks=[(POINT, swap(cache, places=[0, 1]))]):
+        kept = trace_trajectory(tiny, query, **settings)
+    torch.testing.assert_close(kept.clean, trace_trajectory(tiny, query, **settings).clean, rtol=0, atol=1e-5)
