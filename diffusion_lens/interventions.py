@@ -150,8 +150,8 @@ def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
 
     `at_steps(freeze(), range(k, n_steps))` holds the value of step k from there on. Each hook point and each branch of
     guidance is held at its own. Every run is held anew, also one that ended with an exception and is begun again.
-    Outside the loop the hook does nothing. An analysis that runs the canvas of a step by itself is refused (`ValueError`):
-    it takes no earlier step whose value could be held.
+    Outside the loop the hook does nothing. Where an analysis runs the canvas of a step by itself there is no earlier
+    value to hold, which is a `ValueError`.
     """
     held: WeakKeyDictionary[RunIdentity, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
 
