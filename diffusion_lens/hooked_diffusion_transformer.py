@@ -197,7 +197,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 "dream"), or a `Sampler`.
             cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none.
             temperature: 0 takes the likeliest token; otherwise Gumbel noise in float64.
-            seed: row r of a batch uses `seed + r`; or one seed a row, or a `torch.Generator`.
+            seed: a whole number, of which row r of a batch makes its own seed (a hash of both, so that seeds share no
+                sample); or one seed a row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
             attention_mask: [batch pos], 0 at the padding of a token prompt.
             prepend_bos: for text; as in TransformerLens.
             fwd_hooks: (name or predicate, function) pairs, on any hook point, the loop's own (`denoise.hook_*`, see

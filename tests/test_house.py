@@ -22,6 +22,8 @@ ROOMS = (
     "weight_conversion.convert",
     "weight_conversion",
     "diffusion_lens.shapes",
+    "diffusion_lens.settings",
+    "diffusion_lens.seeds",
     "diffusion_lens.step_state",
     "diffusion_lens.config",
     "diffusion_lens.hook_names",

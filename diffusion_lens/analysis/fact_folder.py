@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.facts import Fact
 from diffusion_lens.records import require_same_run
+from diffusion_lens.seeds import own_seed
 from weight_conversion import read_json, write_json
 
 Shard = tuple[int, int] | str
@@ -147,7 +148,7 @@ def content(fact: Fact) -> dict[str, Any]:
 
 def fact_seed(seed: int, fact_id: str) -> int:
     """The fact's own seed, below 2^32, as `numpy.random.RandomState` takes it; the same on every machine."""
-    return int(_digest([seed, fact_id])[:8], 16)
+    return own_seed(seed, fact_id, bits=32)
 
 
 def pick_shard(ids: Sequence[T], shard: Shard) -> list[T]:

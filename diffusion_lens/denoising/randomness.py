@@ -7,29 +7,35 @@ chance at another: a run and its patched copy differ by the patch alone.
 
 import hashlib
 from collections.abc import Sequence
-from numbers import Integral
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.seeds import own_seed
+from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import Places, Tokens
 
-Seed = int | Sequence[int] | torch.Generator
+# One for the run, one a row (as a list, array or tensor), or where to draw them from.
+Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
 
 
 def row_seeds(seed: Seed, n_batch: int) -> list[int]:
-    """A seed for each row: `seed + row` for a number, the numbers themselves for a list, drawn from a generator."""
+    """A seed for each row: hashed from a number and the row, the numbers themselves of a list, or from a generator."""
     if isinstance(seed, torch.Generator):
         drawn: list[int] = torch.randint(2**62, (n_batch,), generator=seed, device=seed.device).tolist()
         return drawn
-    if isinstance(seed, Integral):
-        return [int(seed) + row for row in range(n_batch)]
-    if not isinstance(seed, Sequence):
-        raise TypeError(f"seed={seed!r}; it is a number, one a row, or a torch.Generator")
-    if len(seed) != n_batch:
-        raise ValueError(f"{len(seed)} seeds for {n_batch} rows; give one a row, or a single number")
-    return [int(each) for each in seed]
+    several = seed.tolist() if hasattr(seed, "tolist") else seed  # of arrays and tensors
+    if isinstance(several, Sequence) and not isinstance(several, str | bytes):
+        if len(several) != n_batch:
+            raise ValueError(f"{len(several)} seeds for {n_batch} rows; give one a row, or a single number")
+        return [whole_number(f"seed[{row}]", each) for row, each in enumerate(several)]
+    try:
+        single = whole_number("seed", seed)
+    except TypeError as error:
+        raise TypeError(f"{error}, or one a row, or a torch.Generator") from None
+    return [own_seed(single, row) for row in range(n_batch)]
 
 
 class PlaceNoise:

@@ -17,6 +17,7 @@ from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.seeds import own_seed
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def exact_match(
                 sampler=sampler,
                 cfg_scale=cfg_scale,
                 temperature=temperature,
-                seed=[seed + question.index for question in batch],
+                seed=[own_seed(seed, question.index) for question in batch],
             )
             for question, row in zip(batch, trajectory.tokens.tolist(), strict=True):
                 written = row[len(question.prompt) :]

@@ -174,7 +174,7 @@ def monte_carlo_nll(
         batches = torch.arange(len(noisy))
         record |= {"noise": "given"}
     else:
-        drawn_from = row_seeds(seed, 1)[0]
+        drawn_from = row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
         noisy, p_mask = _draw_noise(question, mask, samples, batch_size, drawn_from)
         places = noisy != question.tokens
         batches = torch.arange(samples) // batch_size

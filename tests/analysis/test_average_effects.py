@@ -18,6 +18,7 @@ from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.causal_tracing import CausalTrace
 from diffusion_lens.analysis.fact_folder import fact_seed, name_facts, pick_shard
 from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
+from diffusion_lens.seeds import own_seed
 
 QUICK = dict(samples=2, first_tokens=1, length=SENTENCE_LENGTH, layers=[1, 3])
 TOLD = load().facts(trained="both", asked="p2d")[3:22:6] + load().facts(trained="both", asked="d2p")[:10:9]
@@ -335,6 +336,8 @@ def test_facts_without_ids_are_named_after_their_content():
 
 
 def test_seeds_and_shards_are_the_same_everywhere():
+    assert own_seed(1, 0) == 8825681408997789
+    assert len({own_seed(seed, row) for seed in range(100) for row in range(100)}) == 10_000
     assert fact_seed(1, "toy1-000-p2d-held-out-0") == 3440583315
     assert len({fact_seed(seed, name) for seed in range(5) for name in ("a", "b", "")}) == 15
     assert pick_shard(list("abcdefg"), " 1/3 ") == pick_shard(list("abcdefg"), (1, 3)) == ["b", "e"]

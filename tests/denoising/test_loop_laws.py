@@ -87,10 +87,11 @@ def test_rows_are_independent(either, run):
     model = either.model
     prompt, options = start(model, run, n_batch=3)
     together = model.denoise(prompt, **options)
-    backwards = model.denoise(prompt.flip(0), **{**options, "seed": [run["seed"] + row for row in (2, 1, 0)]})
+    seeds = together.record["seeds"]
+    backwards = model.denoise(prompt.flip(0), **{**options, "seed": seeds[::-1]})
     assert torch.equal(together.canvases, backwards.canvases.flip(1))
     for row in range(3):
-        alone = model.denoise(prompt[row : row + 1], **{**options, "seed": run["seed"] + row})
+        alone = model.denoise(prompt[row : row + 1], **{**options, "seed": [seeds[row]]})
         assert torch.equal(alone.canvases[:, 0], together.canvases[:, row])
 
 
@@ -110,6 +111,29 @@ def test_another_seed_gives_another_run(either):
         either.model.denoise(torch.tensor([[5, 6]]), length=30, temperature=1.0, seed=seed).tokens for seed in (0, 100)
     ]
     assert not torch.equal(*runs_)
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "ancestral", "remdm", "blocks", "left_to_right"])
+def test_seeds_share_no_row(either, sampler):
+    """Rows of neighbouring seeds are other draws: row r of seed s is not row r - 1 of seed s + 1, nor any other."""
+    if either.kind == "ar" and sampler != "left_to_right":
+        return
+    prompt = torch.tensor([[5, 6]]).expand(6, -1)
+    runs_ = [
+        either.model.denoise(prompt, length=14, steps=6, temperature=3.0, sampler=sampler, seed=seed)
+        for seed in range(5)
+    ]
+    rows = {tuple(row) for run in runs_ for row in run.tokens.tolist()}
+    assert len(rows) == 30
+    assert len({seed for run in runs_ for seed in run.record["seeds"]}) == 30
+
+
+@pytest.mark.parametrize("seeds", [[3, 8], np.array([3, 8]), torch.tensor([3, 8]), (np.int64(3), torch.tensor(8))])
+def test_one_seed_a_row_is_used_as_it_is(either, seeds):
+    together = either.model.denoise(torch.tensor([[5, 6], [5, 6]]), length=12, temperature=2.0, seed=seeds)
+    assert together.record["seeds"] == [3, 8]
+    alone = either.model.denoise(torch.tensor([[5, 6]]), length=12, temperature=2.0, seed=[8])
+    assert torch.equal(alone.tokens[0], together.tokens[1])
 
 
 def test_a_generator_can_be_the_seed(either):

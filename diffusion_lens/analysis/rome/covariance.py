@@ -6,7 +6,7 @@ keys of the corpus least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and ap
 Keys are taken at every real place of a corpus. A masked diffusion model is shown it as in training: each text draws
 t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps (`training.objectives.hide`), so
 that keys of masked and of unmasked places enter in the proportion in which the model met them. Noise belongs to the
-text: text i draws with `seed + i`, whatever its batch.
+text: text i draws with its own seed, made of the run's and i, whatever its batch.
 
 Keys of one text resemble one another, so texts are the independent units of the error. With S_t = Σ k kᵀ over the m_t
 keys of text t, of T texts and n keys,
@@ -34,6 +34,7 @@ from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts, chec
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.seeds import own_seed
 from diffusion_lens.training.objectives import hide
 
 RIDGE = 1e-4  # of the mean of C's diagonal
@@ -184,7 +185,8 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "corpus_texts": len(rows),
         "seed": None if model.cfg.mask_token_id is None else seed,
     }
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    drawn = {**content, "noise": "by own_seed"}  # sums of seeds, as they were once, are not gone on with
+    key = hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()
     return {"key": key, **content, **origin}
 
 
@@ -195,7 +197,7 @@ def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) ->
 
 def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tensor], seed: int) -> SecondMoment:
     """One batch of texts more."""
-    shown = [_as_in_training(model, row, seed + so_far.texts + i) for i, row in enumerate(rows)]
+    shown = [_as_in_training(model, row, own_seed(seed, so_far.texts + i)) for i, row in enumerate(rows)]
     keys = keys_everywhere(model, PromptBatch.of(model, shown), so_far.layer)
     each = [_widest(of_text[: len(row)]) for of_text, row in zip(keys, rows, strict=True)]
     together = torch.cat(each)

@@ -16,6 +16,7 @@ from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.seeds import own_seed
 from diffusion_lens.shapes import Places, Tokens
 
 Request = Query | Sequence[Query]
@@ -59,7 +60,7 @@ def sample_prefixes(
         lengths: new tokens of each text; a masked diffusion model takes as many steps.
         start: how every text begins.
         temperature: of the sampling; 0 would write one text again and again.
-        seed: text i is drawn with `seed + i`.
+        seed: text i is drawn with a seed of its own, made of this one and i: no other seed gives the same text again.
     """
     if not lengths:
         raise ValueError("lengths is empty: name the length of each prefix, or go without prefixes")
@@ -72,7 +73,7 @@ def sample_prefixes(
             max_new_tokens=length,
             steps=length,
             temperature=temperature,
-            seed=[seed + i for i in rows],
+            seed=[own_seed(seed, i) for i in rows],
         )
         for i, tokens in zip(rows, trajectory.tokens.tolist(), strict=True):
             words = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -7,6 +7,7 @@ import torch
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis.rome import KeyResult, ask_with_prefixes, compute_key, compute_keys, sample_prefixes
+from diffusion_lens.seeds import own_seed
 
 GUSTAV = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
@@ -62,11 +63,18 @@ def test_prefixes_are_the_models_own(tiny):
     assert prefixes != sample_prefixes(tiny, (3, 2, 3), start="today", seed=6)
     assert prefixes[0] != prefixes[2]
     for i, length in enumerate((3, 2, 3)):
-        run = tiny.denoise("today", max_new_tokens=length, steps=length, temperature=1.0, seed=5 + i)
+        run = tiny.denoise("today", max_new_tokens=length, steps=length, temperature=1.0, seed=[own_seed(5, i)])
         assert prefixes[i].startswith("today")
         assert prefixes[i].endswith(". ")
         assert "<eos>" not in prefixes[i]
         assert prefixes[i][:-2].split() == run.text[0].replace("<eos>", " ").split()
+
+
+def test_seeds_share_no_prefix_by_construction(tiny):
+    """Five seeds of 20 texts are 100 draws; with sums of seeds they were 24, each text but the first met again."""
+    drawn = [sample_prefixes(tiny, (6,) * 20, start="today", temperature=3.0, seed=seed) for seed in range(5)]
+    texts = {text for texts in drawn for text in texts}
+    assert len(texts) > 90
 
 
 def test_requests_with_prefixes(tiny):

@@ -9,6 +9,7 @@ import torch
 from diffusion_lens.analysis.rome import SecondMoment, second_moment
 from diffusion_lens.analysis.rome.covariance import RIDGE, solve
 from diffusion_lens.data import toy_facts
+from diffusion_lens.seeds import own_seed
 from diffusion_lens.training.objectives import hide
 
 LAYER = 1
@@ -32,7 +33,9 @@ def test_mean_over_the_corpus_by_hand(either, corpus):
     keys = []
     for i, text in enumerate(corpus):
         if either.kind == "mdm":
-            noisy, _ = hide(text[None], either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(20 + i))
+            noisy, _ = hide(
+                text[None], either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(own_seed(20, i))
+            )
             text = noisy[0]
         keys.append(keys_of(either.model, text))
     together = torch.cat(keys)
