@@ -26,6 +26,7 @@ LIT_GPT = [(variant, kind) for variant in ("gqa", "mha") for kind in ("mdm", "ar
 def hugging_face(model_type: str, **more: Any) -> dict[str, Any]:
     """A small config in the words of Llama's descendants: grouped heads, wider together than the stream."""
     masked = {"mask_token_id": 512} if model_type.startswith(("a2d-", "Dream")) else {}
+    not_by_blocks = {"block_size": None} if model_type.startswith("a2d-") else {}
     return {
         "model_type": model_type,
         "hidden_size": 32,
@@ -39,6 +40,7 @@ def hugging_face(model_type: str, **more: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         **masked,
+        **not_by_blocks,
         **more,
     }
 

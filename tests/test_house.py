@@ -16,6 +16,8 @@ ROOMS = (
     "weight_conversion.architecture",
     "weight_conversion.layouts",
     "weight_conversion.key_map",
+    "weight_conversion.whole_files",
+    "weight_conversion.json_files",
     "weight_conversion.files",
     "weight_conversion.families",
     "weight_conversion.registry",

@@ -396,7 +396,9 @@ def a2d(folder: Path, family: str, **said) -> None:
     """A checkpoint as dllm publishes them: a causal model's config under another model_type."""
     theirs(folder, family, tie_word_embeddings=True)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": f"a2d-{family}", **said}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": f"a2d-{family}", "block_size": None, **said})
+    )
     words(folder, bytes_tokenizer("<|endoftext|>", "<|mask|>"), eos_token="<|endoftext|>", mask_token="<|mask|>")
 
 

@@ -7,14 +7,9 @@
 from weight_conversion.architecture import Architecture, tensor_shapes
 from weight_conversion.convert import Checkpoint, export, export_size, open_checkpoint
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
-from weight_conversion.files import (
-    CHECKPOINT_SUFFIXES,
-    read_json,
-    renamed_when_whole,
-    sha256_of_file,
-    write_json,
-    write_safetensors,
-)
+from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
+from weight_conversion.json_files import read_json, read_json_object, write_json
+from weight_conversion.whole_files import renamed_when_whole, sha256_of_file
 
 __all__ = [
     "CHECKPOINT_SUFFIXES",
@@ -26,6 +21,7 @@ __all__ = [
     "open_checkpoint",
     "published_architecture",
     "read_json",
+    "read_json_object",
     "renamed_when_whole",
     "sha256_of_file",
     "tensor_shapes",

@@ -13,7 +13,21 @@ from typing import Any, Literal
 
 Shape = tuple[int, ...]
 
-_COUNTS = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab", "d_vocab_out", "n_ctx")
+# The largest counts that are taken for meant: what is built from them must not eat the machine before a tensor is read.
+_MOST = 2**31 - 1
+# Larger numbers mean nothing in a network, and an integer of JSON may be too large for a float.
+LARGEST = 1e30
+_COUNTS = {
+    "n_layers": 10_000,
+    "d_model": _MOST,
+    "n_heads": _MOST,
+    "n_key_value_heads": _MOST,
+    "d_head": _MOST,
+    "d_mlp": _MOST,
+    "d_vocab": _MOST,
+    "d_vocab_out": _MOST,
+    "n_ctx": _MOST,
+}
 
 _CHOICES = {
     "attention_dir": ("bidirectional", "causal"),
@@ -60,13 +74,14 @@ class Architecture:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
+        for name in ("family", "name"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a text")
+        for name, most in _COUNTS.items():
+            check_count(name, getattr(self, name), most)
         for name in ("norm_eps", "rotary_base"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
                 raise ValueError(f"{name} is {value!r}; it must be a number above 0")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -83,8 +98,11 @@ class Architecture:
             )
         if self.d_head % 2:
             raise ValueError(f"d_head is {self.d_head}; rotary positions turn pairs, so it must be even")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.d_vocab:
-            raise ValueError(f"mask_token_id {self.mask_token_id} has no row in an embedding of {self.d_vocab} tokens")
+        mask = self.mask_token_id
+        if mask is not None and (isinstance(mask, bool) or not isinstance(mask, int)):
+            raise ValueError(f"mask_token_id is {mask!r}; it must be the whole number of a token, or null")
+        if mask is not None and not 0 <= mask < self.d_vocab:
+            raise ValueError(f"mask_token_id {mask} has no row in an embedding of {self.d_vocab} tokens")
 
     @property
     def n_params(self) -> int:
@@ -105,6 +123,14 @@ class Architecture:
         if missing := sorted(required - set(data)):
             raise ValueError(f"the architecture lacks {missing}")
         return cls(**data)
+
+
+def check_count(name: str, count: object, most: int = _MOST) -> None:
+    """Raise a `ValueError` unless `count` is a whole number from 1 to `most`."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
+    if count > most:
+        raise ValueError(f"{name} is larger than that of any network: it must be at most {most:,}")
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families import native
 from weight_conversion.families.family import Config, Family
 from weight_conversion.files import (
+    CHECKPOINT_SUFFIXES,
+    INDEX,
+    WHOLE,
     TensorSource,
     open_tensors,
-    read_json,
     safetensors_size,
-    write_json,
     write_safetensors,
 )
-from weight_conversion.key_map import KeyMap
+from weight_conversion.json_files import read_json_object, write_json
+from weight_conversion.key_map import PIECE_BYTES, KeyMap, all_finite
 from weight_conversion.registry import FAMILIES, recognise
+from weight_conversion.whole_files import renamed_when_whole
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,35 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in our layout, whole. It may share memory with the file: copy what is to be kept."""
-        self._check_repeated()
-        return self.key_map.to_ours(self.source.read, most_bytes=sys.maxsize)
+        return self._stream(sys.maxsize)
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """The same in pieces: a large tensor comes as several, consecutive rows of it, under the same name.
 
         Who copies each piece to its place before asking for the next never holds more than a few megabytes of the file.
         """
-        self._check_repeated()
-        return self.key_map.to_ours(self.source.read)
+        return self._stream(PIECE_BYTES)
 
-    def _check_repeated(self) -> None:
+    def _stream(self, most_bytes: int) -> Iterator[tuple[str, Tensor]]:
         self.key_map.check_repeated(self.source.shapes(), self.source.read, str(self.source.path))
+        not_finite: dict[str, None] = {}
+
+        def read(name: str, start: int, stop: int) -> Tensor:
+            rows = self.source.read(name, start, stop)
+            if not all_finite(rows):
+                not_finite[name] = None
+            return rows
+
+        yield from self.key_map.to_ours(read, most_bytes)
+        if not_finite:
+            shown = ", ".join([*not_finite][:4])
+            more = f" and {len(not_finite) - 4} more" if len(not_finite) > 4 else ""
+            warnings.warn(
+                f"{self.source.path} holds weights that are NaN or infinite, in {shown}{more}: what the model computes "
+                "with them is not a number either. The training may have diverged, or the file is damaged: fetch it "
+                "again, or take an earlier checkpoint",
+                stacklevel=2,
+            )
 
 
 def open_checkpoint(path: str | Path, config: str | Path | Config | None = None) -> Checkpoint:
@@ -69,6 +89,12 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
     family = recognise(settings, shapes, str(path))
     try:
         architecture = family.read_architecture(settings, shapes)
+        # The table is written out for each layer, so the number of layers is held against the file first.
+        if architecture.n_layers > len(shapes):
+            raise ValueError(
+                f"{path} holds {len(shapes)} tensors, too few for the {architecture.n_layers} layers of its config. "
+                "Pass the config that belongs to this checkpoint"
+            )
         key_map = KeyMap(family.rules, architecture, family.ignored)
         key_map.check(shapes, str(path))
     except ValueError as error:
@@ -81,12 +107,16 @@ def export(
 ) -> Path:
     """Write `tensors` (our layout) in a family's own format: the inverse of `open_checkpoint`.
 
+    A folder that holds other weights keeps them readable: their config stays as it is if it says the same, and the
+    export is refused if it does not.
+
     Args:
         path: the `.safetensors` file to write; the family's config goes beside it.
         family: by default the one the architecture came from.
 
     Raises:
-        ValueError: a tensor is missing or misshapen, or the family's config has no words for this architecture.
+        ValueError: a tensor is missing or misshapen, the family's config has no words for this architecture, or the
+            folder holds other weights that would be hidden or get a config that is not theirs. Nothing is written then.
     """
     target = Path(path)
     if target.suffix != ".safetensors":
@@ -96,8 +126,26 @@ def export(
         raise ValueError(f"unknown family {name!r}; known are {', '.join(FAMILIES)}")
     key_map = KeyMap(FAMILIES[name].rules, architecture)
     config = _config_of(architecture, FAMILIES[name], key_map)
-    write_safetensors(dict(key_map.to_theirs(tensors)), target)
-    write_json(config, target.parent / FAMILIES[name].config_file)
+    beside = target.parent / FAMILIES[name].config_file
+    theirs = dict(key_map.to_theirs(tensors))
+    if others := _other_weights(target):
+        if target.name == WHOLE and INDEX in others:
+            raise ValueError(
+                f"{target.parent} holds a checkpoint in shards ({INDEX}), which {WHOLE} beside it would hide: name "
+                "another folder. Nothing was written"
+            )
+        if beside.exists():
+            if not _says_the_same(beside, architecture, FAMILIES[name], key_map):
+                raise ValueError(
+                    f"{target.parent} holds other weights ({', '.join(others[:3])}), whose {beside.name} the export "
+                    "would replace by another: name another folder. Nothing was written"
+                )
+            write_safetensors(theirs, target)
+            return target
+    # The config waits under its temporary name until the weights stand: the two change together.
+    with renamed_when_whole(beside) as config_part:
+        write_json(config, config_part)
+        write_safetensors(theirs, target)
     return target
 
 
@@ -120,6 +168,22 @@ def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> d
     return config
 
 
+def _other_weights(target: Path) -> list[str]:
+    """The files of weights beside `target`."""
+    folder = target.parent
+    names = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    return [name for name in names if name != target.name and (name == INDEX or name.endswith(CHECKPOINT_SUFFIXES))]
+
+
+def _says_the_same(path: Path, architecture: Architecture, family: Family, key_map: KeyMap) -> bool:
+    """Whether the config at `path` describes this architecture, under whatever name."""
+    try:
+        said = family.read_architecture(read_json_object(path), key_map.their_shapes)
+    except ValueError:
+        return False
+    return replace(said, name=architecture.name, family=architecture.family) == architecture
+
+
 def _given(config: str | Path | Config) -> tuple[Config, str]:
     """A config passed by the caller, and how to call it in an error."""
     if isinstance(config, Mapping):
@@ -127,10 +191,7 @@ def _given(config: str | Path | Config) -> tuple[Config, str]:
     path = Path(config).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file at {path}; pass the path of the checkpoint's JSON config")
-    settings = read_json(path)
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"{path} is not a config: it should hold one JSON object")
-    return settings, str(path)
+    return read_json_object(path), str(path)
 
 
 def _beside(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Config | None, str]:

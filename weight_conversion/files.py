@@ -6,14 +6,10 @@ stays at the weights plus one piece. A `.pth` is read with `weights_only=True`: 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weight_conversion.architecture import Shape
+from weight_conversion.json_files import read_json
+from weight_conversion.whole_files import renamed_when_whole
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -70,25 +68,51 @@ class SafetensorsFile(TensorSource):
 
 
 class ShardedFiles(TensorSource):
-    """A folder with `model.safetensors.index.json` and the shards that it names."""
+    """A folder with `model.safetensors.index.json` and the shards that it names.
+
+    The index alone says which tensors there are and where each stands: what else a shard holds, such as an old copy of
+    another shard's tensor, is no part of the checkpoint.
+    """
 
     def __init__(self, index: Path) -> None:
         self.path = index
-        content = read_json(index)
-        where = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
-            raise ValueError(f"{index} should hold 'weight_map', a mapping of tensor names to files; fetch it again")
-        shards = [index.parent / shard for shard in sorted(set(where.values()))]
-        if absent := [shard.name for shard in shards if not shard.exists()]:
+        where = indexed_files(index)
+        if absent := sorted({shard for shard in where.values() if not (index.parent / shard).exists()}):
             raise FileNotFoundError(f"{index} names files that are not beside it: {absent}; fetch them too")
-        self._where = {name: SafetensorsFile(shard) for shard in shards for name in SafetensorsFile(shard).shapes()}
+        files = {shard: SafetensorsFile(index.parent / shard) for shard in sorted(set(where.values()))}
+        held = {shard: file.shapes() for shard, file in files.items()}
+        if lost := [f"{name} in {shard}" for name, shard in where.items() if name not in held[shard]]:
+            raise ValueError(
+                f"{index} does not belong to the shards beside it: there is no {', no '.join(lost[:3])}"
+                f"{f' ({len(lost)} in all)' if len(lost) > 3 else ''}. Fetch the index and its shards again"
+            )
+        self._where = {name: files[shard] for name, shard in where.items()}
+        self._shapes = {name: held[shard][name] for name, shard in where.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        shards = {file.path: file for file in self._where.values()}
-        return {name: shape for file in shards.values() for name, shape in file.shapes().items()}
+        return dict(self._shapes)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         return self._where[name].read(name, start, stop)
+
+
+def indexed_files(index: Path) -> dict[str, str]:
+    """The tensors that an index names, and the file beside it that holds each.
+
+    Raises:
+        ValueError: no such mapping, or a file that is no safetensors file beside the index: an index says nothing about
+            files elsewhere.
+    """
+    content = read_json(index)
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+        raise ValueError(f"{index} should hold 'weight_map', a mapping of tensor names to files; fetch it again")
+    outside = {shard for shard in where.values() if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard)}
+    if outside:
+        raise ValueError(
+            f"{index} should name .safetensors files beside it; it names {sorted(outside)[:3]}. Fetch it again"
+        )
+    return where
 
 
 class TorchFile(TensorSource):
@@ -134,9 +158,12 @@ class TorchFile(TensorSource):
 
 
 def open_tensors(path: Path) -> TensorSource:
-    """The tensors of a file, or of a folder that holds one checkpoint."""
+    """The tensors of a file, or of a folder that holds one checkpoint.
+
+    In a folder `model.safetensors` comes before an index with its shards, as in transformers.
+    """
     if path.is_dir():
-        if (path / INDEX).exists():
+        if (path / INDEX).exists() and not (path / WHOLE).exists():
             return ShardedFiles(path / INDEX)
         candidates = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
         candidates = candidates or sorted(path.glob("*.pth"))
@@ -166,29 +193,6 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
         save_file(contiguous, temporary, metadata=dict(metadata) if metadata else None)
 
 
-def write_json(data: Any, path: Path) -> None:
-    """Write under a temporary name, then rename."""
-    with renamed_when_whole(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file; a syntax error becomes a `ValueError` that names the file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
-def sha256_of_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
     """Bytes of a safetensors file with these tensors and no metadata: 8 for the length, the header, the data.
 
@@ -203,23 +207,6 @@ def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
         offset = end
     length = len(json.dumps(header, separators=(",", ":")))
     return 8 + length + -length % 8 + offset
-
-
-@contextmanager
-def renamed_when_whole(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; it takes the name of `path` unless an exception comes first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(descriptor)
-    try:
-        yield Path(name)
-        # mkstemp makes files private; a result should be as readable as any other new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def _is_named_tensor(name: object, value: object) -> bool:

@@ -27,7 +27,8 @@ from diffusion_lens.loading.tokenizers import (
     read_mask,
     save_tokenizer,
 )
-from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json
+from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json_object
+from weight_conversion.families.unsupported import refuse_unsupported, warn_if_silent
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -52,6 +53,8 @@ def open_pretrained(
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
     """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`."""
     found = _locate(name_or_path, hub)
+    if config is None:
+        refuse_unsupported(found.config_beside, {}, str(found.path))
     loaded = _open_tokenizer(tokenizer, found, hub)
     if config is None:
         config = _completed_config(found, lambda: loaded)
@@ -116,6 +119,13 @@ class _Found:
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
+    @property
+    def config_beside(self) -> Mapping[str, Any] | None:
+        """Hugging Face's config beside it, if there is one."""
+        path = self.folder / "config.json"
+        settings = read_json_object(path) if path.exists() else None
+        return settings if settings is not None and "model_type" in settings else None
+
 
 def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _Found:
     """Find a checkpoint: what lies here, then the embedded pair, then the hub."""
@@ -147,9 +157,11 @@ def _completed_config(found: _Found, tokenizer: Callable[[], Any]) -> dict[str, 
 
     Diffusion models that dllm made of causal ones leave it out; their tokenizer knows it.
     """
-    path = found.folder / "config.json"
-    settings = read_json(path) if path.exists() else None
-    if not isinstance(settings, Mapping) or "model_type" not in settings or settings.get("mask_token_id") is not None:
+    settings = found.config_beside
+    if settings is None:
+        return None
+    warn_if_silent(settings, str(found.path))
+    if settings.get("mask_token_id") is not None:
         return None
     mask = found.known.get("mask_token_id")
     if str(settings["model_type"]).startswith("a2d-"):

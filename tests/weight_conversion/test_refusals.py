@@ -236,7 +236,8 @@ def test_a_shard_without_its_tensor(tmp_path, tensors, refused):
     )
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "1.safetensors")
-    refused(ValueError, tmp_path, "missing lm_head.weight", path=tmp_path)
+    words = ("model.safetensors.index.json", "there is no lm_head.weight in 1.safetensors", "Fetch the index")
+    refused(ValueError, tmp_path, *words, path=tmp_path)
 
 
 def test_no_message_carries_the_noise_of_torch(tmp_path, refused):

@@ -28,3 +28,9 @@ class Family:
     write_config: Callable[[Architecture], dict[str, Any]]
     config_file: str
     ignored: tuple[str, ...] = ()
+
+
+def require_count(key: str, count: object, family: str) -> None:
+    """Raise a `ValueError` unless a number of a config is a whole one, at least 1: no float, no text, no true."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{key}={count!r} in the {family} config must be a whole number, at least 1")

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.families.family import Config, Family
+from weight_conversion.families.family import Config, Family, require_count
 from weight_conversion.key_map import Rule
 from weight_conversion.layouts import GroupMajorQKV
 
@@ -187,7 +187,7 @@ def _check_config(config: Config) -> None:
         raise ValueError(f"the lit-gpt config lacks {missing}; add them")
     if not config.get("padded_vocab_size") and not config.get("vocab_size"):
         raise ValueError("the lit-gpt config lacks 'padded_vocab_size' (or 'vocab_size')")
-    if unknown := sorted(set(config) - {*_READ, *_OPTIONAL, *_FIXED, *_IGNORED}):
+    if unknown := sorted(map(str, set(config) - {*_READ, *_OPTIONAL, *_FIXED, *_IGNORED})):
         raise ValueError(
             f"the lit-gpt config has keys that are not understood: {unknown}; remove them only if they "
             "change nothing in the network"
@@ -197,8 +197,8 @@ def _check_config(config: Config) -> None:
             raise ValueError(f"{key}={config[key]!r} is not supported in the lit-gpt family: it must be {allowed[0]!r}")
     for key in _COUNTS:
         count = config.get(key)
-        if not (isinstance(count, int) and count > 0) and not (count is None and key not in _READ):
-            raise ValueError(f"{key}={count!r} in the lit-gpt config must be a whole number, at least 1")
+        if count is not None or key in _READ:
+            require_count(key, count, "lit-gpt")
     if config["n_embd"] % config["n_head"]:
         raise ValueError(f"n_embd {config['n_embd']} is not a multiple of n_head {config['n_head']}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import ConfigKeys, mask_token_id
+from weight_conversion.families.hf_config import ConfigKeys, mask_token_id, rotary_base
 from weight_conversion.key_map import Rule
 
 MODEL_TYPE = "llada"
@@ -20,16 +20,9 @@ MODEL_TYPE = "llada"
 KEYS = ConfigKeys(
     family="llada",
     counts=("d_model", "max_sequence_length", "mlp_hidden_size", "n_heads", "n_layers", "vocab_size"),
-    read=(
-        "embedding_size",
-        "mask_token_id",
-        "model_type",
-        "n_kv_heads",
-        "rms_norm_eps",
-        "rope_full_precision",
-        "rope_theta",
-        "weight_tying",
-    ),
+    optional=("embedding_size", "n_kv_heads"),
+    flags=("rope_full_precision", "weight_tying"),
+    read=("mask_token_id", "model_type", "rms_norm_eps", "rope_theta"),
     fixed={
         "activation_type": ("silu",),
         "alibi": (False,),
@@ -86,9 +79,6 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     assert config is not None
     KEYS.check(config)
     rows = config.get("embedding_size") or config["vocab_size"]
-    base = config.get("rope_theta")
-    if not isinstance(base, int | float):
-        raise ValueError(f"rope_theta is {base!r}; the llada config must give the base of the rotary frequencies")
     return Architecture(
         family="llada",
         name=str(config.get("_name_or_path") or MODEL_TYPE),
@@ -105,8 +95,8 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
         readout="in_place",
         mask_token_id=mask_token_id(config, "llada"),
         norm_eps=config.get("rms_norm_eps", 1e-5),
-        rotary_base=float(base),
-        rotation="float32" if config.get("rope_full_precision", True) else "activation",
+        rotary_base=rotary_base(config),
+        rotation="float32" if config.get("rope_full_precision") in (True, None) else "activation",
         tied=bool(config.get("weight_tying", False)),
     )
 

@@ -27,17 +27,9 @@ KEYS = ConfigKeys(
         "num_hidden_layers",
         "vocab_size",
     ),
-    read=(
-        "attention_bias",
-        "head_dim",
-        "mask_token_id",
-        "mlp_bias",
-        "model_type",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        *ROPE,
-    ),
+    optional=("head_dim", "num_key_value_heads"),
+    flags=("attention_bias", "mlp_bias", "tie_word_embeddings"),
+    read=("mask_token_id", "model_type", "rms_norm_eps", *ROPE),
     fixed={"hidden_act": ("silu",)},
 )
 
@@ -147,7 +139,8 @@ def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]
         "rope_theta": a.rotary_base,
         "tie_word_embeddings": a.tied,
         "hidden_act": "silu",
-        **({"mask_token_id": a.mask_token_id} if masked else {}),
+        # Its model type alone would not tell it from a model trained by blocks.
+        **({"mask_token_id": a.mask_token_id, "block_size": None} if masked else {}),
     }
 
 

@@ -20,7 +20,7 @@ MODEL_TYPES = ("qwen2", "a2d-qwen2")
 KEYS = replace(
     llama.KEYS,
     family="qwen2",
-    read=tuple(key for key in llama.KEYS.read if key not in ("attention_bias", "mlp_bias")),
+    flags=("tie_word_embeddings",),
     fixed={**llama.KEYS.fixed, "use_sliding_window": (False,), "use_mrope": (False,)},
     ignored=("max_window_layers", "sliding_window", "layer_types"),
 )

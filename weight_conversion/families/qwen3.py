@@ -17,7 +17,7 @@ from weight_conversion.key_map import Rule
 
 MODEL_TYPES = ("qwen3", "a2d-qwen3")
 
-KEYS = replace(qwen2.KEYS, family="qwen3", read=(*qwen2.KEYS.read, "attention_bias"))
+KEYS = replace(qwen2.KEYS, family="qwen3", flags=(*qwen2.KEYS.flags, "attention_bias"))
 
 RULES = (
     *llama.RULES,

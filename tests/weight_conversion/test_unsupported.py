@@ -1,0 +1,123 @@
+"""Kinds that are known by sight and refused: nothing loads as another kind than it is."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diffusion_lens import HookedDiffusionTransformer
+from weight_conversion import export, open_checkpoint
+from weight_conversion.registry import recognise
+
+# What the published configs (and shrunken ones of the authors' own code) say, but for the numbers of the network.
+SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": 151}
+BD3LM = {"model_type": "bd3lm", "architectures": ["BD3LM"], "block_size": 4, "cross_attn": True, "vocab_size": 66}
+LLADA_MOE = {
+    "model_type": "llada",
+    "architectures": ["LLaDAMoEModelLM"],
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_theta": 50000,
+    "vocab_size": 140,
+}
+NEMOTRON = {
+    "model_type": "nemotron_labs_diffusion",
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "dlm_paradigm": "block_diff",
+}
+MDLM = {"model_type": "mdlm", "architectures": ["MDLM"], "cond_dim": 128, "n_blocks": 12, "time_conditioning": False}
+BLOCKS, EXPERTS, DIT = "a block-diffusion model", "a mixture of experts", "a diffusion transformer (DiT)"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SDAR, [BLOCKS, "model_type='sdar'", "never the blocks after it"]),
+        ({"model_type": "qwen3", "architectures": ["SDARForCausalLM"]}, [BLOCKS, "['SDARForCausalLM']"]),
+        ({"model_type": "a2d-qwen3", "block_size": 32}, [BLOCKS, "block_size=32"]),
+        (BD3LM, [BLOCKS, DIT, "model_type='bd3lm'"]),
+        (NEMOTRON, [BLOCKS, "model_type='nemotron_labs_diffusion'"]),
+        (LLADA_MOE, [EXPERTS, "architectures=['LLaDAMoEModelLM']", "router"]),
+        ({**LLADA_MOE, "architectures": None}, [EXPERTS, "num_experts=8"]),
+        ({"model_type": "llada2_moe", "num_experts": 256}, [BLOCKS, EXPERTS]),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, [EXPERTS, "num_experts=128"]),
+        (MDLM, [DIT, "model_type='mdlm'", "LayerNorms"]),
+        ({"model_type": "udlm", "architectures": ["UDLM"]}, [DIT]),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_a_kind_is_told_by_its_config(config, words, refused):
+    refused(ValueError, "owner/name is", *words, "not supported", do=lambda: recognise(config, {}, "owner/name"))
+
+
+def test_a_kind_is_told_by_its_tensors(tmp_path, refused, write):
+    sedd = {"blocks.0.adaLN_modulation.weight": torch.zeros(2, 2), "vocab_embed.embedding": torch.zeros(2, 2)}
+    refused(ValueError, DIT, "it holds", path=write(sedd, tmp_path))
+    moe = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)}
+    refused(ValueError, EXPERTS, "experts.0.up_proj", path=write(moe, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-0.6B-diffusion-bd3lm-v0.1", "OPDLM-0.6B", "models--divelab--OPDLM-0.6B/snapshots/0123"]
+)
+def test_a_kind_is_told_by_its_name_where_the_config_is_silent(name, configs, specimen, tmp_path, refused):
+    """dllm's block-diffusion models hold the config and the tensors of those that see the whole canvas."""
+    folder = a2d(configs, specimen, tmp_path / name)
+    for path in (folder, folder / "model.safetensors"):
+        refused(ValueError, BLOCKS, "its name is", "another name", '"block_size": null', path=path)
+    silent = {key: value for key, value in configs["a2d-qwen3"].items() if key != "block_size"}
+    hub = f"huggingface.co/{name.removeprefix('models--').split('/')[0].replace('--', '/')}"
+    refused(ValueError, BLOCKS, hub, do=lambda: recognise(silent, {}, hub))
+    denied = {**configs["a2d-qwen3"], "block_size": None}
+    assert open_checkpoint(folder, denied).architecture.attention_dir == "bidirectional"
+    refused(ValueError, BLOCKS, "block_size=4", path=folder, config={**denied, "block_size": 4})
+
+
+def test_a_name_further_up_the_path_tells_nothing(configs, specimen, tmp_path):
+    folder = a2d(configs, specimen, tmp_path / "bd3lm" / "my-mdlm")
+    assert open_checkpoint(folder).architecture.family == "qwen3"
+
+
+def test_diffullama_does_not_load_as_the_causal_model_of_its_config(configs, tmp_path, refused):
+    source = "huggingface.co/diffusionfamily/diffullama"
+    words = ("causal model's config", "its name is 'diffullama'", "sees both ways")
+    refused(ValueError, *words, do=lambda: recognise(configs["llama"], {}, source))
+
+
+def test_where_nothing_tells_a_model_made_from_a_causal_one_warns(configs, specimen, tmp_path):
+    folder = a2d(configs, specimen, tmp_path / "mine")
+    with pytest.warns(UserWarning, match=r"mine is read as a model that sees its whole canvas.*\"block_size\": null"):
+        model = HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
+    again = export(model.state_dict(), model.cfg.architecture, tmp_path / "again" / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in (again, shutil.copytree(folder, tmp_path / "some-mdlm-v0.1")):
+            assert HookedDiffusionTransformer.from_pretrained(path, device="cpu").cfg.family == "qwen3"
+
+
+def test_an_unknown_family_is_told_what_was_seen(refused):
+    config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
+    words = ("no known family", "model_type='gpt_neox'", "['GPTNeoXForCausalLM']", "llada")
+    refused(ValueError, *words, do=lambda: recognise(config, {}, "x"))
+
+
+def a2d(configs, specimen, folder):
+    """A model made from Qwen3, as dllm publishes it."""
+    from weight_conversion.key_map import KeyMap
+    from weight_conversion.registry import FAMILIES
+
+    model = specimen(configs["a2d-qwen3"]).model
+    rules = KeyMap(FAMILIES["qwen3"].rules, model.cfg.architecture)
+    folder.mkdir(parents=True)
+    theirs = {name: tensor.detach().clone() for name, tensor in rules.to_theirs(model.state_dict())}
+    save_file(theirs, folder / "model.safetensors")
+    silent = {key: value for key, value in configs["a2d-qwen3"].items() if key != "block_size"}
+    (folder / "config.json").write_text(json.dumps(silent))
+    return folder
