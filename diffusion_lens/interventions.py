@@ -23,6 +23,8 @@ negative ones from the end, none twice; `None` is all. `places` may also be Int[
 In the loop a hook sees the whole canvas, and one branch of guidance at a time; `at_steps`, `on_branch` and
 `while_masked` of `denoising.step_hooks` say when it acts.
 
+`named` gives a hook a name, by which records and folders of results tell it from others.
+
 None writes into the tensor it is handed; each returns a new one, in its dtype and on its device. Places or heads
 outside the activation and values that do not fit are a `ValueError`, a run that does not hold the hook point or the
 step is a `KeyError`.
@@ -39,6 +41,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from diffusion_lens.hook_names import nearest
+from diffusion_lens.identity import named as named
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.step_state import RunIdentity, StepState
 
@@ -179,7 +182,7 @@ def _edit(new: Callable[[Tensor, Any], Tensor], places: Indices, heads: Indices)
         edited[index] = new(whole[index], hook)
         return _by_place(edited, hook.name)
 
-    return hook_fn
+    return named(hook_fn, new.__qualname__.partition(".")[0])
 
 
 @dataclass(frozen=True)

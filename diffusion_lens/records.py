@@ -3,11 +3,10 @@
 One safetensors file a result: its tensors, and a JSON record in the metadata. Nothing is pickled.
 """
 
-import hashlib
-import json
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from diffusion_lens.config import DiffusionConfig
-from weight_conversion import write_safetensors
+from diffusion_lens.identity import identity_of
+from diffusion_lens.identity import weights_sha256 as weights_sha256
+from weight_conversion import parse, read_json, restored, to_json, write_safetensors
 
 RECORD = "diffusion_lens"
+PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
+
+_START_ANEW = "Delete the folder's files and start the run anew, or name another folder"
+_PART: ContextVar[str | None] = ContextVar("_PART", default=None)
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
-    """Model name, hash of its weights, dtype, device, versions: what every result records beside its settings."""
+    """Model name, hash of its weights, hooks, dtype, device, versions: what every result records beside its settings.
+
+    Weights and hooks are those at the beginning of the run (`identity.begins_run`).
+    """
+    found = identity_of(model)
     return {
         "model": cfg.model_name,
-        "weights_sha256": weights_sha256(model),
+        "weights_sha256": found.weights_sha256,
+        "hooks": found.hooks,
         "dtype": str(cfg.dtype).removeprefix("torch."),
         "device": str(cfg.device),
         "versions": {
@@ -39,34 +49,32 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
     }
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and bytes of the weights as they are now, so that an edited model has its own.
-
-    Kept on the model until a weight moves or changes: compared each time are addresses, dtypes, versions and norms.
-    Reading 4.6 GB anew takes a few seconds.
-    """
-    norms = [torch.linalg.vector_norm(weight.detach()).float() for weight in model.parameters()]
-    state = (
-        [(weight.data_ptr(), weight.dtype, weight._version) for weight in model.parameters()],
-        torch.stack(norms).tolist(),
-    )
-    held: tuple[Any, str] | None = model.__dict__.get("_weights_sha256")
-    if held is None or held[0] != state:
-        digest = hashlib.sha256()
-        for name, weight in model.named_parameters():
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-            digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        held = model.__dict__["_weights_sha256"] = (state, digest.hexdigest())
-    return held[1]
-
-
 def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
     """Write a result in one atomic file; `load_result` is the inverse."""
     target = Path(path)
     if target.suffix != ".safetensors":
         raise ValueError(f"results are safetensors files; {target} should end in .safetensors")
-    write_safetensors(tensors, target, {RECORD: json.dumps({"kind": kind, **record})})
+    part = _PART.get()
+    metadata = {RECORD: to_json({"kind": kind, **record})} | ({} if part is None else {PART: part})
+    write_safetensors(tensors, target, metadata)
     return target
+
+
+@contextmanager
+def part_of_run(mark: str) -> Iterator[None]:
+    """Results saved inside carry `mark`, by which `mark_of` tells the parts of one run from those of another."""
+    token = _PART.set(mark)
+    try:
+        yield
+    finally:
+        _PART.reset(token)
+
+
+def mark_of(path: str | Path) -> str | None:
+    """The mark under which a result was saved, if it was."""
+    with _opened(path, "result") as file:
+        mark: str | None = (file.metadata() or {}).get(PART)
+    return mark
 
 
 def kind_of(path: str | Path) -> str:
@@ -123,22 +131,41 @@ def _opened(path: str | Path, kind: str) -> Iterator[Any]:
         with safe_open(source, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{source} is not a whole safetensors file: {error}") from error
+        raise ValueError(
+            f"{source} is not a whole safetensors file: {error}. It was cut off or changed: delete it and save the "
+            "result again, or name another file or folder"
+        ) from error
 
 
 def _record_of(file: Any) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((file.metadata() or {}).get(RECORD, "{}"))
+    record: dict[str, Any] = parse((file.metadata() or {}).get(RECORD, "{}"))
     return record
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """What a folder's run is, from its `run.json`.
+
+    Raises:
+        ValueError: not the description of a run.
+    """
+    try:
+        run = restored(read_json(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} does not describe a run: {error}. {_START_ANEW}") from error
+    if not isinstance(run, dict):
+        raise ValueError(f"{path} does not describe a run: it holds {str(run)[:40]}, no mapping. {_START_ANEW}")
+    return run
 
 
 def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
     """Raise a `ValueError` that says how two runs differ, unless they are one; `NOT_COMPARED` may differ."""
+    made, asked = {"hooks": {}, **made}, {"hooks": {}, **asked}
     compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
     if different := [name for name in compared if made.get(name) != asked.get(name)]:
         described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)
         raise ValueError(
-            f"{where} holds another run ({described}). The parts of one run share settings, data and weights: go on "
-            "with it as it was begun, or name another folder"
+            f"{where} holds another run ({described}). The parts of one run share settings, data, weights and hooks: "
+            "go on with it as it was begun, or name another folder"
         )
 
 
@@ -147,6 +174,13 @@ def _difference(name: str, made: Any, asked: Any) -> str:
     if not isinstance(made, dict) or not isinstance(asked, dict):
         return f"{name}: {made!r} there, {asked!r} here"
     keys = [key for key in {**made, **asked} if made.get(key) != asked.get(key)]
+    if name == "hooks":
+        told = [f"{key} {_hooks(made.get(key))} there, {_hooks(asked.get(key))} here" for key in keys[:3]]
+        return f"hooks: {'; '.join(told)}{'; ...' if len(keys) > 3 else ''}"
     if all(not isinstance(each.get(key), dict) for key in keys for each in (made, asked)):
         return "; ".join(f"{name}.{key}: {made.get(key)!r} there, {asked.get(key)!r} here" for key in keys)
     return f"{name}: {len(keys)} differ ({', '.join(map(repr, keys[:3]))}{', ...' if len(keys) > 3 else ''})"
+
+
+def _hooks(attached: Any) -> str:
+    return f"[{', '.join(attached)}]" if attached else "none"

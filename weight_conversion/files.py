@@ -190,7 +190,10 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
     """Write under a temporary name, then rename: a reader never sees half a file."""
     with renamed_when_whole(path) as temporary:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, temporary, metadata=dict(metadata) if metadata else None)
+        try:
+            save_file(contiguous, temporary, metadata=dict(metadata) if metadata else None)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error  # a full disk is no other error here than elsewhere
 
 
 def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:

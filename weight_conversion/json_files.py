@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weight_conversion.json_text import to_json
 from weight_conversion.whole_files import renamed_when_whole
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -58,9 +59,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def write_json(data: Any, path: Path) -> None:
-    """Write under a temporary name, then rename."""
+    """Write strict JSON (`json_text`) under a temporary name, then rename."""
     with renamed_when_whole(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(to_json(data, indent=2) + "\n", encoding="utf-8")
 
 
 _KINDS: Mapping[type, str] = {

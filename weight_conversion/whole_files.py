@@ -23,6 +23,13 @@ def renamed_when_whole(path: Path) -> Iterator[Path]:
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
         os.replace(name, path)
+    except OSError as error:
+        if type(error) is not OSError or error.filename not in (None, name):
+            raise
+        # A full disk names no file, and a temporary name tells nobody anything.
+        told = OSError(f"{path} was not written: {error.strerror or error}")
+        told.errno = error.errno
+        raise told from error
     finally:
         Path(name).unlink(missing_ok=True)
 

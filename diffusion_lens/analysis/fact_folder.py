@@ -1,7 +1,10 @@
 """Long work over facts that may stop at any moment, and be split among processes.
 
-A folder holds `run.json`, which says what the work is (its settings, the facts, the model and the hash of its weights),
-and one file a fact, which is there whole or not at all. So whatever ends a run, the next one goes on where it ended.
+A folder holds `run.json`, which says what the work is (its settings, the facts, the model with the hash of its weights
+and the hooks on it), and one file a fact, which is there whole or not at all. So whatever ends a run, the next one goes
+on where it ended. Each file is marked with a hash of its run and its fact: one that another run has left, or that was
+renamed, is refused.
+
 Several processes may fill one folder, each with its shard of the facts: facts i, i + n, i + 2n, ... of n shards.
 
 What is drawn for a fact is drawn from its own seed, made from the run's seed and the fact's id. So no number depends on
@@ -14,22 +17,23 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tqdm.auto import tqdm
 
 from diffusion_lens.facts import Fact
-from diffusion_lens.records import require_same_run
+from diffusion_lens.records import NOT_COMPARED, mark_of, part_of_run, read_run, require_same_run
 from diffusion_lens.seeds import own_seed
-from weight_conversion import read_json, write_json
+from weight_conversion import plain, write_json
 
 Shard = tuple[int, int] | str
 
 
 @runtime_checkable
 class Result(Protocol):
-    """What work on a fact leaves: anything that writes itself into one file."""
+    """What work on a fact leaves: anything that writes itself into one file, by `records.save_result`."""
 
     def save(self, path: str | Path) -> Path: ...
 
@@ -56,12 +60,13 @@ class FactFolder:
 
         Raises:
             ValueError: the folder holds another run; the text says in what it differs.
+            TypeError: the run is told by something that no JSON holds.
         """
-        record = Path(path) / "run.json"
+        record, asked = Path(path) / "run.json", plain(run)
         if not record.exists():
-            write_json(run, record)
+            write_json(asked, record)
         folder = cls.open(path)
-        require_same_run(folder.run, run, str(path))
+        require_same_run(folder.run, asked, str(path))
         return folder
 
     @classmethod
@@ -70,21 +75,51 @@ class FactFolder:
 
         Raises:
             FileNotFoundError: no run was started in it.
+            ValueError: its `run.json` does not describe a run over facts.
         """
         record = Path(path) / "run.json"
         if not record.exists():
             raise FileNotFoundError(f"{path} holds no run: there is no {record}")
-        return cls(Path(path), read_json(record))
+        run = read_run(record)
+        if not isinstance(run.get("facts"), dict):
+            raise ValueError(f"{record} does not describe a run over facts: it names none. Name another folder")
+        return cls(Path(path), run)
 
     def file(self, fact_id: str) -> Path:
         """Where a fact's result is kept: its id as far as a file name can hold it, and a hash of the whole."""
         name = re.sub(r"[^A-Za-z0-9_-]+", "_", fact_id)[:60]
         return self.path / f"{name}.{_digest(fact_id)[:12]}.safetensors"
 
+    def save(self, fact_id: str, result: Result) -> None:
+        """Keep a fact's result, marked as this run's."""
+        with part_of_run(self._mark(fact_id)):
+            result.save(self.file(fact_id))
+
+    def load(self, fact_id: str, load: Callable[[Path], R]) -> R:
+        """A fact's result.
+
+        Raises:
+            ValueError: the file is cut off, or it is of another run or fact.
+        """
+        file = self.file(fact_id)
+        if (found := mark_of(file)) != self._mark(fact_id):
+            whose = "does not say of which run it is" if found is None else "is of another run or another fact"
+            raise ValueError(
+                f"{file} {whose}: its settings, facts, weights or hooks are not those of {self.path / 'run.json'}. "
+                "Delete the file, and the fact is computed again, or name another folder"
+            )
+        return load(file)
+
     def results(self, load: Callable[[Path], R]) -> Iterator[tuple[str, R]]:
         """What is there so far, by id, in the order of the run's facts."""
-        files = ((fact_id, self.file(fact_id)) for fact_id in self.run["facts"])
-        return ((fact_id, load(file)) for fact_id, file in files if file.exists())
+        return ((fact_id, self.load(fact_id, load)) for fact_id in self.run["facts"] if self.file(fact_id).exists())
+
+    def _mark(self, fact_id: str) -> str:
+        return _digest([self._run_digest, fact_id])
+
+    @cached_property
+    def _run_digest(self) -> str:
+        return _digest({name: value for name, value in self.run.items() if name not in NOT_COMPARED})
 
 
 def work_through(
@@ -111,12 +146,15 @@ def work_through_batches(
     """
     with tqdm(total=sum(map(len, batches)), desc="facts", unit="fact", disable=not progress) as bar:
         for batch in batches:
-            files = {fact_id: folder.file(fact_id) for fact_id in batch} if folder else {}
-            missing = [fact_id for fact_id in batch if not folder or not files[fact_id].exists()]
-            results = work(batch) if missing else [load(files[fact_id]) for fact_id in batch]
+            missing = [fact_id for fact_id in batch if not folder or not folder.file(fact_id).exists()]
+            # Files of another run are refused before the work, and in a batch of which some are missing too.
+            there = (
+                {fact_id: folder.load(fact_id, load) for fact_id in batch if fact_id not in missing} if folder else {}
+            )
+            results = work(batch) if missing else list(there.values())
             for fact_id, result in zip(batch, results, strict=True):
                 if folder and fact_id in missing:
-                    result.save(files[fact_id])
+                    folder.save(fact_id, result)
             bar.update(len(batch))
             yield from zip(batch, results, strict=True)
 
@@ -198,4 +236,4 @@ def join_parts(
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(plain(value), sort_keys=True).encode()).hexdigest()

@@ -1,17 +1,17 @@
 """What a command says and leaves: lines for people or one JSON object for programs, and a folder to repeat it from."""
 
-import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
-from weight_conversion import renamed_when_whole, write_json
+from weight_conversion import renamed_when_whole, to_json, write_json
 
 COMMAND = "command.json"
 HOW_IT_IS_TOLD = ("out", "json", "dry_run")
@@ -68,7 +68,7 @@ class Report:
             write_json(told, self.out / COMMAND)
             self.say(*(f"wrote {path}" for path in (*files.values(), self.out / COMMAND)))
         if self.as_json:
-            typer.echo(json.dumps(told))
+            typer.echo(to_json(told))
 
 
 def progress() -> bool:
@@ -101,4 +101,4 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple | set | range):
         return [_plain(each) for each in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    return value if isinstance(value, str | Real | None) else str(value)

@@ -23,6 +23,7 @@ from diffusion_lens.denoising.samplers import resolve_sampler
 from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -35,9 +36,10 @@ def denoise(
     **settings: Any,
 ) -> Trajectory:
     """Run the loop; see `HookedDiffusionTransformer.denoise` for the arguments."""
-    run = prepare(model, prompt, **settings)
-    record = execute(run, fwd_hooks=fwd_hooks, progress=progress)
-    return Trajectory.of(run, {**run.settings(), **record})
+    with run_of(model, fwd_hooks):
+        run = prepare(model, prompt, **settings)
+        record = execute(run, fwd_hooks=fwd_hooks, progress=progress)
+        return Trajectory.of(run, {**run.settings(), **record})
 
 
 def denoise_with_cache(
@@ -89,8 +91,9 @@ def denoise_with_cache(
         # asked for costs what it costs without a cache.
         return model.hooks(fwd_hooks=request.hooks(kept)) if step in request.steps else nullcontext()
 
-    record = execute(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
-    return Trajectory.of(run, {**run.settings(), **record}), TrajectoryCache(kept, n_steps, model)
+    with run_of(model, fwd_hooks):
+        record = execute(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
+        return Trajectory.of(run, {**run.settings(), **record}), TrajectoryCache(kept, n_steps, model)
 
 
 def prepare(

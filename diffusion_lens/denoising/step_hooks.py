@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion_lens.identity import name_of, named
 from diffusion_lens.step_state import StepState
 
 Hook = Callable[..., Any]
@@ -24,14 +25,14 @@ def at_steps(hook_fn: Hook, steps: int | Iterable[int]) -> Hook:
     def acts(step: StepState) -> bool:
         return step.index in chosen or step.index - step.n_steps in chosen
 
-    return _when(hook_fn, acts)
+    return _when(hook_fn, acts, f"at steps {sorted(chosen)}")
 
 
 def on_branch(hook_fn: Hook, branch: str) -> Hook:
     """Act in one branch of guidance only, "conditional" or "unconditional"; without guidance all is "conditional"."""
     if branch not in ("conditional", "unconditional"):
         raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
-    return _when(hook_fn, lambda step: step.branch == branch)
+    return _when(hook_fn, lambda step: step.branch == branch, f"on the {branch} branch")
 
 
 def while_masked(hook_fn: Hook) -> Hook:
@@ -52,13 +53,13 @@ def while_masked(hook_fn: Hook) -> Hook:
         changed = handed if returned is None else returned
         return torch.where(masked.view(*masked.shape, *[1] * (activation.dim() - 2)), changed, activation)
 
-    return wrapped
+    return named(wrapped, f"{name_of(hook_fn)} while masked")
 
 
-def _when(hook_fn: Hook, acts: Callable[[StepState], bool]) -> Hook:
+def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
     def wrapped(activation: Tensor, hook: Any) -> Any:
         if hook.step is None or not acts(hook.step):
             return None
         return hook_fn(activation, hook)
 
-    return wrapped
+    return named(wrapped, f"{name_of(hook_fn)} {when}")

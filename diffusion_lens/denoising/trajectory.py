@@ -13,6 +13,7 @@ from diffusion_lens import plots
 from diffusion_lens.denoising.html import canvas_table
 from diffusion_lens.denoising.run import Run, begin_again, execute
 from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
 from diffusion_lens.shapes import Places, Tokens
@@ -166,8 +167,9 @@ class Trajectory:
             seeds=seeds,
             forced=canvas == "forced",
         )
-        record = execute(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
-        return Trajectory.of(run, {**self.record, **run.settings(), **record, "replay": canvas})
+        with run_of(model, fwd_hooks):
+            record = execute(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
+            return Trajectory.of(run, {**self.record, **run.settings(), **record, "replay": canvas})
 
     def diff(self, other: "Trajectory") -> "TrajectoryDiff":
         """Where two runs of the same prompt part."""

@@ -16,6 +16,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.identity import begins_run
 from diffusion_lens.records import load_result, provenance, save_result
 from diffusion_lens.seeds import own_seed
 
@@ -74,6 +75,7 @@ class _Question:
     expected: tuple[int, ...]
 
 
+@begins_run
 def exact_match(
     model: HookedDiffusionTransformer,
     facts: Sequence[Fact],

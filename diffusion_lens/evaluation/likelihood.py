@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from diffusion_lens.denoising.predictor import check_cfg_scale, guide
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.facts import Fact
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
@@ -123,6 +124,7 @@ def chain_rule_nll(
     return _surprisals(model, question, canvases, places, cfg_scale, max_batch).sum()
 
 
+@begins_run
 @torch.no_grad()
 def monte_carlo_nll(
     model: DiffusionTransformer,
@@ -249,8 +251,7 @@ def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
     if not len(after):
         raise ValueError("the answer is empty: there is nothing to score")
     if bool((unwritable := ~model.cfg.writable(after)).any()):
-        place = int(unwritable.nonzero()[0])
-        token = int(after[place])
+        token = int(after[place := int(unwritable.nonzero()[0])])
         name = "[MASK]" if token == model.cfg.mask_token_id else f"token {token}"
         raise ValueError(
             f"answer[{place}] is {name}: {model.cfg.model_name!r} never writes it, so it has no likelihood"

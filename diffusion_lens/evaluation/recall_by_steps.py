@@ -30,11 +30,13 @@ from diffusion_lens.evaluation.naming import cell_name
 from diffusion_lens.evaluation.recall import Recall, Reply
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
 
 STEPS = (1, 2, 4, 8, 16, 32)
 
 
+@begins_run
 def recall_by_steps(
     model: HookedDiffusionTransformer,
     data: Sequence[Fact],

@@ -6,7 +6,6 @@ rows left in this pass, the losses so far. That one file is replaced whole, so w
 there, on a CPU bit for bit. (The learning rate needs no memory: it is a function of the step.)
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import open_result, provenance, require_same_run, save_result
+from diffusion_lens.records import open_result, provenance, read_run, require_same_run, save_result
 from diffusion_lens.training.batches import RowOrder, TrainingRows
 from diffusion_lens.training.objectives import Objective
 from diffusion_lens.training.recipes import TrainingConfig
-from weight_conversion import read_json, write_json
+from weight_conversion import plain, write_json
 
 KIND = "training checkpoint"
 
@@ -112,9 +111,9 @@ class RunFolder:
         Raises:
             ValueError: the folder holds another run; the text says in what it differs.
         """
-        run = json.loads(json.dumps(run))
+        run = plain(run)
         if self.run.exists():
-            require_same_run(read_json(self.run), run, str(self.path))
+            require_same_run(read_run(self.run), run, str(self.path))
         if not write:
             return
         if not self.run.exists():

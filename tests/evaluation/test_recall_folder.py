@@ -12,6 +12,7 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis.fact_folder import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
+from diffusion_lens.records import load_result, save_result
 
 TOY = toy_facts.load()
 FACTS = [*TOY.facts("p2d", "d2p")[:24:3], *TOY.facts("d2p", "p2d")[:9:3]]
@@ -186,24 +187,23 @@ def test_a_folder_of_another_run_is_refused(tiny, tmp_path, change, message):
 
 
 class Note:
-    """The plainest result: a text in a file."""
+    """The plainest result: a text."""
 
     def __init__(self, text):
         self.text = text
 
     def save(self, path):
-        Path(path).write_text(self.text)
-        return Path(path)
+        return save_result(path, "note", {}, {"text": self.text})
 
     @classmethod
     def load(cls, path):
-        return cls(Path(path).read_text())
+        return cls(**load_result(path, "note")[1])
 
 
 def test_a_batch_saved_in_part_is_computed_whole(tmp_path):
     folder = FactFolder.start(tmp_path, {"facts": dict.fromkeys("abcde")})
     for fact_id in "ab":
-        Note("before").save(folder.file(fact_id))
+        folder.save(fact_id, Note("before"))
     asked = []
 
     def work(batch):

@@ -38,6 +38,7 @@ from diffusion_lens.analysis.fact_folder import (
     work_through,
 )
 from diffusion_lens.facts import Fact
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 
@@ -119,6 +120,7 @@ class AverageEffect:
         )
 
 
+@begins_run
 def average_indirect_effect(
     model: DiffusionTransformer,
     facts: Sequence[Fact],

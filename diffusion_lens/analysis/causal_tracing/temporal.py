@@ -26,6 +26,7 @@ from diffusion_lens.analysis.causal_tracing.trace import pick_indices, swapped_i
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.interventions import restore
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
@@ -76,6 +77,7 @@ class TemporalEffect:
         return cls(**{**fields, "subject": tuple(fields["subject"])})
 
 
+@begins_run
 @torch.no_grad()
 def temporal_effect(
     model: DiffusionTransformer,

@@ -24,6 +24,7 @@ from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.facts import Fact, Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 
@@ -108,6 +109,7 @@ class CausalTrace:
         )
 
 
+@begins_run
 @torch.no_grad()
 def causal_trace(
     model: DiffusionTransformer,

@@ -30,6 +30,7 @@ from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, Rest
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, pick_indices, swapped_in
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
 from diffusion_lens.records import load_fields, provenance, save_fields
@@ -138,6 +139,7 @@ class TrajectoryTrace:
         return cls(**{**fields, "subject": tuple(fields["subject"])})
 
 
+@begins_run
 @torch.no_grad()
 def trace_trajectory(
     model: DiffusionTransformer,

@@ -31,10 +31,12 @@ from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, check_counts
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.facts import Fact, Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 
 
+@begins_run
 def key_value_study(
     model: DiffusionTransformer,
     facts: Sequence[Fact],

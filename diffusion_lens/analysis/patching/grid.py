@@ -28,6 +28,7 @@ from diffusion_lens.analysis.patching.runs import Pair, Side, stream_entering, s
 from diffusion_lens.analysis.patching.sites import Group, Positions, Sweep, resolve_groups, resolve_sites
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 
@@ -47,6 +48,7 @@ def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProba
     return AnswerProbability(query, Answer.of(model, query))
 
 
+@begins_run
 @torch.inference_mode(False)
 @torch.no_grad()
 def patch_grid(

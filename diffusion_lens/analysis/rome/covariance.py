@@ -31,11 +31,13 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts, check_layer
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.training.objectives import hide
+from weight_conversion import plain
 
 RIDGE = 1e-4  # of the mean of C's diagonal
 _SINGULAR = 1e-12  # smallest pivot of a C that counts as regular, by the largest
@@ -88,6 +90,7 @@ class SecondMoment:
         return cls(**load_fields(path, "second moment"))
 
 
+@begins_run
 @torch.no_grad()
 def second_moment(
     model: DiffusionTransformer,
@@ -104,22 +107,23 @@ def second_moment(
 
     Args:
         corpus: texts (cut at the context's length), rows of tokens, or Int[batch pos]. Padding has no place in it.
-        folder: keep the result there, under a name made of the weights, layer, corpus and seed. What is there already
-            is read, or gone on with.
+        folder: keep the result there, under a name made of the weights, the hooks on the model, layer, corpus and seed.
+            What is there already is read, or gone on with.
         seed: of the noise that hides tokens from a masked diffusion model.
         batch_size: texts per forward pass.
         save_every: batches between two states on disk.
 
     Raises:
         TypeError: one text instead of several.
-        ValueError: a layer out of range, an empty corpus, tokens that are not clean text.
+        ValueError: a layer out of range, an empty corpus, tokens that are not clean text, a file in the folder that is
+            cut off or of another run.
     """
     check_layer(layer, model.cfg.n_layers)
     check_counts(batch_size=batch_size, save_every=save_every)
     rows = _rows(model, corpus)
     record = _describe(model, rows, layer, seed)
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
-    so_far = SecondMoment.load(path) if path is not None and path.exists() else _nothing(model, layer, record)
+    so_far = _held(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
     so_far = replace(so_far, total=so_far.total.to(_home(model)))  # d_mlp² numbers do not travel with every batch
     starts = range(so_far.texts, len(rows), batch_size)
     for i, start in enumerate(tqdm(starts, desc=f"second moment of layer {layer}", unit="batch", disable=not progress)):
@@ -180,14 +184,26 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
     origin = provenance(model, model.cfg)
     content = {
         "weights_sha256": origin["weights_sha256"],
+        "hooks": origin["hooks"],
         "layer": layer,
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
         "seed": None if model.cfg.mask_token_id is None else seed,
     }
     drawn = {**content, "noise": "by own_seed"}  # sums of seeds, as they were once, are not gone on with
-    key = hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(plain(drawn), sort_keys=True).encode()).hexdigest()
     return {"key": key, **content, **origin}
+
+
+def _held(path: Path, record: dict[str, Any]) -> SecondMoment:
+    """What a file holds of this run."""
+    held = SecondMoment.load(path)
+    if held.record.get("key") != record["key"]:
+        raise ValueError(
+            f"{path} holds another run than its name says: weights, hooks, layer, corpus or seed differ. Delete the "
+            "file, and the moment is computed again, or name another folder"
+        )
+    return held
 
 
 def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) -> SecondMoment:

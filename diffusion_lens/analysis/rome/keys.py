@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request, check_counts, check_layer
 from diffusion_lens.facts import Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 
@@ -72,6 +73,7 @@ def compute_key(
     return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
 
 
+@begins_run
 @torch.no_grad()
 def compute_keys(
     model: DiffusionTransformer,

@@ -24,6 +24,7 @@ from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts
 from diffusion_lens.facts import Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 
@@ -105,6 +106,7 @@ class EditReport:
         return Score(before, after, p_before, p_after, int(of_group.sum()))
 
 
+@begins_run
 @torch.no_grad()
 def edit_success(
     model: DiffusionTransformer,

@@ -30,6 +30,7 @@ from diffusion_lens.analysis.rome.objective import Objective, default_essence
 from diffusion_lens.analysis.rome.prompts import Request, as_request, check_counts, check_layer
 from diffusion_lens.analysis.rome.search import Found, ValueSettings, search
 from diffusion_lens.facts import Query
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 
@@ -124,6 +125,7 @@ def optimize_value(
     )[0]
 
 
+@begins_run
 def optimize_values(
     model: DiffusionTransformer,
     requests: Sequence[Request],

@@ -1,0 +1,299 @@
+"""What a run is made by: the weights' hash follows every edit, and the caller's hooks are in every record."""
+
+import copy
+import hashlib
+from functools import partial
+
+import pytest
+import torch
+
+from diffusion_lens import identity
+from diffusion_lens.analysis import (
+    average_indirect_effect,
+    causal_trace,
+    compute_key,
+    key_value_study,
+    second_moment,
+    temporal_effect,
+)
+from diffusion_lens.analysis.rome import ValueSettings
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
+from diffusion_lens.evaluation import Recall, recall_by_steps
+from diffusion_lens.identity import describe_hooks, fingerprint, name_of, weights_sha256
+from diffusion_lens.interventions import named, steer, zero_ablate
+
+FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
+SITE = "blocks.1.hook_attn_out"
+STUDIES = {
+    "recall": lambda model, folder: recall_by_steps(model, FACTS, (1, 2), length=14, cfg_scale=0.0, folder=folder),
+    "average": lambda model, folder: average_indirect_effect(
+        model, FACTS, samples=1, layers=[0], first_tokens=1, length=14, out=folder
+    ),
+    "keys": lambda model, folder: key_value_study(
+        model, FACTS, [0], settings=ValueSettings(steps=1, lr=0.05), first_tokens=1, out=folder
+    ),
+}
+
+on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+every_study = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+
+
+def half(activation, hook):
+    """A hook that is felt."""
+    return activation / 2
+
+
+def swap_rows(weight):
+    weight.copy_(weight.clone().roll(1, dims=0))
+
+
+def swap_heads(weight):
+    size = len(weight) // 2
+    weight.copy_(torch.cat([weight[size:].clone(), weight[:size].clone()]))
+
+
+def flip_odd_columns(weight):
+    weight[:, 1::2].neg_()
+
+
+def flip_two_signs(weight):
+    weight[0, :2].neg_()
+
+
+def rotate(weight):
+    """Rank one, and every row keeps its norm: a reflection."""
+    u = torch.nn.functional.normalize(torch.ones(weight.shape[1]), dim=0).to(weight)
+    weight.sub_(2 * torch.outer(weight @ u, u))
+
+
+def last_bit(weight):
+    weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)[-1, -1] ^= 1
+
+
+EDITS = [torch.Tensor.neg_, swap_rows, swap_heads, flip_odd_columns, flip_two_signs, rotate, last_bit]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("behind", ["data", "numpy"])
+def test_no_edit_leaves_the_hash(tiny, edit, behind):
+    model = copy.deepcopy(tiny)
+    before = weights_sha256(model)
+    weight = model.embed.weight
+    edit(weight.data if behind == "data" else torch.from_numpy(weight.detach().numpy()))
+    assert weights_sha256(model) != before
+    edited = copy.deepcopy(tiny)
+    edited.embed.weight.data.copy_(weight.data)
+    assert weights_sha256(edited) == weights_sha256(model)
+
+
+def test_the_hash_is_what_its_docstring_says(every):
+    lines = []
+    for name, weight in every.model.named_parameters():
+        digest = hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
+        lines.append(f"{name} {weight.dtype} {list(weight.shape)} {digest}\n")
+    assert weights_sha256(every.model) == hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(64, 512), (37, 451), (3, 5)])
+def test_a_fingerprint_tells_bytes_apart(dtype, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    made = [weight]
+    for edit in EDITS[:-1]:
+        edit(changed := weight.clone())
+        made.append(changed)
+    made += [weight.flatten(), weight.T]
+    seen = [fingerprint(each) for each in made]
+    assert len(set(seen)) == len({(each.shape, each.contiguous().view(torch.uint8).numpy().tobytes()) for each in made})
+    assert fingerprint(weight.clone()) == seen[0]
+    assert fingerprint(weight.T.contiguous().T) == seen[0]
+
+
+def test_on_an_accelerator_only_what_changed_travels(tiny, monkeypatch):
+    model, travelled = copy.deepcopy(tiny), []
+    monkeypatch.setattr(identity, "_is_near", lambda weight: False)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: travelled.append(self.shape) or self)
+    assert weights_sha256(model) == weights_sha256(tiny)
+    travelled.clear()
+    assert weights_sha256(model) == weights_sha256(tiny)
+    assert tiny.embed.weight.shape not in travelled
+    model.embed.weight.data.neg_()
+    edited = weights_sha256(model)
+    assert travelled.count(tiny.embed.weight.shape) == 1
+    monkeypatch.undo()
+    assert edited == weights_sha256(model) != weights_sha256(tiny)
+
+
+@every_study
+def test_a_call_hashes_once(tiny, monkeypatch, study):
+    calls = []
+    monkeypatch.setattr(identity, "weights_sha256", lambda model: calls.append(model) or weights_sha256(model))
+    study(tiny, None)
+    assert calls == [tiny]
+
+
+def test_hooks_are_told_by_point_direction_and_name(tiny):
+    model = copy.deepcopy(tiny)
+    model.add_hook("hook_embed", half, is_permanent=True)
+    model.blocks[0].register_forward_pre_hook(lambda module, given: None)
+    hooks = [(SITE, half), (SITE, named(half, "half of attention")), (lambda name: name.endswith("mlp_out"), half)]
+    with model.hooks(fwd_hooks=hooks[:2], bwd_hooks=[(SITE, half)]):
+        found = describe_hooks(model, hooks[2:])
+    assert found.pop("blocks.0")[0].startswith("before: ")
+    assert found == {
+        "hook_embed": ["forward: half"],
+        SITE: ["forward: half", "forward: half of attention", "backward: half"],
+        **{f"blocks.{i}.hook_mlp_out": ["forward: half"] for i in range(model.cfg.n_layers)},
+    }
+    assert describe_hooks(tiny) == {}
+
+
+def test_names_of_hooks():
+    assert name_of(partial(half, hook=None)) == "half"
+    assert name_of(zero_ablate()) == "replace"
+    assert name_of(steer(torch.ones(3))) == "add_noise"
+    assert name_of(at_steps(named(half, "x"), [3, 1])) == "x at steps [1, 3]"
+    assert name_of(on_branch(half, "conditional")) == "half on the conditional branch"
+    assert name_of(named(while_masked(half), "mine")) == "mine"
+    assert name_of(while_masked(half)) == "half while masked"
+    with pytest.raises(ValueError, match="named by a text; '' was given"):
+        named(half, "")
+
+
+@on_mdm
+def test_a_record_names_the_callers_hooks_and_no_others(tiny):
+    def hooks(**settings):
+        return tiny.denoise(FACTS[0].prompt, length=14, steps=2, **settings).record["hooks"]
+
+    query = FACTS[0].to_query(tiny)
+    late = [(SITE, at_steps(half, 1))]
+    assert hooks() == {}
+    assert hooks(fwd_hooks=late) == {SITE: ["forward: half at steps [1]"]}
+    run, _ = tiny.denoise_with_cache(FACTS[0].prompt, SITE, length=14, steps=2, fwd_hooks=late)
+    assert run.record["hooks"] == {SITE: ["forward: half at steps [1]"]}
+    assert run.replay(tiny).record["hooks"] == {}
+    assert causal_trace(tiny, query, noise=0.5, samples=1, layers=[0]).record["hooks"] == {}
+    with tiny.hooks(fwd_hooks=[(SITE, half)]):
+        attached = {SITE: ["forward: half"]}
+        assert hooks() == attached
+        assert causal_trace(tiny, query, noise=0.5, samples=1, layers=[0]).record["hooks"] == attached
+        assert compute_key(tiny, query, 0).record["hooks"] == attached
+        effect = temporal_effect(tiny, FACTS[0], [0], noise=0.5, samples=1, layers=[0], positions=[0])
+        assert effect.record["hooks"] == attached
+
+
+@on_mdm
+@every_study
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_a_folder_does_not_hand_hooked_numbers_to_an_unhooked_call(tiny, tmp_path, study, hooked_first):
+    hooks = [[(SITE, half)], []]
+    first, second = hooks if hooked_first else hooks[::-1]
+    with tiny.hooks(fwd_hooks=first):
+        study(tiny, tmp_path)
+    kinds = ("[forward: half]", "none") if hooked_first else ("none", "[forward: half]")
+    told = f"hooks: {SITE} {kinds[0]} there, {kinds[1]} here"
+    with tiny.hooks(fwd_hooks=second), pytest.raises(ValueError, match="weights and hooks") as refused:
+        study(tiny, tmp_path)
+    assert told in str(refused.value)
+    with tiny.hooks(fwd_hooks=first):
+        study(tiny, tmp_path)
+
+
+@on_mdm
+def test_second_moments_under_hooks_are_kept_apart(tiny, tmp_path):
+    corpus = [fact.prompt for fact in FACTS]
+    plain = second_moment(tiny, corpus, 2, folder=tmp_path)
+    with tiny.hooks(fwd_hooks=[(SITE, half)]):
+        hooked = second_moment(tiny, corpus, 2, folder=tmp_path)
+        with tiny.hooks(fwd_hooks=[(SITE, named(half, "again"))]):
+            second_moment(tiny, corpus, 2, folder=tmp_path)
+    assert not torch.equal(plain.total, hooked.total)
+    assert torch.equal(second_moment(tiny, corpus, 2, folder=tmp_path).total, plain.total)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@on_mdm
+@every_study
+def test_a_folder_does_not_hand_an_edited_model_the_old_numbers(tiny, tmp_path, study):
+    model = copy.deepcopy(tiny)
+    study(model, tmp_path)
+    model.blocks[0].mlp.down.weight.data.neg_()
+    with pytest.raises(ValueError, match=r"weights_sha256: '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
+        study(model, tmp_path)
+
+
+@on_mdm
+@every_study
+@pytest.mark.parametrize("other", ["weights", "hooks"])
+def test_results_of_another_run_are_refused_when_its_note_is_gone(tiny, tmp_path, study, other):
+    model = copy.deepcopy(tiny)
+    study(model, tmp_path)
+    (tmp_path / "run.json").unlink()
+    if other == "weights":
+        model.blocks[0].mlp.down.weight.data.neg_()
+    told = r"\.safetensors is of another run or another fact.*Delete the file"
+    with model.hooks(fwd_hooks=[] if other == "weights" else [(SITE, half)]), pytest.raises(ValueError, match=told):
+        study(model, tmp_path)
+
+
+@on_mdm
+def test_replies_of_other_steps_or_another_fact_are_refused(tiny, tmp_path):
+    recall = partial(recall_by_steps, tiny, FACTS, length=14, cfg_scale=0.0, folder=tmp_path)
+    recall((1, 2))
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match="is of another run"):
+        recall((1, 2, 4))
+    (tmp_path / "run.json").unlink()
+    recall((1, 2))
+    one, other = sorted(tmp_path.glob("*.safetensors"))
+    other.write_bytes(one.read_bytes())
+    for asked in (lambda: recall((1, 2)), lambda: Recall.merge(tmp_path)):
+        with pytest.raises(ValueError, match="another fact"):
+            asked()
+
+
+@on_mdm
+@every_study
+def test_a_file_cut_off_is_named(tiny, tmp_path, study):
+    study(tiny, tmp_path)
+    cut = sorted(tmp_path.glob("*.safetensors"))[0]
+    cut.write_bytes(cut.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"not a whole safetensors file.*delete it") as refused:
+        study(tiny, tmp_path)
+    assert str(cut) in str(refused.value)
+
+
+@on_mdm
+def test_a_moment_that_is_cut_off_or_of_another_run_is_named(tiny, tmp_path):
+    corpus = [fact.prompt for fact in FACTS]
+    second_moment(tiny, corpus, 0, folder=tmp_path)
+    (one,) = tmp_path.iterdir()
+    second_moment(tiny, corpus, 1, folder=tmp_path)
+    (other,) = set(tmp_path.iterdir()) - {one}
+    other.write_bytes(one.read_bytes())
+    with pytest.raises(ValueError, match="holds another run than its name says"):
+        second_moment(tiny, corpus, 1, folder=tmp_path)
+    other.write_bytes(one.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="delete it"):
+        second_moment(tiny, corpus, 1, folder=tmp_path)
+
+
+@on_mdm
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", r"run\.json does not describe a run: it holds \[\], no mapping\. Delete"),
+        ("{", r"run\.json is not valid JSON"),
+        ("3", "no mapping"),
+        ('{"facts": []}', "names none"),
+        ("{}", "names none"),
+        ("[" * 100_000, "run.json"),
+    ],
+)
+def test_a_note_that_is_no_run_is_refused(tiny, tmp_path, text, message):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        STUDIES["recall"](tiny, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        Recall.merge(tmp_path)
