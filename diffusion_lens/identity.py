@@ -92,7 +92,7 @@ def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) 
     Args:
         fwd_hooks: (name or predicate, function) pairs to be attached after those that are there.
     """
-    points: Mapping[str, nn.Module] = getattr(model, "hook_dict", {})
+    points: Mapping[str, Any] = getattr(model, "hook_dict", {})
     names = {id(point): name for name, point in points.items()}
     held = {names.get(id(module), path): _attached(module) for path, module in model.named_modules()}
     for name, hook in fwd_hooks:
