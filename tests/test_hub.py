@@ -11,6 +11,8 @@ import pytest
 import torch
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -273,10 +275,11 @@ def test_only_config_weights_and_tokenizer_are_fetched(llada, online, tmp_path):
         "GSAI-ML/LLaDA-8B-Base", revision="v1", cache_dir=tmp_path / "c", token="hf_x", local_files_only=False
     )
     assert same_weights(loaded.to("cpu"), model)
-    (_, small, first), (_, large, second) = hub.calls
+    (_, small, first), (_, single, second), (_, large, third) = hub.calls
     settings = {"cache_dir": tmp_path / "c", "token": "hf_x", "local_files_only": False}
     assert first == {**settings, "revision": "v1"}
-    assert second == {**settings, "revision": COMMIT}
+    assert second == third == {**settings, "revision": COMMIT}
+    assert single == ["model.safetensors"]  # which transformers takes before shards
     assert not any(fnmatch("model-00001-of-00002.safetensors", pattern) for pattern in small)
     assert large == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert {path.relative_to(hub.target).as_posix() for path in hub.target.rglob("*") if path.is_file()} == {
@@ -292,6 +295,19 @@ def test_one_file_without_an_index(online, tmp_path):
     model = ours(tmp_path / "dream", "dream")
     hub = online(tmp_path / "dream")
     assert same_weights(load("owner/name", device="cpu"), model)
+    assert [patterns for _, patterns, _ in hub.calls[1:]] == [["model.safetensors"]]
+
+
+def test_the_single_file_is_fetched_before_the_shards(llada, online):
+    folder, model = llada
+    other = ours(folder.parent / "other", "llada")
+    with torch.no_grad():
+        other.ln_final.weight.add_(1.0)
+    shutil.copy(export(other.state_dict(), other.cfg.architecture, folder.parent / "w" / "model.safetensors"), folder)
+    hub = online(folder)
+    loaded = load("owner/name", device="cpu")
+    assert same_weights(loaded, other)
+    assert not same_weights(loaded, model)
     assert [patterns for _, patterns, _ in hub.calls[1:]] == [["model.safetensors"]]
 
 
@@ -353,6 +369,49 @@ def test_the_hubs_refusals(error, kind, words, online, tmp_path):
     assert type(caught.value) is kind
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model-00002-of-00002.safetensors"])
+@pytest.mark.parametrize("content", [b"<html>log in first</html>", "half"])
+def test_what_arrives_damaged_does_not_stay_in_the_cache(file, content, llada, online, tmp_path):
+    folder, model = llada
+    whole = (folder / file).read_bytes()
+    (folder / file).write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    hub = online(folder)
+    with pytest.raises(ValueError, match="taken out of the cache: call again to fetch it anew") as caught:
+        load("owner/name", device="cpu")
+    assert str(hub.target / file) in str(caught.value)
+    assert not (hub.target / file).exists()
+    (folder / file).write_bytes(whole)
+    assert same_weights(load("owner/name", device="cpu"), model)
+
+
+def test_a_block_diffusion_model_is_refused_before_its_weights_are_fetched(llada, online):
+    folder, _ = llada
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "a2d-qwen3", "architectures": ["A2DQwen3LMHeadModel"]})
+    )
+    hub = online(folder)
+    with pytest.raises(ValueError, match=r"huggingface\.co/dllm-hub/\S+ is a block-diffusion model"):
+        load("dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1")
+    assert len(hub.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [HfHubHTTPError.__bases__[0]("timed out"), OSError("no space left on device"), RuntimeError("CAS service error")],
+)
+def test_the_way_to_the_hub_fails(error, online, tmp_path):
+    online(tmp_path, error)
+    words = rf"huggingface\.co/owner/name was not fetched: {type(error).__name__} \({error}\)\. Try again.*folder"
+    with pytest.raises(ConnectionError, match=words):
+        load("owner/name")
+
+
+def test_a_name_that_no_repository_can_have(online, tmp_path):
+    online(tmp_path, HFValidationError("Repo id must use alphanumeric chars"))
+    with pytest.raises(ValueError, match=r"huggingface\.co/owner/na\.\.me cannot be a repository.*alphanumeric"):
+        load("owner/na..me")
 
 
 def test_smdms_repository_is_not_taken_whole(online, tmp_path):

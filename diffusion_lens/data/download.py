@@ -5,6 +5,7 @@ at all, and where its SHA-256 is known it is the published one. What cannot be h
 wanted, from where, and how to go on with a copy fetched by hand.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm.auto import tqdm
 
+from diffusion_lens.loading.fetching import TRANSPORT_ERRORS, discard
 from weight_conversion import renamed_when_whole, sha256_of_file
 
 TIMEOUT = 30.0  # seconds without an answer
@@ -49,7 +51,11 @@ def fetch_from_hub(
         raise _out_of_reach(url, _unreached(), by_hand) from None
     except (EntryNotFoundError, HfHubHTTPError) as error:
         raise _out_of_reach(url, f"the hub refuses it ({type(error).__name__})", by_hand) from None
-    return _verified(path, url, sha256)
+    except TRANSPORT_ERRORS as error:
+        raise _out_of_reach(url, f"{type(error).__name__}: {error}", by_hand) from None
+    if wrong := _what_is_wrong(path, url, sha256):
+        raise ValueError(f"{path} is not the published {url}: {wrong}. {discard(path)}")
+    return path
 
 
 def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progress: bool = False) -> Path:
@@ -65,21 +71,26 @@ def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progres
     host, file = urlsplit(url).netloc, PurePosixPath(urlsplit(url).path)
     assets = constants.HF_ASSETS_CACHE
     target = cached_assets_path("diffusion_lens", host, str(file.parent).strip("/"), assets_dir=assets) / file.name
-    if not target.exists():
+    wrong = _what_is_wrong(target, url, sha256) if target.exists() and sha256 else None
+    if wrong and constants.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"{target} is not the published {url}: {wrong}. Fetch it anew on a connected machine and {by_hand}"
+        )
+    if wrong or not target.exists():
         if constants.HF_HUB_OFFLINE:
             raise _out_of_reach(url, _unreached(), by_hand)
         try:
-            _download(url, target, progress)
+            _download(url, target, sha256, by_hand, progress)
         except HTTPError as error:
             error.close()
             raise _out_of_reach(url, f"its host refuses it ({error.code} {error.reason})", by_hand) from None
         except (OSError, HTTPException) as error:
             raise _out_of_reach(url, f"{getattr(error, 'reason', '') or error}", by_hand) from None
-    return _verified(target, url, sha256)
+    return target
 
 
-def _download(url: str, target: Path, progress: bool) -> None:
-    """Write under a temporary name, then rename."""
+def _download(url: str, target: Path, sha256: str | None, by_hand: str, progress: bool) -> None:
+    """Write under a temporary name, check what arrived, then rename."""
     request = Request(url, headers={"User-Agent": "diffusion-lens"})
     with urlopen(request, timeout=TIMEOUT) as response, renamed_when_whole(target) as part:
         length = int(response.headers.get("Content-Length") or 0)
@@ -90,15 +101,26 @@ def _download(url: str, target: Path, progress: bool) -> None:
             shutil.copyfileobj(response, counted)
         if length and length != part.stat().st_size:
             raise OSError(f"the connection broke after {part.stat().st_size:,} of {length:,} bytes")
+        if wrong := _what_is_wrong(part, url, sha256):
+            raise ValueError(
+                f"{url} answers with another file than the published one: {wrong}. Nothing was kept. Fetch it on a "
+                f"connected machine and {by_hand}"
+            )
 
 
-def _verified(path: Path, url: str, sha256: str | None) -> Path:
-    if sha256 and (found := sha256_of_file(path)) != sha256:
-        raise ValueError(
-            f"{path} is not the published {url}: its SHA-256 is {found}, expected {sha256}. "
-            f"Delete {path.resolve()} and fetch it again"
-        )
-    return path
+def _what_is_wrong(path: Path, url: str, sha256: str | None) -> str | None:
+    """Why a file is not the one published at `url`, by its hash or, where none is known, as JSON; `None` if it is."""
+    if sha256 is not None:
+        found = sha256_of_file(path)
+        return None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
+    if url.endswith((".json", ".jsonl")):
+        text = path.read_bytes()
+        try:
+            for part in text.splitlines() if url.endswith(".jsonl") else [text]:
+                json.loads(part)
+        except ValueError as error:
+            return f"it is not JSON ({error})"
+    return None
 
 
 def _unreached() -> str:

@@ -1,5 +1,6 @@
 """From a name or a path to weights, config and tokenizer, and back to a folder. Nothing of a checkpoint is executed."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
 from diffusion_lens.loading.tokenizers import (
     TOKENIZER_FILES,
+    check_special_ids,
     has_tokenizer,
     load_tokenizer,
     prepends_bos,
@@ -59,6 +61,7 @@ def open_pretrained(
     if config is None:
         config = _completed_config(found, lambda: loaded)
     checkpoint = open_checkpoint(found.path, config)
+    check_special_ids(loaded, checkpoint.architecture.d_vocab)
     read_mask(loaded, checkpoint.architecture.mask_token_id)
     cfg = DiffusionConfig.from_architecture(
         checkpoint.architecture,
@@ -77,7 +80,7 @@ def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | 
         ValueError: an unknown name, or no checkpoint.
         FileNotFoundError: nothing there, or the catalogue does not know its shape and it is not in the cache.
     """
-    published = None if Path(name_or_path).expanduser().exists() else _published(name_or_path)
+    published = None if _exists(_path(name_or_path)) else _published(name_or_path)
     known = published.architecture if published else None
     if known is not None and config is None:
         return known
@@ -90,10 +93,20 @@ def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | 
 def save_pretrained(
     folder: str | Path, tensors: Mapping[str, torch.Tensor], cfg: DiffusionConfig, tokenizer: Any
 ) -> Path:
-    """Weights and config in our own layout, the tokenizer beside them; `from_pretrained(folder)` reads them."""
+    """Weights and config in our own layout, the tokenizer beside them; `from_pretrained(folder)` reads them.
+
+    Raises:
+        ValueError: `folder` is a file, holds other weights, or holds the tokenizer of another model while this one has
+            none. Nothing is written then.
+    """
     target = Path(folder).expanduser()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; save_pretrained needs a folder")
+    if tokenizer is None and has_tokenizer(target):
+        raise ValueError(
+            f"{target} holds a tokenizer, and this model has none: loaded from there, the model would take that one. "
+            "Name another folder, or delete the tokenizer's files. Nothing was written"
+        )
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
     if tokenizer is not None:
         save_tokenizer(tokenizer, target, prepends_bos=cfg.default_prepend_bos)
@@ -129,8 +142,8 @@ class _Found:
 
 def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _Found:
     """Find a checkpoint: what lies here, then the embedded pair, then the hub."""
-    here, name = Path(name_or_path).expanduser(), str(name_or_path).lower()
-    if here.exists():
+    here, name = _path(name_or_path), str(name_or_path).lower()
+    if _exists(here):
         return _Found(here)
     if name in EMBEDDED:
         return _Found(embedded_folder() / f"{name}.safetensors", name)
@@ -144,6 +157,24 @@ def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _Found:
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):
         return _Found(fetch_repository(name_or_path, None, hub), name_or_path)
     raise unknown_name(str(name_or_path))
+
+
+def _path(given: str | Path) -> Path:
+    """The path that a caller means; a `ValueError` if its name is one that no file can have."""
+    try:
+        os.fsencode(given)
+        return Path(given).expanduser()
+    except (UnicodeEncodeError, RuntimeError) as error:
+        raise ValueError(
+            f"{str(given)!r} is no path of a file or folder: {error}; write the path out in full"
+        ) from None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a zero byte: nothing of that name is here
+        return False
 
 
 def _published(name_or_path: str | Path) -> File | Repository | None:
@@ -172,7 +203,7 @@ def _completed_config(found: _Found, tokenizer: Callable[[], Any]) -> dict[str, 
 def _open_tokenizer(tokenizer: Any, found: _Found, hub: Mapping[str, Any]) -> Any:
     """The tokenizer asked for, the one beside the checkpoint, the published one, or none."""
     if tokenizer is not None:
-        return load_tokenizer(Path(tokenizer).expanduser()) if isinstance(tokenizer, str | Path) else tokenizer
+        return load_tokenizer(_path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
     if has_tokenizer(found.folder):
         return load_tokenizer(found.folder)
     return load_tokenizer(fetch_tokenizer(hub, found.folder)) if found.tokenizer_elsewhere else None

@@ -10,18 +10,13 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from diffusion_lens.catalogue import REPO, TOKENIZER_REPO, File, Repository
+from diffusion_lens.loading.fetching import check_fetched, hub_errors
 from diffusion_lens.loading.tokenizers import EVERY_FILE, TOKENIZER_FILES
 from weight_conversion import read_json, sha256_of_file
-from weight_conversion.files import INDEX, WHOLE
+from weight_conversion.files import INDEX, WHOLE, indexed_files
 from weight_conversion.registry import FAMILIES, recognise
 
 Hub = Mapping[str, Any]
@@ -33,7 +28,8 @@ def fetch_file(entry: File, hub: Hub) -> Path:
     out_of_reach: Exception | None = None
     for file in entry.files:
         try:
-            path = Path(hf_hub_download(entry.repo, file, **hub))
+            with hub_errors(f"{entry.name!r} (huggingface.co/{entry.repo}/{file})", hub):
+                path = check_fetched(Path(hf_hub_download(entry.repo, file, **hub)))
         except LocalEntryNotFoundError as error:
             # The .pth may be in the cache all the same; one round of retries against a dead network is enough.
             out_of_reach, hub = error, {**hub, "local_files_only": True}
@@ -63,20 +59,30 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
 
     Raises:
         FileNotFoundError: not in the cache while the hub is out of reach, no such repository, no safetensors in it.
+        ConnectionError: the hub or the way to it failed.
         PermissionError: its owner's terms have not been accepted.
-        ValueError: of no known family, or no such revision.
+        ValueError: of no known family, no such revision, or a file that arrived damaged.
     """
     if repo == REPO:
         raise ValueError(f"huggingface.co/{repo} holds many checkpoints: pass the name of one, such as 'smdm-1028m'")
     asked = f"{entry.name!r} (huggingface.co/{repo})" if entry else f"huggingface.co/{repo}"
     nothing_here = "" if entry else f", and no file or folder {repo!r} lies here"
     try:
-        folder = _snapshot(repo, (*CONFIGS, INDEX, *EVERY_FILE), hub)
-        has_config = _check_family(folder, asked)
-        weights = _weights(folder)
-        if has_config and _absent(weights, folder):
-            # The same commit, should the repository change in between.
-            _snapshot(repo, weights, {**hub, "revision": folder.name})
+        with hub_errors(asked, hub, nothing_here):
+            folder = _snapshot(repo, (*CONFIGS, INDEX, *EVERY_FILE), hub)
+            for text in folder.glob("*.json"):
+                check_fetched(text)
+            has_config = _check_family(folder, asked)
+            weights = _weights(folder)
+            # The same commit, should the repository change in between. The single file comes before the shards, as in
+            # transformers.
+            for files in ([WHOLE], weights):
+                if has_config and _absent(weights, folder):
+                    _snapshot(repo, files, {**hub, "revision": folder.name})
+                    weights = _weights(folder)
+            for name in weights:
+                if (folder / name).exists():
+                    check_fetched(folder / name)
         if (_absent(weights, folder) or not has_config) and (HF_HUB_OFFLINE or hub.get("local_files_only")):
             raise LocalEntryNotFoundError(f"{folder} holds a part of it")
     except LocalEntryNotFoundError as error:
@@ -86,17 +92,6 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
             f"be). On a connected machine download its config.json, its *.safetensors{size} with their index, and its "
             "tokenizer files into a folder, and pass that: from_pretrained('folder')"
         ) from error
-    except GatedRepoError as error:
-        raise PermissionError(
-            f"{asked} is open to those who accepted its terms: do so on that page, then pass token='hf_...' or run "
-            "`hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no {asked}, or it is private (then pass token='hf_...'){nothing_here}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"{asked} has no revision {hub.get('revision')!r}; without one the newest is taken") from error
     if not has_config:
         raise FileNotFoundError(f"{asked} has no {' or '.join(CONFIGS)} at its top (nor has its copy {folder})")
     if missing := _absent(weights, folder):
@@ -111,7 +106,8 @@ def fetch_tokenizer(hub: Hub, beside: Path) -> Path:
     """The folder with SMDM's tokenizer, which lies in a repository of its own."""
     settings = {key: value for key, value in hub.items() if key != "revision"}
     try:
-        paths = [Path(hf_hub_download(TOKENIZER_REPO, name, **settings)) for name in TOKENIZER_FILES]
+        with hub_errors(f"the tokenizer (huggingface.co/{TOKENIZER_REPO})", settings):
+            paths = [check_fetched(Path(hf_hub_download(TOKENIZER_REPO, name, **settings))) for name in TOKENIZER_FILES]
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
             "the tokenizer is neither in the Hugging Face cache nor can the hub be reached. Put "
@@ -139,12 +135,7 @@ def _absent(names: Sequence[str], folder: Path) -> list[str]:
 
 
 def _weights(folder: Path) -> list[str]:
-    """The files with the weights: those that the index names, or the one there is without it."""
-    if not (folder / INDEX).exists():
+    """The files with the weights: the single one if it is there, those that the index names, or the single one."""
+    if (folder / WHOLE).exists() or not (folder / INDEX).exists():
         return [WHOLE]
-    content = read_json(folder / INDEX)
-    where = content.get("weight_map") if isinstance(content, dict) else None
-    names = sorted(set(where.values())) if isinstance(where, dict) else []
-    if not names or not all(Path(name).name == name and name.endswith(".safetensors") for name in names):
-        raise ValueError(f"{folder / INDEX} should name .safetensors files beside it; it names {names[:3]}")
-    return names
+    return sorted(set(indexed_files(folder / INDEX).values()))

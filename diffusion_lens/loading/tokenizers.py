@@ -5,23 +5,32 @@ does it itself. So Llama's and SMDM's tokenizers prepend it; LLaDA's, Dream's an
 have one. LLaDA's chat template writes it.
 """
 
+import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from diffusion_lens.loading.tokenizer_config import (
+    CHAT_TEMPLATE,
+    MORE_TEMPLATES,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    chat_template,
+    read_settings,
+    text_of,
+)
 from diffusion_lens.model.text import MASK_TEXT
-from weight_conversion import read_json, write_json
+from weight_conversion import read_json_object, write_json
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_CONFIG)
 PARTS = ("vocab.json", "merges.txt")
-CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # Everything of a repository that a tokenizer may be made of.
 EVERY_FILE = (*TOKENIZER_FILES, *PARTS, CHAT_TEMPLATE, f"{MORE_TEMPLATES}/*.jinja")
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
 
 # Classes whose tokenizer is byte-level BPE behind this split. Dream's is Qwen2's, and has no tokenizer.json. Source:
 # DreamLM/Dream `tokenization_dream.py`, transformers `models/qwen2/tokenization_qwen2.py`.
@@ -44,20 +53,39 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     needed = TOKENIZER_FILES if not has_parts(folder) else (*PARTS, TOKENIZER_FILES[1])
     if missing := [name for name in needed if not (folder / name).exists()]:
         raise FileNotFoundError(f"the tokenizer folder {folder} lacks {' and '.join(missing)}; put it there")
-    settings = read_json(folder / TOKENIZER_FILES[1])
-    special = {key: _text_of(settings[key]) for key in _SPECIAL_TOKENS if settings.get(key)}
+    settings = read_settings(folder)
+    special = {key: text_of(settings[key]) for key in SPECIAL_TOKENS if settings.get(key)}
     backend = _from_parts(folder, settings) if has_parts(folder) else _from_file(folder / TOKENIZER_FILES[0])
+    for key, token in special.items():
+        # The library would give it the next free id, which is a row of another token, or of none.
+        if backend.token_to_id(token) is None:
+            raise ValueError(
+                f"{folder / TOKENIZER_CONFIG} names the {key} {token!r}, and the tokenizer beside it has no such "
+                "token: fetch both again, or take the entry out"
+            )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.init_kwargs["add_bos_token"] = settings.get("add_bos_token")
-    tokenizer.chat_template = _chat_template(folder, settings)
+    tokenizer.chat_template = chat_template(folder, settings)
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, *, prepends_bos: bool) -> None:
-    """Write a tokenizer, its chat template included, so that `load_tokenizer` reads the same."""
-    tokenizer.save_pretrained(folder)
-    settings = read_json(folder / TOKENIZER_FILES[1])
-    write_json({**settings, "add_bos_token": prepends_bos}, folder / TOKENIZER_FILES[1])
+    """Write a tokenizer, its chat template included, so that `load_tokenizer` reads the same.
+
+    It takes the place of one that stood in the folder, whose chat templates go with it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".tokenizer.") as name:
+        written = Path(name)
+        tokenizer.save_pretrained(written)
+        settings = read_json_object(written / TOKENIZER_CONFIG)
+        write_json({**settings, "add_bos_token": prepends_bos}, written / TOKENIZER_CONFIG)
+        for stale in (folder / CHAT_TEMPLATE, *(folder / MORE_TEMPLATES).glob("*.jinja")):
+            stale.unlink(missing_ok=True)
+        for file in sorted(path for path in written.rglob("*") if path.is_file()):
+            target = folder / file.relative_to(written)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(file, target)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -94,11 +122,39 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
     tokenizer.mask_token = name
 
 
+def check_special_ids(tokenizer: Any, d_vocab: int) -> None:
+    """Raise a `ValueError` that names a special token whose id the model has no embedding for."""
+    for key in SPECIAL_TOKENS:
+        id_ = getattr(tokenizer, f"{key}_id", None)
+        if key != "mask_token" and id_ is not None and not 0 <= id_ < d_vocab:
+            raise ValueError(
+                f"the tokenizer's {key} {getattr(tokenizer, key)!r} has the id {id_}, and the model embeds {d_vocab} "
+                "tokens: pass the tokenizer that belongs to this checkpoint"
+            )
+
+
 def _from_file(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
+        backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ValueError(f"{path} is not a fast tokenizer: {error}; fetch it again") from error
+    ids = backend.get_vocab()
+    if len(set(ids.values())) < len(ids):
+        shared = next(id_ for id_, n in Counter(ids.values()).items() if n > 1)
+        tokens = sorted(token for token, id_ in ids.items() if id_ == shared)
+        raise ValueError(f"{path} gives the id {shared} to {len(tokens)} tokens, {tokens[:3]}; fetch it again")
+    for added in read_json_object(path).get("added_tokens") or ():
+        _check_id(backend, added["content"], added["id"], path)
+    return backend
+
+
+def _check_id(backend: Tokenizer, token: str, id_: int, said_in: Path) -> None:
+    """Raise a `ValueError` if a token does not come out at its id: the library counts on from the vocabulary's end."""
+    if (found := backend.token_to_id(token)) != id_:
+        raise ValueError(
+            f"{token!r} has the id {id_} in {said_in}, but comes out as {found} after the vocabulary; fetch the files "
+            "of the tokenizer again"
+        )
 
 
 def _from_parts(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
@@ -119,27 +175,7 @@ def _from_parts(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    for id_, token in sorted((int(id_), token) for id_, token in settings.get("added_tokens_decoder", {}).items()):
+    for id_, token in settings.get("added_tokens_decoder", {}).items():
         backend.add_tokens([AddedToken(**{key: value for key, value in token.items() if key != "__type"})])
-        if backend.token_to_id(token["content"]) != id_:
-            raise ValueError(
-                f"{token['content']!r} has the id {id_} in {folder / TOKENIZER_FILES[1]}, but comes out as "
-                f"{backend.token_to_id(token['content'])} after {PARTS[0]}; fetch both again"
-            )
+        _check_id(backend, token["content"], id_, folder / TOKENIZER_CONFIG)
     return backend
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """One template, or several by name with the usual one as "default"."""
-    said = settings.get("chat_template")
-    templates = {each["name"]: each["template"] for each in said} if isinstance(said, list) else {"default": said}
-    if (folder / CHAT_TEMPLATE).exists():
-        templates["default"] = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    kept = {name: template for name, template in templates.items() if template}
-    return kept.get("default") if set(kept) <= {"default"} else kept
-
-
-def _text_of(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])

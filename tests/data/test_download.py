@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
 from diffusion_lens.data import download
 from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
 
-CONTENT = b"[1, 2, 3]\n" * 5000
+CONTENT = b"[" + b"1, 2, 345\n," * 4545 + b"12 ]"
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The file, half of it, or an error, by path."""
+    """The file, half of it, another one, or an error, by path."""
 
     asked: list[str]
 
@@ -27,10 +27,15 @@ class Answers(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         self.send_response(200)
-        if not self.path.endswith("unmeasured.json"):
+        if self.path.endswith("login.json"):
+            self.end_headers()
+            self.wfile.write(b"<html>log in first</html>")
+            return
+        if "unmeasured" not in self.path:
             self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
-        self.wfile.write(CONTENT[: len(CONTENT) // 2] if self.path.endswith("half.json") else CONTENT)
+        half = self.path.endswith(("half.json", "unmeasured_half.json"))
+        self.wfile.write(CONTENT[: len(CONTENT) // 2] if half else CONTENT)
 
     def log_message(self, *words):
         pass
@@ -90,10 +95,45 @@ def test_a_broken_download_leaves_nothing(server, tmp_path, name, reason):
     assert kept(tmp_path) == []
 
 
-def test_another_file_than_the_published_one(server):
+@pytest.mark.parametrize(
+    ("name", "sha256"),
+    [("login.json", None), ("login.json", "0" * 64), ("unmeasured_half.json", None), ("facts.json", "0" * 64)],
+)
+def test_another_file_than_the_published_one_is_not_kept(server, tmp_path, name, sha256):
     url, _ = server
-    with pytest.raises(ValueError, match=r"facts\.json is not the published http.*expected 0{64}\. Delete .* again"):
-        fetch_from_web(f"{url}/facts.json", by_hand="pass its path", sha256="0" * 64)
+    reason = "expected 0{64}" if sha256 else "it is not JSON"
+    with pytest.raises(ValueError, match=rf"{name} answers with another.*{reason}.*Nothing was kept.*pass its path"):
+        fetch_from_web(f"{url}/{name}", by_hand="pass its path", sha256=sha256)
+    assert kept(tmp_path) == []
+
+
+def test_a_damaged_file_in_the_cache_is_fetched_anew(server, monkeypatch):
+    url, asked = server
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    path = fetch_from_web(f"{url}/facts.json", by_hand="")
+    path.write_bytes(b"<html>log in first</html>")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"is not the published http.*expected .*connected machine and pass its path"):
+        fetch_from_web(f"{url}/facts.json", by_hand="pass its path", sha256=digest)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert fetch_from_web(f"{url}/facts.json", by_hand="", sha256=digest).read_bytes() == CONTENT
+    assert len(asked) == 2
+
+
+def test_a_damaged_data_set_is_taken_out_of_the_hubs_cache(monkeypatch, tmp_path):
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blob").write_bytes(b"<html>")
+    (snapshot / "facts.json").symlink_to(tmp_path / "blob")
+    monkeypatch.setattr(download, "hf_hub_download", lambda *args, **settings: str(snapshot / "facts.json"))
+    with pytest.raises(ValueError, match=r"it is not JSON.*taken out of the cache: call again"):
+        fetch_from_hub("a/b", "facts.json", revision="abc", by_hand="")
+    assert kept(tmp_path) == []
+    monkeypatch.setattr(download, "hf_hub_download", lambda *args, **settings: str(tmp_path / "mine.json"))
+    (tmp_path / "mine.json").write_bytes(b"<html>")
+    with pytest.raises(ValueError, match=r"Delete .*mine\.json and fetch it again"):
+        fetch_from_hub("a/b", "facts.json", revision="abc", by_hand="")
+    assert kept(tmp_path) == ["mine.json"]
 
 
 def test_nobody_answers(server):
@@ -117,7 +157,7 @@ def test_the_hub_is_asked_for_a_data_set_at_a_commit(tmp_path, monkeypatch):
     def stand_in(repo, file, **settings):
         calls.append((repo, file, settings, are_progress_bars_disabled()))
         path = tmp_path / "facts.jsonl"
-        path.write_bytes(CONTENT)
+        path.write_bytes(b"[1]\n[2]\n")
         return str(path)
 
     monkeypatch.setattr(download, "hf_hub_download", stand_in)
@@ -134,6 +174,8 @@ def test_the_hub_is_asked_for_a_data_set_at_a_commit(tmp_path, monkeypatch):
     [
         (LocalEntryNotFoundError("a stack of things"), "HF_HUB_OFFLINE is set"),
         (EntryNotFoundError("404"), r"the hub refuses it \(EntryNotFoundError\)"),
+        (HfHubHTTPError.__bases__[0]("no route"), "HTTPError: no route"),
+        (OSError("Consistency check failed"), "OSError: Consistency check failed"),
     ],
 )
 def test_the_hubs_errors_become_one(monkeypatch, error, reason):
