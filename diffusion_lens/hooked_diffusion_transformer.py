@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -172,12 +172,12 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         self,
         prompt: Prompt,
         *,
-        length: int | None = None,
-        max_new_tokens: int | None = None,
-        steps: int | None = None,
+        length: SupportsIndex | None = None,
+        max_new_tokens: SupportsIndex | None = None,
+        steps: SupportsIndex | None = None,
         sampler: str | Sampler | None = None,
-        cfg_scale: float = 0.0,
-        temperature: float = 0.0,
+        cfg_scale: SupportsFloat = 0.0,
+        temperature: SupportsFloat = 0.0,
         seed: Seed = 0,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
@@ -207,7 +207,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
         Raises:
             ValueError: a setting out of range, an unknown sampler, a length that leaves nothing to fill.
+            TypeError: a setting of the wrong kind, such as a length that is no whole number.
             KeyError: a hook point that does not exist.
+            FloatingPointError: logits that are NaN or +inf, or -inf for every token, where a token is to be revealed.
+            RuntimeError: another run of the loop is under way on this model.
         """
         return denoise(
             self,
@@ -232,7 +235,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         prompt: Prompt,
         names_filter: NamesFilter,
         *,
-        steps_filter: int | Iterable[int] | None = None,
+        steps_filter: SupportsIndex | Iterable[SupportsIndex] | None = None,
         pos_slice: slice | None = None,
         branch: str = "conditional",
         device: str | torch.device | None = None,

@@ -4,17 +4,26 @@ NumPy's and torch's scalars are taken too; as they are, no result could record t
 """
 
 import operator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 
 def whole_number(name: str, value: Any) -> int:
-    """`value` as an int; a `TypeError` unless it is one. A bool counts as none, nor does a float, even an integral one."""
+    """`value` as an int; a `TypeError` unless it is one. A bool counts as none, and so does a float like 3.0."""
     if not _is_bool(value):
         try:
             return operator.index(value)
         except TypeError:
             pass
     raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a whole number, written without a decimal point")
+
+
+def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
+    """One whole number or several, as a list."""
+    several = value.tolist() if hasattr(value, "tolist") else value  # of arrays and tensors
+    if isinstance(several, Iterable) and not isinstance(several, str | bytes):
+        return [whole_number(name, each) for each in several]
+    return [whole_number(name, several)]
 
 
 def plain_number(name: str, value: Any) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.records import open_result, save_result
+from diffusion_lens.settings import whole_numbers
 
 _SEPARATOR = "/"
 
@@ -180,11 +181,11 @@ def check_budget(sizes: Mapping[str, int], max_bytes: int | None) -> None:
         )
 
 
-def resolve_steps(steps_filter: int | Iterable[int] | None, n_steps: int) -> frozenset[int]:
+def resolve_steps(steps_filter: SupportsIndex | Iterable[SupportsIndex] | None, n_steps: int) -> frozenset[int]:
     """The steps asked for, negative ones counted from the end; a step outside the run is a `ValueError`."""
     if steps_filter is None:
         return frozenset(range(n_steps))
-    asked = [steps_filter] if isinstance(steps_filter, int) else list(steps_filter)
+    asked = whole_numbers("steps_filter", steps_filter)
     resolved = {step + n_steps if step < 0 else step for step in asked}
     if outside := [step for step in asked if not 0 <= (step + n_steps if step < 0 else step) < n_steps]:
         raise ValueError(f"steps_filter asks for {outside}, and the run has steps 0 to {n_steps - 1}")

@@ -5,6 +5,7 @@ On a masked diffusion model a blank place holds [MASK]; on a causal model it hol
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import Places, Tokens
 
 Prompt = str | Sequence[str] | Tensor
@@ -48,8 +50,8 @@ class Canvas:
 def lay_out(
     model: DiffusionTransformer,
     prompt: Prompt,
-    length: int | None,
-    max_new_tokens: int | None,
+    length: SupportsIndex | None,
+    max_new_tokens: SupportsIndex | None,
     attention_mask: Tensor | None = None,
     prepend_bos: bool | None = None,
 ) -> Canvas:
@@ -78,7 +80,13 @@ def lay_out(
         real = None
         ends = padded.sum(dim=1).cpu()
     blank = UNREACHED if model.cfg.mask_token_id is None else model.cfg.mask_token_id
-    totals = _totals(model, tokens, ends, length, max_new_tokens)
+    totals = _totals(
+        model,
+        tokens,
+        ends,
+        None if length is None else whole_number("length", length),
+        None if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens),
+    )
     canvas = torch.full((tokens.shape[0], int(totals.max())), blank, dtype=torch.long, device=tokens.device)
     inside = torch.ones_like(canvas, dtype=torch.bool)
     for row, (end, total) in enumerate(zip(ends.tolist(), totals.tolist(), strict=True)):

@@ -7,8 +7,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Integral
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import plain_number, whole_number
 
 
 def denoise(
@@ -47,7 +47,7 @@ def denoise_with_cache(
     prompt: Prompt,
     names_filter: NamesFilter,
     *,
-    steps_filter: int | Iterable[int] | None = None,
+    steps_filter: SupportsIndex | Iterable[SupportsIndex] | None = None,
     pos_slice: slice | None = None,
     branch: str = "conditional",
     device: str | torch.device | None = None,
@@ -60,6 +60,8 @@ def denoise_with_cache(
     """Run the loop and keep activations; see `HookedDiffusionTransformer.denoise_with_cache` for the arguments."""
     if names_filter is None:
         raise ValueError("name the activations to keep: everything at every step is a question about your disk")
+    if pos_slice is not None and not isinstance(pos_slice, slice):
+        raise TypeError(f"pos_slice={pos_slice!r}; give a slice, such as slice(7, 8) for the place 7 alone")
     if branch not in ("conditional", "unconditional"):
         raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
     run = prepare(model, prompt, **settings)
@@ -100,41 +102,38 @@ def prepare(
     model: DiffusionTransformer,
     prompt: Prompt,
     *,
-    length: int | None = None,
-    max_new_tokens: int | None = None,
-    steps: int | None = None,
+    length: SupportsIndex | None = None,
+    max_new_tokens: SupportsIndex | None = None,
+    steps: SupportsIndex | None = None,
     sampler: str | Sampler | None = None,
-    cfg_scale: float = 0.0,
-    temperature: float = 0.0,
+    cfg_scale: SupportsFloat = 0.0,
+    temperature: SupportsFloat = 0.0,
     seed: Seed = 0,
     attention_mask: Tensor | None = None,
     prepend_bos: bool | None = None,
 ) -> Run:
     """A checked run that has not begun."""
     chosen = resolve_sampler(sampler, model.cfg.attention_dir)
-    _check_numbers(steps, cfg_scale, temperature, model)
+    asked = None if steps is None else whole_number("steps", steps)
+    if asked is not None and asked < 1:
+        raise ValueError(f"steps={asked}: at least one step is needed to reveal anything")
+    weight, heat = check_cfg_scale(cfg_scale), plain_number("temperature", temperature)
+    if weight and model.cfg.mask_token_id is None:
+        raise ValueError(
+            f"cfg_scale={weight} masks the prompt, and {model.cfg.model_name!r} has no [MASK]; use 0 there"
+        )
+    if not math.isfinite(heat) or heat < 0:
+        raise ValueError(f"temperature={heat}; it must be a finite number, 0 (the likeliest token) or more")
     canvas = lay_out(model, prompt, length, max_new_tokens, attention_mask, prepend_bos)
     blanks = canvas.blanks(canvas.tokens)
     return Run(
         model=model,
         canvas=canvas,
         sampler=chosen,
-        cfg_scale=float(cfg_scale),
-        temperature=float(temperature),
+        cfg_scale=weight,
+        temperature=heat,
         seeds=row_seeds(seed, canvas.tokens.shape[0]),
-        times=linear_times(chosen.n_steps(steps, blanks), chosen.eps).tolist(),
+        times=linear_times(chosen.n_steps(asked, blanks), chosen.eps).tolist(),
         revealed_at=torch.full_like(canvas.tokens, -1),
         confidence=torch.full(blanks.shape, float("nan"), device=blanks.device),
     )
-
-
-def _check_numbers(steps: int | None, cfg_scale: float, temperature: float, model: DiffusionTransformer) -> None:
-    if steps is not None and (not isinstance(steps, Integral) or steps < 1):
-        raise ValueError(f"steps={steps}: a whole number is needed, at least one step to reveal anything")
-    check_cfg_scale(cfg_scale)
-    if cfg_scale and model.cfg.mask_token_id is None:
-        raise ValueError(
-            f"cfg_scale={cfg_scale} masks the prompt, and {model.cfg.model_name!r} has no [MASK]; use 0 there"
-        )
-    if not math.isfinite(temperature) or temperature < 0:
-        raise ValueError(f"temperature={temperature}; it must be a finite number, 0 (the likeliest token) or more")

@@ -7,6 +7,7 @@ comes from the same canvas with everything given masked.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import SupportsFloat
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,7 @@ from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.model.key_values import KeyValueCache
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import plain_number
 from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import StepState
 
@@ -27,10 +29,12 @@ def guide(
     return unconditional + (scale + 1) * (conditional - unconditional)
 
 
-def check_cfg_scale(scale: float) -> None:
-    """Raise a `ValueError` unless the weight of guidance is a finite number, 0 or more."""
+def check_cfg_scale(scale: SupportsFloat) -> float:
+    """The weight of guidance as Python's own number; a `ValueError` unless it is finite, and 0 or more."""
+    scale = plain_number("cfg_scale", scale)
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"cfg_scale={scale}; it must be a finite number, 0 (no guidance) or more")
+    return scale
 
 
 class Predictor(ABC):

@@ -6,10 +6,13 @@ second, or by negative entropy.
 """
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from diffusion_lens.settings import whole_number
 
 SCORES = ("probability", "margin", "entropy")
 
@@ -73,7 +76,7 @@ class Proposal:
     score: str = "probability"
     scored_on: str = "model"
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: SupportsIndex | None = None
     writes_mask: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class Proposal:
             raise ValueError(f"scored_on={self.scored_on!r}; it is 'model' or 'drawn'")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it is a probability above 0, or None to keep all tokens")
-        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
             raise ValueError(f"top_k={self.top_k}; it is a whole number from 1 on, or None to keep all tokens")
 
     @property
@@ -108,7 +111,7 @@ class Proposal:
         if mask_id is not None and mask_id < logits.shape[-1] and not self.writes_mask:
             open_ = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), float("-inf"))
         if uniform is not None and self._filters:
-            kept = likeliest(logits / temperature, self.top_p, self.top_k)
+            kept = self._likeliest(logits / temperature)
             # When [MASK] alone is likely enough, the best other token stands in for it.
             kept.scatter_(1, open_.argmax(dim=-1, keepdim=True), True)
             open_ = open_.masked_fill(~kept, float("-inf"))
@@ -121,7 +124,7 @@ class Proposal:
         if self.scored_on == "drawn":
             logits = logits.double() / (temperature or 1.0)
             if self._filters:
-                logits = logits.masked_fill(~likeliest(logits, self.top_p, self.top_k), float("-inf"))
+                logits = logits.masked_fill(~self._likeliest(logits), float("-inf"))
         if self.score == "probability":
             return confidence_of(logits, tokens)
         probabilities = logits.double().softmax(dim=-1)
@@ -129,6 +132,9 @@ class Proposal:
             first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
             return first - second
         return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
+
+    def _likeliest(self, logits: Float[Tensor, "place d_vocab_out"]) -> Bool[Tensor, "place d_vocab_out"]:
+        return likeliest(logits, self.top_p, None if self.top_k is None else whole_number("top_k", self.top_k))
 
     @property
     def _filters(self) -> bool:

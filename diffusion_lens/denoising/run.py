@@ -12,9 +12,10 @@ confident are revealed. The loop's hook points, all over the whole canvas, in th
     denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
 
 What a hook returns there is what the loop uses; only masked places can be revealed, and one where [MASK] itself is
-proposed stays masked. While anything is hooked, the network runs at every step and tokens are proposed at every masked
-place (on a causal model: at the next one), so that a hook may change the order; otherwise a step that reveals nothing
-costs nothing.
+proposed stays masked. Logits that are NaN or +inf, or -inf for every token that may be written, are refused at any
+place where a token is proposed, and so are ids that are no tokens: they would pass for confident text. While anything
+is hooked, the network runs at every step and tokens are proposed at every masked place (on a causal model: at the next
+one), so that a hook may change the order; otherwise a step that reveals nothing costs nothing.
 
 With a `script`, the canvases of an earlier run, the run is forced: the network and its hooks see those canvases, their
 tokens are revealed (nothing passes `hook_candidates` and `hook_reveal`), and what changes under a hook is how probable
@@ -35,7 +36,8 @@ from tqdm.auto import tqdm
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
 from diffusion_lens.denoising.proposal import confidence_of
-from diffusion_lens.denoising.randomness import PlaceNoise, row_seeds
+from diffusion_lens.denoising.randomness import PlaceNoise, Seed, row_seeds
+from diffusion_lens.denoising.refusals import require_ids, require_logits, require_open, require_scores
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
 from diffusion_lens.model.text import UNREACHED
@@ -94,7 +96,9 @@ class Run:
         state = self.model.clock.step = self._state(index)
         if hooks.hook_tokens.is_hooked:
             # A copy, because the canvas is also history, and hooks are in the habit of writing in place.
-            self.tokens = hooks.hook_tokens(self.tokens.clone())
+            tokens = hooks.hook_tokens(self.tokens.clone())
+            require_ids("denoise.hook_tokens", tokens, state, torch.ones_like(state.masked), self.model)
+            self.tokens = tokens.long()
             state = self.model.clock.step = self._state(index)
         plan = self._plan(state)
         watched = self.model.is_hooked or _watched(hooks)
@@ -124,9 +128,10 @@ class Run:
             canvas = logits.new_zeros(*places.shape, logits.shape[-1])
             canvas[places] = logits
             logits = hooks.hook_logits(canvas)[places]
+        require_logits(logits, state, places)
         candidates = self._propose(state, places, logits)
         if self.script is None:
-            candidates = hooks.hook_candidates(candidates)
+            candidates = self._hooked_candidates(candidates, state, places)
         proposal, tokens = self.sampler.proposal, candidates[places]
         confidence = torch.zeros(places.shape, dtype=torch.float64, device=places.device)
         confidence[places] = confidence_of(logits, tokens)
@@ -134,6 +139,8 @@ class Run:
         if not proposal.is_plain:
             ranking[places] = proposal.scores(logits, tokens, self.temperature)
         ranking = hooks.hook_confidence(ranking)
+        if hooks.hook_confidence.is_hooked:
+            require_scores(ranking, state, places)
         reveal = plan.places
         if self.script is None:
             reveal = hooks.hook_reveal(most_confident(ranking, plan)) & places & (candidates != self.canvas.blank)
@@ -153,7 +160,16 @@ class Run:
         uniform = self.noise.by_token(state.index, places, logits.shape[-1]) if self.temperature else None
         candidates = self.tokens.clone()
         candidates[places] = propose(logits, self.temperature, uniform, mask_id)
+        require_open(logits, candidates[places], state, places)
         return candidates
+
+    def _hooked_candidates(self, candidates: Tokens, state: StepState, places: Places) -> Tokens:
+        point = self.model.loop_hooks.hook_candidates
+        if not point.is_hooked:
+            return candidates
+        returned = point(candidates)
+        require_ids("denoise.hook_candidates", returned, state, places, self.model)
+        return returned.long()
 
     def _state(self, index: int) -> StepState:
         return StepState(
@@ -219,7 +235,7 @@ def begin_again(
     confidence: Float[Tensor, "batch pos"],
     record: Mapping[str, Any],
     sampler: str | Sampler | None,
-    seeds: Sequence[int] | None,
+    seeds: Seed | None,
     forced: bool,
 ) -> Run:
     """A recorded run at its first canvas, ready to be taken again; the arguments are those of a `Trajectory`."""

@@ -5,24 +5,33 @@ it looks away.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from diffusion_lens.identity import name_of, named
+from diffusion_lens.settings import whole_numbers
 from diffusion_lens.step_state import StepState
 
 Hook = Callable[..., Any]
 
 
-def at_steps(hook_fn: Hook, steps: int | Iterable[int]) -> Hook:
-    """Act at these steps only; negative numbers count from the last step."""
-    chosen = frozenset(steps if isinstance(steps, Iterable) else [int(steps)])
+def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> Hook:
+    """Act at these steps only; negative numbers count from the last step.
+
+    A step that the run does not have is a `ValueError`, raised where the hook is first called.
+    """
+    chosen = frozenset(whole_numbers("steps", steps))
     if not chosen:
         raise ValueError("no steps were given: the hook would never act")
 
     def acts(step: StepState) -> bool:
+        if outside := sorted(each for each in chosen if not -step.n_steps <= each < step.n_steps):
+            raise ValueError(
+                f"at_steps was given the steps {outside}, and this run has the {step.n_steps} steps 0 to "
+                f"{step.n_steps - 1} (-1 is the last); the hook would never act there"
+            )
         return step.index in chosen or step.index - step.n_steps in chosen
 
     return _when(hook_fn, acts, f"at steps {sorted(chosen)}")

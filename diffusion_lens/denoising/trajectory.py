@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +16,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
+from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import StepState
 
@@ -91,11 +92,12 @@ class Trajectory:
         """Revealed tokens by seconds of the run."""
         return float((self.revealed_at >= self.first_step).sum()) / float(self.record["seconds"])
 
-    def from_step(self, step: int) -> "Trajectory":
+    def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The run from the canvas before `step` on: the place to branch off, by replaying it under a hook or a seed.
 
         Steps keep their number, and with it their time and their random numbers.
         """
+        step = whole_number("step", step)
         fields = {**vars(self), "canvases": self.canvases[self._held(step) :]}
         blank = self.canvases == self.record["blank"]
         remasked = bool((blank[1:] & ~blank[:-1]).any()) or self.record.get("remasked", False)
@@ -120,8 +122,11 @@ class Trajectory:
             run=None,
         )
 
-    def repeat(self, n: int) -> "Trajectory":
+    def repeat(self, n: SupportsIndex) -> "Trajectory":
         """`n` copies of every row, one after the other with the same seeds: to be replayed under hooks by row."""
+        n = whole_number("n", n)
+        if n < 1:
+            raise ValueError(f"n={n}; give 1 or more copies of every row")
         rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
         return replace(
             self,
@@ -138,7 +143,7 @@ class Trajectory:
         canvas: str = "forced",
         fwd_hooks: Sequence[tuple[Any, Any]] = (),
         sampler: str | Sampler | None = None,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[SupportsIndex] | SupportsIndex | None = None,
         progress: bool = False,
     ) -> "Trajectory":
         """The same steps again, under intervention.
@@ -148,7 +153,7 @@ class Trajectory:
                 "free" lets the canvas change: a run with the same settings and seeds from the first canvas on.
             fwd_hooks: as in `denoise`.
             sampler: for "free", in place of the recorded one.
-            seeds: for "free", one a row, in place of the recorded ones.
+            seeds: for "free", one a row, or a number as in `denoise`, in place of the recorded ones.
 
         Raises:
             ValueError: another model than the recorded one, or an unknown sampler.

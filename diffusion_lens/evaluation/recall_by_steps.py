@@ -32,6 +32,7 @@ from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
+from diffusion_lens.settings import whole_numbers
 
 STEPS = (1, 2, 4, 8, 16, 32)
 
@@ -124,7 +125,7 @@ def recall_by_steps(
 
 def _columns(steps: Sequence[int]) -> list[int | None]:
     """The columns of a table, in the order given."""
-    given = [int(each) for each in steps]
+    given = whole_numbers("steps", steps)
     if not given or min(given) < 1 or len(set(given)) < len(given):
         raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, from 1 on, each once")
     return list(given)

@@ -11,7 +11,7 @@ def test_hooks_and_caches_reach_every_step_even_when_nothing_is_left(either):
     if either.kind == "ar":
         return
     run, cache = either.model.denoise_with_cache(
-        PROMPT, names_filter=RESID, length=6, steps=16, sampler=Ancestral(), seed=1
+        PROMPT, names_filter=RESID, length=6, steps=16, sampler=Ancestral(), seed=[1, 2]
     )
     assert (run.canvases[-3] != 512).all()
     assert cache.steps == tuple(range(16))

@@ -67,6 +67,12 @@ class TracedRun:
                 "the trajectory was given another prompt than the query's; denoise query.tokens (on a causal model up "
                 "to the answer)"
             )
+        places = list(query.answer_positions)
+        if not bool((trajectory.canvases[1:, 0, places] != trajectory.record["blank"]).any()):
+            raise ValueError(
+                f"the trajectory reveals none of the answer's places {places}, so no step wrote the answer: give one "
+                "that reveals them (a sampler with Proposal(writes_mask=True) may leave them masked)"
+            )
         return cls(model, query, trajectory)
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PlaceNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
+from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import Places
 from diffusion_lens.step_state import StepState
 
@@ -43,7 +44,7 @@ class Blocks(Sampler):
     name = "blocks"
 
     def __post_init__(self) -> None:
-        if self.block_length is not None and (self.block_length != int(self.block_length) or self.block_length < 1):
+        if self.block_length is not None and whole_number("block_length", self.block_length) < 1:
             raise ValueError(f"block_length={self.block_length}; it is a whole number from 1 on, or None for one block")
         if self.order not in ("confidence", "random"):
             raise ValueError(f"order={self.order!r}; it is 'confidence' or 'random'")
