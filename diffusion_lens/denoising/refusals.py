@@ -9,13 +9,13 @@ from diffusion_lens.shapes import Places
 from diffusion_lens.step_state import StepState
 
 
-def require_logits(logits: Float[Tensor, "place d_vocab_out"], state: StepState, places: Places) -> None:
+def require_logits(logits: Float[Tensor, "place d_vocab_out"], places: Places, state: StepState | None = None) -> None:
     """Raise a `FloatingPointError` unless every marked place has a finite largest logit; -inf forbids single tokens."""
     # The largest is NaN where any is, +inf where any is, and -inf where all are.
-    where = _first_not_finite(logits.amax(dim=-1), state, places)
+    where = _first(~logits.amax(dim=-1).isfinite(), state, places)
     if where is not None:
         raise FloatingPointError(
-            f"the logits are not finite {where}: no token can be told from them. Either the weights hold or overflow "
+            f"the logits are not finite {where}: they tell nothing of tokens. Either the weights hold or overflow "
             f"to such numbers (in {str(logits.dtype).removeprefix('torch.')}; try dtype=torch.float32), or a hook made "
             "them. A hook may forbid tokens with -inf, if it leaves one; to force a token, return it from "
             "denoise.hook_candidates"
@@ -26,7 +26,7 @@ def require_open(
     logits: Float[Tensor, "place d_vocab_out"], tokens: Int[Tensor, "place"], state: StepState, places: Places
 ) -> None:
     """Raise a `FloatingPointError` where nothing but [MASK], which is not written, has a finite logit."""
-    where = _first_not_finite(logits.gather(1, tokens[:, None])[:, 0], state, places)
+    where = _first(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), state, places)
     if where is not None:
         raise FloatingPointError(
             f"every token but [MASK] is forbidden by a logit of -inf {where}: leave one token that can be written, or "
@@ -58,13 +58,10 @@ def require_ids(name: str, ids: Tensor, state: StepState, places: Places, model:
         )
 
 
-def _first_not_finite(numbers: Float[Tensor, "place"], state: StepState, places: Places) -> str | None:
-    return _first(~numbers.isfinite(), state, places)
-
-
-def _first(wrong: Tensor, state: StepState, places: Places) -> str | None:
+def _first(wrong: Tensor, state: StepState | None, places: Places) -> str | None:
     """Where the first of the wrong places is, in words."""
     if not bool(wrong.any()):
         return None
     row, position = places.nonzero()[wrong.nonzero()[0, 0]].tolist()
-    return f"at step {state.index}, row {row}, position {position} ({int(wrong.sum())} of {len(wrong)} places)"
+    step = "" if state is None else f"step {state.index}, "
+    return f"at {step}row {row}, position {position} ({int(wrong.sum())} of {len(wrong)} places)"

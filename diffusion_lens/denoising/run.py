@@ -128,7 +128,7 @@ class Run:
             canvas = logits.new_zeros(*places.shape, logits.shape[-1])
             canvas[places] = logits
             logits = hooks.hook_logits(canvas)[places]
-        require_logits(logits, state, places)
+        require_logits(logits, places, state)
         candidates = self._propose(state, places, logits)
         if self.script is None:
             candidates = self._hooked_candidates(candidates, state, places)

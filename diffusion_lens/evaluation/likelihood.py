@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.predictor import check_cfg_scale, guide
 from diffusion_lens.denoising.randomness import row_seeds
+from diffusion_lens.denoising.refusals import require_logits
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.inputs import check_length, check_tokens
@@ -205,16 +206,16 @@ def _surprisals(
     shown = places.any(dim=1)  # the rest ask nothing
     canvases, places = canvases[shown], places[shown]
     targets = question.tokens.expand_as(canvases)
-    mask = model.cfg.mask_token_id
     scored = [torch.zeros(0, device=canvases.device)]
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
         at = model.readout.locate(places[rows])
         logits = model(canvases[rows], logits_at=at).float()
-        if cfg_scale and mask is not None:
+        if cfg_scale and (mask := model.cfg.mask_token_id) is not None:
             unprompted = canvases[rows].clone()
             unprompted[:, : len(question.prompt)] = mask
             logits = guide(logits, model(unprompted, logits_at=at).float(), cfg_scale)
+        require_logits(logits, places[rows])
         scored.append(F.cross_entropy(logits, targets[rows][places[rows]], reduction="none"))
     return torch.cat(scored)
 

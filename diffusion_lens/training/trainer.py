@@ -5,8 +5,12 @@ process and accumulation. A part keeps its weights in the whole's mean, so its l
 the batch: neither the number of processes nor of parts changes a number, but for the rounding of sums. On a CPU, with
 one number of threads, a seed gives the same weights bit for bit, interrupted or not, and nobody else's random numbers
 move.
+
+A run that diverges ends there: a loss, a gradient or a weight that is not finite is a `FloatingPointError`, raised
+before anything of that step is kept, so the checkpoint on disk is the last good one.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -91,6 +95,7 @@ def train(
     Raises:
         ImportError: accelerate is not installed.
         ValueError: a folder with another run; fewer rows in a batch than parts; a precision that does not fit.
+        FloatingPointError: a loss, a gradient or weights that are not finite; the last good checkpoint is kept.
     """
     rows = tokens if isinstance(tokens, TrainingRows) else TrainingRows(tokens)
     for name, steps in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
@@ -104,16 +109,20 @@ def train(
             home.resume(run.state)
             accelerator.wait_for_everyone()
         done = len(run.state.losses)
+        if home is not None and done:
+            run.saved = home.checkpoint, done
         run.start(done)
         hidden = not (progress and accelerator.is_main_process)
         with tqdm(total=config.steps, initial=done, desc=model.cfg.model_name, disable=hidden) as bar:
             for step in range(done, config.steps):
                 run.update(step)
                 last = step + 1 == config.steps
+                if last or (step + 1) % checkpoint_every == 0:
+                    run.require_weights(step)
                 if evaluate is not None and (last or (step + 1) % evaluate_every == 0):
                     run.evaluate(evaluate, step + 1)
                 if home is not None and (last or (step + 1) % checkpoint_every == 0) and accelerator.is_main_process:
-                    run.save(home.checkpoint)
+                    run.save(home.checkpoint, step + 1)
                 bar.update()
                 bar.set_postfix(run.shown, refresh=False)
         return run.record()
@@ -132,6 +141,7 @@ class _Run:
     ) -> None:
         self.model, self.rows, self.config, self.objective = model, rows, config, objective
         self.accelerator = accelerator
+        self.saved: tuple[Path, int] | None = None  # the last checkpoint, and the steps in it
         n_parts = accelerator.num_processes * config.accumulate
         if objective is not None and n_parts > 1:
             raise ValueError(
@@ -170,9 +180,31 @@ class _Run:
         else:
             loss = self.objective(self.model, batch.tokens, generator)
             self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        number = loss.item()
+        self._require_finite("the loss", number, step)
+        if self.accelerator.scaler is None:  # which leaves out the steps whose float16 gradients overflow
+            self._require_finite("the norm of the gradient", float(norm), step)
         self.optimizer.step()
-        self.state.losses.append(loss.item())
+        self.state.losses.append(number)
+
+    def require_weights(self, step: int) -> None:
+        """Raise a `FloatingPointError` unless all weights are finite."""
+        for name, weight in self.model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                self._require_finite(f"the largest entry of {name}", float(weight.detach().abs().max()), step)
+
+    def _require_finite(self, what: str, number: float, step: int) -> None:
+        if math.isfinite(number):
+            return
+        kept = "no checkpoint was saved before"
+        if self.saved is not None:
+            kept = f"{self.saved[0]} holds the last good one, after {self.saved[1]} steps"
+        raise FloatingPointError(
+            f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and nothing of this "
+            f"step is saved ({kept}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
+            "clip in a new folder, or look for damaged weights or data; this run, begun again, would end here again"
+        )
 
     def evaluate(self, evaluate: Evaluate, step: int) -> None:
         """Ask the model as its user would meet it: in evaluation mode, without autocast."""
@@ -182,8 +214,9 @@ class _Run:
         self.model.train()
         self.state.evaluations.append({"step": step, **numbers})
 
-    def save(self, path: Path) -> None:
-        """Leave a checkpoint."""
+    def save(self, path: Path, done: int) -> None:
+        """Leave a checkpoint of the steps done."""
+        self.saved = path, done
         self.state.seconds = time.perf_counter() - self._begun
         self.state.save(path)
 

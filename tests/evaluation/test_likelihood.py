@@ -367,3 +367,12 @@ def test_what_a_causal_model_cannot_be_asked():
 def test_noise_that_does_not_fit_is_an_error(settings, message):
     with pytest.raises(ValueError, match=message):
         monte_carlo_nll(small(), PROMPT, ANSWER, **settings)
+
+
+@pytest.mark.parametrize("nll", [chain_rule_nll, monte_carlo_nll])
+def test_logits_that_are_no_numbers_have_no_likelihood(either, nll):
+    if either.kind == "ar" and nll is monte_carlo_nll:
+        return
+    spoilt = [("ln_final.hook_normalized", lambda a, hook: a * float("nan"))]
+    with either.model.hooks(fwd_hooks=spoilt), pytest.raises(FloatingPointError, match=r"at row 0, position \d+"):
+        nll(either.model, PROMPT, ANSWER)

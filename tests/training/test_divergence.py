@@ -1,0 +1,87 @@
+"""A run that diverges stops, says so, and leaves the last good checkpoint."""
+
+import math
+
+import pytest
+import torch
+
+from diffusion_lens.training import TrainingConfig, finetune, masked_diffusion_loss, train
+from diffusion_lens.training.run_folder import RunFolder
+
+CONFIG = TrainingConfig(steps=12, batch_size=16, warmup=3)
+
+
+def diverging(at, what="loss"):
+    """SMDM's loss, until step `at` makes its value or its gradient NaN."""
+    calls = []
+
+    def objective(model, tokens, generator):
+        calls.append(None)
+        loss = masked_diffusion_loss(model, tokens, generator=generator)
+        if len(calls) - 1 != at:
+            return loss
+        if what == "loss":
+            return loss * math.nan
+        weight = model.blocks[0].mlp.W_out
+        return loss + 0 * (weight - weight).pow(2).sum().sqrt()  # 0 · sqrt'(0): a gradient of NaN under a sound loss
+
+    return objective
+
+
+def finite(model):
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("at", [0, 7, 11])
+def test_the_last_good_checkpoint_stays(small, tokens, tmp_path, at, what):
+    model = small()
+    with pytest.raises(FloatingPointError, match=rf"{what} is nan in step {at} of 12: the training has diverged.*lr"):
+        train(
+            model,
+            tokens,
+            CONFIG,
+            objective=diverging(at, what),
+            folder=tmp_path,
+            checkpoint_every=5,
+            progress=False,
+        )
+    assert finite(model)
+    good = {0: 0, 7: 5, 11: 10}[at]
+    assert RunFolder(tmp_path).checkpoint.exists() == (good > 0)
+    if good:
+        whole = train(small(), tokens, CONFIG, objective=diverging(-1), progress=False)
+        again = train(small(), tokens, CONFIG, objective=diverging(-1), folder=tmp_path, progress=False)
+        assert again.record["starts"][-1]["step"] == good
+        assert torch.equal(again.losses, whole.losses)
+
+
+def test_the_error_names_the_checkpoint(small, tokens, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"checkpoint.safetensors holds the last good one, after 5 steps"):
+        train(small(), tokens, CONFIG, objective=diverging(7), folder=tmp_path, checkpoint_every=5, progress=False)
+    with pytest.raises(FloatingPointError, match="no checkpoint was saved before"):
+        train(small(), tokens, CONFIG, objective=diverging(7), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["mdm", "ar"])
+def test_a_learning_rate_beyond_all_bounds_exports_nothing(kind, small, toy, tmp_path):
+    config = TrainingConfig(steps=6, batch_size=16, warmup=0, lr=1e37)
+    with pytest.raises(FloatingPointError, match="the training has diverged"):
+        finetune(small(kind), toy.facts()[:30], config, tmp_path / "out", checkpoint_every=1, progress=False)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "training" / "record.safetensors").exists()
+
+
+def test_a_model_that_came_damaged_is_refused_in_the_first_step(small, tokens):
+    model = small()
+    with torch.no_grad():
+        model.blocks[0].mlp.W_out[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match="the loss is nan in step 0"):
+        train(model, tokens, CONFIG, progress=False)
+
+
+def test_weights_that_overflow_in_the_last_step_are_not_passed_on(small, tokens):
+    """The loss of that step is still sound; without a look at the weights the run would count as complete."""
+    config = TrainingConfig(steps=1, batch_size=16, warmup=0, lr=3e37, weight_decay=11.0, decay_norms=True)
+    with pytest.raises(FloatingPointError, match=r"the largest entry of .* is (nan|inf) in step 0 of 1"):
+        train(small(), tokens, config, progress=False)
