@@ -1,6 +1,14 @@
 """Analyses, each built from what users have: hooks, caches, `start_at_layer`, `logits_at`."""
 
-from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, merge
+from diffusion_lens.analysis.average_effects import (
+    AverageEffect,
+    AverageTrajectoryEffect,
+    LoopSettings,
+    average_indirect_effect,
+    average_trajectory_effect,
+    merge,
+    recalled_facts,
+)
 from diffusion_lens.analysis.causal_tracing import (
     CausalTrace,
     TemporalEffect,
@@ -26,11 +34,13 @@ from diffusion_lens.analysis.rome import (
 
 __all__ = [
     "AverageEffect",
+    "AverageTrajectoryEffect",
     "CausalTrace",
     "Comparison",
     "Comparisons",
     "KeyResult",
     "KeyValueStudy",
+    "LoopSettings",
     "PatchGrid",
     "RankOneEdit",
     "SecondMoment",
@@ -39,6 +49,7 @@ __all__ = [
     "ValueResult",
     "answer_probability",
     "average_indirect_effect",
+    "average_trajectory_effect",
     "causal_trace",
     "compare",
     "compare_along",
@@ -49,6 +60,7 @@ __all__ = [
     "noise_scale",
     "optimize_value",
     "patch_grid",
+    "recalled_facts",
     "second_moment",
     "temporal_effect",
     "trace_trajectory",

@@ -18,6 +18,7 @@ DRAWN: dict[str, Any] = {
     "trajectory": Trajectory,
     "causal trace": analysis.CausalTrace,
     "average effect": analysis.AverageEffect,
+    "average trajectory effect": analysis.AverageTrajectoryEffect,
     "patch grid": analysis.PatchGrid,
     "ROME value": analysis.ValueResult,
     "edit report": EditReport,

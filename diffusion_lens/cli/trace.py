@@ -8,7 +8,7 @@ import typer
 
 from diffusion_lens.analysis import average_indirect_effect, causal_trace, noise_scale
 from diffusion_lens.analysis import merge as join
-from diffusion_lens.analysis.average_effects.fact_tracer import CanvasLayout
+from diffusion_lens.analysis.average_effects.layout import CanvasLayout
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load

@@ -136,6 +136,12 @@ class Trajectory:
             record={**self.record, "seeds": self.record["seeds"] * n},
         )
 
+    def row(self, index: int) -> "Trajectory":
+        """One row of a batch as a run of its own; forward passes and seconds stay those of the batch."""
+        rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
+        record = {**self.record, "seeds": [self.record["seeds"][index]]}
+        return replace(self, **rows, canvases=self.canvases[:, index, None], text=[self.text[index]], record=record)
+
     def replay(
         self,
         model: DiffusionTransformer,

@@ -13,7 +13,7 @@ import torch
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import causal_trace, noise_scale
-from diffusion_lens.analysis.average_effects import AverageEffect, average, average_indirect_effect, fact_tracer, merge
+from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, fact_tracer, merge, survey
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.causal_tracing import CausalTrace
 from diffusion_lens.analysis.fact_folder import fact_seed, name_facts, pick_shard
@@ -110,7 +110,7 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
     (file,) = tmp_path.glob("untrue.*.safetensors")
     set_aside = CausalTrace.load(file)
     assert {"kind", "weights_sha256", "model", "fact"} <= set(set_aside.record)
-    with pytest.raises(ValueError, match="set aside, since the model does not know it"):
+    with pytest.raises(ValueError, match="left out of an average as one that the model does not know"):
         set_aside.plot()
     assert none_known.effects.shape == (0, 9, 2)
     assert np.isnan(none_known.ate)
@@ -139,7 +139,7 @@ def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
     def in_order(model, queries):
         return 0.01 * sum(i * query.tokens.sum().item() for i, query in enumerate(queries))
 
-    monkeypatch.setattr(average, "noise_scale", in_order)
+    monkeypatch.setattr(survey, "noise_scale", in_order)
     runs = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TOLD[:3], TOLD[2::-1])]
     assert runs[0].record["noise"] == runs[1].record["noise"]
 
@@ -353,4 +353,4 @@ def test_save_load_and_plot(whole, tmp_path):
     assert list(drawn) == [role for role, row in zip(whole.roles, whole.aie, strict=True) if not row.isnan().all()]
     last = whole.roles.index("subject_last")
     np.testing.assert_allclose(drawn["subject_last"].get_ydata(), whole.aie[last])
-    assert f"{len(TOLD)} facts" in ax.get_title()
+    assert f"{len(TOLD)} of {len(FACTS)} facts, known on one canvas" in ax.get_title()

@@ -1,5 +1,18 @@
-"""Average indirect effects: a causal trace of every fact in a list, averaged by what the tokens are."""
+"""Average indirect effects: a causal trace of every fact in a list, averaged by what the tokens are, and by step."""
 
 from diffusion_lens.analysis.average_effects.average import AverageEffect, average_indirect_effect, merge
+from diffusion_lens.analysis.average_effects.average_trajectory import (
+    AverageTrajectoryEffect,
+    average_trajectory_effect,
+)
+from diffusion_lens.analysis.average_effects.known import LoopSettings, recalled_facts
 
-__all__ = ["AverageEffect", "average_indirect_effect", "merge"]
+__all__ = [
+    "AverageEffect",
+    "AverageTrajectoryEffect",
+    "LoopSettings",
+    "average_indirect_effect",
+    "average_trajectory_effect",
+    "merge",
+    "recalled_facts",
+]

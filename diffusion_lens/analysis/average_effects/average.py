@@ -8,12 +8,13 @@ effect is averaged over the places of one role (`token_roles`), and over the fac
 
 so every fact counts once, however long its subject. Confidence intervals come from resampling the facts.
 
-A fact whose likeliest tokens in the clean run are not its answer's is not known. One pass over one row shows that; no
-grid is computed for it, and the result lists it apart.
+Which facts are averaged is a rule of the run, `known` (see `average_effects.known`): by default those whose answer the
+model's own loop writes; for the first token alone, ROME's question, those whose token is the likeliest on the canvas
+that is traced. No grid is computed for the others, and the result lists them apart.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.average_effects.fact_tracer import CanvasLayout, FactTracer
-from diffusion_lens.analysis.average_effects.token_roles import mean_by_role, pick_roles
+from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
+from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule
+from diffusion_lens.analysis.average_effects.layout import CanvasLayout
+from diffusion_lens.analysis.average_effects.survey import Survey
+from diffusion_lens.analysis.average_effects.token_roles import pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, noise_scale, pick_indices
-from diffusion_lens.analysis.fact_folder import (
-    FactFolder,
-    Shard,
-    content,
-    join_parts,
-    name_facts,
-    pick_shard,
-    work_through,
-)
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.analysis.fact_folder import FactFolder, Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +49,9 @@ class AverageEffect:
         ids: the fact of each row.
         roles: the role of each row of the average.
         layers: the layer of each column.
-        unknown: facts that the model does not know, set aside: p(answer) of their clean runs, by id.
-        record: the settings, all facts of the run by id, model, weights' hash, versions.
+        unknown: facts left out as not known, by the rule of the run: p(answer) of their clean runs, by id.
+        record: the settings, the rule (`known`, and `loop` where the loop was asked), all facts of the run by id, those
+            `set_aside`, model, weights' hash, versions.
     """
 
     effects: Float[Tensor, "fact role layer"]
@@ -66,6 +62,30 @@ class AverageEffect:
     layers: list[int]
     unknown: dict[str, float]
     record: dict[str, Any]
+
+    @classmethod
+    def of(cls, effects: Mapping[str, FactEffect], run: dict[str, Any]) -> "AverageEffect":
+        """Facts of a run, side by side."""
+        fields = side_by_side(effects, run)
+        by_fact = {name: fields.pop(name)[:, 0] for name in ("effects", "clean", "corrupted")}
+        return cls(**by_fact, **fields, roles=run["roles"], layers=run["layers"], record=run)
+
+    def by_fact(self) -> dict[str, FactEffect]:
+        """The inverse of `of`."""
+        rows = (each[:, None] for each in (self.effects, self.clean, self.corrupted))
+        return apart(*rows, self.ids, self.unknown)
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the model cannot be asked, and why: no part of the run."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
+
+    @property
+    def rule(self) -> str:
+        """Which facts are averaged, in words: "64 of 100 facts, recalled in 4 steps"."""
+        said = say_rule(self.record, len(self.ids), len(self.ids) + len(self.unknown))
+        return said + (f" ({len(self.set_aside)} set aside)" if self.set_aside else "")
 
     @property
     def total_effects(self) -> Float[Tensor, "fact"]:
@@ -100,8 +120,7 @@ class AverageEffect:
     @classmethod
     def load(cls, path: str | Path) -> "AverageEffect":
         """Read what `save` wrote."""
-        fields = load_fields(path, "average effect")
-        return cls(**fields)
+        return cls(**load_fields(path, "average effect"))
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
@@ -113,7 +132,7 @@ class AverageEffect:
             raise ValueError(
                 f"there is no average to draw: {self.record['model']} knows none of the {len(self.unknown)} facts asked"
             )
-        title = title or f"{self.record['model']}: {len(self.ids)} facts, average total effect {self.ate:.2f}"
+        title = title or f"{self.record['model']}: {self.rule}\naverage total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)
         return plots.effect_curves(
             self.aie, low, high, self.roles, self.layers, self.record["kind"], ax=ax, title=title
@@ -138,6 +157,8 @@ def average_indirect_effect(
     length: int | None = None,
     first_tokens: int | None = None,
     occurrence: int | None = None,
+    known: str | Collection[str] | None = None,
+    loop: LoopSettings | None = None,
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     max_bytes: int = 2**30,
@@ -153,6 +174,11 @@ def average_indirect_effect(
         roles: the roles to trace; by default all. On a long canvas of masks most of the work is in "unasked".
         answer_places, first_tokens, occurrence: as in `Fact.to_query`.
         length: places of the canvas in all, the prompt included, instead of `answer_places`.
+        known: which facts are averaged: "recalled", whose answer the loop writes; "one_canvas", whose answer's tokens
+            are the likeliest at all places of the canvas at once; "all"; or the ids of facts, such as those that both
+            models of a pair recall (`recalled_facts`). By default "recalled"; with `first_tokens=1` "one_canvas", since
+            that question is asked of the one canvas that is traced.
+        loop: for "recalled", how the loop writes; by default with the settings of `denoise`.
         out: a folder for a file a fact, `CausalTrace.load` reads it. A run that finds its facts there goes on after
             them. By default nothing is written.
         shard: (i, n) or "i/n": do the facts i, i + n, i + 2n, ... only; `merge` joins the shards, bit for bit what one
@@ -160,37 +186,26 @@ def average_indirect_effect(
         progress: show a bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, or a folder that holds another run.
+        ValueError: a setting out of range, two facts with one id, a folder that holds another run, or no fact that can
+            be asked. A single one that cannot (its answer is merged into the prompt, its sentence does not fit, ...) is
+            set aside, with the reason in `AverageEffect.set_aside`.
     """
-    if corruption == "swap":
-        raise ValueError("corruption='swap' needs another subject for each fact: call causal_trace fact by fact")
-    layout = CanvasLayout(length, answer_places, first_tokens, occurrence)
-    restoration = Restoration(kind, window, severed)
-    corrupt = Corruption(corruption, 0.0 if noise is None else noise, samples, seed)
-    named = name_facts(facts)
-    mine = pick_shard(list(named), shard)
-    queries = {fact_id: layout.query(model, fact) for fact_id, fact in named.items()}
-    if noise is None and "noise" in corrupt.describe():
-        # By id, so that the order of the facts does not move the last bit.
-        corrupt = replace(corrupt, noise=noise_scale(model, [queries[fact_id] for fact_id in sorted(queries)]))
-    tracer = FactTracer(
-        restoration, corrupt, pick_roles(roles), pick_indices("layers", layers, model.cfg.n_layers), max_bytes
+    survey = Survey.plan(
+        model,
+        facts,
+        CanvasLayout(length, answer_places, first_tokens, occurrence),
+        Restoration(kind, window, severed),
+        corruption=corruption,
+        noise=noise,
+        samples=samples,
+        seed=seed,
+        roles=pick_roles(roles),
+        layers=layers,
+        known=("one_canvas" if first_tokens == 1 else "recalled") if known is None else known,
+        loop=loop,
+        max_bytes=max_bytes,
     )
-    corrupt.hooks(
-        model, next(iter(queries.values()))
-    )  # refuses what this model cannot be asked, before a folder is made
-    run = {
-        **tracer.describe(),
-        **asdict(layout),
-        "facts": {fact_id: content(fact) for fact_id, fact in named.items()},
-        **provenance(model, model.cfg),
-    }
-    folder = FactFolder.start(out, run) if out is not None else None
-
-    traces = work_through(
-        mine, lambda fact_id: tracer.trace(model, fact_id, queries[fact_id]), CausalTrace.load, folder, progress
-    )
-    return _average(traces, run)
+    return _average(survey.work(survey.tracer.on_canvas, CausalTrace.load, out, shard, progress), survey.run)
 
 
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:
@@ -202,60 +217,12 @@ def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffec
     Raises:
         ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
     """
-    given = [parts] if isinstance(parts, str | Path | AverageEffect) else list(parts)
-    results = [part if isinstance(part, AverageEffect) else _read(Path(part)) for part in given]
-    names = ["one of the results" if isinstance(part, AverageEffect) else str(part) for part in given]
-    held = [(name, result.record, _by_fact(result)) for name, result in zip(names, results, strict=True)]
-    run, found = join_parts(held, _FactEffect.equals)
-    return _gather(found, run)
-
-
-@dataclass(frozen=True, eq=False)
-class _FactEffect:
-    """One fact's share of the averages."""
-
-    known: bool
-    clean: float
-    corrupted: float
-    effect: Float[Tensor, "role layer"]
-
-    @classmethod
-    def of(cls, trace: CausalTrace, roles: Sequence[str]) -> "_FactEffect":
-        held = [trace.record["roles"][place] for place in trace.positions]
-        return cls(trace.known, trace.clean, trace.corrupted, mean_by_role(trace.indirect_effect, held, roles))
-
-    def equals(self, other: "_FactEffect") -> bool:
-        mine, theirs = (
-            torch.tensor([each.known, each.clean, each.corrupted, *each.effect.flatten().tolist()], dtype=torch.float64)
-            for each in (self, other)
-        )
-        return torch.allclose(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    run, found = join(parts, _read)
+    return AverageEffect.of(found, run)
 
 
 def _average(traces: Iterable[tuple[str, CausalTrace]], run: dict[str, Any]) -> AverageEffect:
-    return _gather({fact_id: _FactEffect.of(trace, run["roles"]) for fact_id, trace in traces}, run)
-
-
-def _gather(effects: Mapping[str, _FactEffect], run: dict[str, Any]) -> AverageEffect:
-    known = {fact_id: each for fact_id, each in effects.items() if each.known}
-    rows = [each.effect for each in known.values()]
-    return AverageEffect(
-        effects=torch.stack(rows) if rows else torch.empty(0, len(run["roles"]), len(run["layers"])),
-        clean=torch.tensor([each.clean for each in known.values()], dtype=torch.float64),
-        corrupted=torch.tensor([each.corrupted for each in known.values()], dtype=torch.float64),
-        ids=list(known),
-        roles=run["roles"],
-        layers=run["layers"],
-        unknown={fact_id: each.clean for fact_id, each in effects.items() if not each.known},
-        record=run,
-    )
-
-
-def _by_fact(result: AverageEffect) -> dict[str, _FactEffect]:
-    rows = zip(result.ids, result.clean.tolist(), result.corrupted.tolist(), result.effects, strict=True)
-    known = {fact_id: _FactEffect(True, clean, corrupted, effect) for fact_id, clean, corrupted, effect in rows}
-    nothing = torch.full((len(result.roles), len(result.layers)), torch.nan)
-    return known | {fact_id: _FactEffect(False, clean, torch.nan, nothing) for fact_id, clean in result.unknown.items()}
+    return AverageEffect.of({fact_id: FactEffect.of(trace, run["roles"]) for fact_id, trace in traces}, run)
 
 
 def _read(path: Path) -> AverageEffect:

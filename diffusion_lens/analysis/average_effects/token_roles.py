@@ -10,6 +10,10 @@
     answer           the places of the answer: masked, or on a causal canvas the tokens that stand there already
     unasked          masked places that the question does not ask for
 
+and at a denoising step
+
+    answer_revealed  places of the answer whose token stands there already; "answer" are then those still open
+
 These are the rows of the average figures of ROME (Meng et al. 2022, arXiv 2202.05262, figure 2) and three more. There a
 token counts in every row that fits it: a subject of one token is its first and its last. Here each place has one role,
 so that no state is counted twice: the last token of a subject is `subject_last` even where it is the only one or ends
@@ -36,6 +40,7 @@ ROLES = (
     "answer",
     "unasked",
 )
+STEP_ROLES = (*ROLES, "answer_revealed")
 
 
 def token_roles(query: Query) -> list[str]:
@@ -59,6 +64,19 @@ def token_roles(query: Query) -> list[str]:
     return [role_of[place] for place in range(n_pos)]
 
 
+def step_roles(query: Query, canvas: Sequence[int], blank: int) -> list[str]:
+    """The role of each place at a step.
+
+    Args:
+        canvas: the canvas before the step.
+        blank: what places hold that are still to be revealed.
+    """
+    return [
+        "answer_revealed" if role == "answer" and token != blank else role
+        for role, token in zip(token_roles(query), canvas, strict=False)  # a causal canvas also holds the last token
+    ]
+
+
 def mean_by_role(
     values: Float[Tensor, "pos layer"], roles: Sequence[str], wanted: Sequence[str]
 ) -> Float[Tensor, "role layer"]:
@@ -72,13 +90,13 @@ def mean_by_role(
     return torch.stack([values[row].mean(dim=0) for row in rows])
 
 
-def pick_roles(asked: Sequence[str] | None) -> list[str]:
+def pick_roles(asked: Sequence[str] | None, among: Sequence[str] = ROLES) -> list[str]:
     """The roles asked for, in their usual order; by default all."""
-    asked = ROLES if asked is None else asked
+    asked = among if asked is None else asked
     if isinstance(asked, str) or not asked:
-        raise ValueError(f"roles={asked!r}; give a list of some of {', '.join(ROLES)}")
-    if unknown := [role for role in asked if role not in ROLES]:
+        raise ValueError(f"roles={asked!r}; give a list of some of {', '.join(among)}")
+    if unknown := [role for role in asked if role not in among]:
         raise ValueError(
-            f"there is no role {unknown[0]!r}, nearest is {nearest(unknown[0], ROLES, 1)}; they are {', '.join(ROLES)}"
+            f"there is no role {unknown[0]!r}, nearest is {nearest(unknown[0], among, 1)}; they are {', '.join(among)}"
         )
-    return [role for role in ROLES if role in asked]
+    return [role for role in among if role in asked]

@@ -60,6 +60,11 @@ class Answer:
             )
         return cls(torch.tensor(query.answer_tokens, device=device), rows)
 
+    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 place d_vocab_out"]) -> bool:
+        """Whether each of its tokens is the likeliest of those that the model may write, so never beside [MASK]."""
+        writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
+        return bool((logits.masked_fill(~writable, float("-inf")).argmax(dim=-1) == self.tokens).all())
+
     def probabilities(
         self, logits: Float[Tensor, "batch place d_vocab_out"], samples: int, asked: Int[Tensor, "place"] | None = None
     ) -> Float[Tensor, "cell sample place"]:

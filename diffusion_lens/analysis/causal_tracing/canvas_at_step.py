@@ -43,11 +43,9 @@ class TracedRun:
         """
         query = asked.to_query(model) if isinstance(asked, Fact) else asked
         Answer.of(model, query)
-        n_prompt = min(query.answer_positions)
+        given, length = loop_prompt(model, query)
         if trajectory is None:
-            prompt = query.tokens[:n_prompt] if model.cfg.mask_token_id is None else query.tokens
-            length = max(len(query.tokens), max(query.answer_positions) + 1)
-            trajectory = denoise(model, prompt[None], length=length)
+            trajectory = denoise(model, given[None], length=length)
         require_same_model(trajectory.record, model)
         n_rows, n_pos = trajectory.tokens.shape
         if n_rows != 1 or not bool(trajectory.real.all()):
@@ -59,8 +57,7 @@ class TracedRun:
             raise ValueError(
                 f"the trajectory of {n_pos} places does not write the answer's places {list(query.answer_positions)}"
             )
-        tokens = query.tokens.to(trajectory.tokens.device)
-        given = tokens[:n_prompt] if model.cfg.mask_token_id is None else tokens
+        given = given.to(trajectory.tokens.device)
         start = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
         if not torch.equal(start[: len(given)], given) or bool(trajectory.given[0, len(given) :].any()):
             raise ValueError(
@@ -165,6 +162,12 @@ class TracedRun:
         """The places that the canvas of a step holds: all, or on a causal model those that have been reached."""
         reached: list[int] = (self.canvas(step) != UNREACHED).nonzero().flatten().tolist()
         return reached
+
+
+def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:
+    """What the loop is given, the canvas or on a causal model what precedes the answer, and the places in all."""
+    given = query.tokens[: min(query.answer_positions)] if model.cfg.mask_token_id is None else query.tokens
+    return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 
 def check_steps(run: TracedRun, steps: Sequence[int]) -> list[int]:

@@ -40,7 +40,8 @@ class CausalTrace:
         corrupted_token_scores: Float[place], of the corrupted run.
         clean: p(answer) of the clean run.
         corrupted: p(answer) of the corrupted run, mean over the draws.
-        known: whether the clean run's likeliest token is the answer's at every place.
+        known: whether the clean run's likeliest token is the answer's at every place; [MASK], which the loop never
+            writes, does not count.
         str_tokens: the canvas, a string a place.
         subject: first and one past the last place of the subject.
         positions: the place of each row of the grid.
@@ -88,11 +89,11 @@ class CausalTrace:
             limits: probabilities at the ends of the colour scale; by default from corrupted to the highest score.
 
         Raises:
-            ValueError: a trace without cells, of a fact that the model does not know.
+            ValueError: a trace without cells, of a fact that an average leaves out.
         """
         if not self.positions:
             raise ValueError(
-                "this trace has no cells: the fact was set aside, since the model does not know it "
+                "this trace has no cells: the fact was left out of an average as one that the model does not know "
                 f"(p(answer) = {self.clean:.2g} in the clean run)"
             )
         return plots.heat_map(
@@ -173,7 +174,7 @@ def causal_trace(
         corrupted_token_scores=runs.corrupted_scores.mean(dim=0).cpu(),
         clean=runs.clean_scores.prod(dim=1).item(),
         corrupted=runs.corrupted_scores.prod(dim=1).mean().item(),
-        known=bool((runs.clean_logits.argmax(dim=-1) == answer.tokens).all()),
+        known=answer.is_likeliest(model, runs.clean_logits),
         str_tokens=model.words(query.tokens.tolist()),
         subject=query.subject,
         positions=chosen[0],

@@ -177,8 +177,7 @@ def trace_trajectory(
     run = TracedRun.of(model, fact_or_query, trajectory)
     restoration = Restoration(kind, window, severed)
     corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
-    if canvas not in ("forced", "free"):
-        raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each draw its own)")
+    check_canvas(canvas)
     chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
     places = pick_indices("positions", positions, run.n_pos)
     blocks = pick_indices("layers", layers, model.cfg.n_layers)
@@ -238,6 +237,12 @@ def trace_trajectory(
             **provenance(model, model.cfg),
         },
     )
+
+
+def check_canvas(canvas: str) -> None:
+    """Raise a `ValueError` unless this is something that the corrupted runs can see."""
+    if canvas not in ("forced", "free"):
+        raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each draw its own)")
 
 
 def _chain(

@@ -1,0 +1,284 @@
+"""Average effects by denoising step: where does the answer come from before it is written, and where while it is?
+
+In the loop the tokens of an answer appear at different steps, from t1, which unmasks the first of them, to t2, which
+reveals the last for good; for an answer of one token, or a loop that reveals all in one step, t1 = t2. Every fact is
+traced at all steps between, on the canvases of its own run (`trace_trajectory`). Runs differ in length, so they are
+aligned at their ends, and a column of the average is an offset from t2:
+
+    AIE(offset, role, layer) = mean over the facts that have a step t2 + offset >= t1 of their IE at that step
+
+Offset 0 is the canvas from which the answer's last token is read, all others standing there; the first step of a fact
+isolates the flow from the subject. p(answer) at a step is the joint probability of the tokens still open.
+
+A step far from t2 is one that few facts have: `n_facts` counts them, and their answers are the longest.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.average_effects.average import AverageEffect
+from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
+from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule
+from diffusion_lens.analysis.average_effects.layout import CanvasLayout
+from diffusion_lens.analysis.average_effects.survey import Survey
+from diffusion_lens.analysis.average_effects.token_roles import STEP_ROLES, pick_roles
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, check_canvas
+from diffusion_lens.analysis.fact_folder import FactFolder, Shard
+from diffusion_lens.facts import Fact
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import load_fields, save_fields
+
+
+@dataclass(frozen=True, eq=False)
+class AverageTrajectoryEffect:
+    """Facts traced at the steps that write their answers, aligned at the step that reveals the last token.
+
+    Attributes:
+        effects: Float[fact step role layer], indirect effect, mean over the places of each role; NaN where a fact has
+            no such step or no such place.
+        clean: Float[fact step], p(answer) of the clean runs: of the tokens still open at that step.
+        corrupted: Float[fact step], of the corrupted runs.
+        ids: the fact of each row.
+        offsets: the step of each column, counted from the one that reveals the answer's last token: ..., -1, 0.
+        roles: the role of each row of the averages.
+        layers: the layer of each column of the averages.
+        unknown: facts left out as not known, by the rule of the run, or because some of their answer's places are
+            still masked in the end: p(answer) on their first canvas, by id.
+        record: as in `AverageEffect`; `loop` are the settings of the runs that are traced.
+    """
+
+    effects: Float[Tensor, "fact step role layer"]
+    clean: Float[Tensor, "fact step"]
+    corrupted: Float[Tensor, "fact step"]
+    ids: list[str]
+    offsets: list[int]
+    roles: list[str]
+    layers: list[int]
+    unknown: dict[str, float]
+    record: dict[str, Any]
+
+    @classmethod
+    def of(cls, effects: Mapping[str, FactEffect], run: dict[str, Any]) -> "AverageTrajectoryEffect":
+        """Facts of a run, side by side."""
+        fields = side_by_side(effects, run)
+        offsets = list(range(1 - fields["clean"].shape[1], 1))
+        return cls(**fields, offsets=offsets, roles=run["roles"], layers=run["layers"], record=run)
+
+    def by_fact(self) -> dict[str, FactEffect]:
+        """The inverse of `of`."""
+        return apart(self.effects, self.clean, self.corrupted, self.ids, self.unknown)
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the model cannot be asked, and why: no part of the run."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
+
+    @property
+    def rule(self) -> str:
+        """Which facts are averaged, in words."""
+        said = say_rule(self.record, len(self.ids), len(self.ids) + len(self.unknown))
+        return said + (f" ({len(self.set_aside)} set aside)" if self.set_aside else "")
+
+    @property
+    def n_facts(self) -> list[int]:
+        """How many facts have each step."""
+        counts: list[int] = (~self.clean.isnan()).sum(dim=0).tolist()
+        return counts
+
+    @property
+    def total_effects(self) -> Float[Tensor, "fact step"]:
+        """How much the corruption takes away from each fact at each step: clean - corrupted."""
+        return self.clean - self.corrupted
+
+    @property
+    def ate(self) -> Float[Tensor, "step"]:
+        """Average total effect by step, over the facts that have it."""
+        return self.total_effects.nanmean(dim=0)
+
+    @property
+    def aie(self) -> Float[Tensor, "step role layer"]:
+        """Average indirect effect by step, over the facts that have it and such a token; NaN where none has."""
+        return self.effects.nanmean(dim=0)
+
+    def ate_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "step"], Float[Tensor, "step"]]:
+        """Ends of the confidence intervals of the ATE, by step; only the facts that have a step are resampled."""
+        effects = [each[~each.isnan(), None] for each in self.total_effects.unbind(dim=1)]
+        ends = [bootstrap_interval(each, level, self.record["seed"]) for each in effects]
+        return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
+
+    def aie_interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, "step role layer"], Float[Tensor, "step role layer"]]:
+        """Ends of the confidence intervals of the AIE, by step, role and layer."""
+        ends = [self.at(offset).aie_interval(level) for offset in self.offsets]
+        return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
+
+    def at(self, offset: int) -> AverageEffect:
+        """The average of one step, over the facts that have it."""
+        column = self._column(offset)
+        held = ~self.clean[:, column].isnan()
+        return AverageEffect(
+            effects=self.effects[held, column],
+            clean=self.clean[held, column],
+            corrupted=self.corrupted[held, column],
+            ids=[fact_id for fact_id, has in zip(self.ids, held.tolist(), strict=True) if has],
+            roles=self.roles,
+            layers=self.layers,
+            unknown=self.unknown,
+            record={**self.record, "offset": offset},
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "average trajectory effect", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "AverageTrajectoryEffect":
+        """Read what `save` wrote, or as many facts as the folder `out` of a run holds."""
+        if Path(path).is_dir():
+            folder = FactFolder.open(path)
+            return _average(folder.results(TrajectoryTrace.load), folder.run)
+        return cls(**load_fields(path, "average trajectory effect"))
+
+    @classmethod
+    def merge(
+        cls, parts: "str | Path | AverageTrajectoryEffect | Sequence[str | Path | AverageTrajectoryEffect]"
+    ) -> "AverageTrajectoryEffect":
+        """The shards of one run as one result, bit for bit what a single process on the same machine gives.
+
+        Args:
+            parts: folders that `out` named, saved results, or results; one folder may hold all shards.
+
+        Raises:
+            ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
+        """
+        run, found = join(parts, cls.load)
+        return cls.of(found, run)
+
+    def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
+        """The AIE of one role: steps down, the one that reveals the answer at the bottom, layers across.
+
+        Args:
+            role: by default the first of "subject_last" and the roles that occur.
+
+        Raises:
+            ValueError: no fact is known, or no such role.
+        """
+        self._require_facts()
+        occurring = [name for name, rows in zip(self.roles, self.aie.unbind(dim=1), strict=True) if rows.nansum() != 0]
+        asked = role or next(iter(name for name in ["subject_last", *occurring] if name in self.roles))
+        if asked not in self.roles:
+            raise ValueError(f"there is no role {asked!r} in this average; it has {', '.join(self.roles)}")
+        values = self.aie[:, self.roles.index(asked)]
+        highest = float(self.aie.nan_to_num().max())
+        kind = self.record["kind"]
+        return plots.labelled_map(
+            values,
+            rows=[f"{_place(offset)}, n = {n}" for offset, n in zip(self.offsets, self.n_facts, strict=True)],
+            layers=self.layers,
+            xlabel=plots.RESTORED[kind],
+            hue=plots.HUES[kind],
+            limits=(0.0, highest),
+            bar="AIE",
+            title=title or f"{self.record['model']}, {asked}\n{self.rule}",
+            ax=ax,
+        )
+
+    def plot_at(self, offset: int, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """The AIE of one step over layers, a curve with its interval for each role that occurs."""
+        self._require_facts()
+        found = self.at(offset)
+        have = f"{len(found.ids)} of them have this step, average total effect {found.ate:.2f}"
+        said = f"{self.record['model']}, {_place(offset)}: {self.rule}\n{have}"
+        return found.plot(level, ax=ax, title=title or said)
+
+    def _column(self, offset: int) -> int:
+        if offset not in self.offsets:
+            raise ValueError(
+                f"offset={offset}; the steps of this average are {self.offsets[0]} to 0, counted from the one that "
+                "reveals the answer's last token"
+            )
+        return self.offsets.index(offset)
+
+    def _require_facts(self) -> None:
+        if not self.ids:
+            raise ValueError(f"there is no average to draw: {self.record['model']} has {self.rule}")
+
+
+def average_trajectory_effect(
+    model: DiffusionTransformer,
+    facts: Sequence[Fact],
+    kind: str = "resid",
+    *,
+    canvas: str = "forced",
+    window: int = 10,
+    noise: float | None = None,
+    samples: int = 10,
+    seed: int = 1,
+    corruption: str = "gaussian",
+    severed: str | None = None,
+    roles: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    answer_places: int | None = None,
+    length: int | None = None,
+    first_tokens: int | None = None,
+    occurrence: int | None = None,
+    known: str | Collection[str] = "recalled",
+    loop: LoopSettings | None = None,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    max_bytes: int = 2**30,
+    progress: bool = False,
+) -> AverageTrajectoryEffect:
+    """Trace many facts at the steps that write their answers, on either variant, and average step by step.
+
+    Args:
+        canvas: "forced" or "free", what the corrupted runs see, as in `trace_trajectory`.
+        roles: the roles to trace, "answer_revealed" among them; by default all.
+        known: as in `average_indirect_effect`; by default the facts whose answer the traced run itself writes. Of
+            others p(answer) is 0 once a wrong token stands in a place of the answer.
+        loop: how the runs that are traced write; by default with the settings of `denoise`.
+        out: a folder for a file a fact, `TrajectoryTrace.load` reads it.
+
+    The other arguments are those of `average_indirect_effect`.
+
+    Raises:
+        ValueError: as in `average_indirect_effect`.
+    """
+    check_canvas(canvas)
+    survey = Survey.plan(
+        model,
+        facts,
+        CanvasLayout(length, answer_places, first_tokens, occurrence),
+        Restoration(kind, window, severed),
+        corruption=corruption,
+        noise=noise,
+        samples=samples,
+        seed=seed,
+        roles=pick_roles(roles, STEP_ROLES),
+        layers=layers,
+        known=known,
+        loop=loop,
+        canvas=canvas,
+        max_bytes=max_bytes,
+    )
+    traces = survey.work(survey.tracer.on_trajectory, TrajectoryTrace.load, out, shard, progress)
+    return _average(traces, survey.run)
+
+
+def _average(traces: Iterable[tuple[str, TrajectoryTrace]], run: dict[str, Any]) -> AverageTrajectoryEffect:
+    return AverageTrajectoryEffect.of({fact_id: FactEffect.of(trace, run["roles"]) for fact_id, trace in traces}, run)
+
+
+def _place(offset: int) -> str:
+    return f"{-offset} step{'s' * (offset < -1)} before" if offset else "last token revealed"

@@ -1,0 +1,191 @@
+"""Averages by denoising step: by a hand loop over `trace_trajectory`, aligned at their ends, in shards, by rule."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_lens.analysis import (
+    AverageTrajectoryEffect,
+    LoopSettings,
+    TrajectoryTrace,
+    average_indirect_effect,
+    average_trajectory_effect,
+    noise_scale,
+    recalled_facts,
+    trace_trajectory,
+)
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.data.toy_facts import load
+
+LENGTH = 16
+LOOP = LoopSettings(steps=5)
+LAYERS = [0, 3]
+QUICK = dict(loop=LOOP, samples=2, length=LENGTH, layers=LAYERS)
+FACTS = [load().facts(trained="d2p", asked=asked)[i] for asked, i in (("d2p", 0), ("d2p", 7), ("p2d", 14))]
+SHORT = replace(FACTS[0], id="short", answer=FACTS[0].answer.split(" ")[0] + " " + FACTS[0].answer.split(" ")[1])
+UNTRUE = replace(FACTS[1], id="untrue", answer=FACTS[0].answer)
+ALL = [*FACTS, UNTRUE]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    """All facts in one run, in memory."""
+    return average_trajectory_effect(tiny, ALL, **QUICK)
+
+
+def assert_same(a, b):
+    """Two results, bit for bit."""
+    for name in ("effects", "clean", "corrupted"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0, equal_nan=True)
+    for name in ("ids", "offsets", "roles", "layers", "unknown", "record"):
+        assert getattr(a, name) == getattr(b, name), name
+
+
+def traced_alone(model, fact, noise, **settings):
+    """The fact's trajectory and its trace, asked for alone."""
+    prompt, answer = fact.tokenize(model)
+    masked = model.cfg.mask_token_id is not None
+    length = LENGTH if masked else len(prompt) + len(answer)
+    run = model.denoise(torch.tensor([prompt]), length=length, steps=LOOP.steps, seed=[fact_seed(1, fact.id)])
+    query = fact.to_query(model, answer_places=LENGTH - len(prompt) if masked else None)
+    seed = fact_seed(1, fact.id)
+    return run, trace_trajectory(model, query, trajectory=run, noise=noise, samples=2, seed=seed, **settings)
+
+
+def test_rows_are_traces_averaged_by_hand(tiny, whole):
+    masked = tiny.cfg.mask_token_id is not None
+    recalled = recalled_facts(tiny, ALL, LOOP, length=LENGTH)
+    assert whole.ids == recalled
+    assert 0 < len(recalled) < len(ALL)
+    queries = [fact.to_query(tiny) for fact in sorted(ALL, key=lambda fact: fact.id)]
+    noise = noise_scale(tiny, queries)
+    longest = 0
+    for row, fact in enumerate(fact for fact in ALL if fact.id in recalled):
+        run, trace = traced_alone(tiny, fact, noise)
+        n_prompt, n_answer = len(fact.tokenize(tiny)[0]), len(fact.tokenize(tiny)[1])
+        answer = range(n_prompt, n_prompt + n_answer)
+        revealed_at = run.revealed_at[0, list(answer)].tolist()
+        first, last = min(revealed_at), max(revealed_at)
+        longest = max(longest, last - first + 1)
+        assert trace.steps == list(range(first, last + 1))
+        for offset, values in zip(whole.offsets, whole.effects[row], strict=True):
+            step = last + offset
+            if step < first:
+                assert values.isnan().all()
+                assert whole.clean[row, whole.offsets.index(offset)].isnan()
+                continue
+            scores = trace.scores[step - first][:, LAYERS] - trace.corrupted[step - first]
+            shown = [place for place, at in zip(answer, revealed_at, strict=True) if at < step]
+            places = {
+                "answer_revealed": shown,
+                "answer": [place for place in answer if place not in shown and masked],
+                "unasked": [place for place in range(answer[-1] + 1, LENGTH) if masked],
+                "subject_last": [trace.subject[1] - 1],
+            }
+            for role, own in places.items():
+                expected = np.mean([scores[place].numpy() for place in own], axis=0) if own else np.full(2, np.nan)
+                np.testing.assert_allclose(values[whole.roles.index(role)].numpy(), expected, rtol=0, atol=2e-6)
+            column = whole.offsets.index(offset)
+            assert whole.clean[row, column].item() == pytest.approx(trace.clean[step - first].item(), abs=1e-6)
+            assert whole.corrupted[row, column].item() == pytest.approx(trace.corrupted[step - first].item(), abs=1e-6)
+    assert whole.offsets == list(range(1 - longest, 1))
+    assert longest > 1
+
+
+def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
+    # The twin takes a step a token, so a shorter answer has fewer of them; here the diffusion model does too.
+    found = average_trajectory_effect(tiny, [FACTS[0], SHORT], known="all", **{**QUICK, "layers": [1]})
+    spans = (~found.clean.isnan()).sum(dim=1).tolist()
+    assert found.n_facts == [sum(span > -offset for span in spans) for offset in found.offsets]
+    column = found.offsets.index(-max(spans) + 1)
+    row = spans.index(max(spans))
+    if found.n_facts[column] == 1:
+        torch.testing.assert_close(found.aie[column], found.effects[row, column], equal_nan=True)
+        assert found.at(found.offsets[column]).ids == [found.ids[row]]
+        assert found.ate_interval()[0][column].isnan()
+    last = found.offsets.index(0)
+    torch.testing.assert_close(found.ate[last], (found.clean - found.corrupted)[:, last].mean())
+    low, high = found.ate_interval(0.9)
+    ends = bootstrap_interval((found.clean - found.corrupted)[:, last, None], 0.9, seed=1)
+    torch.testing.assert_close(torch.stack([low[last], high[last]]), torch.cat(ends))
+    role = found.roles.index("subject_last")
+    low, high = found.aie_interval(0.9)
+    ends = bootstrap_interval(found.effects[:, last, role], 0.9, seed=1)
+    torch.testing.assert_close(torch.stack([low[last, role], high[last, role]]), torch.stack(ends))
+    with pytest.raises(ValueError, match="offset=1; the steps of this average are"):
+        found.at(1)
+
+
+def test_one_step_is_the_average_over_one_canvas(tiny):
+    """A loop of one step sees the canvas before anything is written; the twin, asked for one token, does as well."""
+    settings = {**QUICK, "loop": LoopSettings(steps=1), "first_tokens": 1}
+    by_step = average_trajectory_effect(tiny, FACTS[:2], roles=["subject_last", "prompt_last"], **settings)
+    del settings["loop"]
+    plain = average_indirect_effect(tiny, FACTS[:2], roles=["subject_last", "prompt_last"], **settings)
+    assert by_step.offsets == [0]
+    torch.testing.assert_close(by_step.at(0).effects, plain.effects, rtol=0, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(by_step.at(0).clean, plain.clean, rtol=0, atol=1e-6)
+
+
+def test_shards_and_folders_merge_to_one_run(tiny, whole, tmp_path):
+    parts = [average_trajectory_effect(tiny, ALL, shard=(i, 3), out=tmp_path / str(i % 2), **QUICK) for i in range(3)]
+    assert_same(AverageTrajectoryEffect.merge(parts), whole)
+    assert_same(AverageTrajectoryEffect.merge([tmp_path / "1", tmp_path / "0"]), whole)
+    saved = parts[0].save(tmp_path / "a.safetensors")
+    assert_same(AverageTrajectoryEffect.merge([parts[2], saved, parts[1]]), whole)
+    assert_same(AverageTrajectoryEffect.load(saved), parts[0])
+    file = next(path for path in (tmp_path / "0").glob("*.safetensors"))
+    assert TrajectoryTrace.load(file).record["fact"] in [fact.id for fact in ALL]
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "0").glob("*.safetensors")}
+    assert_same(average_trajectory_effect(tiny, ALL, out=tmp_path / "0", **QUICK), whole)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    with pytest.raises(ValueError, match="canvas: 'forced' there, 'free' here"):
+        average_trajectory_effect(tiny, ALL, canvas="free", out=tmp_path / "0", **QUICK)
+    with pytest.raises(ValueError, match="facts are not there"):
+        AverageTrajectoryEffect.merge(parts[:2])
+
+
+def test_rules_and_facts_that_cannot_be_asked(tiny, whole):
+    nobody = replace(FACTS[0], id="nobody", subject="Nobody")
+    quick = {**QUICK, "roles": ["subject_last"], "layers": [1]}
+    chosen = average_trajectory_effect(tiny, [*ALL, nobody], known=["untrue"], **quick)
+    assert chosen.ids == ["untrue"]
+    assert list(chosen.set_aside) == ["nobody"]
+    assert chosen.clean[0, -1] == 0  # another token stands where the answer's should, or the last is improbable
+    assert chosen.rule == f"1 of {len(ALL)} facts, chosen by id (1 set aside)"
+    assert set(chosen.unknown) == {fact.id for fact in FACTS}
+    on_canvas = average_trajectory_effect(tiny, [FACTS[0], UNTRUE], known="one_canvas", **quick)
+    plain = average_indirect_effect(
+        tiny, [FACTS[0], UNTRUE], known="one_canvas", **{key: quick[key] for key in quick if key != "loop"}
+    )
+    assert on_canvas.ids == plain.ids
+    assert on_canvas.unknown["untrue"] == pytest.approx(plain.unknown["untrue"], abs=1e-6)
+    with pytest.raises(ValueError, match="canvas='frced'"):
+        average_trajectory_effect(tiny, FACTS, canvas="frced", **quick)
+    with pytest.raises(ValueError, match="no role 'answer_reveal', nearest is answer_revealed"):
+        average_trajectory_effect(tiny, FACTS, **{**quick, "roles": ["answer_reveal"]})
+
+
+def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
+    ax = whole.plot()
+    assert whole.rule in ax.get_title()
+    assert "subject_last" in ax.get_title()
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels[-1] == f"last token revealed, n = {len(whole.ids)}"
+    assert labels[0].startswith(f"{-whole.offsets[0]} step")
+    last = whole.roles.index("subject_last")
+    np.testing.assert_array_equal(ax.images[0].get_array(), whole.aie[:, last].numpy())
+    curves = whole.plot_at(-1)
+    assert "1 step before" in curves.get_title()
+    drawn = {line.get_label(): line for line in curves.get_lines()}
+    column = whole.offsets.index(-1)
+    np.testing.assert_allclose(drawn["subject_last"].get_ydata(), whole.aie[column, last])
+    with pytest.raises(ValueError, match="there is no role 'subject'"):
+        whole.plot("subject")
+    nobody = average_trajectory_effect(tiny, [UNTRUE], **QUICK)
+    assert nobody.offsets == [0]
+    with pytest.raises(ValueError, match="no average to draw"):
+        nobody.plot()

@@ -1,0 +1,224 @@
+"""Which facts are averaged: asked of the loop fact by fact, on one canvas, by id; and those that cannot be asked."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens import Fact, Query, load_pair
+from diffusion_lens.analysis import (
+    AverageEffect,
+    LoopSettings,
+    average_indirect_effect,
+    causal_trace,
+    merge,
+    recalled_facts,
+)
+from diffusion_lens.analysis.average_effects import known as known_facts
+from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.data.toy_facts import load
+from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.denoising.samplers import Ancestral, Confidence
+
+LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
+FACTS = [fact for asked in ("p2d", "d2p") for fact in load().facts(trained="d2p", asked=asked)[:22:7]]
+UNTRUE = replace(FACTS[0], id="untrue", answer=FACTS[1].answer)
+MIXED = [FACTS[0], UNTRUE, FACTS[-1]]
+QUICK = dict(samples=1, length=LENGTH, layers=[1], roles=["prompt_last"])
+
+
+def written_alone(model, fact, seed=1, **settings):
+    """Whether `denoise`, asked for this fact alone, writes the answer's tokens behind the prompt."""
+    prompt, answer = fact.tokenize(model)
+    run = model.denoise(torch.tensor([prompt]), length=LENGTH, seed=[fact_seed(seed, fact.id)], **settings)
+    return run.tokens[0, len(prompt) : len(prompt) + len(answer)].tolist() == answer
+
+
+@pytest.mark.parametrize(
+    ("loop", "settings"),
+    [
+        (LoopSettings(), {}),
+        (LoopSettings(steps=2, batch_size=3), dict(steps=2)),
+        (LoopSettings(steps=4, cfg_scale=0.8), dict(steps=4, cfg_scale=0.8)),
+        (LoopSettings(steps=4, sampler=Ancestral(), seed=3), dict(steps=4, sampler=Ancestral(), seed=3)),
+        (LoopSettings(steps=4, temperature=1.0), dict(steps=4, temperature=1.0)),
+        (LoopSettings(steps=4, sampler="smdm"), dict(steps=4, sampler=Confidence(scope="batch"))),
+    ],
+    ids=["default", "two steps", "guided", "ancestral", "warm", "pooled"],
+)
+def test_recalled_is_what_the_loop_writes_fact_by_fact(tiny, loop, settings):
+    if tiny.cfg.mask_token_id is None:
+        loop, settings = replace(loop, sampler=None), {**settings, "sampler": None, "cfg_scale": 0.0}
+    expected = [fact.id for fact in FACTS if written_alone(tiny, fact, **settings)]
+    assert recalled_facts(tiny, FACTS, loop, length=LENGTH) == expected
+    if loop.steps == 2:
+        assert 0 < len(expected) < len(FACTS)
+
+
+def test_what_is_recalled_is_averaged_and_named(tiny):
+    loop = LoopSettings(steps=2)
+    found = average_indirect_effect(tiny, [*FACTS, UNTRUE], loop=loop, **QUICK)
+    expected = [fact.id for fact in FACTS if written_alone(tiny, fact, steps=2)]
+    assert found.ids == expected
+    assert 0 < len(expected) < len(FACTS)
+    assert found.record["known"] == "recalled"
+    on_twin = tiny.cfg.mask_token_id is None
+    assert found.record["loop"]["steps"] == (None if on_twin else 2)
+    assert found.record["loop"]["sampler"]["name"] == ("left_to_right" if on_twin else "confidence")
+    said = "recalled" if on_twin else "recalled in 2 steps"
+    assert found.rule == f"{len(expected)} of {len(FACTS) + 1} facts, {said}"
+    assert found.rule in found.plot().get_title()
+
+
+def test_the_rules_pick_different_facts(tiny):
+    told = {rule: set(average_indirect_effect(tiny, FACTS, known=rule, **QUICK).ids) for rule in ("one_canvas", "all")}
+    argmax = {fact.id for fact in FACTS if all_likeliest(tiny, laid_out(tiny, fact))}
+    assert told["one_canvas"] == argmax
+    assert told["all"] == {fact.id for fact in FACTS}
+    in_one_step, in_two = (set(recalled_facts(tiny, FACTS, LoopSettings(steps=n), length=LENGTH)) for n in (1, 2))
+    assert in_one_step == argmax
+    assert (in_two == argmax) == (tiny.cfg.mask_token_id is None)
+
+
+def laid_out(model, fact):
+    return fact.to_query(model, answer_places=LENGTH - len(fact.tokenize(model)[0]))
+
+
+def all_likeliest(model, query):
+    rows = [place - (model.cfg.mask_token_id is None) for place in query.answer_positions]
+    return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
+
+
+def test_first_token_alone_is_asked_of_the_canvas_by_default(tiny):
+    first = average_indirect_effect(tiny, MIXED, first_tokens=1, **QUICK)
+    assert first.record["known"] == "one_canvas"
+    assert "loop" not in first.record
+    asked = average_indirect_effect(tiny, MIXED, first_tokens=1, known="recalled", **QUICK)
+    assert asked.record["known"] == "recalled"
+    assert average_indirect_effect(tiny, MIXED[:2], **QUICK).record["known"] == "recalled"
+
+
+def test_ids_choose_the_facts_of_both_models(tiny):
+    both = set.intersection(
+        *(set(recalled_facts(model, FACTS, length=LENGTH)) for model in load_pair("tiny-mdm", device="cpu"))
+    )
+    assert 0 < len(both) < len(FACTS)
+    found = average_indirect_effect(tiny, FACTS, known=both, **QUICK)
+    assert set(found.ids) == both
+    assert set(found.unknown) == {fact.id for fact in FACTS} - both
+    assert found.record["known_ids"] == sorted(both)
+    assert found.rule == f"{len(both)} of {len(FACTS)} facts, chosen by id"
+
+
+def test_a_shard_and_a_resumed_run_ask_only_batches_that_they_need(tiny, monkeypatch, tmp_path):
+    asked = []
+
+    def counted(model, prompt, **settings):
+        asked.append(len(prompt))
+        return denoise(model, prompt, **settings)
+
+    monkeypatch.setattr(known_facts, "denoise", counted)
+    settings = dict(loop=LoopSettings(steps=2, batch_size=2), **QUICK)
+    whole = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings)
+    assert sum(asked) == len(FACTS)
+    assert max(asked) == 2 < len(asked)
+    asked.clear()
+    again = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings)
+    assert not asked
+    assert again.ids == whole.ids
+    average_indirect_effect(tiny, FACTS, shard=(0, len(FACTS)), **settings)
+    assert len(asked) == 1
+    parts = [average_indirect_effect(tiny, FACTS, shard=(i, 3), **settings) for i in range(3)]
+    joined = merge(parts)
+    assert joined.ids == whole.ids
+    assert torch.equal(joined.effects.nan_to_num(7), whole.effects.nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(known="all"), "known: 'recalled' there, 'all' here"),
+        (dict(loop=LoopSettings(steps=3)), r"loop.steps: 2 there, 3 here"),
+        (dict(known=["untrue"]), "known: 'recalled' there, 'ids' here"),
+    ],
+)
+def test_another_rule_is_another_run(tiny, tmp_path, change, message):
+    if tiny.cfg.mask_token_id is None and "loop" in change:
+        change, message = dict(loop=LoopSettings(seed=2)), "loop.seed: 1 there, 2 here"
+    average_indirect_effect(tiny, MIXED[:2], loop=LoopSettings(steps=2), out=tmp_path, **QUICK)
+    with pytest.raises(ValueError, match=message):
+        average_indirect_effect(tiny, MIXED[:2], out=tmp_path, **{**QUICK, "loop": None, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(known="recaled"), "known='recaled', nearest is 'recalled'|known='recaled', nearest is recalled"),
+        (dict(known=["untru"]), "1 ids that no fact has: 'untru', nearest is"),
+        (dict(known="all", loop=LoopSettings()), "loop= goes with known='recalled'"),
+        (dict(loop=LoopSettings(steps=0)), "none of the 3 facts can be asked; .*steps=0"),
+        (dict(loop=LoopSettings(sampler="greedy")), "unknown sampler 'greedy'"),
+    ],
+)
+def test_bad_rules_leave_nothing_behind(tiny, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        average_indirect_effect(tiny, MIXED, out=tmp_path, **QUICK, **options)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="batch_size=0"):
+        LoopSettings(batch_size=0)
+
+
+def test_mask_is_no_likeliest_token(specimen, configs):
+    """On a head with a column for [MASK] the loop takes the best of the others; so does `known`."""
+    model = deepcopy(specimen(configs["dream"]).model)
+    mask = model.cfg.mask_token_id
+    tokens = torch.tensor([5, 6, 7, mask, mask])
+    with torch.no_grad():
+        final = model.run_with_cache(tokens[None])[1]["ln_final.hook_normalized"][0]
+        model.unembed.weight[mask] = 100 * final[model.readout.rows(torch.tensor([3]))][0]
+        assert int(model(tokens[None], logits_at=model.readout.rows(torch.tensor([3]))).argmax()) == mask
+    written = int(model.denoise(tokens[None], steps=1).tokens[0, 3])
+    assert written != mask
+    query = Query(tokens, (1, 2), (3,), (written,))
+    assert causal_trace(model, query, noise=0.1, samples=1, positions=[1], layers=[0]).known
+
+
+UNUSABLE = {
+    "empty": (dict(answer=""), "has no answer"),
+    "merged": (dict(prompt="today Ada is th", subject="Ada", answer="e brave pilot."), "merges the answer"),
+    "absent": (dict(subject="Nobody"), "'Nobody' is not in the prompt"),
+    "too long": (dict(answer=FACTS[0].answer * 9), "answer_places="),
+}
+
+
+@pytest.fixture(scope="module")
+def spoilt():
+    """Two facts that can be asked among those that cannot."""
+    return [FACTS[0], *(replace(FACTS[0], id=name, **change) for name, (change, _) in UNUSABLE.items()), FACTS[-1]]
+
+
+def test_facts_that_cannot_be_asked_are_set_aside(tiny, spoilt, tmp_path):
+    found = average_indirect_effect(tiny, spoilt, known="all", out=tmp_path / "run", **QUICK)
+    assert found.ids == [FACTS[0].id, FACTS[-1].id]
+    assert set(found.set_aside) == set(UNUSABLE)
+    for name, (_, reason) in UNUSABLE.items():
+        assert reason in found.set_aside[name]
+    alone = average_indirect_effect(tiny, [FACTS[0], FACTS[-1]], known="all", **QUICK)
+    assert torch.equal(found.effects.nan_to_num(7), alone.effects.nan_to_num(7))
+    assert "2 of 2 facts, known or not (4 set aside)" in found.plot().get_title()
+    assert AverageEffect.load(found.save(tmp_path / "a.safetensors")).set_aside == found.set_aside
+    assert merge(tmp_path / "run").set_aside == found.set_aside
+    shard = average_indirect_effect(tiny, spoilt, known=["empty", FACTS[-1].id], shard=(1, 2), **QUICK)
+    assert shard.ids == [FACTS[-1].id]
+    assert recalled_facts(tiny, spoilt, length=LENGTH) == [
+        fact.id for fact in (FACTS[0], FACTS[-1]) if written_alone(tiny, fact)
+    ]
+
+
+def test_without_a_fact_that_can_be_asked_there_is_no_run(tiny, spoilt, tmp_path):
+    with pytest.raises(ValueError, match=r"none of the 4 facts can be asked; 'empty': .*has no answer.*; \.\.\."):
+        average_indirect_effect(tiny, spoilt[1:-1], out=tmp_path, **QUICK)
+    with pytest.raises(ValueError, match="'Ada' is not in"):
+        recalled_facts(tiny, [Fact("who", "Ada", " x")])
+    assert not list(tmp_path.iterdir())
