@@ -39,7 +39,10 @@ def say_set_aside(set_aside: Mapping[str, str]) -> str:
     """A line for people; empty where every fact was asked."""
     if not set_aside:
         return ""
-    return f"{len(set_aside)} fact{'s' * (len(set_aside) > 1)} cannot be asked and set aside; {_first(set_aside)}"
+    counted = (
+        "1 fact cannot be asked and is" if len(set_aside) == 1 else f"{len(set_aside)} facts cannot be asked and are"
+    )
+    return f"{counted} set aside; {_first(set_aside)}"
 
 
 def _first(set_aside: Mapping[str, str]) -> str:

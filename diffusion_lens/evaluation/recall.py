@@ -78,8 +78,8 @@ class Recall:
         contained: Bool[fact step], whether that text contains the answer.
         exact: Bool[fact step], whether it is the answer.
         character_bleu: Float[fact step], SMDM's BLEU of it.
-        record: the settings, all facts of the run by id, those whose answer has no room (`too_long`), model, weights'
-            hash, versions.
+        record: the settings, all facts of the run by id, those whose answer has no room (`too_long`), those that could
+            not be asked (`set_aside`), model, weights' hash, versions.
     """
 
     ids: list[str]
@@ -109,6 +109,12 @@ class Recall:
     def facts(self) -> list[Fact]:
         """The fact of each row."""
         return [Fact(**self.record["facts"][fact_id], id=fact_id) for fact_id in self.ids]
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the model cannot be asked, and why: no part of the run."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
 
     @property
     def cells(self) -> dict[Cell, list[int]]:

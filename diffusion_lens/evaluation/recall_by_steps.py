@@ -21,6 +21,7 @@ from diffusion_lens.analysis.fact_folder import (
     pick_shard,
     work_through_batches,
 )
+from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.denoising.loop import prepare
 from diffusion_lens.denoising.predictor import check_cfg_scale
 from diffusion_lens.denoising.sampler import Sampler
@@ -72,8 +73,9 @@ def recall_by_steps(
         progress: show a bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, an empty answer, a prompt that leaves no place, or a
-            folder that holds another run.
+        ValueError: a setting out of range, two facts with one id, a folder that holds another run, or no fact that can
+            be asked. A single one that cannot (no answer, a prompt that leaves no place for it) is set aside, with the
+            reason in `Recall.set_aside`.
     """
     check_cfg_scale(cfg_scale)
     masked = model.cfg.mask_token_id is not None
@@ -87,20 +89,21 @@ def recall_by_steps(
         "temperature": float(temperature),
     }
     named = name_facts(data)
-    prompts = {fact_id: _prompt_length(model, fact, length) for fact_id, fact in named.items()}
+    prompts, set_aside = sort_out(named, lambda fact: _prompt_length(model, fact, length))
     # Sorted by id first, so that the batches do not depend on the order in which the facts came.
-    batches = by_length(sorted(named), prompts.__getitem__, batch_size, mixed=masked)
+    batches = by_length(sorted(prompts), prompts.__getitem__, batch_size, mixed=masked)
     mine = pick_shard(batches, (0, 1) if shard is None else shard)
     # Refuses what this model cannot be asked, before a folder is made.
-    prepare(model, next(iter(named.values())).prompt, steps=columns[0], sampler=chosen, **settings)
+    prepare(model, named[next(iter(prompts))].prompt, steps=columns[0], sampler=chosen, **settings)
     run = {
         "steps": columns,
         **settings,
         "sampler": describe_sampler(chosen),
         "seed": seed,
         "batch_size": batch_size,
-        "too_long": sorted(fact_id for fact_id, fact in named.items() if _whole_length(model, fact) > length),
-        "facts": {fact_id: content(fact) for fact_id, fact in named.items()},
+        "too_long": sorted(fact_id for fact_id in prompts if _whole_length(model, named[fact_id]) > length),
+        "set_aside": set_aside,
+        "facts": {fact_id: content(named[fact_id]) for fact_id in prompts},
         **provenance(model, model.cfg),
     }
     started = FactFolder.start(folder, run) if folder is not None else None
@@ -120,7 +123,7 @@ def recall_by_steps(
         return [Reply.to(named[fact_id], texts) for fact_id, texts in written.items()]
 
     replies = dict(work_through_batches(mine, ask, Reply.load, started, progress))
-    return Recall.of({fact_id: replies[fact_id] for fact_id in named if fact_id in replies}, run)
+    return Recall.of({fact_id: replies[fact_id] for fact_id in prompts if fact_id in replies}, run)
 
 
 def _columns(steps: Sequence[int]) -> list[int | None]:

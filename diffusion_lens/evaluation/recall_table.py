@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from diffusion_lens.analysis.usable_facts import say_set_aside
 from diffusion_lens.evaluation.naming import Cell, cell_meaning, cell_name
 from diffusion_lens.evaluation.published import MARKS, SOURCES, PublishedNumber, published_rows
 from diffusion_lens.evaluation.scores import SCORES
@@ -46,6 +47,8 @@ def recall_table(
     ]
     if record["too_long"]:
         lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers have no room behind their prompts")
+    if record["set_aside"]:
+        lines.append(say_set_aside(record["set_aside"]))
     shown: dict[str, PublishedNumber] = {}
     for cell, shares in table.items():
         first = next(iter(shares.values()))

@@ -102,10 +102,10 @@ def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     assert found.n_facts == [sum(span > -offset for span in spans) for offset in found.offsets]
     column = found.offsets.index(-max(spans) + 1)
     row = spans.index(max(spans))
-    if found.n_facts[column] == 1:
-        torch.testing.assert_close(found.aie[column], found.effects[row, column], equal_nan=True)
-        assert found.at(found.offsets[column]).ids == [found.ids[row]]
-        assert found.ate_interval()[0][column].isnan()
+    assert found.n_facts[column] == 1
+    torch.testing.assert_close(found.aie[column], found.effects[row, column], equal_nan=True)
+    assert found.at(found.offsets[column]).ids == [found.ids[row]]
+    assert found.ate_interval()[0][column].isnan()
     last = found.offsets.index(0)
     torch.testing.assert_close(found.ate[last], (found.clean - found.corrupted)[:, last].mean())
     low, high = found.ate_interval(0.9)
@@ -154,7 +154,7 @@ def test_rules_and_facts_that_cannot_be_asked(tiny, whole):
     chosen = average_trajectory_effect(tiny, [*ALL, nobody], known=["untrue"], **quick)
     assert chosen.ids == ["untrue"]
     assert list(chosen.set_aside) == ["nobody"]
-    assert chosen.clean[0, -1] == 0  # another token stands where the answer's should, or the last is improbable
+    assert chosen.clean[0, -1] < 1e-6  # another token stands where the answer's should, or the last is improbable
     assert chosen.rule == f"1 of {len(ALL)} facts, chosen by id (1 set aside)"
     assert set(chosen.unknown) == {fact.id for fact in FACTS}
     on_canvas = average_trajectory_effect(tiny, [FACTS[0], UNTRUE], known="one_canvas", **quick)

@@ -273,6 +273,19 @@ def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
+    mute, long = replace(FEW[0], id="mute", answer=" "), replace(FEW[1], id="long", prompt=FEW[1].prompt * 9)
+    settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
+    found = recall_by_steps(tiny, [mute, *FEWER, long], folder=tmp_path, **settings)
+    alone = recall_by_steps(tiny, FEWER, **settings)
+    assert (found.ids, found.written) == (alone.ids, alone.written)
+    assert set(found.set_aside) == {"mute", "long"}
+    assert "any text would contain it" in found.set_aside["mute"]
+    assert "no place is left for the answer" in found.set_aside["long"]
+    assert "2 facts cannot be asked and are set aside; 'mute': " in found.to_text()
+    assert Recall.merge(tmp_path).set_aside == found.set_aside
+
+
 @on_mdm
 @pytest.mark.parametrize("steps", [(), (0, 1), (2, 2)])
 def test_bad_steps(tiny, steps):

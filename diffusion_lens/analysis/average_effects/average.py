@@ -72,8 +72,7 @@ class AverageEffect:
 
     def by_fact(self) -> dict[str, FactEffect]:
         """The inverse of `of`."""
-        rows = (each[:, None] for each in (self.effects, self.clean, self.corrupted))
-        return apart(*rows, self.ids, self.unknown)
+        return apart(self.effects[:, None], self.clean[:, None], self.corrupted[:, None], self.ids, self.unknown)
 
     @property
     def set_aside(self) -> dict[str, str]:
@@ -84,8 +83,7 @@ class AverageEffect:
     @property
     def rule(self) -> str:
         """Which facts are averaged, in words: "64 of 100 facts, recalled in 4 steps"."""
-        said = say_rule(self.record, len(self.ids), len(self.ids) + len(self.unknown))
-        return said + (f" ({len(self.set_aside)} set aside)" if self.set_aside else "")
+        return say_rule(self.record, len(self.ids), len(self.unknown))
 
     @property
     def total_effects(self) -> Float[Tensor, "fact"]:

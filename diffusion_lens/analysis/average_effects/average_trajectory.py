@@ -86,8 +86,7 @@ class AverageTrajectoryEffect:
     @property
     def rule(self) -> str:
         """Which facts are averaged, in words."""
-        said = say_rule(self.record, len(self.ids), len(self.ids) + len(self.unknown))
-        return said + (f" ({len(self.set_aside)} set aside)" if self.set_aside else "")
+        return say_rule(self.record, len(self.ids), len(self.unknown))
 
     @property
     def n_facts(self) -> list[int]:

@@ -96,7 +96,8 @@ def apart(
 class Average(Protocol):
     """What `join` asks of a result."""
 
-    record: dict[str, Any]
+    @property
+    def record(self) -> dict[str, Any]: ...
 
     def by_fact(self) -> dict[str, FactEffect]: ...
 

@@ -195,20 +195,17 @@ def recalled_facts(
     return [fact_id for fact_id in queries if runs.recalled(fact_id)]
 
 
-def say_rule(record: Mapping[str, Any], averaged: int, asked: int) -> str:
+def say_rule(record: Mapping[str, Any], averaged: int, left_out: int) -> str:
     """How many facts of how many are averaged and by which rule, in words: "64 of 100 facts, recalled in 4 steps"."""
+    steps, not_asked = record.get("loop", {}).get("steps"), len(record["set_aside"])
     said = {
-        "recalled": "recalled" + _how(record.get("loop", {})),
+        "recalled": "recalled" + (f" in {steps} step{'s' * (steps > 1)}" if steps else ""),
         "one_canvas": "known on one canvas",
         "all": "known or not",
         "ids": "chosen by id",
     }
-    return f"{averaged} of {asked} facts, {said[record['known']]}"
-
-
-def _how(loop: Mapping[str, Any]) -> str:
-    steps = loop.get("steps")
-    return "" if steps is None else f" in {steps} step{'s' * (steps > 1)}"
+    chosen = f"{averaged} of {averaged + left_out} facts, {said[record['known']]}"
+    return chosen + (f" ({not_asked} set aside)" if not_asked else "")
 
 
 def _equally_long(ids: Collection[str], shape: Any, size: int) -> list[list[str]]:

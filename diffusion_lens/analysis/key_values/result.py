@@ -66,7 +66,7 @@ class KeyValueStudy:
         after: Float[fact layer], the same with δ.
         ids: the fact of each row.
         layers: the layer of each column.
-        record: the settings, all facts of the run by id, model, weights' hash, versions.
+        record: the settings, all facts of the run by id, those `set_aside`, model, weights' hash, versions.
     """
 
     keys: Float[Tensor, "fact layer d_mlp"]
@@ -89,6 +89,12 @@ class KeyValueStudy:
         }
         before = torch.tensor([one.before for one in each])
         return cls(**stacked, before=before, ids=list(found), layers=run["layers"], record=run)
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the model cannot be asked, and why: no part of the run."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
 
     @property
     def values(self) -> Float[Tensor, "fact layer d_model"]:

@@ -30,6 +30,7 @@ from diffusion_lens.analysis.rome.keys import PLACES, compute_keys
 from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, check_counts
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.values import optimize_values
+from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -70,8 +71,9 @@ def key_value_study(
         progress: show a bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, a folder that holds another run, or what
-            `rome.ask_with_prefixes` and `rome.optimize_value` refuse.
+        ValueError: a setting out of range, two facts with one id, a folder that holds another run, what
+            `rome.optimize_value` refuses, or no fact that can be asked. A single one that `rome.ask_with_prefixes`
+            refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
     """
     settings = settings or ValueSettings()
     check_counts(batch_size=batch_size)
@@ -80,8 +82,8 @@ def key_value_study(
         raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens, "occurrence": occurrence}
     named = name_facts(facts)
-    batches = [list(named)[start : start + batch_size] for start in range(0, len(named), batch_size)]
-    requests = {fact_id: ask_with_prefixes(model, fact, prefixes, **layout) for fact_id, fact in named.items()}
+    requests, set_aside = sort_out(named, lambda fact: ask_with_prefixes(model, fact, prefixes, **layout))
+    batches = [list(requests)[start : start + batch_size] for start in range(0, len(requests), batch_size)]
     run = {
         "layers": blocks,
         "prefixes": list(prefixes),
@@ -89,7 +91,8 @@ def key_value_study(
         "settings": asdict(settings),
         "batch_size": batch_size,
         **layout,
-        "facts": {fact_id: content(fact) for fact_id, fact in named.items()},
+        "facts": {fact_id: content(named[fact_id]) for fact_id in requests},
+        "set_aside": set_aside,
         **provenance(model, model.cfg),
     }
 

@@ -106,6 +106,17 @@ def test_shards_are_the_whole(tiny, whole, tmp_path):
         KeyValueStudy.merge([tmp_path / "0", tmp_path / "1"])
 
 
+def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
+    nobody = replace(FEW[0], id="nobody", subject="Nobody")
+    found = key_value_study(tiny, [nobody, *FEW[:2]], out=tmp_path, **QUICK)
+    assert_same(found, key_value_study(tiny, FEW[:2], **QUICK))
+    assert list(found.set_aside) == ["nobody"]
+    assert "'Nobody' is not in the prompt" in found.set_aside["nobody"]
+    assert KeyValueStudy.load(tmp_path).set_aside == found.set_aside
+    with pytest.raises(ValueError, match="none of the 1 facts can be asked; 'nobody': the subject 'Nobody'"):
+        key_value_study(tiny, [nobody], **QUICK)
+
+
 def test_saved_and_loaded(whole, tmp_path):
     assert_same(KeyValueStudy.load(whole.save(tmp_path / "study.safetensors")), whole)
 
