@@ -146,8 +146,9 @@ class FactTracer:
         """A trace of the run's first step without rows."""
         step = run.trajectory.first_step
         shown = run.canvas(step)[None]
-        answer = run.answer(shown)
-        scores = answer.probabilities(self.model(run.seen(shown), logits_at=answer.rows), 1)[0].cpu()
+        answer = run.answer(step, shown)
+        with self.model.clock.at(run.state(step, shown)):
+            scores = answer.probabilities(self.model(run.seen(shown), logits_at=answer.rows), 1)[0].cpu()
         return TrajectoryTrace(
             **{name: grid[None] for name, grid in self._nothing_restored(scores[0]).items() if name.endswith("scores")},
             chained=None,
