@@ -34,6 +34,7 @@ from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, check_canvas
 from diffusion_lens.analysis.fact_folder import FactFolder, Shard
 from diffusion_lens.facts import Fact
+from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, save_fields
 
@@ -214,6 +215,7 @@ class AverageTrajectoryEffect:
             raise ValueError(f"there is no average to draw: {self.record['model']} has {self.rule}")
 
 
+@begins_run
 def average_trajectory_effect(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
