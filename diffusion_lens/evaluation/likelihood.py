@@ -174,8 +174,7 @@ def monte_carlo_nll(
     if noisy is not None and p_mask is not None:
         noisy, p_mask = noisy.to(model.cfg.device), p_mask.to(model.cfg.device)
         places = _check_noise(question, mask, noisy, p_mask)
-        batches = torch.arange(len(noisy))
-        record |= {"noise": "given"}
+        batches, record = torch.arange(len(noisy)), record | {"noise": "given"}
     else:
         drawn_from = row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
         noisy, p_mask = _draw_noise(question, mask, samples, batch_size, drawn_from)
