@@ -160,7 +160,7 @@ def test_a_tokenizer_that_fails_to_be_saved_leaves_the_old_one(folder, tmp_path,
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
-# --- names of files
+# --- names of files, and texts
 
 
 @pytest.mark.parametrize("name", ["half \ud800", "~nobody-of-that-name/model.safetensors"])
@@ -175,3 +175,10 @@ def test_a_name_that_no_file_can_have(name):
 def test_a_name_that_is_only_unheard_of(name):
     with pytest.raises(ValueError, match="is no published name and no file or folder"):
         load(name)
+
+
+def test_half_a_character_is_no_text(folder):
+    model = load(MDM / "model.safetensors", tokenizer=folder, device="cpu")
+    for do in (lambda: model.to_tokens(["w1", "w2 \ud800"]), lambda: model.to_single_token("\ud800")):
+        with pytest.raises(ValueError, match=r"'.*\\ud800' holds half of a surrogate pair.*the whole character"):
+            do()

@@ -129,6 +129,12 @@ class TextInterface(ABC):
 
     def _encode(self, text: str, prepend_bos: bool | None) -> list[int]:
         tokenizer = self._require_tokenizer()
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{text!r} holds half of a surrogate pair, which is no text: write the whole character"
+            ) from None
         ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return [tokenizer.bos_token_id, *ids] if self._prepends_bos(prepend_bos) else ids
 

@@ -1,4 +1,4 @@
-"""One device or many, through Hugging Face accelerate. Needs the extra `train`.
+"""One device or many, through Hugging Face accelerate.
 
 `accelerate launch script.py` starts the same script in several processes; each holds the whole model, works on its rows
 of a batch, and gradients are averaged (data parallel). On CPUs take `torchrun --nproc-per-node 2 script.py`, because
@@ -22,13 +22,10 @@ def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Ite
     """An `accelerate.Accelerator` for `model`; accelerate's own state is put back afterwards.
 
     Raises:
-        ImportError: accelerate is not installed.
         ValueError: a precision that does not fit, or processes that share one model between them.
     """
-    try:
-        import accelerate  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError("training needs accelerate: pip install 'diffusion-lens[train]'") from error
+    import accelerate  # type: ignore[import-untyped]
+
     on_cpu = torch.device(model.cfg.device or "cpu").type == "cpu"
     if mixed_precision == "fp16" and on_cpu:
         raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU take 'no' or 'bf16'")

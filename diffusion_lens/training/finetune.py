@@ -31,7 +31,7 @@ def finetune(
     evaluate_every: int = 500,
     progress: bool = True,
 ) -> TrainingRecord:
-    """Train `model` in place on texts, and write what `from_pretrained(out)` reads. Needs the extra `train`.
+    """Train `model` in place on texts, and write what `from_pretrained(out)` reads.
 
     `out` gets the weights and config in the family's own format, the tokenizer, and in `out/training` the run: its
     `run.json`, its `TrainingRecord` as `record.safetensors`, and while it goes on its checkpoint. The same call goes on

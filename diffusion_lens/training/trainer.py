@@ -76,7 +76,7 @@ def train(
     evaluate_every: int = 500,
     progress: bool = True,
 ) -> TrainingRecord:
-    """Train `model` in place on rows of tokens. Needs the extra `train` (Hugging Face accelerate).
+    """Train `model` in place on rows of tokens.
 
     The model comes back in the mode it came in (training or evaluation) and without gradients, exception or not. Under
     `accelerate launch` it moves to its process's device, and every process returns the same.
@@ -93,7 +93,6 @@ def train(
         progress: show a progress bar.
 
     Raises:
-        ImportError: accelerate is not installed.
         ValueError: a folder with another run; fewer rows in a batch than parts; a precision that does not fit.
         FloatingPointError: a loss, a gradient or weights that are not finite; the last good checkpoint is kept.
     """
