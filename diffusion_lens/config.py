@@ -9,6 +9,12 @@ from transformer_lens.config import TransformerLensConfig
 
 from weight_conversion import Architecture
 
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 ROTARY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,11 +59,15 @@ class DiffusionConfig(TransformerLensConfig):
         architecture: Architecture,
         *,
         device: str | torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         model_name: str | None = None,
         default_prepend_bos: bool = True,
     ) -> "DiffusionConfig":
-        """The config of a checkpoint; `device=None` takes the GPU if there is one."""
+        """The config of a checkpoint; `device=None` takes the GPU if there is one.
+
+        Raises:
+            ValueError: a dtype that weights cannot have, or a device that is not there.
+        """
         a = architecture
         return cls(
             d_model=a.d_model,
@@ -81,8 +91,8 @@ class DiffusionConfig(TransformerLensConfig):
             qk_norm=a.qk_norm,
             tied=a.tied,
             eps=a.norm_eps,
-            device=None if device is None else str(device),
-            dtype=dtype,
+            device=None if device is None else str(as_device(device)),
+            dtype=as_dtype(dtype),
             default_prepend_bos=default_prepend_bos,
             model_name=model_name or a.name,
             family=a.family,
@@ -131,3 +141,27 @@ class DiffusionConfig(TransformerLensConfig):
 
     def __repr__(self) -> str:
         return super().__repr__().replace("TransformerLensConfig", "DiffusionConfig", 1)
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype that weights can have, by itself or by its name; anything else is a `ValueError`."""
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is none that weights have here: it is one of {', '.join(DTYPES)}")
+    return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """A device of this machine, by itself or by its name; anything else is a `ValueError`."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
+    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if found.type == "meta":
+        raise ValueError("the device 'meta' holds no values, so nothing can run there; use 'cpu' or 'cuda'")
+    if found.type in there and (found.index or 0) >= there[found.type]:
+        raise ValueError(
+            f"device {str(found)!r} is not there: torch finds {there['cuda']} GPUs on this machine, and 'cpu'"
+        )
+    return found

@@ -109,7 +109,7 @@ class Fact:
 
         Raises:
             ValueError: no subject or answer, a subject that the prompt does not hold or holds more than once, an answer
-                that the tokenizer merges into the prompt, too few places.
+                that the tokenizer merges into the prompt, words that it does not know, too few places.
         """
         start, stop = self._subject_characters(occurrence)
         prompt, answer = self.tokenize(model, prepend_bos)
@@ -135,10 +135,12 @@ class Fact:
         """Ids of the prompt, and of the answer as it continues the prompt.
 
         Raises:
-            ValueError: no answer, or one that the tokenizer merges into the prompt.
+            ValueError: no answer, one that the tokenizer merges into the prompt, or words that it does not know.
         """
-        prompt: list[int] = model.to_tokens(self.prompt, prepend_bos)[0].tolist()
-        whole: list[int] = model.to_tokens(self.prompt + self.answer, prepend_bos)[0].tolist()
+        prompt = model.encode(self.prompt, prepend_bos)
+        whole = model.encode(self.prompt + self.answer, prepend_bos)
+        if not prompt:
+            raise ValueError(f"the prompt of {self!r} is empty and no BOS is prepended: there is no token to ask from")
         if whole[: len(prompt)] != prompt:
             raise ValueError(
                 f"the tokenizer merges the answer {self.answer!r} into the prompt {self.prompt!r}: "
@@ -147,6 +149,7 @@ class Fact:
             )
         if len(whole) == len(prompt):
             raise ValueError(f"the fact {self.prompt!r} has no answer: {self.answer!r} adds no token")
+        model.check_known(self.prompt + self.answer)
         return prompt, whole[len(prompt) :]
 
     def _subject_characters(self, occurrence: int | None) -> tuple[int, int]:

@@ -15,54 +15,17 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, fold_norms
-from diffusion_lens.model.inputs import check_attention_mask, check_tokens
-from diffusion_lens.model.transformer import DiffusionTransformer, Input
-from diffusion_lens.training.objectives import ask
+from diffusion_lens.training.loss_interface import LossInterface
 
 
-class HookedDiffusionTransformer(DiffusionTransformer):
+class HookedDiffusionTransformer(LossInterface):
     """A masked diffusion language model, or its autoregressive twin, as TransformerLens users know models.
 
     `model(tokens)`, `run_with_cache` and `run_with_hooks` are TransformerLens's; `denoise` runs the denoising loop, in
     which the same hooks work and `hook.step` says where they are.
     """
-
-    def forward(
-        self,
-        input: Input,
-        return_type: str | None = "logits",
-        *,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the network; the arguments are those of `DiffusionTransformer.forward`, and:
-
-        Args:
-            return_type: also "loss", the loss the model is trained by, or "both", (logits, loss). A masked diffusion
-                model masks the tokens first (see `training.masked_diffusion_loss`): its logits are then those of the
-                masked canvas.
-            generator: source of that noise; by default torch's global one.
-        """
-        if return_type not in ("loss", "both"):
-            return super().forward(input, return_type, **kwargs)
-        real = kwargs.pop("attention_mask", None)
-        if not isinstance(input, Tensor):
-            input, padded = self.tokenize(input, kwargs.pop("prepend_bos", None))
-            real = padded if real is None else real
-        if kwargs:
-            raise ValueError(
-                f"return_type={return_type!r} runs the whole network; it does not go with {sorted(kwargs)}"
-            )
-        tokens = check_tokens(input, self.cfg)
-        if real is not None:
-            real = check_attention_mask(real, tokens.shape[0], tokens.shape[1], tokens.device)
-        asked = ask(self, tokens, real, generator)
-        if return_type == "loss":
-            picked: Any = super().forward(asked.tokens, attention_mask=real, logits_at=asked.rows)
-            return asked.loss(picked)
-        logits: Any = super().forward(asked.tokens, attention_mask=real)
-        return logits, asked.loss(logits[asked.rows])
 
     @classmethod
     def from_pretrained(
@@ -72,7 +35,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         config: str | Path | Mapping[str, Any] | None = None,
         tokenizer: Any = None,
         device: str | torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
@@ -94,13 +57,13 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 Its own habit decides whether BOS is prepended; where it has a chat template,
                 `model.tokenizer.apply_chat_template` works.
             device: by default the GPU if there is one.
-            dtype: of the weights; converted piece by piece while they are read.
+            dtype: of the weights, torch.bfloat16 or "bfloat16"; converted piece by piece while they are read.
             revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
             fold_ln: fold the norms' weights into the matrices that read them, as `enable_compatibility_mode` does.
 
         Raises:
-            ValueError: unknown name (nearest names follow), a config of no known family, a file cut off, tensors
-                missing, unknown or misshapen.
+            ValueError: unknown name (nearest names follow), dtype or device, a config of no known family, a file cut
+                off, tensors missing, unknown or misshapen.
             FileNotFoundError: nothing there, no safetensors in a repository, or not in the cache while the hub is out
                 of reach (says what to put where).
             PermissionError: a repository whose terms have not been accepted.
@@ -236,7 +199,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         names_filter: NamesFilter,
         *,
         steps_filter: SupportsIndex | Iterable[SupportsIndex] | None = None,
-        pos_slice: slice | None = None,
+        pos_slice: PosSlice = None,
         branch: str = "conditional",
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -249,7 +212,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             names_filter: name, names or predicate of the hook points to keep; required, since everything at every step
                 is a question about your disk.
             steps_filter: step or steps to keep, negative ones from the end; by default all.
-            pos_slice: places to keep (of scores and patterns, the queries).
+            pos_slice: places to keep (of scores and patterns, the queries): an index (its axis stays), a slice, or
+                indices.
             branch: under guidance, the branch to keep, "conditional" or "unconditional".
             device, dtype: where and in what precision to keep them; by default as they are.
             max_bytes: refuse, before anything runs, a cache estimated larger.

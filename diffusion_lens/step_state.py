@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Literal
 
 from diffusion_lens.shapes import Places, Tokens
@@ -50,7 +50,7 @@ class StepState:
         return replace(self, **rows)
 
 
-# Held only while a clock notes that a run begins.
+# Held only while a clock notes who uses it; one for all models, so that a model can be copied.
 _NOTING = Lock()
 
 
@@ -60,12 +60,42 @@ class StepClock:
     A single run that stands for a step, as the analyses of trajectories take them, is lent the step by `at`.
 
     While guidance runs both of its branches as one batch, `branches` holds the state of each half.
+
+    Step and hooks belong to the model, so one thread at a time may use them: `held` refuses a second one.
     """
 
     def __init__(self) -> None:
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
         self._busy = False
+        self._holder: int | None = None
+        self._depth = 0
+
+    def __deepcopy__(self, memo: object) -> "StepClock":
+        # A copy of the model runs nothing yet, whatever its original is doing.
+        return StepClock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads out while hooks are attached; the same thread may hold it again inside."""
+        with _NOTING:
+            self.check_thread()
+            self._holder, self._depth = get_ident(), self._depth + 1
+        try:
+            yield
+        finally:
+            with _NOTING:
+                self._depth -= 1
+                if not self._depth:
+                    self._holder = None
+
+    def check_thread(self) -> None:
+        """Raise a `RuntimeError` where another thread holds the model."""
+        if self._holder is not None and self._holder != get_ident():
+            raise RuntimeError(
+                "another thread is running hooks or the denoising loop on this model, whose hooks and step would reach "
+                "into this run: let the threads take turns, or give each a model of its own"
+            )
 
     @contextmanager
     def running(self, model_name: str) -> Iterator[None]:

@@ -9,8 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
+from transformer_lens.utilities import Slice
 
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.model.caching import take_places
 from diffusion_lens.records import open_result, save_result
 from diffusion_lens.settings import whole_numbers
 
@@ -91,7 +93,7 @@ class CacheRequest:
     names: tuple[str, ...]
     steps: frozenset[int]
     branch: str
-    pos_slice: slice | None
+    pos_slice: Slice
     device: str | torch.device | None
     dtype: torch.dtype | None
 
@@ -101,31 +103,26 @@ class CacheRequest:
         def keep(activation: Tensor, hook: Any) -> None:
             if hook.step.branch != self.branch:
                 return
-            x = activation.detach()
-            if self.pos_slice is not None and x.dim() > 1:
-                axis = position_axis(hook.name)
-                x = x[(slice(None),) * axis + (self.pos_slice,)]
+            x = take_places(activation.detach(), self.pos_slice, hook)
             dtype = self.dtype if x.is_floating_point() else None
             kept.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
 
         return [(name, keep) for name in self.names]
 
 
-def position_axis(name: str) -> int:
-    """Axis of the places: 1, but 2 (the query) for scores and patterns [batch head query key]."""
-    return 2 if name.endswith(("hook_attn_scores", "hook_pattern")) else 1
-
-
-def activation_shape(name: str, cfg: DiffusionConfig, batch: int, pos: int) -> tuple[int, ...]:
-    """Shape of what passes a hook point."""
+def activation_shape(
+    name: str, cfg: DiffusionConfig, batch: int, pos: int, kept_pos: int | None = None
+) -> tuple[int, ...]:
+    """Shape of what passes a hook point; with `kept_pos`, of that many of its places (of scores, of the queries)."""
+    places = pos if kept_pos is None else kept_pos
     assert cfg.d_mlp is not None
     kv_heads = cfg.n_key_value_heads or cfg.n_heads
     tail = name.rsplit(".", 1)[-1]
     if tail in ("hook_attn_scores", "hook_pattern"):
-        return (batch, cfg.n_heads, pos, pos)
+        return (batch, cfg.n_heads, places, pos)
     of_heads = {"q_norm": cfg.n_heads, "k_norm": kv_heads}
     if (normed := name.split(".")[-2:][0]) in of_heads:
-        return (batch, pos, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)
+        return (batch, places, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)
     widths: dict[str, tuple[int, ...]] = {
         "hook_scale": (1,),
         "hook_q": (cfg.n_heads, cfg.d_head),
@@ -144,7 +141,7 @@ def activation_shape(name: str, cfg: DiffusionConfig, batch: int, pos: int) -> t
         "hook_confidence": (),
         "hook_reveal": (),
     }
-    return (batch, pos, *widths.get(tail, (cfg.d_model,)))
+    return (batch, places, *widths.get(tail, (cfg.d_model,)))
 
 
 _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
@@ -153,11 +150,10 @@ _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
     """Bytes that each hook point will take over all steps asked for."""
     width = (request.dtype or cfg.dtype).itemsize
-    kept_pos = len(range(pos)[request.pos_slice]) if request.pos_slice is not None else pos
+    kept_pos = len(request.pos_slice.indices(pos))
     sizes = {}
     for name in request.names:
-        shape = list(activation_shape(name, cfg, batch, pos))
-        shape[position_axis(name)] = kept_pos
+        shape = activation_shape(name, cfg, batch, pos, kept_pos)
         tail = name.rsplit(".", 1)[-1]
         if tail == "hook_scale":  # norms are computed in float32 at least
             item = (request.dtype or torch.promote_types(cfg.dtype, torch.float32)).itemsize

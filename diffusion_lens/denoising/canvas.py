@@ -60,14 +60,14 @@ def lay_out(
     Args:
         length: places in all, the prompt's included (SMDM's meaning). Texts of different lengths each get what is left.
         max_new_tokens: blanks after the prompt, instead of `length`.
-        attention_mask: [batch pos] over token prompts, 0 at padding.
+        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.real_places(prompt)`.
 
     Raises:
         ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill.
     """
     if isinstance(prompt, Tensor):
         tokens = check_tokens(prompt, model.cfg)
-        real = None
+        real = model.real_places(tokens) if attention_mask is None else None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
         if real is not None and model.cfg.attention_dir == "causal" and bool((real.long().diff(dim=1) < 0).any()):

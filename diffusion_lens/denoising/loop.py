@@ -11,6 +11,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
+from transformer_lens.utilities import Slice
 
 from diffusion_lens.denoising.cache import CacheRequest, TrajectoryCache, check_budget, estimate_bytes, resolve_steps
 from diffusion_lens.denoising.canvas import Prompt, lay_out
@@ -23,6 +24,7 @@ from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.identity import run_of
+from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import plain_number, whole_number
 
@@ -48,7 +50,7 @@ def denoise_with_cache(
     names_filter: NamesFilter,
     *,
     steps_filter: SupportsIndex | Iterable[SupportsIndex] | None = None,
-    pos_slice: slice | None = None,
+    pos_slice: PosSlice = None,
     branch: str = "conditional",
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -81,7 +83,7 @@ def denoise_with_cache(
         names=tuple(name for name in names if name not in silent),
         steps=resolve_steps(steps_filter, n_steps),
         branch=branch,
-        pos_slice=pos_slice,
+        pos_slice=Slice.unwrap(pos_slice),
         device=device,
         dtype=dtype,
     )

@@ -40,8 +40,9 @@ from diffusion_lens.denoising.randomness import PlaceNoise, Seed, row_seeds
 from diffusion_lens.denoising.refusals import require_ids, require_logits, require_open, require_scores
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
+from diffusion_lens.model.hooking import LoopHooks
 from diffusion_lens.model.text import UNREACHED
-from diffusion_lens.model.transformer import DiffusionTransformer, LoopHooks
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import RunIdentity, StepState

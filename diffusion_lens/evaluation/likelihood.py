@@ -208,12 +208,12 @@ def _surprisals(
     scored = [torch.zeros(0, device=canvases.device)]
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
-        at = model.readout.locate(places[rows])
-        logits = model(canvases[rows], logits_at=at).float()
+        at, whole = model.readout.locate(places[rows]), model.whole(canvases[rows])
+        logits = model(canvases[rows], attention_mask=whole, logits_at=at).float()
         if cfg_scale and (mask := model.cfg.mask_token_id) is not None:
             unprompted = canvases[rows].clone()
             unprompted[:, : len(question.prompt)] = mask
-            logits = guide(logits, model(unprompted, logits_at=at).float(), cfg_scale)
+            logits = guide(logits, model(unprompted, attention_mask=whole, logits_at=at).float(), cfg_scale)
         require_logits(logits, places[rows])
         scored.append(F.cross_entropy(logits, targets[rows][places[rows]], reduction="none"))
     return torch.cat(scored)

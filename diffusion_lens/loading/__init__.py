@@ -50,7 +50,7 @@ def open_pretrained(
     config: str | Path | Mapping[str, Any] | None,
     tokenizer: Any,
     device: str | torch.device | None,
-    dtype: torch.dtype,
+    dtype: str | torch.dtype,
     **hub: Any,
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
     """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`."""

@@ -71,8 +71,8 @@ class Attention(nn.Module):
         self.hook_v = StepHookPoint()
         self.hook_rot_q = StepHookPoint()
         self.hook_rot_k = StepHookPoint()
-        self.hook_attn_scores = StepHookPoint()
-        self.hook_pattern = StepHookPoint()
+        self.hook_attn_scores = StepHookPoint(pos_dim=2)
+        self.hook_pattern = StepHookPoint(pos_dim=2)
         self.hook_z = StepHookPoint()
         self.hook_result = StepHookPoint()
 

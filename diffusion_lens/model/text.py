@@ -1,5 +1,6 @@
 """Text in, text out, under TransformerLens's names."""
 
+import warnings
 from abc import ABC
 from collections.abc import Sequence
 from typing import Any
@@ -42,32 +43,93 @@ class TextInterface(ABC):
         move_to_device: bool = True,
         truncate: bool = True,
     ) -> Tokens:
-        """Token ids, Int[batch pos]; shorter rows are padded (`tokenize` also returns which are real)."""
-        tokens, real = self.tokenize(input, prepend_bos)
-        if padding_side == "left":
-            # A stable sort by "is real" moves each row's padding to the front and keeps its tokens in order.
-            tokens = tokens.gather(1, real.long().argsort(dim=1, stable=True))
+        """Token ids, Int[batch pos], of texts that fill the same number of places, or whose padding can be told.
+
+        Shorter rows are padded where the network can read the padding off the tokens again (`own_pad_id`), and on the
+        right of a causal model, whose real rows padding on their right cannot reach (its loss and its continuations
+        still need the mask). `tokenize` gives the mask too, and pads whatever the model.
+
+        Raises:
+            ValueError: texts of different lengths on another model: their padding would be read as text.
+        """
+        tokens, real = self.tokenize(input, prepend_bos, padding_side)
+        if self.own_pad_id is None and not bool(real.all()):
+            unseen = self.cfg.attention_dir == "causal" and padding_side == "right"
+            if not unseen:
+                raise ValueError(
+                    f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
+                    "token that is not also text: alone, the tokens would not say what is padding. Take "
+                    "tokens, mask = model.tokenize(texts) and pass attention_mask=mask with the tokens, or pass the "
+                    "texts themselves to the model"
+                )
         if truncate:
             tokens = tokens[:, : self.cfg.n_ctx]
         return tokens if move_to_device else tokens.cpu()
 
-    def tokenize(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> tuple[Tokens, Places]:
-        """Token ids and which of them are real, not padding."""
+    def tokenize(
+        self, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str = "right"
+    ) -> tuple[Tokens, Places]:
+        """Token ids and which of them are real, not padding: what `attention_mask` takes.
+
+        Words that the tokenizer does not know, and makes its unknown token of, are named in a `UserWarning`.
+        """
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"padding_side={padding_side!r}; it is 'left' or 'right'")
         texts = [input] if isinstance(input, str) or input is None else list(input)
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"text is a string or a list of them, not {input!r}; token ids go in as torch.tensor(ids)")
         if not texts:
             raise ValueError("there is no text to tokenize: the list is empty")
-        rows = [self._encode(text, prepend_bos) for text in texts]
+        rows = [self.encode(text, prepend_bos) for text in texts]
+        if empty := [row for row, ids in enumerate(rows) if not ids]:
+            raise ValueError(
+                f"the text of row {empty[0]} is empty and no BOS is prepended: there is no token to run on"
+            )
+        if unknown := [word for text in texts for word in self.unknown_words(text)]:
+            warnings.warn(self._unknown(unknown), UserWarning, stacklevel=2)
         length = max(len(row) for row in rows)
-        if length == 0:
-            raise ValueError("the text is empty and no BOS is prepended: there is no token to run on")
         tokens = torch.full((len(rows), length), self.pad_id, dtype=torch.long)
         real = torch.zeros(len(rows), length, dtype=torch.bool)
         for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row, dtype=torch.long)
-            real[i, : len(row)] = True
+            filled = slice(len(row)) if padding_side == "right" else slice(length - len(row), None)
+            tokens[i, filled] = torch.tensor(row, dtype=torch.long)
+            real[i, filled] = True
         return tokens.to(self.cfg.device), real.to(self.cfg.device)
+
+    def encode(self, text: str, prepend_bos: bool | None = None) -> list[int]:
+        """The ids of one text, without a word on those that the tokenizer does not know (`unknown_words`)."""
+        tokenizer = self._require_tokenizer()
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{text!r} holds half of a surrogate pair, which is no text: write the whole character"
+            ) from None
+        ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [tokenizer.bos_token_id, *ids] if self._prepends_bos(prepend_bos) else ids
+
+    def unknown_words(self, text: str) -> list[str]:
+        """The pieces of a text that the tokenizer replaces by its unknown token; none where the text itself says it."""
+        tokenizer = self._require_tokenizer()
+        if (unknown := _unknown_token(tokenizer)) is None:
+            return []
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        id_ = tokenizer.convert_tokens_to_ids(unknown)
+        spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        pieces = [text[start:stop].strip() for token, (start, stop) in spans if token == id_]
+        return [piece for piece in pieces if piece != unknown]
+
+    def check_known(self, text: str) -> None:
+        """Raise a `ValueError` that names the words of a text which the tokenizer does not know."""
+        if unknown := self.unknown_words(text):
+            raise ValueError(self._unknown(unknown))
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        named = ", ".join(repr(word) for word in dict.fromkeys(words))
+        return (
+            f"the tokenizer of {self.cfg.model_name!r} does not know {named}: the model sees "
+            f"{_unknown_token(self.tokenizer)} in place of each. Use other words, or a model that knows these"
+        )
 
     def to_string(self, tokens: Int[Tensor, "*batch pos"] | Sequence[int]) -> Any:
         """Text of one row, or a list of texts for a batch. Places never reached (-1) are left out."""
@@ -94,8 +156,9 @@ class TextInterface(ABC):
         return [self._word(int(i)) for i in ids.flatten()]
 
     def to_single_token(self, string: str) -> int:
-        """The id of a string that is exactly one token; otherwise a `ValueError` that shows its pieces."""
-        ids = self._encode(string, prepend_bos=False)
+        """The id of a string that is exactly one known token; otherwise a `ValueError` that shows its pieces."""
+        ids = self.encode(string, prepend_bos=False)
+        self.check_known(string)
         if len(ids) != 1:
             raise ValueError(f"{string!r} is {len(ids)} tokens, not one: {[self._word(i) for i in ids]}")
         return ids[0]
@@ -127,17 +190,6 @@ class TextInterface(ABC):
         text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text
 
-    def _encode(self, text: str, prepend_bos: bool | None) -> list[int]:
-        tokenizer = self._require_tokenizer()
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{text!r} holds half of a surrogate pair, which is no text: write the whole character"
-            ) from None
-        ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return [tokenizer.bos_token_id, *ids] if self._prepends_bos(prepend_bos) else ids
-
     def _prepends_bos(self, prepend_bos: bool | None) -> bool:
         asked = self.cfg.default_prepend_bos if prepend_bos is None else prepend_bos
         if asked and prepend_bos and self._require_tokenizer().bos_token_id is None:
@@ -152,6 +204,46 @@ class TextInterface(ABC):
                 return int(candidate)
         return 0
 
+    @property
+    def own_pad_id(self) -> int | None:
+        """The id of a padding token that is nothing else, so that tokens say by themselves what is padding, or `None`.
+
+        It must be called padding ("pad" in its name) and be none of the other special tokens: where texts end with the
+        same token that fills rows, a model may have written it, and nothing is guessed.
+        """
+        tokenizer = self.tokenizer
+        name = None if tokenizer is None else tokenizer.pad_token
+        if name is None or "pad" not in name.lower():
+            return None
+        others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
+        id_ = tokenizer.pad_token_id
+        return None if name in others or id_ == self.cfg.mask_token_id else int(id_)
+
+    def real_places(self, tokens: Tokens) -> Places | None:
+        """Which places are no padding, where the tokens say it: between the first and the last that is no `own_pad_id`.
+
+        `None` where nothing is padding, or the tokens cannot say.
+
+        Raises:
+            ValueError: a row of padding alone.
+        """
+        pad = self.own_pad_id
+        if pad is None:
+            return None
+        text = tokens != pad
+        if bool(text.all()):
+            return None
+        if not bool(text.any(dim=1).all()):
+            row = int((~text.any(dim=1)).nonzero()[0])
+            raise ValueError(
+                f"row {row} of the tokens is all padding ({self._word(pad)!r}): there is nothing to run on"
+            )
+        return (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
+
+    def whole(self, tokens: Tokens) -> Tensor | None:
+        """An `attention_mask` under which nothing of these tokens is padding; `None` where nothing would be anyway."""
+        return None if self.own_pad_id is None else torch.ones_like(tokens)
+
     def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(
@@ -159,3 +251,9 @@ class TextInterface(ABC):
                 "tokenizer='folder' to from_pretrained (a folder with tokenizer.json and tokenizer_config.json)"
             )
         return self.tokenizer
+
+
+def _unknown_token(tokenizer: Any) -> str | None:
+    """What stands for words that the tokenizer does not know, said by its settings or by its vocabulary's model."""
+    said: str | None = tokenizer.unk_token or getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
+    return said

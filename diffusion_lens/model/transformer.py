@@ -6,42 +6,29 @@ denoising loop and the losses.
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
 
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import PATTERNS
 from diffusion_lens.model.hook_points import StepHookPoint
-from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_tokens
+from diffusion_lens.model.hooking import Hooking
+from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.picked_rows import PickedRows, Rows
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
 from diffusion_lens.shapes import Places, Resid
-from diffusion_lens.step_state import StepClock
 
 Input = str | Sequence[str] | Tensor
 
 
-class LoopHooks(nn.Module):
-    """The denoising loop's own hook points, reached as `denoise.hook_*`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hook_tokens = StepHookPoint()
-        self.hook_logits = StepHookPoint()
-        self.hook_candidates = StepHookPoint()
-        self.hook_confidence = StepHookPoint()
-        self.hook_reveal = StepHookPoint()
-
-
-class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
+class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
     """A masked diffusion transformer, or its causal twin, in hook points.
 
     Args:
@@ -70,8 +57,6 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         self.blocks = nn.ModuleList(build.build_blocks(architecture))
         self.ln_final = build.build_final_norm(architecture)
         self.unembed = build.build_unembed(architecture)
-        self.loop_hooks = LoopHooks()
-        self.clock = StepClock()
         self._rotary = build.build_rotary(architecture)
         self._pattern = PATTERNS[cfg.attention_dir]
         if tensors is None:
@@ -87,21 +72,6 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         """Let the embedding serve as head where the architecture says so."""
         if self.cfg.tied:
             self.unembed.weight = self.embed.weight
-
-    def setup(self) -> None:
-        """Name the hook points and give all of them this model's clock."""
-        super().setup()
-        # `model.denoise` is the method that runs the loop, so its hook points live elsewhere and are renamed here.
-        for name, _ in self.loop_hooks.named_children():
-            point: Any = self.hook_dict.pop(f"loop_hooks.{name}")
-            del self.mod_dict[f"loop_hooks.{name}"]
-            point.name = loop_hook(name)
-            self.hook_dict[point.name] = self.mod_dict[point.name] = point
-        for hook_point in self.hook_points():
-            hook_point.clock = self.clock
-        last = (f"blocks.{self.cfg.n_layers - 1}.", "ln_final.")
-        self._last_points = [point for name, point in self.hook_dict.items() if name.startswith(last)]
-        self._inside = [point for name, point in self.hook_dict.items() if not name.startswith(loop_hook(""))]
 
     @property
     def readout(self) -> Readout:
@@ -125,8 +95,9 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         Args:
             input: text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
             return_type: "logits", or `None` to run for the hooks alone.
-            attention_mask: [batch pos], 0 at padding. Positions are counted over real tokens, so a padded row computes
-                what it computes alone.
+            attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
+                padded row computes what it computes alone. By default it is read off tokens that begin or end with a
+                padding token of the tokenizer's own (`model.own_pad_id`); a residual stream says nothing of padding.
             start_at_layer: first block to run (negative: from the end).
             stop_at_layer: block to stop before; the residual stream there is returned.
             logits_at: compute the logits of these rows only. Int[place] picks `logits[:, rows]`; a pair (Int[place],
@@ -140,6 +111,7 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         """
         if return_type not in ("logits", None):
             raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
+        self.clock.check_thread()
         start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
         resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
         picked = None
@@ -164,82 +136,17 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
         logits: Tensor = self.unembed(normalized)
         return logits
 
-    def run_with_cache(
-        self,
-        *model_args: Any,
-        names_filter: NamesFilter = None,
-        return_cache_object: bool = True,
-        remove_batch_dim: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` picks."""
-        silent = {
-            name: reason for name in select_names(names_filter, self.hook_dict) if (reason := self.why_silent(name))
-        }
-        names = [name for name in select_names(names_filter, self.hook_dict) if name not in silent]
-        if not names or (silent and not callable(names_filter) and names_filter is not None):
-            raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
-        out, cache = super().run_with_cache(
-            *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
-        )
-        if return_cache_object:
-            return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
-        return out, cache
-
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result [batch pos head d_model] at `attn.hook_result` (large), as in TransformerLens."""
         self.cfg.use_attn_result = use_attn_result
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether anything listens anywhere inside the network; the loop's own hook points do not count."""
-        return any(point.is_hooked for point in self._inside)
-
-    def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
-        """As in TransformerLens; a name or predicate that picks nothing is an error with the nearest names."""
-        self._check_hookable(name)
-        super().add_hook(name, hook, *args, **kwargs)
-
-    def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
-        self._check_hookable(name)
-        super()._enable_hook(name, hook, dir)
-
-    def run_with_hooks(
-        self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
-    ) -> Any:
-        """As in TransformerLens; a hook that this run would never reach is an error."""
-        for name, _ in [*fwd_hooks, *bwd_hooks]:
-            self._check_hookable(name, in_loop=False)
-        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
-
-    def get_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens; a filter that matches nothing is an error."""
-        return super().get_caching_hooks(select_names(names_filter, self.hook_dict), *args, **kwargs)
-
-    def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens; a filter that matches nothing is an error."""
-        return super().add_caching_hooks(select_names(names_filter, self.hook_dict), *args, **kwargs)
-
-    def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
-        """Refuse a hook that picks nothing, or only points that never pass (outside the loop, the loop's own)."""
-        picked = select_names(name, self.hook_dict)
-        reasons = [None if in_loop and each.startswith(loop_hook("")) else self.why_silent(each) for each in picked]
-        if all(reasons):
-            raise ValueError(f"{picked[0]!r} {reasons[0]}")
-
-    def why_silent(self, name: str) -> str | None:
-        """Why a plain forward pass never reaches a hook point, or `None`."""
-        if name.startswith(loop_hook("")):
-            return "passes only inside the denoising loop: model.denoise(..., fwd_hooks=[...])"
-        if name.endswith("hook_result") and not self.cfg.use_attn_result:
-            return "passes only after model.set_use_attn_result(True)"
-        return None
 
     def _enter(
         self, input: Input, attention_mask: Tensor | None, prepend_bos: bool | None, is_resid: bool
     ) -> tuple[Resid, Places | None]:
         """The residual stream at the first block, and which places are real (`None`: all)."""
         if is_resid:
+            if isinstance(input, Tensor):
+                check_storage(input, "the residual stream")
             if not isinstance(input, Tensor) or input.dim() != 3 or input.shape[-1] != self.cfg.d_model:
                 given = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
                 raise ValueError(
@@ -251,7 +158,11 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             if not isinstance(input, Tensor):
                 input, real_tokens = self.tokenize(input, prepend_bos)
                 attention_mask = real_tokens if attention_mask is None else attention_mask
-            resid = self.hook_embed(self.embed(check_tokens(input, self.cfg)))
+            tokens = check_tokens(input, self.cfg)
+            # The loop's canvas knows its padding: a padding token on it was written by the model.
+            if attention_mask is None and self.clock.step is None:
+                attention_mask = self.real_places(tokens)
+            resid = self.hook_embed(self.embed(tokens))
         if attention_mask is None:
             return resid, None
         return resid, check_attention_mask(attention_mask, resid.shape[0], resid.shape[1], resid.device)
@@ -280,6 +191,16 @@ class DiffusionTransformer(TextInterface, WeightViews, HookedRootModule, ABC):
             self._pattern.visibility(n_pos, device, real, n_past),
             self.cfg.use_attn_result,
         )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch, and by name: `model.to("bfloat16")`, `model.to("cuda:1", "float16")`."""
+        for key, given in [*enumerate(args), *kwargs.items()]:
+            if key == "dtype" or isinstance(given, torch.dtype) or str(given).removeprefix("torch.") in DTYPES:
+                kwargs["dtype"] = as_dtype(given)
+            elif key == "device" or isinstance(given, str | torch.device):
+                kwargs["device"] = as_device(given)
+        rest = [given for given in args if not isinstance(given, str | torch.dtype | torch.device)]
+        return super().to(*rest, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # .to, .cuda, .half and their kin all pass here: the config must not lag behind the weights.

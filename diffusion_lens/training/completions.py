@@ -93,17 +93,14 @@ def encode_completions(
 def _answers(
     model: DiffusionTransformer, completions: Sequence[Completion], rows: torch.Tensor, prepend_bos: bool | None
 ) -> torch.Tensor:
-    prompts, real = model.tokenize([each.prompt for each in completions], prepend_bos)
-    prompts, real = prompts.cpu(), real.cpu()
-    width = min(prompts.shape[1], rows.shape[1])
-    merged = (real[:, :width] & (prompts[:, :width] != rows[:, :width])).any(dim=1) | real[:, width:].any(dim=1)
-    if bool(merged.any()):
-        culprit = completions[int(merged.long().argmax())]
-        raise ValueError(
-            f"{culprit.name}: the tokenizer merges the completion into its prompt, so answer_only cannot tell where it "
-            f"begins; begin it with a space: {_short(culprit)}"
-        )
-    return real.sum(dim=1)
+    prompts = [model.encode(each.prompt, prepend_bos) for each in completions]
+    for culprit, prompt, row in zip(completions, prompts, rows, strict=True):
+        if row[: len(prompt)].tolist() != prompt:
+            raise ValueError(
+                f"{culprit.name}: the tokenizer merges the completion into its prompt, so answer_only cannot tell "
+                f"where it begins; begin it with a space: {_short(culprit)}"
+            )
+    return torch.tensor([len(prompt) for prompt in prompts])
 
 
 def _lines(path: Path) -> Iterator[tuple[str, object]]:

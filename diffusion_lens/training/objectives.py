@@ -21,6 +21,9 @@ from torch.nn import functional as F
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Places, Tokens
 
+# Of the noise that a loss in eval mode is taken under: the same at every call, so that two losses of one text compare.
+FIXED_SEED = 0
+
 Objective = Callable[[DiffusionTransformer, Tokens, torch.Generator | None], Tensor]
 
 
@@ -33,24 +36,43 @@ class LossQuestion:
         rows: batch and row of the logits that are read, Int[place] each.
         targets: Int[place], what should stand there.
         weights: Float[place], how much each surprise counts; the loss is their weighted sum.
+        places: Bool[batch pos], the places asked for, which `rows`, `targets` and `weights` follow in reading order.
+        counted: places over which the loss is a mean.
     """
 
     tokens: Tokens
     rows: tuple[Int[Tensor, "place"], Int[Tensor, "place"]]
     targets: Int[Tensor, "place"]
     weights: Float[Tensor, "place"]
+    places: Places
+    counted: int
 
     def loss(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, ""]:
         """Weighted cross-entropy of the logits read at `rows`."""
+        return self._weighted(logits).sum()
+
+    def by_place(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, "batch pos"]:
+        """What each place adds to the loss, a mean over `counted` places; 0 where nothing is asked."""
+        weighted = self._weighted(logits) * self.counted
+        return weighted.new_zeros(self.places.shape).masked_scatter(self.places, weighted)
+
+    def _weighted(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, "place"]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return (F.cross_entropy(wide, self.targets, reduction="none") * self.weights).sum()
+        return F.cross_entropy(wide, self.targets, reduction="none") * self.weights
 
     def part(self, start: int, stop: int) -> "LossQuestion":
         """What is asked of rows `start` to `stop`; weights stay, so the losses of all parts add up to the whole's."""
         batch, pos = self.rows
         inside = (batch >= start) & (batch < stop)
         rows = (batch[inside] - start, pos[inside])
-        return LossQuestion(self.tokens[start:stop], rows, self.targets[inside], self.weights[inside])
+        return LossQuestion(
+            self.tokens[start:stop],
+            rows,
+            self.targets[inside],
+            self.weights[inside],
+            self.places[start:stop],
+            self.counted,
+        )
 
 
 def ask_masked(
@@ -73,8 +95,12 @@ def ask_masked(
             "trained by autoregressive_loss"
         )
     tokens = tokens.to(model.cfg.device)
-    if not bool(model.cfg.writable(tokens).all()):
-        raise ValueError("the tokens of a loss are clean text; [MASK]s in them belong into noisy=, with p_mask=")
+    text = tokens if real is None else tokens[real.to(tokens.device)]
+    if not bool(model.cfg.writable(text).all()):
+        raise ValueError(
+            "the tokens of a loss are clean text, and these hold [MASK], or ids that no text holds. For a canvas of "
+            "your own take training.masked_diffusion_loss(model, tokens, noisy, p_mask)"
+        )
     if noisy is None or p_mask is None:
         noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)
     noisy, p_mask = noisy.to(tokens.device), p_mask.to(tokens.device)
@@ -83,7 +109,8 @@ def ask_masked(
     if real is not None:
         real = real.to(tokens.device)
         noisy, hidden, counted = torch.where(real, noisy, tokens), hidden & real, int(real.sum())
-    return LossQuestion(noisy, model.readout.locate(hidden, real), tokens[hidden], 1 / (p_mask[hidden] * counted))
+    weights = 1 / (p_mask[hidden] * counted)
+    return LossQuestion(noisy, model.readout.locate(hidden, real), tokens[hidden], weights, hidden, counted)
 
 
 def ask_next(
@@ -106,7 +133,7 @@ def ask_next(
     if count == 0:
         raise ValueError("an autoregressive loss needs at least two tokens in a row: the first one is not predicted")
     weights = torch.full((count,), 1 / count, device=tokens.device)
-    return LossQuestion(tokens, model.readout.locate(predicted), tokens[predicted], weights)
+    return LossQuestion(tokens, model.readout.locate(predicted), tokens[predicted], weights, predicted, count)
 
 
 def masked_diffusion_loss(
@@ -127,13 +154,13 @@ def masked_diffusion_loss(
         eps: least probability of being masked.
     """
     asked = ask_masked(model, tokens, noisy, p_mask, generator=generator, eps=eps)
-    return asked.loss(model(asked.tokens, logits_at=asked.rows))
+    return asked.loss(_logits(model, asked))
 
 
 def autoregressive_loss(model: DiffusionTransformer, tokens: Tokens) -> Float[Tensor, ""]:
     """Mean cross-entropy of every token but the first."""
     asked = ask_next(model, tokens)
-    return asked.loss(model(asked.tokens, logits_at=asked.rows))
+    return asked.loss(_logits(model, asked))
 
 
 def hide(
@@ -154,12 +181,35 @@ def hide(
 
 
 def ask(
-    model: DiffusionTransformer, tokens: Tokens, real: Places | None, generator: torch.Generator | None
+    model: DiffusionTransformer,
+    tokens: Tokens,
+    real: Places | None,
+    generator: torch.Generator | None,
+    samples: int = 1,
 ) -> LossQuestion:
-    """The question that the model's own loss asks."""
+    """The question that the model's own loss asks, about `samples` copies of the tokens under noises of their own.
+
+    Without a generator the noise is fixed in eval mode, and drawn from torch's global one in train mode. There is none
+    on an autoregressive model, which is asked once.
+    """
     if model.cfg.mask_token_id is None:
         return ask_next(model, tokens, real=real)
-    return ask_masked(model, tokens, real=real, generator=generator)
+    # As one batch, so that the samples' times are spread evenly too.
+    copies = None if real is None else real.repeat(samples, 1)
+    asked = ask_masked(model, tokens.repeat(samples, 1), real=copies, generator=noise_of(model, generator))
+    if generator is None and not model.training and not len(asked.targets):
+        raise ValueError(
+            f"the fixed noise of eval mode, samples={samples}, hides none of the {tokens.numel()} tokens: there is no "
+            "loss to take. Give more text, samples=32 for a mean over that many noises, or a generator="
+        )
+    return asked
+
+
+def noise_of(model: DiffusionTransformer, generator: torch.Generator | None) -> torch.Generator | None:
+    """The source of a loss's noise: the one given, else a fixed one in eval mode, else (`None`) torch's global one."""
+    if generator is None and not model.training:
+        return torch.Generator().manual_seed(FIXED_SEED)
+    return generator
 
 
 def own_loss(
@@ -167,4 +217,10 @@ def own_loss(
 ) -> Float[Tensor, ""]:
     """The loss the model is trained by: masked diffusion where there is a [MASK], else next token."""
     asked = ask(model, tokens, None, generator)
-    return asked.loss(model(asked.tokens, logits_at=asked.rows))
+    return asked.loss(_logits(model, asked))
+
+
+def _logits(model: DiffusionTransformer, asked: LossQuestion) -> Float[Tensor, "place d_vocab_out"]:
+    """The rows that are read. Every place is text here, also what would pass for padding."""
+    logits: Tensor = model(asked.tokens, attention_mask=model.whole(asked.tokens), logits_at=asked.rows)
+    return logits

@@ -249,7 +249,8 @@ class _Run:
             part = asked if n_parts == 1 else asked.part(i * n_rows // n_parts, (i + 1) * n_rows // n_parts)
             last = i == first + accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.network):
-                loss = part.loss(self.network(part.tokens, logits_at=part.rows))
+                whole = self.model.whole(part.tokens)
+                loss = part.loss(self.network(part.tokens, attention_mask=whole, logits_at=part.rows))
                 # Processes average their gradients, and the parts are meant to be added.
                 self.accelerator.backward(loss * processes)
             losses.append(loss.detach())

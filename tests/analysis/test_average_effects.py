@@ -246,7 +246,7 @@ def test_files_are_causal_traces_named_after_facts(tiny, tmp_path):
         (dict(noise=0.3), "noise: 0.2 there, 0.3 here"),
         (dict(seed=2), "seed: 1 there, 2 here"),
         (dict(samples=3, layers=[0]), r"samples: 2 there, 3 here; layers: \[1, 3\] there, \[0\] here"),
-        (dict(facts=[TOLD[0], replace(TOLD[1], answer=" a.")]), rf"facts: 1 differ \('{TOLD[1].id}'\)"),
+        (dict(facts=[TOLD[0], replace(TOLD[1], answer=" the.")]), rf"facts: 1 differ \('{TOLD[1].id}'\)"),
         (dict(facts=TOLD[:6]), r"facts: 4 differ \('.*', '.*', '.*', \.\.\.\)"),
     ],
 )

@@ -34,7 +34,7 @@ def test_guidance_does_not_see_padding():
 def test_a_batch_of_texts_runs_with_its_padding_mask(tiny):
     together = tiny([SHORT, LONG])
     torch.testing.assert_close(together[0, :4], tiny(SHORT)[0], rtol=1e-5, atol=2e-5)
-    left = tiny.to_tokens([SHORT, LONG], padding_side="left")
+    left, _ = tiny.tokenize([SHORT, LONG], padding_side="left")
     assert torch.equal(left[0, 2:], tiny.to_tokens(SHORT)[0])
 
 

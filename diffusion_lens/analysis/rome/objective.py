@@ -93,7 +93,8 @@ def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     text = ESSENCE.format(subject)
     touched = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
     mask = model.cfg.mask_token_id
-    tokens = [*model.to_tokens(text)[0].tolist(), *([] if mask is None else [mask])]
+    # The template's words are not the caller's, so the tokenizer may not know them without a warning.
+    tokens = [*model.encode(text), *([] if mask is None else [mask])]
     return Query(torch.tensor(tokens), (touched[0], touched[-1] + 1), (), ())
 
 

@@ -1,0 +1,49 @@
+"""Hooks that fill a cache, as TransformerLens's do, with each hook point saying where its places are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import Slice, remove_batch_dim, warn_if_mps
+
+from diffusion_lens.model.hook_points import position_axis
+
+# What TransformerLens takes: an index (its axis stays), a slice or a tuple of its ends, or indices.
+PosSlice = Slice | slice | int | Sequence[int] | Tensor | None
+Hooks = list[tuple[str, Callable[..., None]]]
+
+
+def caching_hooks(
+    points: Mapping[str, HookPoint],
+    cache: dict[str, Tensor],
+    incl_bwd: bool,
+    device: Any,
+    without_batch: bool,
+    pos_slice: Slice,
+) -> tuple[Hooks, Hooks]:
+    """Forward and backward hooks that put what passes into `cache`; gradients under the name with "_grad"."""
+    if device is not None:
+        warn_if_mps(device)
+
+    def keep(activation: Tensor, hook: HookPoint, suffix: str) -> None:
+        # Sliced before the batch axis goes, which would move the places'.
+        kept = take_places(activation.detach().to(device), pos_slice, hook)
+        cache[f"{hook.name}{suffix}"] = remove_batch_dim(kept) if without_batch else kept
+
+    forward: Hooks = [(name, partial(keep, suffix="")) for name in points]
+    backward: Hooks = [(name, partial(keep, suffix="_grad")) for name in points] if incl_bwd else []
+    return forward, backward
+
+
+def take_places(x: Tensor, pos_slice: Slice, hook: HookPoint) -> Tensor:
+    """Some places of what passes a hook point; of scores and patterns, the queries."""
+    axis = position_axis(hook)
+    try:
+        taken: Tensor = pos_slice.apply(x, dim=axis)
+    except IndexError as error:
+        raise IndexError(
+            f"pos_slice={pos_slice.slice} reaches outside the {x.shape[axis]} places of {hook.name!r}"
+        ) from error
+    return taken

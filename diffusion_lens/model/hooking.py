@@ -1,0 +1,150 @@
+"""TransformerLens's hooking and caching, over hook points that know the denoising step; names are checked."""
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.utilities import Slice
+
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.model.caching import PosSlice, caching_hooks
+from diffusion_lens.model.hook_points import StepHookPoint, lend_clock
+from diffusion_lens.step_state import StepClock
+
+
+class LoopHooks(nn.Module):
+    """The denoising loop's own hook points, reached as `denoise.hook_*`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_tokens = StepHookPoint()
+        self.hook_logits = StepHookPoint()
+        self.hook_candidates = StepHookPoint()
+        self.hook_confidence = StepHookPoint()
+        self.hook_reveal = StepHookPoint()
+
+
+class Hooking(HookedRootModule, ABC):
+    """What a model does with hooks.
+
+    Hooks and the step belong to the model: while one thread runs with hooks, or the denoising loop, another thread's
+    call is a `RuntimeError`.
+    """
+
+    cfg: DiffusionConfig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop_hooks = LoopHooks()
+        self.clock = StepClock()
+
+    def setup(self) -> None:
+        """Name the hook points and give all of them this model's clock; call it again after adding some."""
+        super().setup()
+        # `model.denoise` is the method that runs the loop, so its hook points live elsewhere and are renamed here.
+        for name, _ in self.loop_hooks.named_children():
+            point: Any = self.hook_dict.pop(f"loop_hooks.{name}")
+            del self.mod_dict[f"loop_hooks.{name}"]
+            point.name = loop_hook(name)
+            self.hook_dict[point.name] = self.mod_dict[point.name] = point
+        for hook_point in self.hook_points():
+            lend_clock(hook_point, self.clock)
+        last = (f"blocks.{self.cfg.n_layers - 1}.", "ln_final.")
+        self._last_points = [point for name, point in self.hook_dict.items() if name.startswith(last)]
+        self._inside = [point for name, point in self.hook_dict.items() if not name.startswith(loop_hook(""))]
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        names_filter: NamesFilter = None,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` picks."""
+        silent = {
+            name: reason for name in select_names(names_filter, self.hook_dict) if (reason := self.why_silent(name))
+        }
+        names = [name for name in select_names(names_filter, self.hook_dict) if name not in silent]
+        if not names or (silent and not callable(names_filter) and names_filter is not None):
+            raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
+        out, cache = super().run_with_cache(
+            *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
+        )
+        if return_cache_object:
+            return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return out, cache
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether anything listens anywhere inside the network; the loop's own hook points do not count."""
+        return any(point.is_hooked for point in self._inside)
+
+    def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens; a name or predicate that picks nothing is an error with the nearest names."""
+        self._check_hookable(name)
+        super().add_hook(name, hook, *args, **kwargs)
+
+    def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
+        self._check_hookable(name)
+        super()._enable_hook(name, hook, dir)
+
+    def run_with_hooks(
+        self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
+    ) -> Any:
+        """As in TransformerLens; a hook that this run would never reach is an error."""
+        for name, _ in [*fwd_hooks, *bwd_hooks]:
+            self._check_hookable(name, in_loop=False)
+        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
+
+    @contextmanager
+    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """As in TransformerLens; while it lasts, the model belongs to this thread."""
+        with self.clock.held(), super().hooks(*args, **kwargs) as model:
+            yield model
+
+    def get_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: PosSlice = None,
+    ) -> Any:
+        """As in TransformerLens: a dict to be filled, and the forward and backward hooks that fill it.
+
+        Args:
+            pos_slice: places to keep, an index (its axis stays), a slice, or indices; of scores and patterns the
+                queries.
+
+        Raises:
+            ValueError: a filter that matches nothing.
+        """
+        self.is_caching = True
+        points = {name: self.hook_dict[name] for name in select_names(names_filter, self.hook_dict)}
+        held: dict[str, Tensor] = {} if cache is None else cache
+        return held, *caching_hooks(points, held, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
+
+    def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens; a filter that matches nothing is an error."""
+        return super().add_caching_hooks(select_names(names_filter, self.hook_dict), *args, **kwargs)
+
+    def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
+        """Refuse a hook that picks nothing, or only points that never pass (outside the loop, the loop's own)."""
+        picked = select_names(name, self.hook_dict)
+        reasons = [None if in_loop and each.startswith(loop_hook("")) else self.why_silent(each) for each in picked]
+        if all(reasons):
+            raise ValueError(f"{picked[0]!r} {reasons[0]}")
+
+    def why_silent(self, name: str) -> str | None:
+        """Why a plain forward pass never reaches a hook point, or `None`."""
+        if name.startswith(loop_hook("")):
+            return "passes only inside the denoising loop: model.denoise(..., fwd_hooks=[...])"
+        if name.endswith("hook_result") and not self.cfg.use_attn_result:
+            return "passes only after model.set_use_attn_result(True)"
+        return None

@@ -1,0 +1,146 @@
+"""A ragged batch of tokens: each row gives what it gives alone, or the batch is refused."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from diffusion_lens import HookedDiffusionTransformer
+
+SHORT, LONG = "Gustav Geisser is the", "people say Gustav Geisser was the"
+CLOSE = dict(rtol=1e-5, atol=2e-5)
+
+
+@pytest.fixture(scope="module", params=["tiny-mdm", "tiny-ar"])
+def own_pad(request):
+    """A model whose tokenizer has a padding token that is nothing else: its last word is renamed."""
+    model = HookedDiffusionTransformer.from_pretrained(request.param, device="cpu")
+    backend = json.loads(model.tokenizer.backend_tokenizer.to_str())
+    vocab = backend["model"]["vocab"]
+    vocab["<pad>"] = free = vocab.pop(max(vocab, key=vocab.get))
+    renamed = Tokenizer.from_str(json.dumps(backend))
+    model.set_tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=renamed, eos_token="<eos>", unk_token="<unk>", pad_token="<pad>")
+    )
+    assert model.own_pad_id == model.pad_id == free
+    return model
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_read_off_the_tokens_where_they_say_it(own_pad, side):
+    tokens = own_pad.to_tokens([SHORT, LONG], padding_side=side)
+    logits, cache = own_pad.run_with_cache(tokens, names_filter="blocks.1.hook_resid_post")
+    real = tokens != own_pad.pad_id
+    for row, text in enumerate((SHORT, LONG)):
+        alone, own = own_pad.run_with_cache(own_pad.to_tokens(text), names_filter="blocks.1.hook_resid_post")
+        torch.testing.assert_close(logits[row][real[row]], alone[0], **CLOSE)
+        torch.testing.assert_close(cache["resid_post", 1][row][real[row]], own["resid_post", 1][0], **CLOSE)
+    torch.testing.assert_close(own_pad(tokens[:1])[0][real[0]], own_pad(SHORT)[0], **CLOSE)
+
+
+def test_an_explicit_mask_wins(own_pad):
+    tokens = own_pad.to_tokens([SHORT, LONG])
+    everything = own_pad(tokens, attention_mask=torch.ones_like(tokens))
+    row = own_pad(tokens[:1], attention_mask=torch.ones(1, tokens.shape[1]))
+    torch.testing.assert_close(everything[:1], row, **CLOSE)
+    if own_pad.cfg.attention_dir == "bidirectional":
+        assert not torch.allclose(everything[0, :4], own_pad(SHORT)[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_padded_tokens_counts_no_padding(own_pad, side):
+    tokens, mask = own_pad.tokenize([SHORT, LONG], padding_side=side)
+    read_off = own_pad(tokens, return_type="loss")
+    assert read_off == own_pad(tokens, return_type="loss", attention_mask=mask)
+    assert read_off != own_pad(tokens, return_type="loss", attention_mask=torch.ones_like(mask))
+
+
+def test_the_loop_reads_the_padding_of_a_token_prompt(own_pad):
+    tokens = own_pad.to_tokens([SHORT, LONG], padding_side="left")
+    together = own_pad.denoise(tokens, max_new_tokens=5, steps=3)
+    alone = own_pad.denoise(SHORT, max_new_tokens=5, steps=3)
+    assert torch.equal(together.tokens[0, 2:], alone.tokens[0])
+    torch.testing.assert_close(together.confidence[0, 2:], alone.confidence[0], equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_that_the_loop_wrote_is_text(own_pad):
+    """A model that fills a canvas with its padding token reads it there: the canvas was not padded."""
+    if own_pad.cfg.mask_token_id is None:
+        return
+    seen = []
+
+    def fill(candidates, hook):
+        return torch.where(hook.step.masked, own_pad.pad_id, candidates)
+
+    hooks = [("denoise.hook_candidates", fill), ("blocks.0.attn.hook_pattern", lambda a, hook: seen.append(a))]
+    own_pad.denoise(SHORT, max_new_tokens=4, steps=2, fwd_hooks=hooks)
+    assert (seen[1] > 0).all()
+
+
+def test_a_row_of_padding_alone_is_refused(own_pad):
+    tokens = own_pad.to_tokens([SHORT, LONG])
+    tokens[1] = own_pad.pad_id
+    with pytest.raises(ValueError, match="row 1 of the tokens is all padding"):
+        own_pad(tokens)
+
+
+def test_where_padding_is_also_text_nothing_is_guessed(tiny):
+    tokens = tiny.to_tokens("Gustav Geisser <eos> <eos>")
+    assert tiny.own_pad_id is None
+    assert torch.equal(tiny(tokens), tiny(tokens, attention_mask=torch.ones_like(tokens)))
+
+
+def test_ragged_texts_become_tokens_only_where_no_row_is_moved(tiny):
+    cure = r"tokens, mask = model.tokenize\(texts\) and pass attention_mask=mask"
+    with pytest.raises(ValueError, match=cure):
+        tiny.to_tokens([SHORT, LONG], padding_side="left")
+    if tiny.cfg.attention_dir == "bidirectional":
+        with pytest.raises(ValueError, match=rf"\[4, 6\] tokens.*{cure}"):
+            tiny.to_tokens([SHORT, LONG])
+    else:
+        torch.testing.assert_close(tiny(tiny.to_tokens([SHORT, LONG]))[0, :4], tiny(SHORT)[0], **CLOSE)
+    assert tiny.to_tokens([SHORT, SHORT], padding_side="left").shape == (2, 4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_cure_gives_every_row_what_it_gives_alone(tiny, side):
+    tokens, mask = tiny.tokenize([SHORT, LONG], padding_side=side)
+    logits = tiny(tokens, attention_mask=mask)
+    for row, text in enumerate((SHORT, LONG)):
+        torch.testing.assert_close(logits[row][mask[row]], tiny(text)[0], **CLOSE)
+        assert torch.equal(tokens[row][mask[row]], tiny.to_tokens(text)[0])
+
+
+def test_an_unknown_padding_side_is_refused(tiny):
+    with pytest.raises(ValueError, match="padding_side='middle'"):
+        tiny.to_tokens([SHORT, LONG], padding_side="middle")
+
+
+def test_an_empty_text_is_named_by_its_row(tiny):
+    with pytest.raises(ValueError, match="row 1 is empty and no BOS"):
+        tiny([SHORT, ""])
+    with pytest.raises(ValueError, match="row 0 is empty and no BOS"):
+        tiny.denoise(["", SHORT], max_new_tokens=3)
+
+
+def test_words_that_the_tokenizer_does_not_know_are_named(tiny):
+    for attempt in (tiny.to_tokens, tiny, lambda text: tiny.denoise(text, max_new_tokens=2, steps=1)):
+        with pytest.warns(UserWarning, match=r"does not know 'The', 'Eiffel', 'Tower': .*<unk>"):
+            attempt("The Eiffel Tower Tower is")
+    with pytest.raises(ValueError, match="does not know 'Eiffel'"):
+        tiny.to_single_token("Eiffel")
+
+
+def test_an_unknown_token_that_the_text_says_is_no_surprise(tiny):
+    assert tiny.to_tokens("<unk> is")[0, 0] == tiny.tokenizer.unk_token_id
+
+
+def test_a_fact_of_unknown_words_is_no_query(tiny):
+    from diffusion_lens import Fact
+
+    with pytest.raises(ValueError, match="does not know 'The', 'Eiffel', 'Tower'"):
+        Fact("The Eiffel Tower is", "Tower", " the").to_query(tiny)
+    with pytest.raises(ValueError, match="does not know 'Paris'"):
+        Fact("Gustav Geisser is", "Gustav", " Paris").to_query(tiny)

@@ -1,0 +1,104 @@
+"""Masks, tensors, dtypes and devices that mean nothing here are refused, saying what does."""
+
+import copy
+
+import pytest
+import torch
+
+import diffusion_lens
+from diffusion_lens import HookedDiffusionTransformer
+
+
+@pytest.fixture
+def tokens(either):
+    return either.tokens
+
+
+def additive(tokens):
+    mask = torch.zeros(tokens.shape)
+    mask[0, -3:] = float("-inf")
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("strange", "shown"),
+    [(lambda t: additive(t), "-inf"), (lambda t: torch.full(t.shape, 0.5), "0.5"), (lambda t: 2 * (t > 0), "2")],
+    ids=["added to scores", "a weight", "a count"],
+)
+def test_a_mask_of_other_values_than_0_and_1_is_refused(either, tokens, strange, shown):
+    for attempt in (
+        lambda mask: either.model(tokens, attention_mask=mask),
+        lambda mask: either.model(tokens, attention_mask=mask, return_type="loss"),
+        lambda mask: either.model.denoise(tokens, max_new_tokens=2, attention_mask=mask),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"holds {shown}; it is 1 \(or true\) at real tokens.*attention_mask == 0"
+        ):
+            attempt(strange(tokens))
+
+
+def test_the_cure_for_an_additive_mask_is_the_mask(either, tokens):
+    real = torch.ones_like(tokens)
+    real[0, -3:] = 0
+    expected = either.model(tokens, attention_mask=real)
+    for mask in (additive(tokens) == 0, real.float(), real.bool()):
+        assert torch.equal(either.model(tokens, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [(lambda x: x.to_sparse(), r"sparse_coo; give a dense one"), (lambda x: x.to("meta"), "meta device")],
+    ids=["sparse", "meta"],
+)
+def test_tensors_without_plain_values_are_refused(either, tokens, bad, message):
+    with pytest.raises(TypeError, match=f"tokens: .*{message}"):
+        either.model(bad(tokens))
+    with pytest.raises(TypeError, match=f"residual stream: .*{message}"):
+        either.model(bad(either.model(tokens, stop_at_layer=1).detach()), start_at_layer=1)
+    with pytest.raises(TypeError, match=f"attention_mask: .*{message}"):
+        either.model(tokens, attention_mask=bad(torch.ones_like(tokens)))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.float16", "float64"])
+def test_a_dtype_by_its_name(name):
+    dtype = getattr(torch, name.removeprefix("torch."))
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu", dtype=name)
+    assert model.cfg.dtype == model.W_E.dtype == dtype
+    moved = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    assert moved.to(name).cfg.dtype == dtype
+    assert moved.to(dtype="float32").to("cpu", name).W_E.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float", torch.int8, torch.complex64])
+def test_an_unknown_dtype_says_which_there_are(either, dtype):
+    for attempt in (
+        lambda: HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu", dtype=dtype),
+        lambda: copy.copy(either.model).to(dtype=dtype),
+    ):
+        with pytest.raises(ValueError, match=r"dtype .* one of float32, float16, bfloat16, float64"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("gpu", "device 'gpu' is unknown; it is 'cpu', 'cuda'"), ("meta", "holds no values"), ("cuda:99", "is not there")],
+)
+def test_an_unknown_device_says_which_there_are(device, message):
+    with pytest.raises(ValueError, match=message):
+        HookedDiffusionTransformer.from_pretrained("tiny-mdm", device=device)
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    for attempt in (lambda: model.to(device), lambda: model.to(device=device)):
+        with pytest.raises(ValueError, match=message):
+            attempt()
+
+
+def test_a_move_that_torch_knows_stays_torchs(either):
+    model = copy.deepcopy(either.model)
+    assert model.to(torch.float64).to(either.tokens.float()).cfg.dtype == torch.float32
+    assert model.to(torch.device("cpu"), torch.bfloat16, non_blocking=True).cfg.dtype == torch.bfloat16
+
+
+def test_the_package_says_its_version():
+    from importlib.metadata import version
+
+    assert diffusion_lens.__version__ == version("diffusion-lens")

@@ -1,0 +1,178 @@
+"""The loss that a model gives of itself: which noise it is taken under, and how it splits into places."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from diffusion_lens.training.objectives import autoregressive_loss, hide, masked_diffusion_loss
+
+
+@pytest.fixture
+def tokens(either):
+    return either.tensors("likelihood")["sft.tokens"]
+
+
+def surprise(logits, targets):
+    return -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+def test_the_loss_in_eval_mode_is_the_same_at_every_call(either, tokens):
+    first = either.model(tokens, return_type="loss")
+    torch.rand(7)
+    assert either.model(tokens, return_type="loss") == first
+    assert either.model(tokens, return_type="both")[1].item() == pytest.approx(first.item(), rel=1e-5)
+
+
+def test_the_noise_of_eval_mode_touches_no_global_random_numbers(either, tokens):
+    before = torch.get_rng_state()
+    either.model(tokens, return_type="loss")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_ablated_run_is_taken_under_the_same_noise(either, tokens):
+    """Nothing ablated, nothing changed: the two losses compare."""
+    nothing = [("blocks.0.hook_attn_out", lambda a, hook: a)]
+    hooked = either.model.run_with_hooks(tokens, return_type="loss", fwd_hooks=nothing)
+    assert hooked == either.model(tokens, return_type="loss")
+
+
+def test_noise_is_drawn_in_train_mode_and_from_a_generator(either, tokens):
+    if either.kind == "ar":
+        return
+    model = either.model.train()
+    try:
+        assert len({model(tokens, return_type="loss").item() for _ in range(4)}) > 1
+    finally:
+        model.eval()
+    generator = torch.Generator().manual_seed(5)
+    drawn = [model(tokens, return_type="loss", generator=generator).item() for _ in range(4)]
+    assert len(set(drawn)) == 4
+    again = masked_diffusion_loss(model, tokens, generator=torch.Generator().manual_seed(5))
+    assert drawn[0] == pytest.approx(again.item(), rel=1e-5)
+
+
+def test_samples_are_a_mean_over_noises_whose_times_are_spread(either, tokens):
+    """Against one batch of copies under the same noise, and the loss by place against its sum by hand."""
+    model, n = either.model, 6
+    loss = model(tokens, return_type="loss", samples=n)
+    if either.kind == "ar":
+        torch.testing.assert_close(loss, autoregressive_loss(model, tokens))
+        return
+    copies = tokens.repeat(n, 1)
+    noisy, p = hide(copies, model.cfg.mask_token_id, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loss, masked_diffusion_loss(model, copies, noisy, p), rtol=1e-5, atol=1e-6)
+    by_place = model(tokens, return_type="loss", samples=n, loss_per_token=True)
+    expected = (surprise(model(noisy), copies) / p * (noisy != copies)).unflatten(0, (n, -1)).mean(0)
+    torch.testing.assert_close(by_place, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_more_samples_come_closer_to_one_another(either, tokens):
+    if either.kind == "ar":
+        return
+    few, many = (
+        torch.stack(
+            [
+                either.model(tokens, return_type="loss", samples=n, generator=torch.Generator().manual_seed(seed))
+                for seed in range(6)
+            ]
+        ).std()
+        for n in (1, 8)
+    )
+    assert many < few
+
+
+def test_the_mean_of_the_loss_by_place_is_the_loss(either, tokens):
+    by_place = either.model(tokens, return_type="loss", loss_per_token=True)
+    n_pos = tokens.shape[1] - (either.kind == "ar")  # of the first token an autoregressive model has no prediction
+    assert by_place.shape == (tokens.shape[0], n_pos)
+    torch.testing.assert_close(by_place.mean(), either.model(tokens, return_type="loss"))
+    if either.kind == "ar":
+        expected = F.cross_entropy(
+            either.model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
+        torch.testing.assert_close(by_place.flatten(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_adds_nothing_by_place(either, tokens):
+    real = torch.ones_like(tokens)
+    real[0, -5:] = 0
+    by_place = either.model(tokens, return_type="loss", loss_per_token=True, attention_mask=real)
+    assert not by_place[0, -5:].any()
+    counted = int(real.sum()) - (len(tokens) if either.kind == "ar" else 0)
+    loss = either.model(tokens, return_type="loss", attention_mask=real)
+    torch.testing.assert_close(by_place.sum() / counted, loss)
+
+
+def test_loss_fn_scores_the_logits_of_a_run(either, tokens):
+    model = either.model
+    if either.kind == "ar":
+        logits, loss = model(tokens, return_type="both")
+        torch.testing.assert_close(model.loss_fn(logits, tokens), loss)
+        real = torch.ones_like(tokens)
+        real[1, -4:] = 0
+        by_place = model.loss_fn(logits, tokens, real, per_token=True)
+        assert by_place.shape == (tokens.shape[0], tokens.shape[1] - 1)
+        assert not by_place[1, -4:].any()
+        return
+    noisy, p = model.hide(tokens)
+    logits, loss = model(tokens, return_type="both")
+    torch.testing.assert_close(logits, model(noisy), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.loss_fn(logits, tokens, noisy=noisy, p_mask=p), loss)
+    by_place = model.loss_fn(logits, tokens, per_token=True, noisy=noisy, p_mask=p)
+    torch.testing.assert_close(by_place, model(tokens, return_type="loss", loss_per_token=True), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"noisy, p_mask = model.hide\(tokens\)"):
+        model.loss_fn(model(tokens), tokens)
+
+
+def test_the_hidden_canvas_keeps_padding_and_the_noise_is_its_generators(either, tokens):
+    model = either.model
+    if either.kind == "ar":
+        with pytest.raises(ValueError, match=r"no \[MASK\]"):
+            model.hide(tokens)
+        return
+    real = torch.ones_like(tokens)
+    real[:, -3:] = 0
+    noisy, p = model.hide(tokens, real, generator=torch.Generator().manual_seed(2))
+    expected, chance = hide(tokens, model.cfg.mask_token_id, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(noisy[:, :-3], expected[:, :-3])
+    assert torch.equal(noisy[:, -3:], tokens[:, -3:])
+    assert torch.equal(p, chance)
+
+
+def test_a_text_that_the_fixed_noise_does_not_touch_is_no_loss_of_zero(either):
+    if either.kind == "ar":
+        return
+    short = torch.tensor([[7]])
+    noisy, _ = hide(short, either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(noisy, short)
+    with pytest.raises(ValueError, match=r"hides none of the 1 tokens.*samples=32"):
+        either.model(short, return_type="loss")
+    assert either.model(short, return_type="loss", samples=32) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(return_type="loss", samples=0), "samples=0"),
+        (dict(return_type="both", samples=2), "samples=2 with return_type='both'"),
+        (dict(samples=2), "belong to return_type='loss'"),
+        (dict(loss_per_token=True), "belong to return_type='loss'"),
+    ],
+)
+def test_bad_settings(either, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        either.model(tokens, **options)
+
+
+def test_logits_of_another_run_are_refused(either, tokens):
+    with pytest.raises(ValueError, match=r"the logits are \[1, 3, 4\]"):
+        either.model.loss_fn(torch.zeros(1, 3, 4), tokens)
+
+
+def test_the_error_about_masks_names_only_what_can_be_passed(either, tokens):
+    if either.kind == "ar":
+        return
+    masked = tokens.clone()
+    masked[0, 0] = either.model.cfg.mask_token_id
+    with pytest.raises(ValueError, match=r"masked_diffusion_loss\(model, tokens, noisy, p_mask\)"):
+        either.model(masked, return_type="loss")
