@@ -48,8 +48,8 @@ def _smdm() -> list[Pair]:
     """
     pairs = []
     for entry in SMDM:
-        tuned_on = None if entry.folder == entry.kind else entry.folder
-        twins = [twin for twin in SMDM if (twin.kind, twin.size, twin.folder) == ("ar", entry.size, tuned_on or "ar")]
+        tuned_on = entry.tuned_on
+        twins = [twin for twin in SMDM if (twin.kind, twin.size, twin.tuned_on) == ("ar", entry.size, tuned_on)]
         if entry.kind == "mdm" and twins:
             twin = next((each for each in twins if each.flops == entry.flops), twins[0])
             against = "" if twin.flops == entry.flops else f" against the twin's {twin.flops}"

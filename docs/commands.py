@@ -17,6 +17,7 @@ ORDER = (
     "demo",
     "models",
     "info",
+    "check",
     "convert",
     "denoise",
     "trace",

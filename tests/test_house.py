@@ -50,6 +50,7 @@ ROOMS = (
     "diffusion_lens.data",
     "diffusion_lens.evaluation",
     "diffusion_lens.training.tiny",
+    "diffusion_lens.checks",
     "diffusion_lens.demo",
     "diffusion_lens.cli",
     "diffusion_lens.__main__",

@@ -75,6 +75,11 @@ class File(Published):
         return self.stem.split("-")[1]
 
     @property
+    def tuned_on(self) -> str | None:
+        """The data it was fine-tuned on, as its folder is named ("reverse", "sharegpt"); `None` if it was not."""
+        return None if self.folder == self.kind else self.folder
+
+    @property
     def flops(self) -> str | None:
         """Training compute as the name gives it, "1600e18"."""
         found = re.search(r"-(\d+e18)", self.stem)

@@ -1,0 +1,130 @@
+"""What a check found, and the report that all of them make: lines for people, strict JSON for a bug report."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, Literal
+
+from weight_conversion import read_json, renamed_when_whole
+
+Outcome = Literal["ok", "off", "noted", "not run"]
+KIND = "diffusion_lens check"
+WIDTH = 116
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check: its name, "page loss".
+        outcome: "ok"; "off", when the model is not what it says; "noted", a measurement that nothing was held against;
+            "not run", for the reason that `said` gives.
+        said: what was measured, in words.
+        likely: of what is off, the likely cause; empty where the check cannot tell.
+        numbers: what was measured, for programs.
+    """
+
+    check: str
+    outcome: Outcome
+    said: str
+    likely: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Every finding on one model.
+
+    Attributes:
+        model: its name or path, as it was asked for.
+        expected: name in the catalogue of what it should be; `None` where nothing was claimed.
+        findings: in the order in which the checks ran.
+        record: model, hash of its weights, dtype, device, versions, seconds, memory.
+    """
+
+    model: str
+    expected: str | None
+    findings: tuple[Finding, ...]
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is off."""
+        return not self.off
+
+    @property
+    def off(self) -> tuple[Finding, ...]:
+        """The findings that say something is wrong."""
+        return tuple(finding for finding in self.findings if finding.outcome == "off")
+
+    @property
+    def likely(self) -> tuple[str, ...]:
+        """The likely causes, each once, in the order of the findings."""
+        return tuple(dict.fromkeys(finding.likely for finding in self.off if finding.likely))
+
+    def to_text(self) -> str:
+        """One line a finding, then the verdict with the likely causes."""
+        width = max((len(finding.check) for finding in self.findings), default=0)
+        lines = []
+        for finding in self.findings:
+            head = f"{finding.outcome:<8}{finding.check:<{width}}  "
+            lines += wrap(finding.said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+        as_what = f" as {self.expected!r}" if self.expected and self.expected != self.model else ""
+        ran = sum(finding.outcome in ("ok", "off") for finding in self.findings)
+        if self.passed:
+            return "\n".join([*lines, "", f"{self.model}{as_what}: nothing is off in {ran} checks."])
+        lines += [
+            "",
+            f"{self.model}{as_what}: {len(self.off)} of {ran} checks say that something is off. Likely wrong:",
+        ]
+        for cause in self.likely or ("none of the faults known here explains it; compare with the original code",):
+            lines += wrap(cause, WIDTH, initial_indent="- ", subsequent_indent="  ")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; a number that is not finite becomes null."""
+        told = {
+            "kind": KIND,
+            "model": self.model,
+            "expected": self.expected,
+            "passed": self.passed,
+            "likely": self.likely,
+            "findings": [asdict(finding) for finding in self.findings],
+            "record": dict(self.record),
+        }
+        plain: dict[str, Any] = _strict(told)
+        return plain
+
+    def save(self, path: str | Path) -> Path:
+        """Write strict JSON, to attach to a bug report."""
+        target = Path(path)
+        with renamed_when_whole(target) as part:
+            part.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CheckReport":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: another file.
+        """
+        told = read_json(Path(path))
+        if not isinstance(told, Mapping) or told.get("kind") != KIND:
+            raise ValueError(f"{path} is no report of `check`")
+        findings = tuple(Finding(**finding) for finding in told["findings"])
+        return cls(told["model"], told["expected"], findings, told["record"])
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _strict(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

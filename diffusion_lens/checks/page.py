@@ -1,0 +1,87 @@
+"""The training loss on a page, in order and with its words shuffled.
+
+A model that computes what it was trained to is far better on the first. The noise of a diffusion loss is the same in
+both, and for every alternative that a diagnosis tries, so that small differences count.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.checks.expected import Expected
+from diffusion_lens.checks.finding import Finding
+from diffusion_lens.checks.texts import Page, Texts
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.training.objectives import LossQuestion, ask_next, hide
+
+NOISE_SEED = 0
+# Draws of noise a row: t then covers (0, 1) evenly in four parts.
+DRAWS = 4
+# Places in one forward pass, for the memory of their logits.
+MAX_PLACES = 2048
+NOT_TRAINED = -1  # stands for what is hidden, whatever the id of [MASK]
+# Nats a token. Words that are only counted are as likely in any order; the smallest published models gain more than one
+# nat from the order, and one that computes something else gains next to nothing.
+LEAST_GAIN = 0.5
+# Of ln(vocabulary), what a model that knows nothing reaches. Frequencies of words alone take a fifth off that.
+CHANCE = 0.9
+# Losses measured on the page where the checkpoint is known to be right. A machine rounds to about 1e-5 of them.
+KNOWN_LOSS = {"tiny-mdm": 0.771645, "tiny-ar": 0.500176}
+TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
+
+
+@torch.no_grad()
+def page_loss(model: DiffusionTransformer, tokens: Tensor) -> float:
+    """The loss that the model is trained by, in nats a token, over rows of clean text with fixed noise."""
+    if model.cfg.mask_token_id is None:
+        asked = ask_next(model, tokens)
+    else:
+        asked = _ask_masked(model, tokens, model.cfg.mask_token_id)
+    n_row, n_pos = asked.tokens.shape
+    size = max(1, MAX_PLACES // n_pos)
+    parts = [asked.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
+    return sum(float(part.loss(model(part.tokens, logits_at=part.rows))) for part in parts if len(part.targets))
+
+
+def no_better_than_chance(loss: float, vocabulary: int) -> bool:
+    """Whether a loss is that of a model that knows nothing, or no number."""
+    return not loss <= CHANCE * math.log(vocabulary)
+
+
+def check_page(
+    model: DiffusionTransformer, texts: Texts, page: Page, expected: Expected | None, in_order: float
+) -> Finding:
+    """Hold the loss in order against the shuffled one, against chance, and against a known one."""
+    name = "page loss"
+    shuffled = page_loss(model, page.shuffled)
+    chance = math.log(model.cfg.d_vocab_out)
+    numbers = {"in_order": in_order, "shuffled": shuffled, "chance": chance, "tokens": page.ordered.numel()}
+    known = KNOWN_LOSS.get(expected.name) if expected else None
+    said = (
+        f"{in_order:.3f} nats a token on {texts.name}, {shuffled:.3f} with its words shuffled, {chance:.2f} by chance"
+    )
+    if known is not None:
+        numbers["known"] = known
+        said += f"; known to be {known:.3f}"
+    wrong = []
+    if not math.isfinite(in_order):
+        wrong.append("the loss is not a number: weights that are not finite, or overflow")
+    elif no_better_than_chance(in_order, model.cfg.d_vocab_out):
+        wrong.append("the model predicts no better than chance")
+    elif shuffled - in_order < LEAST_GAIN:
+        wrong.append(f"the order of words lowers the loss by less than {LEAST_GAIN} nats")
+    elif known is not None and abs(in_order - known) > TOLERANCE[model.cfg.dtype] * known:
+        wrong.append("the loss is not the one that was measured of these weights")
+    return Finding(name, "off" if wrong else "ok", "; ".join([said, *wrong]), numbers=numbers)
+
+
+def _ask_masked(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossQuestion:
+    """The question of masked diffusion. The text may hold the id that is taken for [MASK], should that be wrong."""
+    tokens = tokens.repeat_interleave(DRAWS, dim=0)
+    noisy, p_mask = hide(tokens, NOT_TRAINED, generator=torch.Generator().manual_seed(NOISE_SEED))
+    hidden = noisy == NOT_TRAINED
+    # The head has no column for what it never writes.
+    asked = hidden & (tokens < model.cfg.d_vocab_out)
+    weights = 1 / (p_mask[asked] * tokens.numel())
+    return LossQuestion(noisy.masked_fill(hidden, mask), model.readout.locate(asked), tokens[asked], weights)

@@ -1,0 +1,95 @@
+"""Recall of a model that was fine-tuned on the reversal curse: 40 questions, ten a cell, beside the published numbers.
+
+Ten questions tell little, and the interval says how little: Wilson's at 99 %, so that one of four right cells falls
+outside by chance in one run of 25. Published runs of one checkpoint differ by up to 7 points, which is allowed on top.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from diffusion_lens.checks.expected import Expected
+from diffusion_lens.checks.finding import Finding
+from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.evaluation import recall_by_steps
+from diffusion_lens.evaluation.naming import Cell, cell_name
+from diffusion_lens.evaluation.published import DTN_REVERSE, DTN_SAME, NTD_REVERSE, NTD_SAME, published_rows
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+
+CELLS = (NTD_SAME, NTD_REVERSE, DTN_SAME, DTN_REVERSE)
+A_CELL = 10
+STEPS = 8
+LEVEL = 0.99
+BETWEEN_RUNS = 0.07
+# Shares of the embedded pair, from its own results.
+OWN = {
+    "tiny-mdm": {NTD_SAME: 1.0, NTD_REVERSE: 1.0, DTN_SAME: 1.0, DTN_REVERSE: 1.0},
+    "tiny-ar": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
+}
+
+
+def check_recall(
+    model: HookedDiffusionTransformer, expected: Expected | None, data: str | None = None, asked: bool | None = None
+) -> Finding:
+    """Ask 40 questions and hold each cell against what was published.
+
+    Args:
+        data: the facts, as `open_source` takes them; by default those that the name was tuned on.
+        asked: whether to ask; by default if the catalogue says that it was tuned on these facts.
+    """
+    name = "recall"
+    if asked is None:
+        asked = expected is not None and expected.tuned_on_reversals
+    if not asked:
+        return Finding(name, "not run", "not asked: the catalogue knows of no fine-tuning on the reversal curse")
+    try:
+        source = open_source(data or default_source(expected.name if expected else ""))
+    except (FileNotFoundError, OSError) as error:
+        return Finding(name, "not run", f"the facts are not here, name them with --data: {error}")
+    facts = [fact for cell in CELLS for fact in source.pick(*cell, A_CELL)]
+    settings: dict[str, Any] = {"length": source.length or 52, "cfg_scale": source.cfg_scale}
+    if model.cfg.mask_token_id is None:
+        settings["cfg_scale"] = 0.0
+    found = recall_by_steps(model, facts, [STEPS], **settings)
+    cells: dict[Cell, tuple[int, int]] = {}
+    for cell, rows in found.cells.items():
+        cells[cell] = (int(found.contained[rows, 0].sum()), len(rows))
+    known = _known(expected, model.cfg.mask_token_id is not None)
+    told, numbers, wrong = [], {}, []
+    for cell, (right, n) in cells.items():
+        low, high = binomial_interval(right, n)
+        label = cell_name(*cell)
+        there = known.get(cell)
+        numbers[label] = {"right": right, "asked": n, "low": low, "high": high, "known": there}
+        beside = "nothing to compare" if there is None else f"known {there:.0%}"
+        told.append(f"{label} {right}/{n} ({100 * low:.0f}-{100 * high:.0f} %), {beside}")
+        if there is not None and not low - BETWEEN_RUNS <= there <= high + BETWEEN_RUNS:
+            wrong.append(label)
+    said = f"at {STEPS} steps: " + "; ".join(told)
+    if not wrong:
+        return Finding(name, "ok" if known else "noted", said, numbers=numbers)
+    cause = (
+        f"recall of {', '.join(wrong)} is not the known one: other weights, or another fine-tuning, than the name says"
+    )
+    return Finding(name, "off", said, cause, numbers)
+
+
+def binomial_interval(right: int, n: int) -> tuple[float, float]:
+    """Wilson's interval of a share."""
+    from scipy.stats import binomtest  # scipy takes its time to import
+
+    low, high = binomtest(right, n).proportion_ci(LEVEL, method="wilson")
+    return float(low), float(high)
+
+
+def _known(expected: Expected | None, masked: bool) -> dict[Cell, float]:
+    """Of the embedded pair its own numbers, else the published ones of models that take these steps."""
+    if expected is not None and expected.name in OWN:
+        return OWN[expected.name]
+    if expected is None or not masked or not expected.tuned_on_reversals:
+        return {}
+    return {cell: share for cell in CELLS if (share := _published(cell)) is not None}
+
+
+def _published(cell: Cell) -> float | None:
+    rows: Sequence[Any] = list(published_rows(cell, "contained").values())
+    return next((row[STEPS].value for row in rows if STEPS in row), None)

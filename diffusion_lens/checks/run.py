@@ -1,0 +1,182 @@
+"""All checks of one model, in the order of what they take for granted: file, config, weights, then what it computes."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_lens.checks.agreement import check_half_precision, check_padding
+from diffusion_lens.checks.diagnosis import (
+    QUIET_SHARE,
+    Measure,
+    PageMeasure,
+    ReferenceMeasure,
+    conclude,
+    try_all,
+    try_quiet,
+)
+from diffusion_lens.checks.expected import Expected, check_config, check_hash
+from diffusion_lens.checks.facts import check_facts
+from diffusion_lens.checks.finding import CheckReport, Finding
+from diffusion_lens.checks.page import check_page, page_loss
+from diffusion_lens.checks.recall import check_recall
+from diffusion_lens.checks.reference import Reference, check_reference
+from diffusion_lens.checks.texts import read_page, texts_for
+from diffusion_lens.checks.weights import check_weights
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.records import provenance
+
+NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
+
+
+def check_model(
+    model: HookedDiffusionTransformer,
+    *,
+    expected: Expected | None = None,
+    file: Path | None = None,
+    reference: Reference | None = None,
+    data: str | None = None,
+    recall: bool | None = None,
+    name: str | None = None,
+) -> CheckReport:
+    """Ask whether a model is what it says. It is left as it was.
+
+    Args:
+        expected: what the catalogue says it should be, `Expected.of("smdm-1028m")`.
+        file: of its weights, for the hash.
+        reference: logits of the original code, for a model whose texts say nothing.
+        data: facts of the reversal curse to ask for recall, as `open_source` takes them.
+        recall: whether to ask for it; by default of models that the catalogue knows to be tuned on these facts.
+        name: to call the model in the report.
+
+    Raises:
+        ValueError: a reference that does not fit the model.
+    """
+    if reference is not None:
+        reference.check_fits(model.cfg.architecture)
+    run = _Run(model, expected)
+    run.guard("hash", lambda: [check_hash(expected, file)])
+    run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
+    run.guard("weights", lambda: [check_weights(model)])
+    if reference is not None:
+        run.guard("reference", lambda: run.compare(reference))
+    if model.tokenizer is None:
+        run.findings += [Finding(each, "not run", NO_TOKENIZER) for each in ("page loss", "facts", "recall")]
+    else:
+        run.guard("page loss", run.read)
+        run.guard("facts", lambda: check_facts(model, texts_for(model)))
+        run.guard("recall", lambda: [check_recall(model, expected, data, recall)])
+    run.guard("padding", lambda: [check_padding(model, run.rows()[0])])
+    run.guard("bfloat16", lambda: [check_half_precision(model, run.rows()[:2])])
+    run.guard("diagnosis", run.diagnose)
+    called = name or (expected.name if expected else model.cfg.model_name)
+    record = {**provenance(model, model.cfg), "seconds": run.seconds, "memory_bytes": peak_memory(model)}
+    return CheckReport(called, expected.name if expected else None, tuple(run.findings), record)
+
+
+@dataclass
+class _Run:
+    """What the checks share.
+
+    Attributes:
+        measure: of what the model computes, and its value; the page's, unless the reference speaks.
+        seconds: that each check took.
+    """
+
+    model: HookedDiffusionTransformer
+    expected: Expected | None
+    findings: list[Finding] = field(default_factory=list)
+    measure: tuple[Measure, float] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    page: Any = None
+    reference: Reference | None = None
+
+    def guard(self, check: str, ask: Callable[[], list[Finding]]) -> None:
+        """Run a check; a model that cannot be asked is off, and the others go on."""
+        begun = time.perf_counter()
+        try:
+            self.findings += ask()
+        except (ValueError, RuntimeError, IndexError) as error:
+            self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
+        self.seconds[check] = round(time.perf_counter() - begun, 3)
+
+    def read(self) -> list[Finding]:
+        """The page."""
+        texts = texts_for(self.model)
+        self.page = read_page(self.model, texts)
+        in_order = page_loss(self.model, self.page.ordered)
+        if self.measure is None:
+            self.measure = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out), in_order
+        return [check_page(self.model, texts, self.page, self.expected, in_order)]
+
+    def compare(self, reference: Reference) -> list[Finding]:
+        """With the original code."""
+        self.reference = reference
+        found = reference.distance(self.model)
+        self.measure = (
+            ReferenceMeasure(reference, reference.tolerance(self.model)),
+            ReferenceMeasure.sum(found),
+        )
+        return [check_reference(self.model, reference, found)]
+
+    def rows(self) -> torch.Tensor:
+        """Some rows of tokens: of the page, of the reference, or of no meaning."""
+        if self.page is not None:
+            rows: torch.Tensor = self.page.ordered
+        elif self.reference is not None and self.reference.attention_mask is None:
+            rows = self.reference.tokens
+        else:
+            n_pos = min(32, self.model.cfg.n_ctx - 8)
+            drawn = torch.Generator().manual_seed(0)
+            rows = torch.randint(self.model.cfg.d_vocab_out, (2, n_pos), generator=drawn)
+        return rows.to(self.model.cfg.device)
+
+    def diagnose(self) -> list[Finding]:
+        """Try what may be wrong: everything if something is, else what would hardly show."""
+        if self.measure is None:
+            return [Finding("diagnosis", "not run", "there is nothing to measure: neither a tokenizer nor a reference")]
+        measure, before = self.measure
+        computed = ("reference", "page loss", "facts, one pass", "facts, by the loop", "recall", "facts")
+        off = any(finding.outcome == "off" and finding.check in computed for finding in self.findings)
+        if not off:
+            if isinstance(measure, ReferenceMeasure):
+                return [Finding("diagnosis", "not run", "the model is the reference")]
+            quiet = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out, QUIET_SHARE)
+            return [conclude(quiet, before, try_quiet(self.model, quiet, before), False)]
+        concluded = conclude(measure, before, try_all(self.model, measure, before, self._mask_ids()), True)
+        return [concluded]
+
+    def _mask_ids(self) -> list[int]:
+        """Ids that may be [MASK]'s, of a model that has one."""
+        cfg, tokenizer = self.model.cfg, self.model.tokenizer
+        if cfg.mask_token_id is None:
+            return []
+        known = self.expected.architecture if self.expected else None
+        said = [
+            known.mask_token_id if known else None,
+            getattr(tokenizer, "mask_token_id", None),
+            None if tokenizer is None else len(tokenizer),
+            cfg.d_vocab - 1,
+            cfg.mask_token_id - 1,
+            cfg.mask_token_id + 1,
+        ]
+        if self.reference is not None and self.reference.before is not None and self.reference.after is not None:
+            said += self.reference.before[self.reference.before != self.reference.after].unique().tolist()
+        return [each for each in said if each is not None]
+
+
+def peak_memory(model: HookedDiffusionTransformer) -> int | None:
+    """Most bytes that were in use: on a GPU its own count, else the process's; `None` where neither is known."""
+    device = torch.device(model.cfg.device or "cpu")
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most if sys.platform == "darwin" else most * 1024)

@@ -1,0 +1,44 @@
+"""A model that is another for a while: other weights, another reading of the same ones. Nothing is copied or built."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.model import build
+from diffusion_lens.model.attention_patterns import PATTERNS
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+
+@contextmanager
+def lent_weights(
+    model: DiffusionTransformer, cfg: DiffusionConfig, tensors: Mapping[str, Tensor]
+) -> Iterator[DiffusionTransformer]:
+    """Run `model` as `cfg` describes it, with `tensors` in the place of its weights of these names; then as before.
+
+    The config may differ in what no weight depends on: who sees whom, where a token is read, [MASK], rotary positions.
+
+    Args:
+        tensors: in our layout, of the shapes of the weights that they stand for. A tied head follows the embedding.
+    """
+    before = (model.cfg, model._rotary, model._pattern)
+    parameters = {name: model.get_parameter(name) for name in tensors}
+    try:
+        model.cfg = cfg
+        model._rotary = build.build_rotary(cfg.architecture)
+        model._pattern = PATTERNS[cfg.attention_dir]
+        for name, tensor in tensors.items():
+            _put(model, name, nn.Parameter(tensor, requires_grad=torch.is_floating_point(tensor)))
+        yield model
+    finally:
+        model.cfg, model._rotary, model._pattern = before
+        for name, parameter in parameters.items():
+            _put(model, name, parameter)
+
+
+def _put(model: DiffusionTransformer, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, parameter)
+    model._tie()

@@ -1,0 +1,152 @@
+"""`diffusion-lens check`, as somebody types it: exit codes, the report, and what it says of files that are not right."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from faults import faulty
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.catalogue import PUBLISHED, embedded_folder
+from diffusion_lens.checks import CheckReport, Expected, Finding, Reference
+from diffusion_lens.checks.expected import check_config, check_hash
+from diffusion_lens.checks.recall import binomial_interval
+from diffusion_lens.cli import app
+from weight_conversion import export
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "lit_gpt" / "gqa" / "mdm"
+
+
+def check(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", *map(str, arguments)])
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The files of tiny-ar, elsewhere."""
+    for name in ("tiny-ar.safetensors", "lit_config.json"):
+        shutil.copy(embedded_folder() / name, tmp_path)
+    return tmp_path / "tiny-ar.safetensors"
+
+
+def test_a_right_file_passes_and_leaves_its_report(copy, tmp_path):
+    result = check(copy, "--as", "tiny-ar", "--out", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    assert "nothing is off in 10 checks" in result.stdout
+    told = strict((tmp_path / "report.json").read_text())
+    assert told["passed"] is True
+    assert told["expected"] == "tiny-ar"
+    assert [finding["check"] for finding in told["findings"]][:4] == ["load", "hash", "config", "weights"]
+    assert told["record"]["weights_sha256"]
+    assert told["record"]["seconds"]["page loss"] > 0
+    assert told["record"]["memory_bytes"] > 0
+    assert CheckReport.load(tmp_path / "report.json").to_dict() == told
+
+
+def test_an_edited_file_is_off_by_its_hash_and_by_what_it_does(copy):
+    model = HookedDiffusionTransformer.from_pretrained(copy, device="cpu")
+    wrong = faulty(model, "gate and up exchanged")
+    export(wrong.state_dict(), wrong.cfg.architecture, copy)
+    result = check(copy, "--as", "tiny-ar", "--json")
+    assert result.exit_code == 1
+    told = strict(result.stdout)
+    outcomes = {finding["check"]: finding["outcome"] for finding in told["findings"]}
+    assert (outcomes["hash"], outcomes["page loss"], outcomes["diagnosis"]) == ("off", "off", "off")
+    assert any("gate and up" in cause for cause in told["likely"])
+
+
+def test_a_reference_file_stands_in_for_texts(tmp_path):
+    recorded = load_file(GOLDEN / "forward.safetensors")
+    save_file({name: recorded[name] for name in ("tokens", "logits")}, tmp_path / "reference.safetensors")
+    assert check(GOLDEN, "--reference", tmp_path / "reference.safetensors").exit_code == 0
+    recorded["logits"] = recorded["logits"].roll(1, dims=-1)
+    save_file({name: recorded[name] for name in ("tokens", "logits")}, tmp_path / "reference.safetensors")
+    result = check(GOLDEN, "--reference", tmp_path / "reference.safetensors")
+    assert result.exit_code == 1
+    assert "off-by-one in the vocabulary" in " ".join(result.stdout.split())
+
+
+def test_a_file_that_does_not_load_is_off(copy):
+    tensors = load_file(copy)
+    del tensors["transformer.ln_f.weight"]
+    save_file(tensors, copy)
+    result = check(copy, "--as", "tiny-ar")
+    assert result.exit_code == 1
+    assert "transformer.ln_f.weight" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["smdm-1028x"], "smdm-1028m"),
+        (["tiny-ar", "--as", "tiny-arr"], "tiny-ar"),
+        (["tiny-ar", "--dtype", "int8"], "int8"),
+        (["tiny-ar", "--reference", "nowhere.safetensors"], "nowhere.safetensors"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, word):
+    result = check(*arguments)
+    assert result.exit_code == 2
+    assert word in result.stderr
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
+    save_file({"tokens": torch.zeros(1, 3).long(), "logits": torch.zeros(1, 3, 7)}, tmp_path / "r.safetensors")
+    result = check(GOLDEN, "--reference", tmp_path / "r.safetensors")
+    assert result.exit_code == 2
+    assert "7 logits" in result.stderr
+    with pytest.raises(ValueError, match="belong together"):
+        Reference(torch.zeros(1, 3).long(), torch.zeros(1, 3, 7), before=torch.zeros(1, 3).long())
+
+
+def test_help_shows_an_example():
+    shown = " ".join(check("--help").stdout.split())
+    assert "Example: diffusion-lens check tiny-mdm --out report.json" in shown
+
+
+def test_a_conversion_has_another_size_and_is_only_noted(copy):
+    expected = Expected.of("tiny-ar")
+    assert check_hash(expected, copy).outcome == "ok"
+    save_file(load_file(copy), copy, {"made": "elsewhere"})
+    assert check_hash(expected, copy).outcome == "noted"
+    assert check_hash(None, copy).outcome == "noted"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in PUBLISHED.items() if entry.architecture])
+def test_every_published_config_is_its_own(name):
+    expected = Expected.of(name)
+    assert check_config(expected, expected.architecture).outcome == "ok"
+    from dataclasses import replace
+
+    other = replace(expected.architecture, rotary_base=20_000.0)
+    found = check_config(expected, other)
+    seen = expected.evidence not in ("name seen", "from memory")
+    assert found.outcome == ("off" if seen else "noted")
+    assert "rotary_base" in found.said
+
+
+def test_the_interval_is_wilsons():
+    """By its formula, with z = 2.5758."""
+    right, n, z = 3, 10, 2.5758293035489
+    middle = (right / n + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(right / n * (1 - right / n) / n + z * z / (4 * n * n))
+    assert binomial_interval(right, n) == pytest.approx((middle - half, middle + half))
+
+
+def test_numbers_that_are_none_become_null(tmp_path):
+    report = CheckReport("m", None, (Finding("page loss", "off", "said", numbers={"loss": float("nan")}),))
+    told = strict(report.save(tmp_path / "report.json").read_text())
+    assert told["findings"][0]["numbers"] == {"loss": None}
+    assert not report.passed
