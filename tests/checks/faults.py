@@ -1,4 +1,4 @@
-"""Mistakes made on purpose, written by hand on the tensors: none of it shares a line with the alternatives that undo them."""
+"""Mistakes made on purpose, by hand on the tensors: none shares a line with the alternatives that undo them."""
 
 from collections.abc import Callable
 from dataclasses import replace

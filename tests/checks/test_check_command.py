@@ -1,4 +1,4 @@
-"""`diffusion-lens check`, as somebody types it: exit codes, the report, and what it says of files that are not right."""
+"""`diffusion-lens check`, as somebody types it: exit codes, the report, and what it says of wrong files."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A golden checkpoint of each family, with its authors' logits: right ones pass, and each mistake is flagged and named."""
+"""A golden checkpoint of each family, with its logits: right ones pass, and each mistake is flagged and named."""
 
 from pathlib import Path
 
