@@ -32,7 +32,7 @@ NEARER = 0.02
 
 
 class Measure(ABC):
-    """How wrong a model is; lower is better. Only the right alternative meets an `exact` one: then the rest is spared."""
+    """How wrong a model is, lower is better. Only the right alternative meets an `exact` one; the rest is spared."""
 
     what: str
     exact: bool

@@ -1,14 +1,12 @@
 """What a check found, and the report that all of them make: lines for people, strict JSON for a bug report."""
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, Literal
 
-from weight_conversion import read_json, renamed_when_whole
+from weight_conversion import read_json, restored, write_json
 
 Outcome = Literal["ok", "off", "noted", "not run"]
 KIND = "diffusion_lens check"
@@ -73,6 +71,10 @@ class CheckReport:
         for finding in self.findings:
             head = f"{finding.outcome:<8}{finding.check:<{width}}  "
             lines += wrap(finding.said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+        if self.record.get("seconds"):
+            memory = self.record.get("memory_bytes")
+            peak = f", at most {memory / 1e9:.2f} GB of memory" if memory else ""
+            lines += ["", f"{sum(self.record['seconds'].values()):.1f} seconds{peak} on {self.record['device']}"]
         as_what = f" as {self.expected!r}" if self.expected and self.expected != self.model else ""
         ran = sum(finding.outcome in ("ok", "off") for finding in self.findings)
         if self.passed:
@@ -86,24 +88,21 @@ class CheckReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data; a number that is not finite becomes null."""
-        told = {
+        """Plain data; `weight_conversion.to_json` makes strict JSON of it."""
+        return {
             "kind": KIND,
             "model": self.model,
             "expected": self.expected,
             "passed": self.passed,
-            "likely": self.likely,
+            "likely": list(self.likely),
             "findings": [asdict(finding) for finding in self.findings],
             "record": dict(self.record),
         }
-        plain: dict[str, Any] = _strict(told)
-        return plain
 
     def save(self, path: str | Path) -> Path:
-        """Write strict JSON, to attach to a bug report."""
+        """Write strict JSON, to attach to a bug report; a number that is not finite is null, with its reason."""
         target = Path(path)
-        with renamed_when_whole(target) as part:
-            part.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(self.to_dict(), target)
         return target
 
     @classmethod
@@ -113,18 +112,8 @@ class CheckReport:
         Raises:
             ValueError: another file.
         """
-        told = read_json(Path(path))
+        told = restored(read_json(Path(path)))
         if not isinstance(told, Mapping) or told.get("kind") != KIND:
             raise ValueError(f"{path} is no report of `check`")
         findings = tuple(Finding(**finding) for finding in told["findings"])
         return cls(told["model"], told["expected"], findings, told["record"])
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _strict(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

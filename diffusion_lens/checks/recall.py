@@ -64,7 +64,8 @@ def check_recall(
         told.append(f"{label} {right}/{n} ({100 * low:.0f}-{100 * high:.0f} %), {beside}")
         if there is not None and not low - BETWEEN_RUNS <= there <= high + BETWEEN_RUNS:
             wrong.append(label)
-    said = f"at {STEPS} steps: " + "; ".join(told)
+    how = f"in {STEPS} steps" if model.cfg.mask_token_id is not None else "from left to right"
+    said = f"{how}: " + "; ".join(told)
     if not wrong:
         return Finding(name, "ok" if known else "noted", said, numbers=numbers)
     cause = (

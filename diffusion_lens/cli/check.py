@@ -39,9 +39,8 @@ def check(
 
     Example: diffusion-lens check tiny-mdm --out report.json
     """
-    from json import dumps
-
     from diffusion_lens.checks.load import check_checkpoint
+    from weight_conversion import to_json
 
     report = check_checkpoint(
         model,
@@ -56,7 +55,7 @@ def check(
     if out is not None:
         report.save(out)
     if json:
-        typer.echo(dumps(report.to_dict(), allow_nan=False))
+        typer.echo(to_json(report.to_dict()))
     else:
         typer.echo(report.to_text())
         if out is not None:
