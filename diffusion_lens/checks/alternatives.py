@@ -92,6 +92,8 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
     yield Alternative("with gate and up exchanged", gate, a, _exchanged("mlp.gate", "mlp.up"), quiet=True)
     keys = "query and key heads were read as each other"
     yield Alternative("with query and key heads swapped", keys, a, _swap_key_with_first_query)
+    if a.qk_norm:
+        yield Alternative("with query and key heads swapped, and their norms", keys, a, _swap_norms_too)
     if a.n_heads > 1:
         order = "the query heads stand in another order than the output projection and the keys expect"
         backwards = torch.arange(a.n_heads).flip(0)
@@ -173,17 +175,19 @@ def _exchanged(one: str, other: str) -> Change:
 def _swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Each key head with the first of the query heads that share it; without groups, all queries with all keys."""
     changed = {}
-    for name, query in _blocks(tensors, ("attn.q", "attn.q_norm")):
+    for name, query in _blocks(tensors, ("attn.q",)):
         key_name = name.replace("attn.q", "attn.k")
-        if "norm" in name:
-            changed |= {name: tensors[key_name], key_name: query}
-            continue
         queries = query.unflatten(0, (a.n_key_value_heads, -1, a.d_head)).clone()
         keys = tensors[key_name].unflatten(0, (a.n_key_value_heads, a.d_head))
         changed[key_name] = queries[:, 0].clone().flatten(0, 1)
         queries[:, 0] = keys
         changed[name] = queries.flatten(0, 2)
     return changed
+
+
+def _swap_norms_too(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
+    """The same, with the norms of queries and keys."""
+    return {**_swap_key_with_first_query(tensors, a), **_exchanged("attn.q_norm", "attn.k_norm")(tensors, a)}
 
 
 def _stacked(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:

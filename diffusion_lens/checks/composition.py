@@ -19,10 +19,12 @@ from torch import Tensor
 
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-# Excess over 1, of both scores together. Blocks of the embedded pair have 0.4 to 3; those of another seed up to 0.11.
+# Excess over 1, of both scores together. Blocks of the embedded pair have 0.4 to 3, those of another seed up to 0.11.
 FOREIGN = 0.2
-# Of the median of the other blocks: where these hardly know each other either, one more stranger is no news.
+# Of the median of the other blocks, so that a block is foreign only where these know each other. In a small network of
+# random weights chance makes excesses of a tenth.
 FOREIGN_SHARE = 0.3
+LEAST_MEDIAN = 0.3
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def foreign_blocks(scores: list[Composition]) -> list[int]:
     found = []
     for i, score in enumerate(scores):
         others = sorted(each.excess for j, each in enumerate(scores) if j != i)
-        if others and score.excess < min(FOREIGN, FOREIGN_SHARE * others[len(others) // 2]):
+        median = others[len(others) // 2] if others else 0.0
+        if median >= LEAST_MEDIAN and score.excess < min(FOREIGN, FOREIGN_SHARE * median):
             found.append(i)
     return found
 

@@ -7,7 +7,7 @@ nearer without it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -47,7 +47,11 @@ class Measure(ABC):
 
     @abstractmethod
     def helps(self, before: float, after: float) -> bool:
-        """Whether leaving a block out did good."""
+        """Whether leaving a block out did good, by `smooth`."""
+
+    def smooth(self, model: DiffusionTransformer) -> float:
+        """A measure that small improvements move."""
+        return self.of(model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +99,9 @@ class ReferenceMeasure(Measure):
     def helps(self, before: float, after: float) -> bool:
         return after < before - NEARER
 
+    def smooth(self, model: DiffusionTransformer) -> float:
+        return self.reference.distance(model).apart
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -119,7 +126,7 @@ def try_all(model: DiffusionTransformer, measure: Measure, before: float, mask_i
     trials = _try(model, measure, before, alternatives(a, mask_ids))
     if any(trial.explains for trial in trials):
         return trials
-    left_out = _try(model, measure, before, [without_layer(a, layer) for layer in range(a.n_layers)], left_out=True)
+    left_out = _leave_out(model, measure)
     strangers = [f"without block {block}" for block in foreign_blocks(compositions(model))]
     # Without weights that tell, the block whose absence helps most; the one after a foreign one may help a little, too.
     accused = strangers or [trial.name for trial in left_out[:1] if trial.explains]
@@ -140,6 +147,8 @@ def conclude(measure: Measure, before: float, trials: list[Trial], something_off
     if explaining:
         best = explaining[0]
         said = f"{measure.what} goes from {before:.3g} to {best.score:.3g} {best.name}"
+        if not measure.explains(before, best.score):
+            said = f"no other reading explains {measure.what}, {before:.3g}; {best.name} it is {best.score:.3g}"
         return Finding(name, "off", said, best.cause, numbers)
     if not something_off:
         return Finding(
@@ -150,24 +159,31 @@ def conclude(measure: Measure, before: float, trials: list[Trial], something_off
 
 
 @torch.no_grad()
-def _try(
-    model: DiffusionTransformer,
-    measure: Measure,
-    before: float,
-    changes: Iterable[Alternative],
-    left_out: bool = False,
-) -> list[Trial]:
-    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
-    accepts = measure.helps if left_out else measure.explains
+def _try(model: DiffusionTransformer, measure: Measure, before: float, changes: Iterable[Alternative]) -> list[Trial]:
     trials = []
     for change in changes:
-        cfg = _config(model.cfg, change)
-        with lent_weights(model, cfg, change.change(tensors, change.architecture)):
-            score = measure.of(model)
-        trials.append(Trial(change.name, score, accepts(before, score), change.cause))
-        if measure.exact and not left_out and trials[-1].explains:
+        score = _under(model, change, measure.of)
+        trials.append(Trial(change.name, score, measure.explains(before, score), change.cause))
+        if measure.exact and trials[-1].explains:
             break
     return sorted(trials, key=_order)
+
+
+@torch.no_grad()
+def _leave_out(model: DiffusionTransformer, measure: Measure) -> list[Trial]:
+    before, trials = measure.smooth(model), []
+    for layer in range(model.cfg.n_layers):
+        change = without_layer(model.cfg.architecture, layer)
+        score = _under(model, change, measure.smooth)
+        trials.append(Trial(change.name, score, measure.helps(before, score), change.cause))
+    return sorted(trials, key=_order)
+
+
+def _under(model: DiffusionTransformer, change: Alternative, measure: Callable[[DiffusionTransformer], float]) -> float:
+    """What is measured of the model with a change."""
+    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
+    with lent_weights(model, _config(model.cfg, change), change.change(tensors, change.architecture)):
+        return measure(model)
 
 
 def _order(trial: Trial) -> tuple[bool, float]:

@@ -11,6 +11,7 @@ from weight_conversion import read_json, restored, write_json
 Outcome = Literal["ok", "off", "noted", "not run"]
 KIND = "diffusion_lens check"
 WIDTH = 116
+SHOWN = 5  # alternatives, the best first; the JSON has all
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class CheckReport:
         for finding in self.findings:
             head = f"{finding.outcome:<8}{finding.check:<{width}}  "
             lines += wrap(finding.said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+            if self.off:
+                tried = finding.numbers.get("trials", ())[:SHOWN]
+                lines += [f"{' ' * len(head)}{trial['score']:>8.3g}  {trial['name']}" for trial in tried]
         if self.record.get("seconds"):
             memory = self.record.get("memory_bytes")
             peak = f", at most {memory / 1e9:.2f} GB of memory" if memory else ""

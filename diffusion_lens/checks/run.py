@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ from diffusion_lens.checks.weights import check_weights
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.records import provenance
 
+CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
+# Those that measure what the model computes: one of them off calls for a diagnosis.
+COMPUTED = ("reference", "page loss", "facts", "facts, one pass", "facts, by the loop", "recall")
 NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
 
 
@@ -42,6 +45,7 @@ def check_model(
     data: str | None = None,
     recall: bool | None = None,
     name: str | None = None,
+    only: Collection[str] = CHECKS,
 ) -> CheckReport:
     """Ask whether a model is what it says. It is left as it was.
 
@@ -52,20 +56,24 @@ def check_model(
         data: facts of the reversal curse to ask for recall, as `open_source` takes them.
         recall: whether to ask for it; by default of models that the catalogue knows to be tuned on these facts.
         name: to call the model in the report.
+        only: the checks to run, of `CHECKS`. A diagnosis tries to explain what the others that ran found off.
 
     Raises:
-        ValueError: a reference that does not fit the model.
+        ValueError: a reference that does not fit the model, or a check that is none.
     """
+    if unknown := sorted(set(only) - set(CHECKS)):
+        raise ValueError(f"there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
     if reference is not None:
         reference.check_fits(model.cfg.architecture)
-    run = _Run(model, expected)
+    run = _Run(model, expected, only)
     run.guard("hash", lambda: [check_hash(expected, file)])
     run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
     run.guard("weights", lambda: [check_weights(model)])
     if reference is not None:
         run.guard("reference", lambda: run.compare(reference))
     if model.tokenizer is None:
-        run.findings += [Finding(each, "not run", NO_TOKENIZER) for each in ("page loss", "facts", "recall")]
+        asked = [each for each in ("page loss", "facts", "recall") if each in only]
+        run.findings += [Finding(each, "not run", NO_TOKENIZER) for each in asked]
     else:
         run.guard("page loss", run.read)
         run.guard("facts", lambda: check_facts(model, texts_for(model)))
@@ -89,6 +97,7 @@ class _Run:
 
     model: HookedDiffusionTransformer
     expected: Expected | None
+    only: Collection[str]
     findings: list[Finding] = field(default_factory=list)
     measure: tuple[Measure, float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -97,6 +106,8 @@ class _Run:
 
     def guard(self, check: str, ask: Callable[[], list[Finding]]) -> None:
         """Run a check; a model that cannot be asked is off, and the others go on."""
+        if check not in self.only:
+            return
         begun = time.perf_counter()
         try:
             self.findings += ask()
@@ -140,11 +151,10 @@ class _Run:
         if self.measure is None:
             return [Finding("diagnosis", "not run", "there is nothing to measure: neither a tokenizer nor a reference")]
         measure, before = self.measure
-        computed = ("reference", "page loss", "facts, one pass", "facts, by the loop", "recall", "facts")
-        off = any(finding.outcome == "off" and finding.check in computed for finding in self.findings)
+        off = any(finding.outcome == "off" and finding.check in COMPUTED for finding in self.findings)
         if not off:
             if isinstance(measure, ReferenceMeasure):
-                return [Finding("diagnosis", "not run", "the model is the reference")]
+                return [Finding("diagnosis", "not run", "nothing to explain")]
             quiet = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out, QUIET_SHARE)
             return [conclude(quiet, before, try_quiet(self.model, quiet, before), False)]
         concluded = conclude(measure, before, try_all(self.model, measure, before, self._mask_ids()), True)

@@ -20,14 +20,16 @@ def swapped_heads(a, tensors):
     """The key head of each group read in the place of the group's first query head; without groups, q and k."""
 
     def change(out, block):
-        q, k = out[block + "attn.q.weight"].clone(), out[block + "attn.k.weight"].clone()
-        per_group = a.n_heads // a.n_key_value_heads
-        for group in range(a.n_key_value_heads):
-            query = slice(group * per_group * a.d_head, (group * per_group + 1) * a.d_head)
-            key = slice(group * a.d_head, (group + 1) * a.d_head)
-            out[block + "attn.q.weight"] = q
-            out[block + "attn.k.weight"] = k
-            q[query], k[key] = k[key].clone(), q[query].clone()
+        for kind in ("weight", "bias"):
+            if f"{block}attn.q.{kind}" not in out:
+                continue
+            q, k = out[f"{block}attn.q.{kind}"].clone(), out[f"{block}attn.k.{kind}"].clone()
+            per_group = a.n_heads // a.n_key_value_heads
+            for group in range(a.n_key_value_heads):
+                query = slice(group * per_group * a.d_head, (group * per_group + 1) * a.d_head)
+                key = slice(group * a.d_head, (group + 1) * a.d_head)
+                q[query], k[key] = k[key].clone(), q[query].clone()
+            out[f"{block}attn.q.{kind}"], out[f"{block}attn.k.{kind}"] = q, k
 
     return a, _each_layer(a, tensors, change)
 
@@ -36,8 +38,10 @@ def permuted_heads(a, tensors):
     """Query heads in reverse order, the output projection as it was."""
 
     def change(out, block):
-        heads = out[block + "attn.q.weight"].split(a.d_head)
-        out[block + "attn.q.weight"] = torch.cat(heads[::-1])
+        for kind in ("weight", "bias"):
+            if f"{block}attn.q.{kind}" in out:
+                heads = out[f"{block}attn.q.{kind}"].split(a.d_head)
+                out[f"{block}attn.q.{kind}"] = torch.cat(heads[::-1])
 
     return a, _each_layer(a, tensors, change)
 

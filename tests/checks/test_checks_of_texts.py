@@ -13,6 +13,7 @@ from diffusion_lens.training.objectives import autoregressive_loss, masked_diffu
 
 # So that only behaviour is judged: neither hash nor the catalogue's numbers.
 UNKNOWN = dict(architecture=None, sha256=None)
+BRIEFLY = ("weights", "page loss", "diagnosis")
 
 
 def outcomes(report):
@@ -34,9 +35,11 @@ def test_right_models_pass_every_check(tiny):
 def test_each_fault_is_flagged_and_named(tiny, fault):
     if fault == "wrong mask id" and tiny.cfg.mask_token_id is None:
         fault = "readout shifted"  # a causal model has no [MASK] to mistake
-    unknown = {} if fault == "another rotary base" and tiny.cfg.mask_token_id is None else UNKNOWN
-    expected = replace(Expected.of(tiny.cfg.model_name), **unknown)
-    report = check_model(faulty(tiny, fault), expected=expected, recall=False)
+    if fault == "another rotary base" and tiny.cfg.mask_token_id is None:
+        expected, only = Expected.of(tiny.cfg.model_name), (*BRIEFLY, "config")  # only the config can tell, see below
+    else:
+        expected, only = replace(Expected.of(tiny.cfg.model_name), **UNKNOWN), BRIEFLY
+    report = check_model(faulty(tiny, fault), expected=expected, only=only)
     assert not report.passed
     assert any(FAULTS[fault][1] in cause for cause in report.likely), report.to_text()
 
@@ -45,7 +48,7 @@ def test_the_twin_hardly_feels_its_rotary_base_so_its_config_must_tell():
     """14 places: the loss moves by a hundred-thousandth, and no text of this length could show it."""
     model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
     other = faulty(model, "another rotary base")
-    report = check_model(other, expected=Expected.of("tiny-ar"), recall=False)
+    report = check_model(other, expected=Expected.of("tiny-ar"), only=("config", "page loss"))
     assert outcomes(report)["page loss"] == "ok"
     assert outcomes(report)["config"] == "off"
     assert "rotary_base 500000.0 here, 10000.0 in the catalogue" in report.likely[0]
@@ -56,7 +59,7 @@ def test_a_trained_layer_of_another_model_is_foreign_too(layer_of):
     model, other = (HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in layer_of)
     taken = {name: weight for name, weight in other.state_dict().items() if name.startswith("blocks.2.")}
     mixed = HookedDiffusionTransformer(model.cfg, model.tokenizer, tensors={**model.state_dict(), **taken}.items())
-    report = check_model(mixed, expected=replace(Expected.of(layer_of[0]), **UNKNOWN), recall=False)
+    report = check_model(mixed, expected=replace(Expected.of(layer_of[0]), **UNKNOWN), only=BRIEFLY)
     assert any("block 2 are foreign" in cause for cause in report.likely), report.to_text()
 
 
@@ -77,7 +80,7 @@ def test_the_page_loss_is_the_training_loss():
 
 def test_an_untrained_model_is_off_and_no_reading_is_blamed(tiny):
     fresh = HookedDiffusionTransformer(tiny.cfg, tiny.tokenizer, seed=1)
-    report = check_model(fresh, recall=False)
+    report = check_model(fresh, only=BRIEFLY)
     assert outcomes(report)["page loss"] == "off"
     assert outcomes(report)["diagnosis"] == "noted"
     assert "no better than chance" in report.to_text()
@@ -87,9 +90,20 @@ def test_a_model_that_overflows_is_off(tiny):
     state = {name: weight.clone() for name, weight in tiny.state_dict().items()}
     state["blocks.0.mlp.down.weight"][3, 5] = float("inf")
     broken = HookedDiffusionTransformer(tiny.cfg, tiny.tokenizer, tensors=state.items())
-    report = check_model(broken, recall=False)
+    report = check_model(broken, only=BRIEFLY)
     assert any("blocks.0.mlp.down.weight" in cause and "not finite" in cause for cause in report.likely)
     assert report.to_dict()  # numbers that are none become null
+
+
+def test_facts_and_recall_of_a_wrong_model_are_off(tiny):
+    wrong = faulty(tiny, "embedding rows off by one")
+    report = check_model(wrong, expected=Expected.of(tiny.cfg.model_name), only=("facts", "recall"))
+    assert outcomes(report) == {"facts, one pass": "off", "facts, by the loop": "off", "recall": "off"}
+
+
+def test_a_check_that_is_none_is_refused(tiny):
+    with pytest.raises(ValueError, match="'pages'; there are hash"):
+        check_model(tiny, only=["pages"])
 
 
 def test_the_known_losses_are_of_the_embedded_pair():
