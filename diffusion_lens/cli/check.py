@@ -37,7 +37,7 @@ def check(
     shuffled; ten common facts; recall, if it was fine-tuned on the reversal curse; padding, bfloat16, seconds, memory.
     If something is off, likely mistakes are undone one by one, and the one that explains it is named. Exit code 1 then.
 
-    Example: diffusion-lens check tiny-mdm --out report.json
+    Example: diffusion-lens check tiny-ar --out report.json
     """
     from diffusion_lens.checks.load import check_checkpoint
     from weight_conversion import to_json
