@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+from typing import SupportsIndex
+
+from diffusion_lens.settings import whole_number
 
 
-def own_seed(seed: int, key: int | str, bits: int = 53) -> int:
+def own_seed(seed: SupportsIndex, key: int | str, bits: int = 53) -> int:
     """The seed of row `key`, or of whatever `key` names, in a run with this seed; the same on every machine.
 
     Hashed, because sums overlap: row 1 of seed 0 would be row 0 of seed 1, and five runs of 20 rows would draw 24
@@ -13,5 +16,5 @@ def own_seed(seed: int, key: int | str, bits: int = 53) -> int:
     Args:
         bits: the seed is below 2 to this power. 53 bits pass unharmed through every JSON reader.
     """
-    digest = hashlib.sha256(json.dumps([seed, key]).encode()).digest()
+    digest = hashlib.sha256(json.dumps([whole_number("seed", seed), key]).encode()).digest()
     return int.from_bytes(digest, "big") >> (8 * len(digest) - bits)

@@ -44,6 +44,15 @@ def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, places:
         )
 
 
+def require_choice(reveal: Tensor) -> None:
+    """Raise a `TypeError` unless what `hook_reveal` returned marks places."""
+    if reveal.dtype != torch.bool:
+        raise TypeError(
+            f"denoise.hook_reveal returned {reveal.dtype}; it marks the places revealed in this step: return a bool "
+            "for each"
+        )
+
+
 def require_ids(name: str, ids: Tensor, state: StepState, places: Places, model: DiffusionTransformer) -> None:
     """Raise an error unless a hook returned token ids, or the blank of the canvas, at the marked places."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -37,7 +37,7 @@ from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
 from diffusion_lens.denoising.proposal import confidence_of
 from diffusion_lens.denoising.randomness import PlaceNoise, Seed, row_seeds
-from diffusion_lens.denoising.refusals import require_ids, require_logits, require_open, require_scores
+from diffusion_lens.denoising.refusals import require_choice, require_ids, require_logits, require_open, require_scores
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
 from diffusion_lens.model.hooking import LoopHooks
@@ -144,7 +144,9 @@ class Run:
             require_scores(ranking, state, places)
         reveal = plan.places
         if self.script is None:
-            reveal = hooks.hook_reveal(most_confident(ranking, plan)) & places & (candidates != self.canvas.blank)
+            reveal = hooks.hook_reveal(most_confident(ranking, plan))
+            require_choice(reveal)
+            reveal = reveal & places & (candidates != self.canvas.blank)
         self.tokens = torch.where(reveal, candidates, self.tokens)
         self.revealed_at = self.revealed_at.masked_fill(reveal, state.index)
         self.confidence = torch.where(reveal, confidence.float(), self.confidence)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from diffusion_lens.settings import plain_number, whole_number
+
 PRECISIONS = ("no", "bf16", "fp16")
 
 
@@ -42,6 +44,10 @@ class TrainingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "warmup", "accumulate", "seed"):
+            whole_number(name, getattr(self, name))
+        for name in ("lr", "lr_end", "weight_decay", "clip"):
+            plain_number(name, getattr(self, name))
         for name in ("steps", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -150,6 +150,27 @@ def test_ids_that_are_no_tokens_are_refused(either, point, change, error, messag
         either.model.denoise(PROMPT, length=6, steps=3, fwd_hooks=[(point, lambda ids, hook: change(ids))])
 
 
+def test_what_is_revealed_is_a_mask(either):
+    hooks = [("denoise.hook_reveal", lambda a, hook: a.long())]
+    with pytest.raises(TypeError, match=r"denoise.hook_reveal returned torch.int64.*return a bool"):
+        either.model.denoise(PROMPT, length=6, steps=3, fwd_hooks=hooks)
+
+
+@pytest.mark.parametrize("steps", [[1.5], [True], ["1"]], ids=str)
+def test_analyses_by_step_ask_for_whole_steps(unchecked, steps):
+    from diffusion_lens import Fact, HookedDiffusionTransformer
+    from diffusion_lens.analysis import patch_grid, trace_trajectory
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
+    query = fact.to_query(model)
+    run = model.denoise(query.tokens[None], length=len(query.tokens), steps=4)
+    with pytest.raises(TypeError, match="it must be a whole number"):
+        trace_trajectory(model, query, trajectory=run, steps=steps, noise=0.1, samples=1)
+    with pytest.raises(TypeError, match="it must be a whole number"):
+        patch_grid(model, run, run, query, "resid_pre", steps)
+
+
 def test_ids_of_other_widths_are_taken(either):
     plain = either.model.denoise(PROMPT, length=6, steps=3)
     for point in ("denoise.hook_tokens", "denoise.hook_candidates"):

@@ -2,6 +2,7 @@
 
 import math
 
+import jaxtyping
 import pytest
 import torch
 
@@ -81,3 +82,21 @@ def test_norms_decay_where_asked(small, tokens):
 def test_impossible_recipes_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(**{"steps": 1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 2.5}, r"steps=2.5 is a float; it must be a whole number"),
+        ({"batch_size": True}, "batch_size=True is a bool"),
+        ({"seed": "7"}, "seed='7' is a str"),
+        ({"lr": "1e-3"}, "lr='1e-3' is a str; it must be a number"),
+    ],
+)
+def test_recipes_of_the_wrong_kind_are_refused(settings, message):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(TypeError, match=message):
+            TrainingConfig(**{"steps": 10, **settings})
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

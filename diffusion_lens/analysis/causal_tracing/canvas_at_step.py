@@ -17,6 +17,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import whole_numbers
 from diffusion_lens.shapes import Tokens
 from diffusion_lens.step_state import StepState
 
@@ -172,6 +173,7 @@ def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, 
 
 def check_steps(run: TracedRun, steps: Sequence[int]) -> list[int]:
     """Steps at which an answer token is open, each once, or a `ValueError`."""
+    steps = whole_numbers("steps", steps)
     first, last = run.trajectory.first_step, max(run.revealed_at)
     if len(set(steps)) < len(steps):
         raise ValueError(f"steps={list(steps)} names one twice; give each once")
@@ -180,4 +182,4 @@ def check_steps(run: TracedRun, steps: Sequence[int]) -> list[int]:
             f"steps={list(steps)}; the run begins at step {first} and reveals the answer's last token at step {last}, "
             "after which there is nothing to read"
         )
-    return [int(step) for step in steps]
+    return steps

@@ -31,6 +31,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+from diffusion_lens.settings import whole_numbers
 
 Patchable = str | Sequence[str] | Tensor | Query | Trajectory
 METHODS = ("exact", "attribution")
@@ -106,6 +107,7 @@ def patch_grid(
     if check < 0:
         raise ValueError(f"check={check}; it must be at least 0")
     blocks = _pick_layers(layers, source, model)
+    steps = None if steps is None else whole_numbers("steps", steps)
     sides = _sides(source, clean, model, corrupted, steps, reading)
     groups = resolve_groups(positions, *(max(side.n_held for side in run) for run in zip(*sides, strict=True)))
     if heads is not None and not any(site.n_heads for site in chosen):

@@ -21,15 +21,9 @@ PRESETS: dict[str, Callable[[], Sampler]] = {preset.__name__: preset for preset 
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
-    """A sampler as plain data: its name and settings, NumPy's numbers as Python's own."""
-    settings: dict[str, Any] = _plain(asdict(sampler)) if is_dataclass(sampler) else {}
+    """A sampler as plain data: its name and settings."""
+    settings: dict[str, Any] = asdict(sampler) if is_dataclass(sampler) else {}
     return {"name": sampler.name, **settings}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return value.item() if hasattr(value, "item") else value
 
 
 def sampler_from(description: Mapping[str, Any]) -> Sampler:
