@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.identity import identity_of
 from diffusion_lens.identity import weights_sha256 as weights_sha256
-from weight_conversion import parse, read_json, restored, to_json, write_safetensors
+from weight_conversion import from_json, read_json, restore_numbers, to_json, write_safetensors
 
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
@@ -138,7 +138,7 @@ def _opened(path: str | Path, kind: str) -> Iterator[Any]:
 
 
 def _record_of(file: Any) -> dict[str, Any]:
-    record: dict[str, Any] = parse((file.metadata() or {}).get(RECORD, "{}"))
+    record: dict[str, Any] = from_json((file.metadata() or {}).get(RECORD, "{}"))
     return record
 
 
@@ -149,7 +149,7 @@ def read_run(path: Path) -> dict[str, Any]:
         ValueError: not the description of a run.
     """
     try:
-        run = restored(read_json(path))
+        run = restore_numbers(read_json(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} does not describe a run: {error}. {_START_ANEW}") from error
     if not isinstance(run, dict):

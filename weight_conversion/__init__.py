@@ -9,7 +9,7 @@ from weight_conversion.convert import Checkpoint, export, export_size, open_chec
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
 from weight_conversion.json_files import read_json, read_json_object, write_json
-from weight_conversion.json_text import parse, plain, restored, to_json
+from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
 from weight_conversion.whole_files import renamed_when_whole, sha256_of_file
 
 __all__ = [
@@ -17,16 +17,16 @@ __all__ = [
     "PUBLISHED_SIZES",
     "Architecture",
     "Checkpoint",
+    "as_json",
     "export",
     "export_size",
+    "from_json",
     "open_checkpoint",
-    "parse",
-    "plain",
     "published_architecture",
     "read_json",
     "read_json_object",
     "renamed_when_whole",
-    "restored",
+    "restore_numbers",
     "sha256_of_file",
     "tensor_shapes",
     "to_json",

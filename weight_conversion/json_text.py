@@ -1,7 +1,7 @@
 """JSON as the standard has it: no NaN and no infinity, which most readers refuse.
 
 A number that is not finite is written as null, and the top of the document says under `not_finite` which ones they were
-and why: `{"p": null, "not_finite": {"/p": "NaN"}}`. The keys are JSON pointers (RFC 6901). `parse` puts the numbers
+and why: `{"p": null, "not_finite": {"/p": "NaN"}}`. The keys are JSON pointers (RFC 6901). `from_json` puts the numbers
 back.
 """
 
@@ -36,12 +36,12 @@ def to_json(data: Any, indent: int | None = None) -> str:
     return json.dumps(written, indent=indent, allow_nan=False)
 
 
-def parse(text: str | bytes) -> Any:
+def from_json(text: str | bytes) -> Any:
     """What `to_json` wrote, numbers that are not finite put back."""
-    return restored(json.loads(text))
+    return restore_numbers(json.loads(text))
 
 
-def restored(data: Any) -> Any:
+def restore_numbers(data: Any) -> Any:
     """A document that is parsed already, its numbers that are not finite put back, in place."""
     reasons = data.pop(NOT_FINITE, None) if isinstance(data, dict) else None
     for pointer, reason in (reasons or {}).items():
@@ -53,13 +53,13 @@ def restored(data: Any) -> Any:
     return data
 
 
-def plain(data: Any) -> Any:
+def as_json(data: Any) -> Any:
     """`data` as it comes back from JSON: lists for tuples, texts for keys, plain numbers for numpy's.
 
     Raises:
         TypeError: as in `to_json`.
     """
-    return parse(to_json(data))
+    return from_json(to_json(data))
 
 
 def _plain(value: Any, pointer: str, reasons: dict[str, str]) -> Any:

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from diffusion_lens.facts import Fact
 from diffusion_lens.records import NOT_COMPARED, mark_of, part_of_run, read_run, require_same_run
 from diffusion_lens.seeds import own_seed
-from weight_conversion import plain, write_json
+from weight_conversion import as_json, write_json
 
 Shard = tuple[int, int] | str
 
@@ -62,7 +62,7 @@ class FactFolder:
             ValueError: the folder holds another run; the text says in what it differs.
             TypeError: the run is told by something that no JSON holds.
         """
-        record, asked = Path(path) / "run.json", plain(run)
+        record, asked = Path(path) / "run.json", as_json(run)
         if not record.exists():
             write_json(asked, record)
         folder = cls.open(path)
@@ -236,4 +236,4 @@ def join_parts(
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(plain(value), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(as_json(value), sort_keys=True).encode()).hexdigest()

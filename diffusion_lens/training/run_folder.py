@@ -19,7 +19,7 @@ from diffusion_lens.records import open_result, provenance, read_run, require_sa
 from diffusion_lens.training.batches import RowOrder, TrainingRows
 from diffusion_lens.training.objectives import Objective
 from diffusion_lens.training.recipes import TrainingConfig
-from weight_conversion import plain, write_json
+from weight_conversion import as_json, write_json
 
 KIND = "training checkpoint"
 
@@ -111,7 +111,7 @@ class RunFolder:
         Raises:
             ValueError: the folder holds another run; the text says in what it differs.
         """
-        run = plain(run)
+        run = as_json(run)
         if self.run.exists():
             require_same_run(read_run(self.run), run, str(self.path))
         if not write:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from weight_conversion import parse, plain, to_json, write_json, write_safetensors
+from weight_conversion import as_json, from_json, to_json, write_json, write_safetensors
 
 
 def refuse(word):
@@ -29,7 +29,7 @@ def test_numbers_that_are_not_finite_are_null_with_their_reason():
         "f": "NaN",
         "not_finite": {"/a~1b/1": "NaN", "/c/d~0": "-Infinity", "/c/e": "Infinity"},
     }
-    again = parse(text)
+    again = from_json(text)
     assert math.isnan(again["a/b"].pop())
     assert again == {"a/b": [1.5], "c": {"d~": -math.inf, "e": math.inf}, "f": "NaN"}
     with pytest.raises(ValueError, match=r"not finite \(/0\) need a mapping"):
@@ -71,7 +71,7 @@ def test_one_number_of_numpy_or_torch_is_that_number(number, written):
 )
 def test_what_no_json_holds_is_refused_by_its_place(value, message):
     with pytest.raises(TypeError, match=message):
-        plain({"settings": [0, {"noise": value}]})
+        as_json({"settings": [0, {"noise": value}]})
 
 
 def test_a_file_is_strict_too(tmp_path):

@@ -37,7 +37,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.training.objectives import hide
-from weight_conversion import plain
+from weight_conversion import as_json
 
 RIDGE = 1e-4  # of the mean of C's diagonal
 _SINGULAR = 1e-12  # smallest pivot of a C that counts as regular, by the largest
@@ -191,7 +191,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "seed": None if model.cfg.mask_token_id is None else seed,
     }
     drawn = {**content, "noise": "by own_seed"}  # sums of seeds, as they were once, are not gone on with
-    key = hashlib.sha256(json.dumps(plain(drawn), sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(as_json(drawn), sort_keys=True).encode()).hexdigest()
     return {"key": key, **content, **origin}
 
 
