@@ -16,6 +16,7 @@ from diffusion_lens.analysis import (
     second_moment,
     temporal_effect,
 )
+from diffusion_lens.analysis.fact_folder import FactFolder
 from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
@@ -262,6 +263,18 @@ def test_a_file_cut_off_is_named(tiny, tmp_path, study):
     with pytest.raises(ValueError, match=r"not a whole safetensors file.*delete it") as refused:
         study(tiny, tmp_path)
     assert str(cut) in str(refused.value)
+
+
+@on_mdm
+def test_a_bad_file_is_found_before_the_work(tiny, tmp_path, monkeypatch):
+    ask = partial(recall_by_steps, tiny, FACTS, (1,), length=14, cfg_scale=0.0, batch_size=1, folder=tmp_path)
+    last = FactFolder.start(tmp_path, ask().record).file(sorted(fact.id for fact in FACTS)[-1])
+    for file in set(tmp_path.glob("*.safetensors")) - {last}:
+        file.unlink()
+    last.write_bytes(b"")
+    monkeypatch.setattr(type(tiny), "denoise", lambda *_, **__: pytest.fail("the model was asked"))
+    with pytest.raises(ValueError, match=r"not a whole safetensors file"):
+        ask()
 
 
 @on_mdm

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -95,24 +96,30 @@ class FactFolder:
         with part_of_run(self._mark(fact_id)):
             result.save(self.file(fact_id))
 
-    def load(self, fact_id: str, load: Callable[[Path], R]) -> R:
-        """A fact's result.
+    def has(self, fact_id: str) -> bool:
+        """Whether a fact's result is there.
 
         Raises:
             ValueError: the file is cut off, or it is of another run or fact.
         """
         file = self.file(fact_id)
+        if not file.exists():
+            return False
         if (found := mark_of(file)) != self._mark(fact_id):
             whose = "does not say of which run it is" if found is None else "is of another run or another fact"
             raise ValueError(
                 f"{file} {whose}: its settings, facts, weights or hooks are not those of {self.path / 'run.json'}. "
                 "Delete the file, and the fact is computed again, or name another folder"
             )
-        return load(file)
+        return True
 
     def results(self, load: Callable[[Path], R]) -> Iterator[tuple[str, R]]:
-        """What is there so far, by id, in the order of the run's facts."""
-        return ((fact_id, self.load(fact_id, load)) for fact_id in self.run["facts"] if self.file(fact_id).exists())
+        """What is there so far, by id, in the order of the run's facts.
+
+        Raises:
+            ValueError: as in `has`.
+        """
+        return ((fact_id, load(self.file(fact_id))) for fact_id in self.run["facts"] if self.has(fact_id))
 
     def _mark(self, fact_id: str) -> str:
         return _digest([self._run_digest, fact_id])
@@ -143,15 +150,17 @@ def work_through_batches(
     """As `work_through`, with the facts of a batch computed together and each saved as a file of its own.
 
     A batch that was saved in part is computed again as a whole, and what was missing of it is saved.
+
+    Raises:
+        ValueError: a file of another run, or one that is cut off; before any work.
     """
+    if folder:
+        for fact_id in chain.from_iterable(batches):
+            folder.has(fact_id)
     with tqdm(total=sum(map(len, batches)), desc="facts", unit="fact", disable=not progress) as bar:
         for batch in batches:
-            missing = [fact_id for fact_id in batch if not folder or not folder.file(fact_id).exists()]
-            # Files of another run are refused before the work, and in a batch of which some are missing too.
-            there = (
-                {fact_id: folder.load(fact_id, load) for fact_id in batch if fact_id not in missing} if folder else {}
-            )
-            results = work(batch) if missing else list(there.values())
+            missing = [fact_id for fact_id in batch if not folder or not folder.has(fact_id)]
+            results = work(batch) if missing or not folder else [load(folder.file(fact_id)) for fact_id in batch]
             for fact_id, result in zip(batch, results, strict=True):
                 if folder and fact_id in missing:
                     folder.save(fact_id, result)

@@ -100,7 +100,7 @@ def test_shards_are_the_whole(tiny, whole, tmp_path):
     with pytest.raises(ValueError, match="2 of 5 facts are not there"):
         KeyValueStudy.merge([tmp_path / "0"])
     assert_same(KeyValueStudy.merge([tmp_path / "1", tmp_path / "0"]), whole)
-    found = FactFolder.open(tmp_path / "0").load(whole.ids[0], FactVectors.load)
+    found = FactVectors.load(FactFolder.open(tmp_path / "0").file(whole.ids[0]))
     FactFolder.open(tmp_path / "1").save(whole.ids[0], replace(found, before=found.before + 1e-3))
     with pytest.raises(ValueError, match="came out differently"):
         KeyValueStudy.merge([tmp_path / "0", tmp_path / "1"])
