@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import whole_number
 
 Direction = Literal["p2d", "d2p"]
 
@@ -35,6 +36,8 @@ class Query:
         if not isinstance(self.tokens, Tensor) or self.tokens.dim() != 1:
             given = list(self.tokens.shape) if isinstance(self.tokens, Tensor) else type(self.tokens).__name__
             raise ValueError(f"a query's tokens are one row, a tensor Int[pos]; got {given}")
+        for name in ("subject", "answer_positions", "answer_tokens"):
+            object.__setattr__(self, name, tuple(whole_number(name, each) for each in getattr(self, name)))
         n_pos = self.tokens.shape[0]
         start, stop = self.subject
         if not 0 <= start < stop <= n_pos:

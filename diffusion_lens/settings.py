@@ -3,9 +3,14 @@
 NumPy's and torch's scalars are taken too; as they are, no result could record them.
 """
 
+import math
 import operator
 from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
+
+# What annotations say of such settings: Python's own numbers, NumPy's, a tensor of one number.
+Whole = SupportsIndex
+Real = SupportsFloat
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -34,6 +39,49 @@ def plain_number(name: str, value: Any) -> float:
         except (TypeError, ValueError, RuntimeError):  # the last two from arrays and tensors of several numbers
             pass
     raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a number")
+
+
+def at_least(least: int, name: str, value: Any) -> int:
+    """`value` as an int; a `ValueError` where it is below `least`."""
+    number = whole_number(name, value)
+    if number < least:
+        raise ValueError(f"{name}={number}; it must be at least {least}")
+    return number
+
+
+def not_negative(name: str, value: Any) -> float:
+    """`value` as a float; a `ValueError` unless it is finite and 0 or more."""
+    number = plain_number(name, value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{name}={number}; it must be a finite number, 0 or more")
+    return number
+
+
+def pick_layer(layer: Whole, n_layers: int) -> int:
+    """One layer's number, negative ones counted from the end; a `ValueError` where there is no such layer."""
+    number = whole_number("layer", layer)
+    if not -n_layers <= number < n_layers:
+        raise ValueError(
+            f"layer={number} is not one of the layers 0 to {n_layers - 1} of this model, or a negative one from the end"
+        )
+    return number % n_layers
+
+
+def pick_indices(name: str, asked: Iterable[Whole] | None, size: int) -> list[int]:
+    """Positions or layers as plain indices: all by default, negative ones from the end.
+
+    Raises:
+        ValueError: none, one out of range, or one named twice.
+    """
+    if asked is None:
+        return list(range(size))
+    given = [whole_number(name, index) for index in asked]
+    if not given or any(not -size <= index < size for index in given):
+        raise ValueError(f"{name}={given}; they are numbers from 0 to {size - 1}, or negative ones from the end")
+    chosen = [index % size for index in given]
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{name}={given} names one twice; give each once")
+    return chosen
 
 
 def _is_bool(value: Any) -> bool:

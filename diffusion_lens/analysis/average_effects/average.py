@@ -192,7 +192,7 @@ def average_indirect_effect(
         model,
         facts,
         CanvasLayout(length, answer_places, first_tokens, occurrence),
-        Restoration(kind, window, severed),
+        Restoration.of(kind, window, severed),
         corruption=corruption,
         noise=noise,
         samples=samples,

@@ -10,7 +10,7 @@ from diffusion_lens.analysis.average_effects.known import Known, LoopRuns, LoopS
 from diffusion_lens.analysis.average_effects.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.trace import noise_scale, pick_indices
+from diffusion_lens.analysis.causal_tracing.trace import noise_scale
 from diffusion_lens.analysis.fact_folder import (
     FactFolder,
     Result,
@@ -24,6 +24,7 @@ from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+from diffusion_lens.settings import pick_indices
 
 R = TypeVar("R", bound=Result)
 
@@ -69,7 +70,7 @@ class Survey:
         """
         if corruption == "swap":
             raise ValueError("corruption='swap' needs another subject for each fact: call causal_trace fact by fact")
-        corrupt = Corruption(corruption, 0.0 if noise is None else noise, samples, seed)
+        corrupt = Corruption.of(corruption, 0.0 if noise is None else noise, samples, seed)
         blocks = pick_indices("layers", layers, model.cfg.n_layers)
         named = name_facts(facts)
         rule = Known.of(known, named)

@@ -9,6 +9,7 @@ from torch import Tensor
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.facts import Query
 from diffusion_lens.metrics import token_probabilities
+from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -37,28 +38,13 @@ class Answer:
         """A query's answer on a model.
 
         Raises:
-            ValueError: no answer, or one that the model cannot write or be asked for.
+            ValueError: what `check_answer` refuses.
         """
-        if not query.answer_tokens:
-            raise ValueError("the query has no answer: there is no probability to trace")
-        asked = torch.tensor(query.answer_tokens)
-        if outside := asked[~model.cfg.writable(asked)].tolist():
-            raise ValueError(
-                f"{model.cfg.model_name!r} cannot write the answer tokens {outside}; only 0 to d_vocab_out - 1, and "
-                "never [MASK]"
-            )
-        if model.cfg.attention_dir == "causal" and 0 in query.answer_positions:
-            raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
-        device = model.cfg.device
-        rows = model.readout.rows(torch.tensor(query.answer_positions, device=device))
-        if unread := [
-            place for place, row in zip(query.answer_positions, rows, strict=True) if row >= len(query.tokens)
-        ]:
-            raise ValueError(
-                f"the answer positions {unread} are outside the {len(query.tokens)} places of the canvas: "
-                f"{model.cfg.model_name!r} has no row there that predicts them"
-            )
-        return cls(torch.tensor(query.answer_tokens, device=device), rows)
+        check_answer(model, query)
+        tokens, places = (
+            torch.tensor(each, device=model.cfg.device) for each in (query.answer_tokens, query.answer_positions)
+        )
+        return cls(tokens, model.readout.rows(places))
 
     def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 place d_vocab_out"]) -> bool:
         """Whether each of its tokens is the likeliest of those that the model may write, so never beside [MASK]."""
@@ -84,3 +70,48 @@ class Answer:
             return read
         settled = self.settled[:, asked]
         return torch.where(settled.isnan(), read, settled)
+
+
+def check_answer(model: DiffusionTransformer, query: Query, name: str = "the query") -> None:
+    """Raise a `ValueError` unless a query's answer can be asked of this model on its canvas.
+
+    Every analysis asks here, so that all of them refuse the same queries: of masked places a masked diffusion model
+    predicts what stands there, of others it does not; what a causal model is shown must be the answer that it is asked
+    for, or the later tokens would be read in another context than their own.
+
+    Args:
+        name: what the error calls the query.
+    """
+    tokens, places, cfg = query.answer_tokens, query.answer_positions, model.cfg
+    if not tokens:
+        raise ValueError(f"{name} has no answer: there is no probability to trace")
+    if outside := torch.tensor(tokens)[~cfg.writable(torch.tensor(tokens))].tolist():
+        raise ValueError(
+            f"{cfg.model_name!r} cannot write the answer tokens {outside} of {name}; only 0 to d_vocab_out - 1, and "
+            "never [MASK]"
+        )
+    if twice := sorted({place for place in places if places.count(place) > 1}):
+        raise ValueError(f"{name} names the answer positions {twice} twice; each holds one token")
+    if cfg.attention_dir == "causal" and 0 in places:
+        raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
+    rows = model.readout.rows(torch.tensor(places)).tolist()
+    if unread := [place for place, row in zip(places, rows, strict=True) if row >= len(query.tokens)]:
+        raise ValueError(
+            f"the answer positions {unread} are outside the {len(query.tokens)} places of the canvas of {name}: "
+            f"{cfg.model_name!r} has no row there that predicts them"
+        )
+    on_canvas = dict(enumerate(query.tokens.tolist()))
+    shown = {place: (on_canvas.get(place, UNREACHED), token) for place, token in zip(places, tokens, strict=True)}
+    if cfg.mask_token_id is not None:
+        if held := [place for place, (there, _) in shown.items() if there != cfg.mask_token_id]:
+            raise ValueError(
+                f"the answer positions {held} hold no [MASK] on the canvas of {name}: a masked diffusion model is "
+                "asked only for what is masked, as Fact.to_query lays it out; put the mask there, or leave what is "
+                "shown out of the answer"
+            )
+    elif others := [place for place, (there, token) in shown.items() if there not in (token, UNREACHED)]:
+        raise ValueError(
+            f"the answer positions {others} hold other tokens than the answer's on the canvas of {name}: a causal "
+            "model is shown the answer but for its last token, as Fact.to_query lays it out; end the canvas before "
+            "the answer, or let it go on with it"
+        )

@@ -1,6 +1,6 @@
 """The question that one canvas of a trajectory poses: which answer tokens are still open, and what the network sees."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import whole_numbers
+from diffusion_lens.settings import Whole, whole_numbers
 from diffusion_lens.shapes import Tokens
 from diffusion_lens.step_state import StepState
 
@@ -171,15 +171,15 @@ def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, 
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 
-def check_steps(run: TracedRun, steps: Sequence[int]) -> list[int]:
+def check_steps(run: TracedRun, steps: Iterable[Whole]) -> list[int]:
     """Steps at which an answer token is open, each once, or a `ValueError`."""
-    steps = whole_numbers("steps", steps)
     first, last = run.trajectory.first_step, max(run.revealed_at)
-    if len(set(steps)) < len(steps):
-        raise ValueError(f"steps={list(steps)} names one twice; give each once")
-    if not steps or any(not first <= step <= last for step in steps):
+    chosen = whole_numbers("steps", steps)
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"steps={chosen} names one twice; give each once")
+    if not chosen or any(not first <= step <= last for step in chosen):
         raise ValueError(
-            f"steps={list(steps)}; the run begins at step {first} and reveals the answer's last token at step {last}, "
+            f"steps={chosen}; the run begins at step {first} and reveals the answer's last token at step {last}, "
             "after which there is nothing to read"
         )
-    return steps
+    return chosen

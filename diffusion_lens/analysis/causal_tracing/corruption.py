@@ -12,7 +12,7 @@ network sees: in the denoising loop the canvas keeps its subject.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from diffusion_lens.hook_names import nearest
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import Real, Whole, at_least, not_negative
 
 Draw = Callable[[np.random.RandomState, tuple[int, ...]], Any]
 
@@ -53,6 +54,25 @@ class Corruption:
     samples: int = 10
     seed: int = 1
     swap: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, kind: str, noise: Real | None, samples: Whole, seed: Whole, swap: Query | Iterable[Whole] | None = None
+    ) -> "Corruption":
+        """From settings as callers give them, numpy's numbers among them.
+
+        Args:
+            swap: another query, whose subject is taken, or the tokens themselves.
+        """
+        if isinstance(swap, Query):
+            swap = swap.tokens[slice(*swap.subject)].tolist()
+        return cls(
+            kind,
+            None if noise is None else not_negative("noise", noise),
+            at_least(1, "samples", samples),
+            at_least(0, "seed", seed),
+            None if swap is None else tuple(at_least(0, "swap", token) for token in swap),
+        )
 
     def __post_init__(self) -> None:
         if self.kind not in CORRUPTIONS:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_lens.hook_names import attn_out, mlp_out, resid_post
+from diffusion_lens.settings import Whole, at_least
 
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
@@ -23,6 +24,11 @@ class Restoration:
     kind: str = "resid"
     window: int = 10
     severed: str | None = None
+
+    @classmethod
+    def of(cls, kind: str, window: Whole, severed: str | None = None) -> "Restoration":
+        """From settings as callers give them, numpy's numbers among them."""
+        return cls(kind, at_least(1, "window", window), severed)
 
     def __post_init__(self) -> None:
         if self.kind not in SITES:

@@ -7,7 +7,7 @@ the corrupted runs' own. A state without effect here may still move the probabil
 what counts here is what is revealed for good.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
-from diffusion_lens.analysis.causal_tracing.trace import pick_indices, swapped_in
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -30,6 +29,7 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.interventions import restore
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Real, Whole, pick_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,18 +82,18 @@ class TemporalEffect:
 def temporal_effect(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
-    steps: Sequence[int] | None = None,
+    steps: Iterable[Whole] | None = None,
     *,
     trajectory: Trajectory | None = None,
     kind: str = "resid",
-    window: int = 10,
-    noise: float | None = None,
-    samples: int = 10,
-    seed: int = 1,
+    window: Whole = 10,
+    noise: Real | None = None,
+    samples: Whole = 10,
+    seed: Whole = 1,
     corruption: str = "gaussian",
-    swap: Query | Sequence[int] | None = None,
-    positions: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
+    swap: Query | Iterable[Whole] | None = None,
+    positions: Iterable[Whole] | None = None,
+    layers: Iterable[Whole] | None = None,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TemporalEffect:
@@ -109,8 +109,8 @@ def temporal_effect(
     The other arguments are those of `causal_trace`.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
-    restoration = Restoration(kind, window)
-    corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
+    restoration = Restoration.of(kind, window)
+    corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     rows = run.loop_rows(corrupt, max_bytes)
     own = run.corrupted(corrupt)
     chosen = check_steps(run, range(own.first_step, max(run.revealed_at) + 1) if steps is None else steps)

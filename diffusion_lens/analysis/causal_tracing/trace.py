@@ -9,7 +9,7 @@ or attention outputs of that place are held at their corrupted values above it, 
 What is disturbed is `analysis.corruption`; how little of each restored run is computed, `analysis.restored_runs`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Real, Whole, pick_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,15 +118,15 @@ def causal_trace(
     query: Query | Fact,
     kind: str = "resid",
     *,
-    window: int = 10,
-    noise: float | None = None,
-    samples: int = 10,
-    seed: int = 1,
+    window: Whole = 10,
+    noise: Real | None = None,
+    samples: Whole = 10,
+    seed: Whole = 1,
     corruption: str = "gaussian",
-    swap: Query | Sequence[int] | None = None,
+    swap: Query | Iterable[Whole] | None = None,
     severed: str | None = None,
-    positions: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
+    positions: Iterable[Whole] | None = None,
+    layers: Iterable[Whole] | None = None,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> CausalTrace:
@@ -153,8 +154,8 @@ def causal_trace(
         ValueError: a setting out of range, a query without an answer, a budget too small for one cell.
     """
     query = query.to_query(model) if isinstance(query, Fact) else query
-    restoration = Restoration(kind, window, severed)
-    corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
+    restoration = Restoration.of(kind, window, severed)
+    corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     chosen = pick_indices("positions", positions, len(query.tokens)), pick_indices("layers", layers, model.cfg.n_layers)
     runs = RestoredRuns(
@@ -186,26 +187,6 @@ def causal_trace(
             **provenance(model, model.cfg),
         },
     )
-
-
-def swapped_in(other: Query | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The tokens that take the subject's place: another query's subject, or as given."""
-    if isinstance(other, Query):
-        return tuple(other.tokens[slice(*other.subject)].tolist())
-    return None if other is None else tuple(other)
-
-
-def pick_indices(name: str, asked: Sequence[int] | None, size: int) -> list[int]:
-    """Positions or layers as plain indices: all by default, negative ones from the end."""
-    if asked is None:
-        return list(range(size))
-    given = [int(index) for index in asked]
-    if not given or any(not -size <= index < size for index in given):
-        raise ValueError(f"{name}={given}; they are numbers from 0 to {size - 1}, or negative ones from the end")
-    chosen = [index % size for index in given]
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"{name}={given} names one twice; give each once")
-    return chosen
 
 
 @torch.no_grad()

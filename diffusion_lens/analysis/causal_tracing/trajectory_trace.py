@@ -12,7 +12,7 @@ likes, from the start. In both an answer token that has been revealed counts 1, 
 Under guidance the subject is corrupted and the state restored in the conditional branch; the other sees no subject.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, che
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, pick_indices, swapped_in
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Real, Whole, pick_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,20 +145,20 @@ class TrajectoryTrace:
 def trace_trajectory(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
-    steps: Sequence[int] | None = None,
+    steps: Iterable[Whole] | None = None,
     canvas: str = "forced",
     *,
     trajectory: Trajectory | None = None,
     kind: str = "resid",
-    window: int = 10,
-    noise: float | None = None,
-    samples: int = 10,
-    seed: int = 1,
+    window: Whole = 10,
+    noise: Real | None = None,
+    samples: Whole = 10,
+    seed: Whole = 1,
     corruption: str = "gaussian",
-    swap: Query | Sequence[int] | None = None,
+    swap: Query | Iterable[Whole] | None = None,
     severed: str | None = None,
-    positions: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
+    positions: Iterable[Whole] | None = None,
+    layers: Iterable[Whole] | None = None,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TrajectoryTrace:
@@ -175,8 +176,8 @@ def trace_trajectory(
         ValueError: a setting out of range, a trajectory of another prompt, a step at which no answer token is open.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
-    restoration = Restoration(kind, window, severed)
-    corrupt = Corruption(corruption, noise, samples, seed, swapped_in(swap))
+    restoration = Restoration.of(kind, window, severed)
+    corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     check_canvas(canvas)
     chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
     places = pick_indices("positions", positions, run.n_pos)
@@ -206,8 +207,9 @@ def trace_trajectory(
         )
         on_canvas = set(run.on_canvas(step))
         held = [place for place in places if place in on_canvas]
-        by_draw = torch.full((len(places), len(blocks), corrupt.rows, len(run.query.answer_tokens)), torch.nan)
-        by_draw[[place in held for place in places]] = runs.grid(held)
+        grid = runs.grid(held)
+        by_draw = grid.new_full((len(places), *grid.shape[1:]), torch.nan)
+        by_draw[[place in held for place in places]] = grid
         grids.append(by_draw)
         clean_scores.append(runs.clean_scores[0].cpu())
         low_scores.append(runs.corrupted_scores.cpu())

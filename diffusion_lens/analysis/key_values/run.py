@@ -9,14 +9,13 @@ Every fact finds what it finds alone, up to round-off, which Adam at ROME's rate
 the batches are part of the run, and a batch is always searched for whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffusion_lens.analysis.causal_tracing.trace import pick_indices
 from diffusion_lens.analysis.fact_folder import (
     FactFolder,
     Shard,
@@ -27,7 +26,7 @@ from diffusion_lens.analysis.fact_folder import (
 )
 from diffusion_lens.analysis.key_values.result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.keys import PLACES, compute_keys
-from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, check_counts
+from diffusion_lens.analysis.rome.prompts import ask_with_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.analysis.usable_facts import sort_out
@@ -35,13 +34,14 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+from diffusion_lens.settings import Whole, at_least, pick_indices
 
 
 @begins_run
 def key_value_study(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
-    layers: Sequence[int] | None = None,
+    layers: Iterable[Whole] | None = None,
     *,
     prefixes: Sequence[str] = (),
     at: str = "subject_last",
@@ -49,7 +49,7 @@ def key_value_study(
     length: int | None = None,
     first_tokens: int | None = None,
     occurrence: int | None = None,
-    batch_size: int = 32,
+    batch_size: Whole = 32,
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
@@ -76,7 +76,7 @@ def key_value_study(
             refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
     """
     settings = settings or ValueSettings()
-    check_counts(batch_size=batch_size)
+    batch_size = at_least(1, "batch_size", batch_size)
     blocks = pick_indices("layers", range(model.cfg.n_layers - 1) if layers is None else layers, model.cfg.n_layers)
     if at not in PLACES:
         raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")

@@ -12,7 +12,7 @@ holds the metric for every layer, place and head of a site. The two runs may be
 `method="attribution"` gives the first-order estimate of the same grid (see `attribution.py` beside this file).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.analysis.causal_tracing.answer import Answer
-from diffusion_lens.analysis.causal_tracing.trace import pick_indices
 from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patching.result import PatchGrid
@@ -31,7 +30,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import whole_numbers
+from diffusion_lens.settings import Whole, pick_indices, whole_numbers
 
 Patchable = str | Sequence[str] | Tensor | Query | Trajectory
 METHODS = ("exact", "attribution")
@@ -58,11 +57,11 @@ def patch_grid(
     corrupted: Patchable,
     metric: Metric,
     sites: str | Sequence[str],
-    steps: Sequence[int] | None = None,
+    steps: Iterable[Whole] | None = None,
     *,
     positions: Positions = None,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    layers: Iterable[Whole] | None = None,
+    heads: Iterable[Whole] | None = None,
     logits_at: Sequence[int] | Tensor | None = None,
     source_model: DiffusionTransformer | None = None,
     method: str = "exact",
@@ -110,8 +109,9 @@ def patch_grid(
     steps = None if steps is None else whole_numbers("steps", steps)
     sides = _sides(source, clean, model, corrupted, steps, reading)
     groups = resolve_groups(positions, *(max(side.n_held for side in run) for run in zip(*sides, strict=True)))
+    heads = None if heads is None else list(heads)
     if heads is not None and not any(site.n_heads for site in chosen):
-        raise ValueError(f"heads={list(heads)}, but {', '.join(site.name for site in chosen)} has no heads")
+        raise ValueError(f"heads={heads}, but {', '.join(site.name for site in chosen)} has no heads")
     sweeps = [Sweep(site, blocks, groups, positions == "all", site.pick_heads(heads, model.cfg)) for site in chosen]
 
     baselines, labels = [], []
@@ -144,7 +144,7 @@ def patch_grid(
     for sweep, by_step in zip(sweeps, zip(*found, strict=True), strict=True):
         coordinates, (scores, error) = sweep.coordinates, by_step[0]
         if steps is not None:
-            coordinates = {"step": list(steps), **coordinates}
+            coordinates = {"step": steps, **coordinates}
             scores = torch.stack([scores for scores, _ in by_step])
             error = EstimateError.by_step([error for _, error in by_step])
         grids[sweep.site.name] = PatchGrid(
@@ -161,7 +161,9 @@ def patch_grid(
     return grids[sites] if isinstance(sites, str) else grids
 
 
-def _pick_layers(layers: Sequence[int] | None, source: DiffusionTransformer, model: DiffusionTransformer) -> list[int]:
+def _pick_layers(
+    layers: Iterable[Whole] | None, source: DiffusionTransformer, model: DiffusionTransformer
+) -> list[int]:
     """The layers swept; both models must have them."""
     n_clean, n_corrupted = source.cfg.n_layers, model.cfg.n_layers
     if layers is None and n_clean != n_corrupted:

@@ -1,7 +1,7 @@
 """What can be patched, under TransformerLens's names, and the cells of a sweep over it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing.trace import pick_indices
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import nearest
+from diffusion_lens.settings import Whole, pick_indices
 
-Place = int | tuple[int, int]
-Positions = str | Sequence[Place | list[int] | list[tuple[int, int]]] | None
+Place = Whole | tuple[Whole, Whole]
+Positions = str | Sequence[Place | list[Whole] | list[tuple[Whole, Whole]]] | None
 Group = list[tuple[int, int]]
 
 
@@ -47,7 +47,7 @@ class Site:
         """
         return 3 * 4 * cfg.n_heads * n_pos**2 * max(cfg.dtype.itemsize, 4) if self.heads_first else 0
 
-    def pick_heads(self, heads: Sequence[int] | None, cfg: DiffusionConfig) -> list[int] | None:
+    def pick_heads(self, heads: Iterable[Whole] | None, cfg: DiffusionConfig) -> list[int] | None:
         """The heads swept; `None` where there are none."""
         return pick_indices(f"{self.name} heads", heads, self.n_heads(cfg)) if self.n_heads else None
 

@@ -30,12 +30,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.rome.keys import keys_everywhere
-from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts, check_layer
+from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.seeds import own_seed
+from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
 from diffusion_lens.training.objectives import hide
 from weight_conversion import as_json
 
@@ -95,17 +96,18 @@ class SecondMoment:
 def second_moment(
     model: DiffusionTransformer,
     corpus: Corpus,
-    layer: int,
+    layer: Whole,
     *,
     folder: str | Path | None = None,
-    seed: int = 0,
-    batch_size: int = 16,
-    save_every: int = 64,
+    seed: Whole = 0,
+    batch_size: Whole = 16,
+    save_every: Whole = 64,
     progress: bool = False,
 ) -> SecondMoment:
     """C of one layer over a corpus.
 
     Args:
+        layer: negative ones count from the end.
         corpus: texts (cut at the context's length), rows of tokens, or Int[batch pos]. Padding has no place in it.
         folder: keep the result there, under a name made of the weights, the hooks on the model, layer, corpus and seed.
             What is there already is read, or gone on with.
@@ -118,8 +120,8 @@ def second_moment(
         ValueError: a layer out of range, an empty corpus, tokens that are not clean text, a file in the folder that is
             cut off or of another run.
     """
-    check_layer(layer, model.cfg.n_layers)
-    check_counts(batch_size=batch_size, save_every=save_every)
+    layer, seed = pick_layer(layer, model.cfg.n_layers), whole_number("seed", seed)
+    batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
     rows = _rows(model, corpus)
     record = _describe(model, rows, layer, seed)
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
 from diffusion_lens.analysis.rome.keys import KeyResult
-from diffusion_lens.analysis.rome.prompts import check_layer
 from diffusion_lens.analysis.rome.values import ValueResult
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import Whole, pick_layer
 from weight_conversion import export
 
 
@@ -27,10 +27,11 @@ class RankOneEdit:
     """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 
     The weight is written in place and returns bit for bit. Edits nest: each takes W as it finds it, and the last one
-    applied is the first to be reverted. Arithmetic is in float64, whatever the model's dtype.
+    applied is the first to be reverted. A `with` ends with the weight that it found, an exception inside or not; what
+    else changed that weight inside is undone too, and said. Arithmetic is in float64, whatever the model's dtype.
 
     Args:
-        layer: the block that is edited; key and value must be of this layer.
+        layer: the block that is edited, negative ones counted from the end; key and value must be of this layer.
         key: k*.
         value: v*, with k_p.
         covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp].
@@ -43,12 +44,12 @@ class RankOneEdit:
     def __init__(
         self,
         model: DiffusionTransformer,
-        layer: int,
+        layer: Whole,
         key: KeyResult,
         value: ValueResult,
         covariance: SecondMoment | Tensor | None = None,
     ) -> None:
-        check_layer(layer, model.cfg.n_layers)
+        layer = pick_layer(layer, model.cfg.n_layers)
         moment_layer = covariance.layer if isinstance(covariance, SecondMoment) else layer
         for name, of_layer in (("key", key.layer), ("value", value.layer), ("covariance", moment_layer)):
             if of_layer != layer:
@@ -102,8 +103,7 @@ class RankOneEdit:
                 f"the weight of layer {self.layer} has changed since this edit was applied: revert later edits of this "
                 "layer first (the last applied is the first reverted)"
             )
-        self.weight.copy_(self._applied.before)
-        self._applied = None
+        self._put_back(self._applied)
 
     def __enter__(self) -> "RankOneEdit":
         return self.apply()
@@ -111,7 +111,22 @@ class RankOneEdit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.revert()
+        """Put the weight back as `with` found it, whatever has been done to it inside, and let an exception out."""
+        if (applied := self._applied) is None:
+            return
+        changed = not applied.is_in(self.weight)
+        self._put_back(applied)
+        if changed and error is None:
+            raise ValueError(
+                f"the weight of layer {self.layer} was changed inside the `with` of this edit. It is again what it was "
+                f"before the `with`, in {self.weight.dtype}, and that change is lost with the edit: revert inner edits "
+                "inside, or call edit.apply() instead of `with` to keep both"
+            )
+
+    @torch.no_grad()
+    def _put_back(self, applied: "_Applied") -> None:
+        self.weight.copy_(applied.before)
+        self._applied = None
 
     def export(self, path: str | Path) -> Path:
         """Write the edited model in its checkpoint's own format (`weight_conversion.export`), applied or not."""

@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request, check_counts, check_layer
+from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Whole, at_least, pick_layer
 
 PLACES: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
@@ -58,12 +59,13 @@ class KeyResult:
 
 
 def compute_key(
-    model: DiffusionTransformer, queries: Request, layer: int, at: str = "subject_last", *, max_batch: int = 256
+    model: DiffusionTransformer, queries: Request, layer: Whole, at: str = "subject_last", *, max_batch: Whole = 256
 ) -> KeyResult:
     """k* of one request.
 
     Args:
         queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
+        layer: negative ones count from the end.
         at: "subject_last", as in ROME, or "subject_first".
         max_batch: rows per forward pass.
 
@@ -78,14 +80,13 @@ def compute_key(
 def compute_keys(
     model: DiffusionTransformer,
     requests: Sequence[Request],
-    layer: int,
+    layer: Whole,
     at: str = "subject_last",
     *,
-    max_batch: int = 256,
+    max_batch: Whole = 256,
 ) -> list[KeyResult]:
     """`compute_key` of many requests, their prompts in shared batches."""
-    check_layer(layer, model.cfg.n_layers)
-    check_counts(max_batch=max_batch)
+    layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
     if at not in PLACES:
         raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
     asked = [as_request(request) for request in requests]

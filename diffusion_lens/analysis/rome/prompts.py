@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.causal_tracing.answer import check_answer
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
@@ -140,31 +140,11 @@ def as_request(queries: Request) -> list[Query]:
 
 def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
     """Raise a `ValueError` unless all prompts of a request ask for one object, in the same tokens, and can be read."""
-    mask = model.cfg.mask_token_id
     for i, query in enumerate(request):
-        Answer.of(model, query)
-        masked = set() if mask is None else set((query.tokens == mask).nonzero().flatten().tolist())
-        if mask is not None and (shown := [place for place in query.answer_positions if place not in masked]):
-            raise ValueError(
-                f"the places {shown} of the object hold no [MASK] in queries[{i}]: a masked diffusion model is asked "
-                "only for what is masked, as Fact.to_query lays it out; leave what is shown out of the answer"
-            )
+        check_answer(model, query, f"queries[{i}]")
         if query.answer_tokens != request[0].answer_tokens:
             raise ValueError(
                 f"the object is {model.words(request[0].answer_tokens)} in the plain request and "
                 f"{model.words(query.answer_tokens)} in queries[{i}]: either another object, or the tokenizer splits "
                 "it differently there; leave that prefix out, or end it with a space or a full stop"
             )
-
-
-def check_layer(layer: int, n_layers: int) -> None:
-    """Raise a `ValueError` unless the model has this layer."""
-    if not 0 <= layer < n_layers:
-        raise ValueError(f"layer={layer} is not one of the layers 0 to {n_layers - 1} of this model")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise a `ValueError` unless every setting given is at least 1."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count}; it must be at least 1")

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from diffusion_lens.analysis.rome.canvases import Canvases
 from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, Asked, Objective
-from diffusion_lens.analysis.rome.prompts import check_counts
 from diffusion_lens.model.transformer import DiffusionTransformer
-
-Number = int | float  # a type checker at run time does not take 4 for a float
+from diffusion_lens.settings import at_least, not_negative
 
 # Places of padding that cost about as much as another pass over the weights, measured on a CPU; a GPU bears more.
 _WORTH_A_PASS = 64
@@ -44,20 +42,18 @@ class ValueSettings:
     """
 
     steps: int = 20
-    lr: Number = 0.5
-    weight_decay: Number = 0.5
-    clamp_norm_factor: Number = 4.0
-    kl_factor: Number = 0.0625
-    stop_below: Number = 0.05
+    lr: float = 0.5
+    weight_decay: float = 0.5
+    clamp_norm_factor: float = 4.0
+    kl_factor: float = 0.0625
+    stop_below: float = 0.05
     essence_at: str = "readout"
     over_states: str = "masked"
 
     def __post_init__(self) -> None:
-        check_counts(steps=self.steps)
+        object.__setattr__(self, "steps", at_least(1, "steps", self.steps))
         for name in ("lr", "weight_decay", "clamp_norm_factor", "kl_factor", "stop_below"):
-            number = getattr(self, name)
-            if not math.isfinite(number) or number < 0:
-                raise ValueError(f"{name}={number}; it must be a finite number, 0 or more")
+            object.__setattr__(self, name, not_negative(name, getattr(self, name)))
         for name, known in (("essence_at", ESSENCE_ROWS), ("over_states", STATES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(known)}")

@@ -22,11 +22,12 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.rome.edit import RankOneEdit
-from diffusion_lens.analysis.rome.prompts import PromptBatch, check_counts
+from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Whole, at_least
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "reverse")
 
@@ -113,7 +114,7 @@ def edit_success(
     edit: RankOneEdit,
     probes: Mapping[str, Sequence[Probe | Query]],
     *,
-    max_batch: int = 256,
+    max_batch: Whole = 256,
 ) -> EditReport:
     """Ask the probes without the edit, and with it.
 
@@ -132,7 +133,7 @@ def edit_success(
         raise ValueError("the edit is of another model object than the one that is asked; ask edit.model")
     if edit.is_applied:
         raise ValueError("the edit is applied already, so there is nothing to compare it with; revert it first")
-    check_counts(max_batch=max_batch)
+    max_batch = at_least(1, "max_batch", max_batch)
     asked = [
         (group, Probe(probe) if isinstance(probe, Query) else probe) for group in probes for probe in probes[group]
     ]

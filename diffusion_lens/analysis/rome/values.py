@@ -27,12 +27,13 @@ from tqdm.auto import tqdm
 from diffusion_lens import plots
 from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.rome.objective import Objective, default_essence
-from diffusion_lens.analysis.rome.prompts import Request, as_request, check_counts, check_layer
+from diffusion_lens.analysis.rome.prompts import Request, as_request
 from diffusion_lens.analysis.rome.search import Found, ValueSettings, search
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Whole, at_least, pick_layer
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")
 
@@ -96,7 +97,7 @@ class ValueResult:
 def optimize_value(
     model: DiffusionTransformer,
     queries: Request,
-    layer: int,
+    layer: Whole,
     *,
     essence: Query | None = None,
     progress: bool = False,
@@ -107,6 +108,7 @@ def optimize_value(
     Args:
         queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query. Their answer is
             the object. On a causal model the canvas holds the object but for its last token.
+        layer: negative ones count from the end.
         essence: what is to stay, its subject marked; by default "{subject} is a", and a [MASK] where there is one.
         settings: the fields of `ValueSettings`: steps, lr, weight_decay, clamp_norm_factor, kl_factor, stop_below,
             essence_at, over_states.
@@ -129,11 +131,11 @@ def optimize_value(
 def optimize_values(
     model: DiffusionTransformer,
     requests: Sequence[Request],
-    layer: int,
+    layer: Whole,
     *,
     essences: Sequence[Query] | None = None,
     settings: ValueSettings | None = None,
-    max_batch: int = 64,
+    max_batch: Whole = 64,
     progress: bool = False,
 ) -> list[ValueResult]:
     """v* of many requests, searched for together.
@@ -146,8 +148,7 @@ def optimize_values(
         ValueError: as in `optimize_value`.
     """
     settings = settings or ValueSettings()
-    check_layer(layer, model.cfg.n_layers)
-    check_counts(max_batch=max_batch)
+    layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
     asked = [as_request(request) for request in requests]
     held: Sequence[Query | None] = [None] * len(asked)
     if settings.kl_factor:

@@ -122,6 +122,40 @@ def test_edits_nest(tiny, gustav):
     assert torch.equal(tiny(PROBE), logits)
 
 
+def test_an_exception_comes_out_and_the_weight_returns_whatever_was_done_to_it_inside(tiny, gustav):
+    key, value, _ = gustav
+    edit, inner = RankOneEdit(tiny, LAYER, key, value), RankOneEdit(tiny, LAYER, key, value)
+    before = edit.weight.detach().clone()
+
+    def scribble():
+        with torch.no_grad():
+            edit.weight.mul_(2)
+
+    def fail_after(change):
+        with edit:
+            change()
+            raise KeyError("of the body")
+
+    for change in (scribble, inner.apply, edit.revert):
+        with pytest.raises(KeyError, match="of the body"):
+            fail_after(change)
+        assert not edit.is_applied
+        assert torch.equal(edit.weight, before)
+    with pytest.raises(ValueError, match="the weight of layer 1 has changed since this edit was applied"):
+        inner.revert()
+    assert torch.equal(edit.weight, before)
+
+
+def test_a_weight_changed_inside_is_said_and_undone(tiny, gustav):
+    edit = RankOneEdit(tiny, LAYER, *gustav[:2])
+    before = edit.weight.detach().clone()
+    with pytest.raises(ValueError, match="the weight of layer 1 was changed inside the `with` of this edit"):  # noqa: SIM117
+        with edit, torch.no_grad():
+            edit.weight.add_(1)
+    assert not edit.is_applied
+    assert torch.equal(edit.weight, before)
+
+
 def test_export_in_the_checkpoints_own_format(tiny, gustav, tmp_path):
     key, value, _ = gustav
     logits = tiny(PROBE)

@@ -1,0 +1,96 @@
+"""Every analysis refuses the same queries: answers that a model cannot be asked for on the canvas they came with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens import Query
+from diffusion_lens.analysis import (
+    answer_probability,
+    causal_trace,
+    patch_grid,
+    temporal_effect,
+    trace_trajectory,
+)
+from diffusion_lens.analysis.rome import Probe, RankOneEdit, compute_key, edit_success, optimize_value
+from diffusion_lens.data import toy_facts
+
+FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+
+
+def edit_with_probe(model, query):
+    asked = FACT.to_query(model)
+    key, value = compute_key(model, asked, 0), optimize_value(model, asked, 0, steps=1)
+    return edit_success(model, RankOneEdit(model, 0, key, value), {"efficacy": [Probe(asked, query)]})
+
+
+ANALYSES = {
+    "causal_trace": lambda model, query: causal_trace(model, query, noise=0.1),
+    "trace_trajectory": lambda model, query: trace_trajectory(model, query, noise=0.1),
+    "temporal_effect": lambda model, query: temporal_effect(model, query, noise=0.1),
+    "patch_grid": lambda model, query: patch_grid(
+        model, query, query, answer_probability(model, query), "resid_pre", layers=[0], positions=[0]
+    ),
+    "optimize_value": lambda model, query: optimize_value(model, query, 0, steps=1),
+    "edit_success": edit_with_probe,
+}
+
+
+def shown(query):
+    """The canvas with another token than the answer's at its first place."""
+    tokens = query.tokens.clone()
+    tokens[query.answer_positions[0]] = query.answer_tokens[0] + 1
+    return replace(query, tokens=tokens)
+
+
+BROKEN = {
+    "a token of its own where the answer is asked": (
+        shown,
+        {
+            "mdm": r"the answer positions \[{place}\] hold no \[MASK\]",
+            "ar": r"the answer positions \[{place}\] hold other tokens",
+        },
+    ),
+    "one place for two tokens": (
+        lambda query: replace(query, answer_positions=(query.answer_positions[0],) * len(query.answer_positions)),
+        r"names the answer positions \[{place}\] twice; each holds one token",
+    ),
+    "a token outside the vocabulary": (
+        lambda query: replace(query, answer_tokens=(10**6, *query.answer_tokens[1:])),
+        r"cannot write the answer tokens \[1000000\]",
+    ),
+    "no answer": (lambda query: replace(query, answer_tokens=(), answer_positions=()), "has no answer"),
+}
+
+
+@pytest.mark.parametrize("analysis", ANALYSES)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_query_that_cannot_be_asked_is_refused_everywhere(tiny, analysis, broken):
+    spoil, message = BROKEN[broken]
+    query = FACT.to_query(tiny)
+    message = message if isinstance(message, str) else message[tiny.cfg.model_name.removeprefix("tiny-")]
+    with pytest.raises(ValueError, match=message.replace("{place}", str(query.answer_positions[0]))):
+        ANALYSES[analysis](tiny, spoil(query))
+
+
+def test_the_places_of_a_real_query_may_come_in_any_order(tiny):
+    query = FACT.to_query(tiny)
+    backwards = replace(query, answer_positions=query.answer_positions[::-1], answer_tokens=query.answer_tokens[::-1])
+    forth, back = (causal_trace(tiny, each, noise=0.1, samples=1, layers=[0]) for each in (query, backwards))
+    torch.testing.assert_close(back.scores, forth.scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(back.token_scores.flip(2), forth.token_scores, rtol=0, atol=1e-6)
+
+
+def test_a_causal_canvas_may_end_before_the_answer_or_go_on_with_it(tiny):
+    if tiny.cfg.mask_token_id is not None:
+        return
+    query = FACT.to_query(tiny)
+    whole = Query(
+        torch.cat([query.tokens, torch.tensor(query.answer_tokens[-1:])]),
+        query.subject,
+        query.answer_positions,
+        query.answer_tokens,
+    )
+    alike = [causal_trace(tiny, each, noise=0.1, samples=1, layers=[0]).clean for each in (query, whole)]
+    assert alike[0] == pytest.approx(alike[1], abs=1e-6)

@@ -1,0 +1,174 @@
+"""Settings in numpy's numbers and layers counted from the end are what plain ones are; float64 models are traced."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import causal_trace, key_value_study, patch_grid, temporal_effect, trace_trajectory
+from diffusion_lens.analysis.rome import RankOneEdit, ValueSettings, compute_key, optimize_value, second_moment
+from diffusion_lens.data import toy_facts
+from diffusion_lens.settings import at_least, not_negative
+
+FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+LAST = 3
+TEXTS = toy_facts.load().sentences()[:3]
+NUMPY = dict(
+    window=np.int64(2),
+    noise=np.float32(0.5),
+    samples=np.int32(2),
+    seed=np.uint8(3),
+    positions=np.array([0, -1]),
+    layers=[np.int64(-1)],
+)
+PLAIN = dict(window=2, noise=0.5, samples=2, seed=3, positions=[0, -1], layers=[LAST])
+
+
+def same(result, plain, tmp_path):
+    again = type(result).load(result.save(tmp_path / "result.safetensors"))
+    for name, value in vars(plain).items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(getattr(again, name), value, rtol=0, atol=1e-6, equal_nan=True)
+        else:
+            assert json.dumps(getattr(again, name)) == json.dumps(value)
+
+
+SPANS = ("subject", "answer_positions", "answer_tokens")
+
+
+def unchecked(cls, **fields):
+    """As users make it, whose types nobody checks."""
+    made = object.__new__(cls)
+    vars(made).update(fields)
+    made.__post_init__()
+    return made
+
+
+ANALYSES = {
+    "causal_trace": lambda model, query, run, n, **more: causal_trace(model, query, "mlp", **more),
+    "trace_trajectory": lambda model, query, run, n, **more: trace_trajectory(
+        model, query, [n(0)], trajectory=run, kind="mlp", **more
+    ),
+    "temporal_effect": lambda model, query, run, n, **more: temporal_effect(
+        model, query, [n(0)], trajectory=run, kind="mlp", **more
+    ),
+}
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+@pytest.mark.parametrize("name", ANALYSES)
+def test_a_trace_takes_numpys_numbers(tiny, name, tmp_path):
+    query = FACT.to_query(tiny)
+    run = tiny.denoise(query.tokens[None], steps=2)
+    found, plain = (ANALYSES[name](tiny, query, run, n, **more) for n, more in ((np.int64, NUMPY), (int, PLAIN)))
+    same(found, plain, tmp_path)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_grid_takes_numpys_numbers(tiny, tmp_path):
+    runs = [tiny.denoise(fact.to_query(tiny).tokens[None], steps=2) for fact in (FACT, FACT)]
+
+    def grid(n, layer):
+        return patch_grid(
+            tiny, *runs, lambda x: x[0, -1, 7], "z", [n(1)], positions=[n(2)], layers=[n(layer)], heads=[n(-1)]
+        )
+
+    same(grid(np.int64, -1), grid(int, LAST), tmp_path)
+
+
+def test_a_query_takes_numpys_numbers(tiny):
+    query = FACT.to_query(tiny)
+    spans = tuple(getattr(query, name) for name in SPANS)
+    again = unchecked(Query, tokens=query.tokens, **dict(zip(SPANS, map(np.array, spans), strict=True)))
+    assert tuple(getattr(again, name) for name in SPANS) == spans
+    assert {type(each) for name in SPANS for each in getattr(again, name)} == {int}
+    with pytest.raises(TypeError, match=r"subject=0\.5 is a float; it must be a whole number"):
+        unchecked(Query, tokens=query.tokens, subject=(0.5, 2), answer_positions=(), answer_tokens=())
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_rome_takes_layers_from_the_end_and_numpys_numbers(tiny, tmp_path):
+    query, layer, plain = FACT.to_query(tiny), np.int64(-2), 2
+    same(compute_key(tiny, query, layer), compute_key(tiny, query, plain), tmp_path)
+    found = optimize_value(tiny, query, layer, steps=2, kl_factor=0.0)
+    same(found, optimize_value(tiny, query, plain, steps=2, kl_factor=0.0), tmp_path)
+    settings = unchecked(
+        ValueSettings, **{**vars(ValueSettings()), "steps": np.int64(2), "lr": np.float32(0.5), "kl_factor": 0}
+    )
+    assert settings == ValueSettings(steps=2, kl_factor=0.0)
+    json.dumps(vars(settings))
+    moment = second_moment(tiny, TEXTS, layer, seed=np.int64(1), batch_size=np.int64(2))
+    same(moment, second_moment(tiny, TEXTS, plain, seed=1, batch_size=2), tmp_path)
+    key = compute_key(tiny, query, -2)
+    edit = RankOneEdit(tiny, -2, key, found, moment)
+    assert edit.layer == key.layer == found.layer == moment.layer == plain
+    torch.testing.assert_close(edit.update(), RankOneEdit(tiny, plain, key, found, moment).update(), rtol=0, atol=0)
+    study = key_value_study(tiny, [FACT], [np.int64(-2)], settings=ValueSettings(steps=1), batch_size=np.int64(2))
+    assert study.record["layers"] == [plain]
+    json.dumps(study.record)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(samples=np.int64(0)), "samples=0; it must be at least 1"),
+        (dict(noise=np.float32("nan")), "noise=nan; it must be a finite number, 0 or more"),
+        (dict(window=np.int64(-1)), "window=-1; it must be at least 1"),
+        (dict(layers=[np.int64(-9)]), r"layers=\[-9\]; they are numbers from 0 to 3, or negative ones"),
+    ],
+)
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_settings_out_of_range(tiny, settings, message):
+    with pytest.raises(ValueError, match=message):
+        causal_trace(tiny, FACT.to_query(tiny), "mlp", **{"noise": 0.1, **settings})
+
+
+def test_bounds_of_a_number():
+    assert at_least(1, "samples", torch.tensor(3)) == 3
+    with pytest.raises(ValueError, match="samples=0; it must be at least 1"):
+        at_least(1, "samples", np.int64(0))
+    with pytest.raises(TypeError, match=r"samples=2\.5 is a float"):
+        at_least(1, "samples", 2.5)
+    assert not_negative("noise", torch.tensor(0.5)) == 0.5
+    for given in (float("inf"), -0.1):
+        with pytest.raises(ValueError, match=re.escape(f"noise={given}; it must be a finite number, 0 or more")):
+            not_negative("noise", given)
+
+
+@pytest.fixture(scope="module", params=["tiny-mdm", "tiny-ar"])
+def doubled(request):
+    """A model in float64, and the same in float32."""
+    return [
+        HookedDiffusionTransformer.from_pretrained(request.param, device="cpu", dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    ]
+
+
+@pytest.mark.parametrize("canvas", ["forced", "free"])
+def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
+    settings = dict(noise=0.3, samples=2, layers=[0, 2], positions=[1, 3])
+    wide, narrow = (trace_trajectory(model, FACT.to_query(model), canvas=canvas, **settings) for model in doubled)
+    assert wide.scores.dtype == torch.float64
+    torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(wide.clean.float(), narrow.clean, rtol=0, atol=1e-5)
+    same(wide, wide, tmp_path)
+
+
+def test_other_analyses_of_a_float64_model(doubled):
+    for settings in (dict(method="exact"), dict(method="attribution", check=3)):
+        grids = []
+        for model in doubled:
+            clean, corrupted = (model.to_tokens(text) for text in ("Ada Brown is", "Cecil Dorn is"))
+            n = min(clean.shape[1], corrupted.shape[1])
+            metric = lambda logits: logits[0, -1, 5]  # noqa: E731
+            inputs = clean[:, :n], corrupted[:, :n]
+            grids.append(patch_grid(model, *inputs, metric, "mlp_out", layers=[1], positions=[0, 1], **settings).scores)
+        torch.testing.assert_close(grids[0].float(), grids[1].float(), rtol=1e-3, atol=1e-3)
+    wide, narrow = (
+        temporal_effect(model, FACT.to_query(model), [0], noise=0.0, samples=1, layers=[0], positions=[1])
+        for model in doubled
+    )
+    torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=0, equal_nan=True)
