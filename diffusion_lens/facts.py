@@ -20,7 +20,7 @@ class Query:
 
     Attributes:
         tokens: Int[pos]. On a masked diffusion model the answer's places hold [MASK]; on a causal model the answer's
-            tokens but the last follow the prompt (teacher forcing).
+            tokens but the last follow the prompt (teacher forcing). Analyses refuse an answer laid out otherwise.
         subject: first and one past the last place of the subject.
         answer_positions: the places of the answer's tokens, whatever the model; on a causal canvas the last one may
             equal `len(tokens)`, the next token. Later ones can be asked for only once the canvas holds those before.

@@ -112,10 +112,19 @@ def noise_by_hand(query, d_model, noise, samples, seed):
 def two_tokens(every, query):
     """A question whose answer is the two likeliest tokens at two places, in no order, one of them inside the canvas."""
     n = len(query.tokens)
-    places = (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n)
-    rows = [row_of(every.model, place) for place in places]
-    likeliest = every.model(query.tokens[None])[0, rows].argmax(-1).tolist()
-    return Query(query.tokens, query.subject, places, tuple(likeliest))
+    return asking(every, query, query.subject, (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n))
+
+
+def asking(every, query, subject, places):
+    """The same canvas asked for its likeliest tokens: masked there, or going on with them."""
+    tokens, answer = query.tokens.clone(), {}
+    if every.kind == "mdm":
+        tokens[list(places)] = every.model.cfg.mask_token_id
+    for place in sorted(places):
+        answer[place] = int(every.model(tokens[None])[0, row_of(every.model, place)].argmax())
+        if every.kind == "ar" and place < len(tokens):
+            tokens[place] = answer[place]
+    return Query(tokens, subject, places, tuple(answer[place] for place in places))
 
 
 @pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
@@ -216,9 +225,7 @@ def test_a_hook_of_the_callers_acts_on_every_run(every, two_tokens, name, option
 @pytest.mark.parametrize(("subject", "answer"), [((5, 7), 3), ((0, 2), 8), ((6, 9), 4)])
 def test_a_subject_may_stand_behind_what_is_read(every, query, subject, answer):
     model = every.model
-    row = row_of(model, answer)
-    token = int(model(query.tokens[None])[0, row].argmax())
-    asked = Query(query.tokens, subject, (answer,), (token,))
+    asked = asking(every, query, subject, (answer,))
     slow = slow_trace(model, asked, noise_by_hand(asked, model.cfg.d_model, 0.5, 2, 1), 2)
     trace = causal_trace(model, asked, noise=0.5, samples=2)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
@@ -305,8 +312,10 @@ def test_a_longer_answer_is_the_product_of_its_tokens(every, query):
     model = every.model
     n = len(query.tokens)
     if every.kind == "mdm":
-        both = Query(query.tokens, query.subject, (n - 2, n - 1), (11, 12))
-        logits = model(query.tokens[None])[0, [row_of(model, n - 2), row_of(model, n - 1)]]
+        tokens = query.tokens.clone()
+        tokens[n - 2] = model.cfg.mask_token_id
+        both = Query(tokens, query.subject, (n - 2, n - 1), (11, 12))
+        logits = model(tokens[None])[0, [row_of(model, n - 2), row_of(model, n - 1)]]
     else:
         both = Query(torch.cat([query.tokens, torch.tensor([11])]), query.subject, (n, n + 1), (11, 12))
         logits = model(both.tokens[None])[0, [n - 1, n]]
@@ -395,8 +404,9 @@ def test_an_answer_behind_the_canvas_is_not_read(every, query):
 
 
 def test_nothing_precedes_the_first_place_of_a_causal_model(every, query):
-    first = Query(query.tokens, query.subject, (0,), (3,))
+    first = Query(query.tokens.clone(), query.subject, (0,), (3,))
     if every.kind == "mdm":
+        first.tokens[0] = every.model.cfg.mask_token_id
         assert causal_trace(every.model, first, noise=0.5, samples=1).clean > 0
         return
     with pytest.raises(ValueError, match="nothing precedes place 0"):

@@ -206,12 +206,12 @@ def test_a_run_that_cannot_be_asked(tiny, asked):
             patch_grid(tiny, corrupted, corrupted, metric, "mlp_out", steps)
 
     refused("the trajectory has 2 rows", run.repeat(2))
+    earlier = run.tokens[0].clone()
+    earlier[[3, 4]] = torch.tensor([7, 8]) if tiny.cfg.mask_token_id is None else tiny.cfg.mask_token_id
     refused(
         r"the trajectory's prompt holds the answer's places \[3\]",
         run,
-        answer_probability(
-            tiny, replace(asked[1], answer_positions=(3, 4), answer_tokens=(7, 8), tokens=run.tokens[0])
-        ),
+        answer_probability(tiny, replace(asked[1], answer_positions=(3, 4), answer_tokens=(7, 8), tokens=earlier)),
     )
     refused("made by 'another'", replace(run, record={**run.record, "model": "another"}))
     refused(r"steps=\[0, 0\] names one twice", run, steps=(0, 0))

@@ -44,7 +44,11 @@ def build(variant, dtype=torch.float32, **changes):
 
 def ask(model, n_pos=20):
     """A query whose answer is the last place, or on a causal model the next one."""
-    return Query(torch.arange(n_pos) + 3, (2, 5), (n_pos - (model.cfg.mask_token_id is not None),), (7,))
+    tokens, mask = torch.arange(n_pos) + 3, model.cfg.mask_token_id
+    if mask is None:
+        return Query(tokens, (2, 5), (n_pos,), (7,))
+    tokens[-1] = mask
+    return Query(tokens, (2, 5), (n_pos - 1,), (7,))
 
 
 def what_is_needed(model, query, **settings):

@@ -294,7 +294,7 @@ def test_bad_requests(every, asked):
         optimize_values(model, [queries], 1, essences=[essence, essence])
     with pytest.raises(ValueError, match=r"queries\[0\] has no answer"):
         optimize_value(model, essence, 1, essence=essence)
-    other = replace(queries[1], answer_tokens=(31, 99, 33))
+    other = replace(queries[1], answer_tokens=(31, 32, 99))
     with pytest.raises(ValueError, match=r"in queries\[1\]: either another object, or the tokenizer splits it"):
         optimize_value(model, [queries[0], other], 1, essence=essence)
     if every.kind == "mdm":
@@ -302,5 +302,7 @@ def test_bad_requests(every, asked):
         with pytest.raises(ValueError, match="the essence has no place to be read at: end it with a"):
             optimize_value(model, queries, 1, essence=bare)
         shown = replace(queries[1], tokens=queries[1].tokens.index_fill(0, torch.tensor(10), 32))
-        with pytest.raises(ValueError, match=r"the places \[10\] of the object hold no \[MASK\] in queries\[1\]"):
+        with pytest.raises(
+            ValueError, match=r"the answer positions \[10\] hold no \[MASK\] on the canvas of queries\[1\]"
+        ):
             optimize_value(model, [queries[0], shown], 1, essence=essence)
