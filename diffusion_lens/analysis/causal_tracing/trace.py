@@ -41,8 +41,9 @@ class CausalTrace:
         corrupted_token_scores: Float[place], of the corrupted run.
         clean: p(answer) of the clean run.
         corrupted: p(answer) of the corrupted run, mean over the draws.
-        known: whether the clean run's likeliest token is the answer's at every place; [MASK], which the loop never
-            writes, does not count.
+        known: whether the clean run's likeliest token is the answer's at every place, all read at once from this one
+            canvas; [MASK], which the loop never writes, does not count. The loop reveals some places before others and
+            may write something else: `average_indirect_effect(known="recalled")` asks it.
         str_tokens: the canvas, a string a place.
         subject: first and one past the last place of the subject.
         positions: the place of each row of the grid.
