@@ -106,8 +106,8 @@ def patch_grid(
     if check < 0:
         raise ValueError(f"check={check}; it must be at least 0")
     blocks = _pick_layers(layers, source, model)
-    steps = None if steps is None else whole_numbers("steps", steps)
-    sides = _sides(source, clean, model, corrupted, steps, reading)
+    of_steps = None if steps is None else whole_numbers("steps", steps)
+    sides = _sides(source, clean, model, corrupted, of_steps, reading)
     groups = resolve_groups(positions, *(max(side.n_held for side in run) for run in zip(*sides, strict=True)))
     heads = None if heads is None else list(heads)
     if heads is not None and not any(site.n_heads for site in chosen):
@@ -136,15 +136,15 @@ def patch_grid(
         "source": None if source is model else provenance(source, source.cfg),
         **provenance(model, model.cfg),
     }
-    if steps is None:
+    if of_steps is None:
         clean_score, corrupted_score = torch.tensor(baselines[0])
     else:
         clean_score, corrupted_score = torch.tensor(baselines).unbind(dim=1)
     grids = {}
     for sweep, by_step in zip(sweeps, zip(*found, strict=True), strict=True):
         coordinates, (scores, error) = sweep.coordinates, by_step[0]
-        if steps is not None:
-            coordinates = {"step": steps, **coordinates}
+        if of_steps is not None:
+            coordinates = {"step": of_steps, **coordinates}
             scores = torch.stack([scores for scores, _ in by_step])
             error = EstimateError.by_step([error for _, error in by_step])
         grids[sweep.site.name] = PatchGrid(
