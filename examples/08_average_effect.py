@@ -2,7 +2,7 @@
 
 One place of one sentence says little; ROME's figure averages over facts, by the role of a place: first or last token of
 the subject, last token of the prompt, masked place of the answer. A fact that the model does not know has nothing to
-bring back: it is set aside and counted. The diffusion model knows these people in both directions, the twin only as
+bring back: it is left out and counted. The diffusion model knows these people in both directions, the twin only as
 they were told. Forwards the answer's place holds the answer after one block, backwards the diffusion model takes three.
 Known is a fact whose first token comes: in reverse the twin may hit a first name, and go on with a wrong last one.
 OUT gets a picture with a curve and its interval for each role, and for each model and direction the result and a folder

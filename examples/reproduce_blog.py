@@ -25,7 +25,7 @@ import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, analysis, pages, plots
 from diffusion_lens.analysis.average_effects.token_roles import ROLES
-from diffusion_lens.analysis.fact_folder import FactFolder
+from diffusion_lens.analysis.fact_folder import FactFolder, content
 from diffusion_lens.data.sources import default_source, open_source
 from diffusion_lens.evaluation import Recall, recall_by_steps
 from diffusion_lens.evaluation.naming import TOLD, cell_name
@@ -54,7 +54,8 @@ class Study:
         self.models = {Path(name).name: HookedDiffusionTransformer.from_pretrained(name) for name in args.model}
         self.record = {name: value for name, value in vars(args).items() if name != "out"}
         self.record["weights_sha256"] = {name: weights_sha256(model) for name, model in self.models.items()}
-        FactFolder.start(self.out, self.record)  # refuses the folder of another run
+        asked = {fact.id: content(fact) for fact in self.source.facts}
+        FactFolder.start(self.out, {**self.record, "facts": asked})  # refuses the folder of another run
         self.blocks: list[tuple[str, str, str]] = []
 
     def add(self, tag: str, text: str, file: str = "") -> None:
@@ -156,10 +157,12 @@ class Study:
         self.add(
             "p",
             f"On the first {self.args.first_tokens} token(s) of the answer, before the first step; MLPs and attentions "
-            f"are put back {self.args.window} at a time. A fact whose tokens are not the likeliest in the "
-            "clean run is not known, and set aside.",
+            f"are put back {self.args.window} at a time. A fact whose tokens the loop does not write is not known, and "
+            "left out. Then on the whole answer, at the steps that write it: a line a step, counted from the one that "
+            "reveals the last token.",
         )
         settings: dict[str, Any] = {**self.layout, "window": self.args.window, "seed": self.args.seed}
+        loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
         settings["roles"] = [role for role in ROLES if role != "unasked"]
         blocks: dict[str, int] = {}
         for name, model in self.models.items():
@@ -171,18 +174,36 @@ class Study:
                 lines = []
                 for kind, ax in zip(("resid", "mlp", "attn"), axes, strict=True):
                     folder = self.out / "average" / f"{name}_{way}_{kind}"
-                    found = analysis.average_indirect_effect(model, facts, kind, **settings, out=folder)
+                    found = analysis.average_indirect_effect(
+                        model, facts, kind, known="recalled", loop=loop, **settings, out=folder
+                    )
                     lines.append(f"  {kind:5} knows {len(found.ids)} of {len(facts)}{peaks(found)}")
                     if found.ids:
                         found.plot(ax=ax, title=f"{label}: {kind}").set_ylim(-0.05, 1.05)
                     if found.ids and kind == "mlp":
                         at_subject.append(found.aie[found.roles.index("subject_last"), :-1])
                 self.add("pre", "\n".join([label, *lines]))
+                by_steps = self.average_by_steps(model, facts, loop, self.out / "average" / f"{name}_{way}_steps")
+                self.add("pre", f"{label}, step by step: {by_steps.rule}\n{step_peaks(by_steps)}")
                 if found.ids:
                     self.picture(figure, f"average_{name}_{way}.png", f"{label}: average effects with 95 % intervals.")
             if at_subject:  # the last block is left out: nothing but its own place reads what its MLP writes
                 blocks[name] = int(torch.stack(at_subject).mean(dim=0).argmax())
         return blocks
+
+    def average_by_steps(
+        self, model: HookedDiffusionTransformer, facts: list[Fact], loop: analysis.LoopSettings, folder: Path
+    ) -> analysis.AverageTrajectoryEffect:
+        """Effects at the steps that write the answers, of the subject, the end of the prompt and the answer."""
+        return analysis.average_trajectory_effect(
+            model,
+            facts,
+            loop=loop,
+            length=self.layout["length"],
+            roles=["subject_last", "prompt_last", "answer", "answer_revealed"],
+            seed=self.args.seed,
+            out=folder,
+        )
 
     def keys_and_values(self, blocks: dict[str, int]) -> None:
         """k* and v* both ways, in one block, and how alike the two are among people told alike."""
@@ -252,6 +273,18 @@ def peaks(found: analysis.AverageEffect) -> str:
         interval = f"{low[row, block]:.2f} to {high[row, block]:.2f}"
         said += f"; {found.roles[row]} {found.aie[row, block]:.2f} ({interval}) in block {block}"
     return said
+
+
+def step_peaks(found: analysis.AverageTrajectoryEffect) -> str:
+    """A line a step: how many facts have it, the total effect, and where each role brings back most."""
+    if not found.ids:
+        return "  nothing is recalled: there is no step to average"
+    lines = []
+    for i, offset in enumerate(found.offsets):
+        best = [f"{role} {found.aie[i, row].max():.2f}" for row, role in enumerate(found.roles)]
+        said = ", ".join(each for each in best if not each.endswith("nan"))
+        lines.append(f"  step {offset:3}: {found.n_facts[i]} facts, total effect {found.ate[i]:.2f}; at most {said}")
+    return "\n".join(lines)
 
 
 def likeness(found: analysis.Comparison) -> str:

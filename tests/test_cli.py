@@ -243,6 +243,12 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, tmp_path: Path, monkey
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_an_average_says_over_which_facts(tmp_path: Path) -> None:
+    asked = ["--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1", "--out", str(tmp_path)]
+    result = invoke("aie", "tiny-mdm", *asked, "--known", "recalled", "--steps", "2")
+    assert "tiny-mdm knows 2 of 2 facts, recalled in 2 steps" in result.stdout
+
+
 def test_debug_shows_where(tmp_path: Path) -> None:
     result = invoke("info", "smdm-1208m", "--debug")
     assert isinstance(result.exception, ValueError)

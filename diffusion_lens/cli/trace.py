@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.analysis import average_indirect_effect, causal_trace, noise_scale
+from diffusion_lens.analysis import LoopSettings, average_indirect_effect, causal_trace, noise_scale
 from diffusion_lens.analysis import merge as join
 from diffusion_lens.analysis.average_effects.layout import CanvasLayout
+from diffusion_lens.analysis.usable_facts import say_set_aside
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import load
@@ -111,6 +112,8 @@ def aie(
     samples: options.Samples = 10,
     length: options.Length = None,
     first_tokens: options.FirstTokens = 1,
+    known: Annotated[str | None, typer.Option(help="The facts averaged: recalled, one_canvas or all.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps of the loop that recalls.")] = None,
     seed: options.Seed = 1,
     shard: options.Shard = None,
     merge: options.Merge = None,
@@ -121,8 +124,9 @@ def aie(
 ) -> None:
     """Average causal traces over many facts, by what each token is to the subject, with intervals.
 
-    Facts that the model does not know are set aside. A file a fact is kept in OUT/facts, so a run that is stopped goes
-    on, and several may share the work with --shard.
+    Facts that the model does not know are left out: with --first-tokens 1 those whose token is not the likeliest on the
+    canvas, otherwise those that the loop does not write (--known). A file a fact is kept in OUT/facts, so a run that is
+    stopped goes on, and several may share the work with --shard.
 
     Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 8 --out aie
     """
@@ -136,6 +140,8 @@ def aie(
         "noise": noise,
         "samples": samples,
         "first_tokens": first_tokens,
+        "known": known,
+        "loop": None if steps is None else LoopSettings(steps=steps),
     }
     mine = share_of_work(len(facts), shard, merge)
     report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
@@ -158,9 +164,12 @@ def aie(
         )
     if shard is not None:
         report.part_done(shard, len(average.ids) + len(average.unknown), out)
-    report.say(f"{average.record['model']} knows {len(average.ids)} of {len(average.ids) + len(average.unknown)} facts")
+    report.say(f"{average.record['model']} knows {average.rule}")
+    if average.set_aside:
+        report.say(say_set_aside(average.set_aside))
     files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}
     results: dict[str, Any] = {"known": len(average.ids), "unknown": len(average.unknown)}
+    results |= {"rule": average.rule, "set_aside": average.set_aside}
     if average.ids:
         low, high = average.ate_interval()
         report.say(f"average total effect {average.ate:.3f} ({low:.3f} to {high:.3f})")

@@ -5,13 +5,14 @@ places after the prompt hold the answer's tokens followed by the end token; what
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.facts import Fact
@@ -36,6 +37,12 @@ class ExactMatch:
 
     answers: tuple[Answer, ...]
     record: dict[str, Any]
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the model cannot be asked, and why."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
 
     @property
     def accuracy(self) -> float:
@@ -98,23 +105,20 @@ def exact_match(
         batch_size: most prompts in one batch; only prompts of equal length share one.
 
     Raises:
-        ValueError: no facts, no end token, an answer that does not fit behind its prompt (the fact is named), or what
-            `Fact.tokenize` refuses.
+        ValueError: no facts, a setting out of range, or no fact that can be asked. A single one that cannot (its answer
+            does not fit behind its prompt, or `Fact.tokenize` refuses it) is set aside: it has no answer in the result,
+            and `ExactMatch.set_aside` says why.
     """
     if not facts:
         raise ValueError("there is nothing to ask: facts is empty")
     if (length is None) == (max_new_tokens is None):
         raise ValueError("give either length= (places in all) or max_new_tokens= (places after the prompt)")
-    questions = [_question(model, fact, index) for index, fact in enumerate(facts)]
-    for question in questions:
-        room = max_new_tokens if length is None else length - len(question.prompt)
-        if room is not None and room < len(question.expected):
-            raise ValueError(
-                f"fact {facts[question.index].id!r} needs {len(question.expected)} places after its prompt of "
-                f"{len(question.prompt)} tokens, the end token included; there are {room}"
-            )
+    places = {str(index): fact for index, fact in enumerate(facts)}
+    asked, refused = sort_out(places, lambda fact: _question(model, fact, length, max_new_tokens))
+    questions = [replace(question, index=int(place)) for place, question in asked.items()]
     answers: dict[int, Answer] = {}
     with tqdm(total=len(facts), desc="exact match", unit="fact", disable=not progress) as bar:
+        bar.update(len(refused))
         for batch in by_length(questions, lambda question: len(question.prompt), batch_size):
             trajectory = model.denoise(
                 torch.tensor([question.prompt for question in batch]),
@@ -139,14 +143,23 @@ def exact_match(
         "cfg_scale": cfg_scale,
         "temperature": temperature,
         "seed": seed,
+        "set_aside": {places[place].id or f"fact {place}": reason for place, reason in refused.items()},
         **provenance(model, model.cfg),
     }
-    return ExactMatch(tuple(answers[index] for index in range(len(facts))), record)
+    return ExactMatch(tuple(answers[index] for index in sorted(answers)), record)
 
 
-def _question(model: HookedDiffusionTransformer, fact: Fact, index: int) -> _Question:
+def _question(
+    model: HookedDiffusionTransformer, fact: Fact, length: int | None, max_new_tokens: int | None
+) -> _Question:
     prompt, answer = fact.tokenize(model)
     end = model.tokenizer.eos_token_id
     if end is None:
         raise ValueError(f"the tokenizer of {model.cfg.model_name!r} has no end token, so no answer can be complete")
-    return _Question(index, tuple(prompt), (*answer, int(end)))
+    room = max_new_tokens if length is None else length - len(prompt)
+    if room is not None and room < len(answer) + 1:
+        raise ValueError(
+            f"fact {fact.id!r} needs {len(answer) + 1} places after its prompt of {len(prompt)} tokens, the end token "
+            f"included; there are {room}"
+        )
+    return _Question(0, tuple(prompt), (*answer, int(end)))

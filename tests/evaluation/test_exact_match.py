@@ -115,6 +115,16 @@ def test_errors_name_the_culprit(pair):
         exact_match(model, [replace(fact, prompt="today Ada is th", answer="e brave pilot.")], length=10)
 
 
+def test_facts_that_cannot_be_asked_are_set_aside(pair):
+    facts = toy_facts.load().facts("p2d")[:3]
+    merged = replace(facts[0], id="merged", prompt="today Ada is th", answer="e brave pilot.")
+    found = exact_match(pair["tiny-mdm"], [facts[0], merged, *facts[1:]], length=LENGTH, steps=2)
+    assert [answer.fact for answer in found.answers] == facts
+    assert list(found.set_aside) == ["merged"]
+    assert "merges the answer" in found.set_aside["merged"]
+    assert exact_match(pair["tiny-mdm"], facts, length=LENGTH, steps=2).answers == found.answers
+
+
 def test_it_leaves_the_global_random_numbers_alone(pair):
     before = torch.get_rng_state()
     exact_match(pair["tiny-mdm"], toy_facts.load().facts("p2d")[:2], length=LENGTH, temperature=1.0)
