@@ -7,8 +7,9 @@ aligned at their ends, and a column of the average is an offset from t2:
 
     AIE(offset, role, layer) = mean over the facts that have a step t2 + offset >= t1 of their IE at that step
 
-Offset 0 is the canvas from which the answer's last token is read, all others standing there; the first step of a fact
-isolates the flow from the subject. p(answer) at a step is the joint probability of the tokens still open.
+Offset 0 is the canvas from which the answer's last token is read, or the last few where one step reveals them together,
+all others standing there; the first step of a fact isolates the flow from the subject. p(answer) at a step is the joint
+probability of the tokens still open.
 
 A step far from t2 is one that few facts have: `n_facts` counts them, and their answers are the longest.
 """
