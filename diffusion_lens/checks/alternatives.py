@@ -7,6 +7,7 @@ logits become those of a reference. Tensors that a change does not touch are lef
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -61,9 +62,8 @@ def without_layer(a: Architecture, layer: int) -> Alternative:
 
 def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]:
     """Other facts about the same tensors."""
-    directions = {"causal": "bidirectional", "bidirectional": "causal"}
-    readouts = {"shifted": "in_place", "in_place": "shifted"}
-    turned, moved = directions[a.attention_dir], readouts[a.readout]
+    turned: Literal["bidirectional", "causal"] = "causal" if a.attention_dir == "bidirectional" else "bidirectional"
+    moved: Literal["in_place", "shifted"] = "in_place" if a.readout == "shifted" else "shifted"
     seen = f"the config makes attention {a.attention_dir}, and the weights were trained with {turned} attention"
     read = f"the config reads tokens {a.readout}, and the weights predict them {moved}: the readout is off by one"
     other_way, other_row = replace(a, attention_dir=turned), replace(a, readout=moved)
@@ -206,7 +206,7 @@ def _resplit(
     join: Callable[[list[Tensor]], Tensor],
     split: Callable[[Tensor, list[int]], Sequence[Tensor]],
 ) -> dict[str, Tensor]:
-    changed = {}
+    changed: dict[str, Tensor] = {}
     for name, _ in _blocks(tensors, ("attn.q",)):
         names = [name.replace("attn.q", f"attn.{part}") for part in "qkv"]
         parts = [tensors[each] for each in names]

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, Literal
 
-from weight_conversion import read_json, restored, write_json
+from weight_conversion import read_json, restore_numbers, write_json
 
 Outcome = Literal["ok", "off", "noted", "not run"]
 KIND = "diffusion_lens check"
@@ -116,7 +116,7 @@ class CheckReport:
         Raises:
             ValueError: another file.
         """
-        told = restored(read_json(Path(path)))
+        told = restore_numbers(read_json(Path(path)))
         if not isinstance(told, Mapping) or told.get("kind") != KIND:
             raise ValueError(f"{path} is no report of `check`")
         findings = tuple(Finding(**finding) for finding in told["findings"])

@@ -83,5 +83,12 @@ def _ask_masked(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossQ
     hidden = noisy == NOT_TRAINED
     # The head has no column for what it never writes.
     asked = hidden & (tokens < model.cfg.d_vocab_out)
-    weights = 1 / (p_mask[asked] * tokens.numel())
-    return LossQuestion(noisy.masked_fill(hidden, mask), model.readout.locate(asked), tokens[asked], weights)
+    counted = tokens.numel()
+    return LossQuestion(
+        tokens=noisy.masked_fill(hidden, mask),
+        rows=model.readout.locate(asked),
+        targets=tokens[asked],
+        weights=1 / (p_mask[asked] * counted),
+        places=asked,
+        counted=counted,
+    )

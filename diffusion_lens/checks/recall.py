@@ -21,7 +21,7 @@ STEPS = 8
 LEVEL = 0.99
 BETWEEN_RUNS = 0.07
 # Shares of the embedded pair, from its own results.
-OWN = {
+OWN: dict[str, dict[Cell, float]] = {
     "tiny-mdm": {NTD_SAME: 1.0, NTD_REVERSE: 1.0, DTN_SAME: 1.0, DTN_REVERSE: 1.0},
     "tiny-ar": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
 }

@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[Callable[[Any, dict[str, torch.Tensor]], Made], str]] = 
     "query and key heads swapped": (swapped_heads, "query and key heads"),
     "query heads permuted": (permuted_heads, "query heads stand in another order"),
     "rotary interleaved": (interleaved, "their rows were interleaved"),
-    "another rotary base": (other_base, "rotary base"),
+    "another rotary base": (other_base, "base"),
     "gate and up exchanged": (gate_for_up, "gate and up"),
     "wrong mask id": (wrong_mask, "mask id is wrong"),
     "readout shifted": (shifted_readout, "readout is off by one"),

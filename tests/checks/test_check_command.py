@@ -18,7 +18,7 @@ from diffusion_lens.checks import CheckReport, Expected, Finding, Reference
 from diffusion_lens.checks.expected import check_config, check_hash
 from diffusion_lens.checks.recall import binomial_interval
 from diffusion_lens.cli import app
-from weight_conversion import export, plain
+from weight_conversion import as_json, export
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lit_gpt" / "gqa" / "mdm"
 
@@ -53,7 +53,7 @@ def test_a_right_file_passes_and_leaves_its_report(copy, tmp_path):
     assert told["record"]["weights_sha256"]
     assert told["record"]["seconds"]["page loss"] > 0
     assert told["record"]["memory_bytes"] > 0
-    assert plain(CheckReport.load(tmp_path / "report.json").to_dict()) == told
+    assert as_json(CheckReport.load(tmp_path / "report.json").to_dict()) == told
 
 
 def test_an_edited_file_is_off_by_its_hash_and_by_what_it_does(copy):
