@@ -2,18 +2,25 @@
 
 `HookedDiffusionTransformer.from_pretrained("smdm-1028m")` is the door; its hooks are TransformerLens's, and inside the
 denoising loop they know the step.
+
+What is named here is imported when it is first asked for: torch takes seconds, and `diffusion-lens --help` needs none
+of it.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from diffusion_lens.catalogue import list_pretrained
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.facts import Fact, Query
-from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pairs import load_pair
-from diffusion_lens.step_state import StepState
+if TYPE_CHECKING:
+    from diffusion_lens.catalogue import list_pretrained
+    from diffusion_lens.config import DiffusionConfig
+    from diffusion_lens.facts import Fact, Query
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+    from diffusion_lens.pairs import load_pair
+    from diffusion_lens.step_state import StepState
 
-__version__ = version("diffusion-lens")
+    __version__: str
 
 __all__ = [
     "DiffusionConfig",
@@ -25,3 +32,31 @@ __all__ = [
     "list_pretrained",
     "load_pair",
 ]
+
+_HOME = {
+    "DiffusionConfig": "config",
+    "Fact": "facts",
+    "HookedDiffusionTransformer": "hooked_diffusion_transformer",
+    "Query": "facts",
+    "StepState": "step_state",
+    "list_pretrained": "catalogue",
+    "load_pair": "pairs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a submodule, on first use."""
+    if name == "__version__":
+        found: Any = version("diffusion-lens")
+    elif name in _HOME:
+        found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        found = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

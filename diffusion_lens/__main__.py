@@ -1,5 +1,10 @@
 """`python -m diffusion_lens` is `diffusion-lens`; `accelerate launch -m diffusion_lens finetune ...` needs it."""
 
-from diffusion_lens.cli import app
+import sys
 
-app()
+try:
+    from diffusion_lens.cli import app
+
+    app()
+except KeyboardInterrupt:  # before the application is there to catch it
+    sys.exit(130)

@@ -36,6 +36,8 @@ class DiffusionConfig(TransformerLensConfig):
         tied: whether embedding and head are one matrix.
         model_name: name under which results record the model.
         family: checkpoint family it came from, and goes back to on export.
+        trained_length: places of the texts that it was last trained on, where these are fewer than `n_ctx`: the length
+            of a canvas unless another is asked for. `None` where nobody says. No part of the architecture.
     """
 
     d_vocab_out: int = -1
@@ -52,6 +54,7 @@ class DiffusionConfig(TransformerLensConfig):
     tied: bool = False
     model_name: str = "custom"
     family: str = "diffusion_lens"
+    trained_length: int | None = None
 
     @classmethod
     def from_architecture(
@@ -62,6 +65,7 @@ class DiffusionConfig(TransformerLensConfig):
         dtype: str | torch.dtype = torch.float32,
         model_name: str | None = None,
         default_prepend_bos: bool = True,
+        trained_length: int | None = None,
     ) -> "DiffusionConfig":
         """The config of a checkpoint; `device=None` takes the GPU if there is one.
 
@@ -96,6 +100,7 @@ class DiffusionConfig(TransformerLensConfig):
             default_prepend_bos=default_prepend_bos,
             model_name=model_name or a.name,
             family=a.family,
+            trained_length=trained_length,
             positional_embedding_type="rotary",
             normalization_type="RMS",
             uses_rms_norm=True,

@@ -151,7 +151,8 @@ class HookedDiffusionTransformer(LossInterface):
 
         Args:
             prompt: text, texts, or Int[batch pos] tokens. Masks inside it are filled too.
-            length: places in all, the prompt included (SMDM's meaning).
+            length: places in all, the prompt included (SMDM's meaning). With neither length nor [MASK]s in the prompt,
+                `cfg.trained_length`, if it is known.
             max_new_tokens: blanks after the prompt, instead of `length`.
             steps: denoising steps; 32 by default, with "llada" one a blank. `left_to_right` takes one a token whatever
                 is asked.

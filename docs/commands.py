@@ -13,33 +13,11 @@ from typer.main import get_command
 
 from diffusion_lens.cli import app as application
 
-ORDER = (
-    "demo",
-    "models",
-    "info",
-    "check",
-    "convert",
-    "denoise",
-    "trace",
-    "aie",
-    "rome",
-    "compare",
-    "recall",
-    "finetune",
-    "plot",
-)
-
 
 def commands() -> dict[str, Any]:
-    """The commands by name, in the order of the page.
-
-    Raises:
-        ValueError: `ORDER` lacks a command, or has one too many.
-    """
-    found = get_command(application).commands
-    if set(found) != set(ORDER):
-        raise ValueError(f"the commands and their order on the page differ: {sorted(set(found) ^ set(ORDER))}")
-    return {name: found[name] for name in ORDER}
+    """The commands by name, in the order of the application's help."""
+    group: Any = get_command(application)
+    return {name: group.commands[name] for name in group.list_commands(None)}
 
 
 def command_lines(name: str, command: Any) -> Iterator[str]:

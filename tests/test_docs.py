@@ -86,7 +86,10 @@ def test_the_pages_that_show_the_command_line_have_sessions() -> None:
 
 @pytest.mark.parametrize("page", WITH_SESSIONS)
 def test_sessions_are_true(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command of a page in order, in one folder; "..." in what it says stands for anything."""
+    """Every command of a page in order, in one folder; "..." in what it says stands for anything.
+
+    A file that is shown with `cat` is there with this text.
+    """
     from diffusion_lens.cli import app
 
     monkeypatch.chdir(tmp_path)
@@ -97,6 +100,9 @@ def test_sessions_are_true(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
         for command, told in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
             if command == "echo $?":
                 said = f"{code}\n"
+            elif command.startswith("cat "):
+                Path(command.removeprefix("cat ")).write_text(told, encoding="utf-8")
+                said = told
             else:
                 program, *arguments = shlex.split(command)
                 assert program == "diffusion-lens"

@@ -20,10 +20,13 @@ class Published(ABC):
         evidence: what was seen of it. "safetensors seen", "pth seen": the file, listed. "config seen": its config.json
             or a copy of it. "name seen": its id, where its authors or code that loads it give it; the numbers, if any,
             are those of its family. "from memory": nothing.
+        trained_length: places of the texts that it was last trained on, and at which its authors ask it, where these
+            are fewer than its context; `None` for the context, or where nobody says.
     """
 
     name: str
     evidence: Evidence
+    trained_length: int | None
 
     @property
     @abstractmethod
@@ -58,6 +61,7 @@ class File(Published):
     repo: str
     folder: str
     sha256: str | None = None
+    trained_length: int | None = None
 
     @property
     def files(self) -> tuple[str, str]:
@@ -115,6 +119,7 @@ class Repository(Published):
     evidence: Evidence
     config: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 2
+    trained_length: int | None = None
 
     @property
     def architecture(self) -> Architecture | None:

@@ -4,14 +4,16 @@ A plain name is the most trained checkpoint of its size ("smdm-1028m" is mdm-102
 Compiled from the files, cards and code of `nieshen/SMDM` and ML-GSAI/SMDM.
 """
 
+from typing import Any
+
 from diffusion_lens.catalogue.entries import Evidence, File
 
 REPO = "nieshen/SMDM"
 TOKENIZER_REPO = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
 
 
-def _entry(name: str, stem: str, evidence: Evidence, folder: str = "", sha256: str | None = None) -> File:
-    return File(name, stem, evidence, REPO, folder or stem.split("-")[0], sha256)
+def _entry(name: str, stem: str, evidence: Evidence, folder: str = "", **more: Any) -> File:
+    return File(name, stem, evidence, REPO, folder or stem.split("-")[0], **more)
 
 
 SMDM = (
@@ -73,7 +75,13 @@ SMDM = (
         sha256="ed7d52165307e231c3d1882566512d93a6fbf35f8487aa9593a2c6e795964ec6",
     ),
     _entry("smdm-1028m-rsl-0.01", "mdm-1028M-3300e18-rsl-0.01-bs-1024", "safetensors seen"),
-    _entry("smdm-1028m-reverse", "mdm-1028M-1600e18-reverse", "safetensors seen", folder="reverse"),
+    _entry(
+        "smdm-1028m-reverse",
+        "mdm-1028M-1600e18-reverse",
+        "safetensors seen",
+        folder="reverse",
+        trained_length=52,  # evaluate_reverse.py of ML-GSAI/SMDM
+    ),
     _entry(
         "smdm-1028m-gsm8k",
         "mdm-1028M-3300e18-rsl-gsm8k",

@@ -5,22 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.analysis import KeyValueStudy, key_value_study
-from diffusion_lens.analysis.key_values.result import DIRECTIONS, check_vectors
-from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
-from diffusion_lens.analysis.representations.similarity import statistics
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.extras import require
+from diffusion_lens.cli.loaded import ModelChoice, default_folder
 from diffusion_lens.cli.report import Report, progress, save_figure
-from diffusion_lens.cli.shards import require_model, share_of_work
-from diffusion_lens.data.sources import default_source, open_source
 
 
 @app.command()
 def compare(
     models: options.Models,
-    out: options.OutNeeded = Path("compare"),
+    out: options.OutNeeded = None,
     data: options.Data = None,
     trained: options.Trained = None,
     limit: options.Limit = None,
@@ -33,10 +28,13 @@ def compare(
     first_tokens: options.FirstTokens = 1,
     shard: options.Shard = None,
     merge: options.Merge = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Are facts encoded alike forwards and backwards? Keys and values both ways, paired person by person.
 
@@ -45,6 +43,17 @@ def compare(
     Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 20 --draws 99 --out compare
     """
     given = dict(locals())
+    require("pictures")
+    from diffusion_lens.analysis import KeyValueStudy, key_value_study
+    from diffusion_lens.analysis.key_values.result import DIRECTIONS, check_vectors
+    from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
+    from diffusion_lens.analysis.representations.similarity import statistics
+    from diffusion_lens.analysis.usable_facts import say_set_aside
+    from diffusion_lens.cli.shards import require_model, share_of_work
+    from diffusion_lens.data.sources import default_source, open_source
+
+    chosen = [ModelChoice(model, config, tokenizer, device, dtype) for model in models]
+    out = out or default_folder("compare", models)
     for name in (vectors, against or vectors):
         check_vectors(name)
     # What the comparison would refuse, before the long search for what it compares.
@@ -53,39 +62,39 @@ def compare(
         raise ValueError(f"statistic {statistic!r} is not computed of {vectors}; it is one of {', '.join(known)}")
     if draws < 1:
         raise ValueError(f"draws={draws}; at least 1, and 1000 for p-values down to 0.001")
-    for model in models:
+    for model in chosen:
         cost.check_layers(model, layers or [])
-    names = [Path(model).name for model in models]
+    names = [model.label for model in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so no two may share one")
     source = open_source(data or default_source(models[0]))
     facts = source.pick(trained, limit=limit)
-    length = length or source.length
+    lengths = [model.length(length, source.length) for model in chosen]
     forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)
     if len(forward & reverse) < fewest_facts():
         raise ValueError(
             f"{len(forward & reverse)} persons are asked both ways, too few to compare: take at least {fewest_facts()}"
         )
     mine = share_of_work(len(facts), shard, merge)
-    report = Report("compare", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
+    report = Report("compare", {**given, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
     if dry_run:
-        cost.show(report, models[0], dtype, _searches(models, mine, layers, length or 32))
+        cost.show(report, chosen[0], _searches(chosen, mine, layers, max(each or 32 for each in lengths)), flops)
 
     axes: Any = None
     done = 0
     results, record = {}, {}
     files: dict[str, Path] = {}
-    for model in models:
-        name = Path(model).name
+    for model, places in zip(chosen, lengths, strict=True):
+        name = model.label
         if merge:
             study = KeyValueStudy.merge([folder / name for folder in merge])
             require_model(model, study.record)
         else:
             study = key_value_study(
-                load(model, device, dtype),
+                model.load(),
                 facts,
                 layers,
-                length=length,
+                length=places,
                 first_tokens=first_tokens,
                 out=out / name,
                 shard=shard or "0/1",
@@ -95,6 +104,8 @@ def compare(
             done += len(study.ids)
             continue
         found = study.compare(vectors, against, draws=draws, progress=progress())
+        if study.record["set_aside"]:
+            report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
         files[name] = found.save(out / f"{name}_{vectors}.safetensors")
         report.say(f"{name}: {vectors}, {len(next(iter(found.at.values())).ids)} persons asked both ways")
         for layer, row in found.table(statistic).items():
@@ -111,9 +122,9 @@ def compare(
     report.finish(results, record, **files)
 
 
-def _searches(models: list[str], facts: int, layers: list[int] | None, places: int) -> cost.Cost:
+def _searches(models: list[ModelChoice], facts: int, layers: list[int] | None, places: int) -> cost.Cost:
     """A search of 20 iterations a fact and layer, each through the blocks above it, with its essence beside it."""
-    depth = cost.architecture_of(models[0]).n_layers
+    depth = models[0].shape().n_layers
     blocks = [layer % depth for layer in layers] if layers else range(depth - 1)
     work = len(models) * facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
     return cost.Cost(work, places, 64, backward=work)

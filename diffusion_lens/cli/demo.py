@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from diffusion_lens.cli.app import app
-from diffusion_lens.demo import run
+from diffusion_lens.cli.extras import require
 
 
 @app.command()
@@ -19,4 +19,7 @@ def demo(
     """
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file; the pictures need a folder", param_hint="--out")
+    require("pictures")
+    from diffusion_lens.demo import run
+
     run(out, typer.echo)

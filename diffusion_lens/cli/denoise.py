@@ -6,7 +6,8 @@ import typer
 
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.extras import require
+from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 
@@ -14,25 +15,38 @@ from diffusion_lens.cli.report import Report, progress, save_figure
 def denoise(
     model: options.Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
-    length: Annotated[int, typer.Option(help="Places of the canvas, the prompt included.")] = 52,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Places of the canvas, the prompt included; by default those the model was trained on, or else 52."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Blanks after the prompt, instead of --length.")] = None,
     steps: options.Steps = 32,
     sampler: options.Sampler = None,
     cfg_scale: options.CfgScale = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Write text by unmasking a canvas, and show the canvas after each step that changed it.
 
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     given = dict(locals())
+    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    if length is None and max_new_tokens is None:
+        length = chosen.length(None, otherwise=52)
     settings: dict[str, Any] = {
         "length": length,
+        "max_new_tokens": max_new_tokens,
         "steps": steps,
         "sampler": sampler,
         "cfg_scale": cfg_scale or 0.0,
@@ -41,9 +55,12 @@ def denoise(
     }
     report = Report("denoise", {**given, **settings}, out, json)
     if dry_run:
-        cost.show(report, model, dtype, cost.denoising(model, [steps], length, settings["cfg_scale"]))
+        places = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
+        cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
+    if out is not None:
+        require("pictures")
 
-    trajectory = load(model, device, dtype).denoise(prompt, progress=progress(), **settings)
+    trajectory = chosen.load().denoise(prompt, progress=progress(), **settings)
     canvases = trajectory.str_canvases()
     n_given = int(trajectory.given[0].sum())
     for step, canvas in enumerate(canvases):

@@ -9,16 +9,8 @@ import typer
 
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.cli.report import Report, progress
-from diffusion_lens.data.sources import default_source, open_source
-from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.evaluation.naming import cell_name
-from diffusion_lens.facts import Fact
-from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.training import finetune as train
-from diffusion_lens.training import smdm_reverse
-from diffusion_lens.training.completions import read_completions
 
 
 @app.command()
@@ -42,9 +34,12 @@ def finetune(
         int, typer.Option(help="Held-out questions of each pair of directions to ask at every checkpoint; 0 asks none.")
     ] = 0,
     seed: options.Seed = 3407,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Fine-tune a model on prompts and completions; OUT is then a model that every command takes.
 
@@ -54,6 +49,16 @@ def finetune(
     Example: diffusion-lens finetune tiny-mdm --epochs 0.05 --lr 1e-4 --out taught
     """
     given = dict(locals())
+    from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.evaluation import recall_by_steps
+    from diffusion_lens.evaluation.naming import cell_name
+    from diffusion_lens.facts import Fact
+    from diffusion_lens.model.transformer import DiffusionTransformer
+    from diffusion_lens.training import finetune as train
+    from diffusion_lens.training import smdm_reverse
+    from diffusion_lens.training.completions import read_completions
+
+    chosen = ModelChoice(model, config, tokenizer, device)
     rows: Any
     longest = 52
     questions: list[Fact] = []
@@ -66,7 +71,7 @@ def finetune(
         source = open_source(data)
         if not source.training:
             raise ValueError(f"{source.name} has no texts to train on; give a .jsonl file of prompts and completions")
-        rows, longest = list(source.training), source.length or longest
+        rows, longest = list(source.training), chosen.length(None, source.length) or longest
         if ask:
             questions, steps, cfg_scale = source.pick(limit=ask), source.steps[-1:], source.cfg_scale
     if ask and not questions:
@@ -80,9 +85,9 @@ def finetune(
     if dry_run:
         work = recipe.steps * batch_size
         at_once = -(-batch_size // accumulate)
-        cost.show(report, model, "float32", cost.Cost(work, longest, at_once, backward=work, copies=4))
+        cost.show(report, chosen, cost.Cost(work, longest, at_once, backward=work, copies=4), flops)
 
-    loaded = load(model, device, "float32")
+    loaded = chosen.load()
 
     def recalled(model: DiffusionTransformer) -> dict[str, float]:
         found = recall_by_steps(loaded, questions, steps, length=longest, cfg_scale=cfg_scale)

@@ -1,22 +1,103 @@
-"""Models as a command names them."""
+"""Models, folders and subjects as a command names them."""
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffusion_lens.cli.cost import bytes_per_weight
-from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+if TYPE_CHECKING:
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+    from weight_conversion import Architecture
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def load(model: str, device: str | None, dtype: str) -> HookedDiffusionTransformer:
-    """A model on its device.
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model by its name or path, and how it is to be loaded.
+
+    Attributes:
+        name: a published name, a repository, a file or a folder.
+        config, tokenizer: where they are, if not beside the checkpoint.
+        device: by default the best there is.
+        dtype: of the weights, "float32", "bfloat16" or "float16".
+    """
+
+    name: str
+    config: Path | None = None
+    tokenizer: Path | None = None
+    device: str | None = None
+    dtype: str = "float32"
+
+    @property
+    def label(self) -> str:
+        """The last part of its name, which may be that of a folder."""
+        return Path(self.name).name
+
+    def shape(self) -> "Architecture":
+        """Its architecture, without a download.
+
+        Raises:
+            ValueError: an unknown name, or a file that is no checkpoint.
+            FileNotFoundError: nothing there, or a shape that is known only after a download.
+        """
+        from diffusion_lens.loading import shape_of
+
+        return shape_of(self.name, self.config)
+
+    def length(self, asked: int | None, otherwise: int | None = None) -> int | None:
+        """Places of the canvas: those asked for, those the model was trained on, or others."""
+        from diffusion_lens.loading import trained_length_of
+
+        return asked or trained_length_of(self.name, self.config) or otherwise
+
+    def load(self) -> "HookedDiffusionTransformer":
+        """The model on its device.
+
+        Raises:
+            ValueError: an unknown name, device or dtype.
+        """
+        import torch
+
+        from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+
+        bytes_per_weight(self.dtype)
+        try:
+            where = None if self.device is None else torch.device(self.device)
+            if where is not None:
+                torch.empty(0, device=where)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {self.device!r} is not here: {str(error).splitlines()[0]}") from error
+        return HookedDiffusionTransformer.from_pretrained(
+            self.name, config=self.config, tokenizer=self.tokenizer, device=where, dtype=getattr(torch, self.dtype)
+        )
+
+
+def bytes_per_weight(dtype: str) -> int:
+    """Of a dtype by its name.
 
     Raises:
-        ValueError: an unknown name, device or dtype.
+        ValueError: another name.
     """
-    bytes_per_weight(dtype)
-    try:
-        where = None if device is None else torch.device(device)
-        if where is not None:
-            torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} is not here: {str(error).splitlines()[0]}") from error
-    return HookedDiffusionTransformer.from_pretrained(model, device=where, dtype=getattr(torch, dtype))
+    if dtype not in BYTES:
+        raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(BYTES)}")
+    return BYTES[dtype]
+
+
+def default_folder(command: str, models: Sequence[str]) -> Path:
+    """Where a command leaves its results unless it is told: a folder for each model, so that two never share one."""
+    return Path("-".join([command, *(Path(model).name for model in models)]))
+
+
+def subject_start(prompt: str, subject: str, occurrence: int | None) -> int | None:
+    """The character at which a mention of the subject begins; `None` where no mention was picked.
+
+    Raises:
+        ValueError: the prompt has no such mention.
+    """
+    if occurrence is None:
+        return None
+    starts = [i for i in range(len(prompt)) if subject and prompt.startswith(subject, i)]
+    if not 0 <= occurrence < len(starts):
+        raise ValueError(f"occurrence={occurrence}, but {subject!r} is {len(starts)} times in the prompt {prompt!r}")
+    return starts[occurrence]

@@ -6,30 +6,39 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.catalogue import list_pretrained
 from diffusion_lens.cli import options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.cost import architecture_of
+from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.cli.report import Report
-from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from weight_conversion import export, open_checkpoint
-
-Config = Annotated[Path | None, typer.Option(help="The checkpoint's config, if it does not lie beside it.")]
 
 
 @app.command()
-def models() -> None:
-    """List every model name, with size and source.
+def models(
+    text: Annotated[
+        str | None, typer.Argument(metavar="[TEXT]", help="Only names and sources with this text in them.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="Only masked or only causal models.")] = None,
+    family: Annotated[str | None, typer.Option(help="Only models of this family, e.g. lit_gpt.")] = None,
+    largest: Annotated[float | None, typer.Option(help="Only models of at most so many GB of weights.")] = None,
+    json: options.Json = False,
+) -> None:
+    """List the model names, with size and source: all of them, or those that fit every filter.
 
-    Example: diffusion-lens models
+    Example: diffusion-lens models reverse --kind masked --largest 5
     """
-    list_pretrained()
+    from diffusion_lens.catalogue import as_table, find_pretrained
+
+    found = find_pretrained(text, kind=kind, family=family, max_bytes=None if largest is None else int(largest * 1e9))
+    report = Report("models", {"text": text, "kind": kind, "family": family, "largest": largest}, None, json)
+    report.say(*as_table(found))
+    report.finish({"models": [asdict(each) for each in found]})
 
 
 @app.command()
 def info(
     model: options.Model,
-    config: Config = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     hooks: Annotated[bool, typer.Option("--hooks", help="List the hook points, too. This loads the weights.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -39,13 +48,19 @@ def info(
 
     Example: diffusion-lens info smdm-1028m
     """
-    shape = architecture_of(model, config)
+    chosen = ModelChoice(model, config)
+    shape = chosen.shape()
     report = Report("info", {"model": model}, None, json)
-    facts: dict[str, Any] = {**asdict(shape), "parameters": shape.n_params, "float32_bytes": 4 * shape.n_params}
+    facts: dict[str, Any] = {
+        **asdict(shape),
+        "trained_length": chosen.length(None),
+        "parameters": shape.n_params,
+        "float32_bytes": 4 * shape.n_params,
+    }
     width = max(map(len, facts))
     report.say(*(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
     if hooks:
-        loaded = HookedDiffusionTransformer.from_pretrained(model, config=config, device="cpu")
+        loaded = ModelChoice(model, config, tokenizer, device="cpu").load()
         facts["hook_points"] = list(loaded.hook_dict)
         report.say(f"{len(facts['hook_points'])} hook points:", *(f"  {name}" for name in facts["hook_points"]))
     report.finish(facts)
@@ -56,7 +71,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .pth file, or a folder.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.")],
     to: Annotated[str | None, typer.Option(help="Format: lit_gpt or diffusion_lens; by default the source's.")] = None,
-    config: Config = None,
+    config: options.Config = None,
     json: options.Json = False,
     dry_run: options.DryRun = False,
 ) -> None:
@@ -64,6 +79,8 @@ def convert(
 
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
+    from weight_conversion import export, open_checkpoint
+
     checkpoint = open_checkpoint(source, config)
     shape = checkpoint.architecture
     report = Report("convert", {"source": source, "target": target, "to": to}, None, json)

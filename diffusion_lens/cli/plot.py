@@ -5,28 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens import analysis
-from diffusion_lens.analysis.rome import EditReport
 from diffusion_lens.cli import options
 from diffusion_lens.cli.app import app
+from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.report import Report, save_figure
-from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.evaluation import Recall
-from diffusion_lens.records import kind_of
-
-DRAWN: dict[str, Any] = {
-    "trajectory": Trajectory,
-    "causal trace": analysis.CausalTrace,
-    "average effect": analysis.AverageEffect,
-    "average trajectory effect": analysis.AverageTrajectoryEffect,
-    "patch grid": analysis.PatchGrid,
-    "ROME value": analysis.ValueResult,
-    "edit report": EditReport,
-    "comparison": analysis.Comparison,
-    "comparisons": analysis.Comparisons,
-    "key and value study": analysis.KeyValueStudy,
-    "recall": Recall,
-}
 
 
 @app.command()
@@ -39,10 +21,35 @@ def plot(
 
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
-    kind = kind_of(result)
-    if kind not in DRAWN:
-        raise ValueError(f"{result} holds a {kind}, of which there is no one picture; drawn are {', '.join(DRAWN)}")
+    require("pictures")
+    from diffusion_lens.records import kind_of
+
+    kind, drawn = kind_of(result), _drawn()
+    if kind not in drawn:
+        raise ValueError(f"{result} holds a {kind}, of which there is no one picture; drawn are {', '.join(drawn)}")
     report = Report("plot", {"result": result}, None, json)
-    picture = save_figure(DRAWN[kind].load(result).plot(), out or result.with_suffix(".png"))
+    picture = save_figure(drawn[kind].load(result).plot(), out or result.with_suffix(".png"))
     report.say(f"wrote {picture}")
     report.finish({"kind": kind}, picture=picture)
+
+
+def _drawn() -> dict[str, Any]:
+    """What has a picture, by the kind that its file names."""
+    from diffusion_lens import analysis
+    from diffusion_lens.analysis.rome import EditReport
+    from diffusion_lens.denoising.trajectory import Trajectory
+    from diffusion_lens.evaluation import Recall
+
+    return {
+        "trajectory": Trajectory,
+        "causal trace": analysis.CausalTrace,
+        "average effect": analysis.AverageEffect,
+        "average trajectory effect": analysis.AverageTrajectoryEffect,
+        "patch grid": analysis.PatchGrid,
+        "ROME value": analysis.ValueResult,
+        "edit report": EditReport,
+        "comparison": analysis.Comparison,
+        "comparisons": analysis.Comparisons,
+        "key and value study": analysis.KeyValueStudy,
+        "recall": Recall,
+    }

@@ -1,25 +1,20 @@
 """`diffusion-lens recall`: the table of recall by number of denoising steps."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.extras import EXTRAS, require
+from diffusion_lens.cli.loaded import ModelChoice, default_folder
 from diffusion_lens.cli.report import Report, progress, save_figure
-from diffusion_lens.cli.shards import require_model, share_of_work
-from diffusion_lens.data.sources import default_source, open_source
-from diffusion_lens.evaluation import Recall, recall_by_steps
-from diffusion_lens.evaluation.naming import cell_name
-from diffusion_lens.evaluation.scores import check_score
 
 
 @app.command()
 def recall(
     model: options.Model,
-    out: options.OutNeeded = Path("recall"),
+    out: options.OutNeeded = None,
     data: options.Data = None,
     trained: options.Trained = None,
     asked: options.Asked = None,
@@ -33,10 +28,13 @@ def recall(
     seed: options.Seed = 1234,
     shard: options.Shard = None,
     merge: options.Merge = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Ask held-out questions in both directions, at several numbers of denoising steps, beside the published numbers.
 
@@ -46,11 +44,20 @@ def recall(
     Example: diffusion-lens recall tiny-mdm --limit 20 --out recall
     """
     given = dict(locals())
+    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    require("pictures", *({score} & set(EXTRAS)))
+    from diffusion_lens.cli.shards import require_model, share_of_work
+    from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.evaluation import Recall, recall_by_steps
+    from diffusion_lens.evaluation.naming import cell_name
+    from diffusion_lens.evaluation.scores import check_score
+
     check_score(score)
+    out = out or default_folder("recall", [model])
     source = open_source(data or default_source(model))
     facts = source.pick(trained, asked, limit)
     settings: dict[str, Any] = {
-        "length": length or source.length or 52,
+        "length": chosen.length(length, source.length) or 52,
         "cfg_scale": source.cfg_scale if cfg_scale is None else cfg_scale,
         "sampler": sampler,
         "temperature": temperature,
@@ -61,15 +68,15 @@ def recall(
     told = {**given, "data": source.name, "facts": len(facts), "steps": columns, **settings}
     report = Report("recall", told, out, json)
     if dry_run:
-        work = cost.denoising(model, columns, settings["length"], settings["cfg_scale"], mine, rows=32)
-        cost.show(report, model, dtype, work)
+        work = cost.denoising(chosen, columns, settings["length"], settings["cfg_scale"], mine, rows=32)
+        cost.show(report, chosen, work, flops)
 
     if merge:
         found = Recall.merge([folder / "replies" for folder in merge])
-        require_model(model, found.record)
+        require_model(chosen, found.record)
     else:
         found = recall_by_steps(
-            load(model, device, dtype),
+            chosen.load(),
             facts,
             columns,
             **settings,

@@ -11,10 +11,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from weight_conversion import renamed_when_whole, to_json, write_json
-
 COMMAND = "command.json"
-HOW_IT_IS_TOLD = ("out", "json", "dry_run")
+HOW_IT_IS_TOLD = ("out", "json", "dry_run", "flops")
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,8 @@ class Report:
             "files": {name: str(path) for name, path in files.items()},
             "record": _plain({k: each for k, each in (record or {}).items() if k != "facts"}),
         }
+        from weight_conversion import to_json, write_json
+
         if self.out is not None:
             write_json(told, self.out / COMMAND)
             self.say(*(f"wrote {path}" for path in (*files.values(), self.out / COMMAND)))
@@ -87,9 +87,14 @@ def require_folder(path: Path, option: str) -> None:
 
 def save_figure(axes: Any, path: Path) -> Path:
     """The figure that some axes belong to, as a picture that is there whole or not at all."""
+    from weight_conversion import renamed_when_whole
+
     figure = axes if hasattr(axes, "savefig") else axes.get_figure()
     drawn = BytesIO()
-    figure.savefig(drawn, dpi=130, format=path.suffix.removeprefix(".") or None)
+    try:
+        figure.savefig(drawn, dpi=130, format=path.suffix.removeprefix(".") or None)
+    except ValueError as error:  # a format that matplotlib does not write
+        raise ValueError(f"{path}: {error}") from error
     with renamed_when_whole(path) as part:
         part.write_bytes(drawn.getvalue())
     return path

@@ -1,18 +1,16 @@
 """`diffusion-lens rome`: the key and the value of a fact, and the edit made of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success, optimize_value
-from diffusion_lens.analysis.rome import Probe, ask_with_prefixes, sample_prefixes
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.extras import require
+from diffusion_lens.cli.loaded import ModelChoice, subject_start
 from diffusion_lens.cli.report import Report, progress, require_folder, save_figure
-from diffusion_lens.facts import Fact
 
 
 @app.command()
@@ -33,25 +31,37 @@ def rome(
     ] = "masked",
     length: options.Length = None,
     first_tokens: options.FirstTokens = None,
+    occurrence: options.Occurrence = None,
     seed: options.Seed = 0,
     export: Annotated[Path | None, typer.Option(help="Folder for the edited model, with --target.")] = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Extract the key k* at the last subject token and the value v* that makes the model say the answer.
 
     With --target the value is that of another object, and the edit that it makes is tried: does the request say it?
 
-    Example: diffusion-lens rome tiny-ar --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
-    --answer " brave drummer of Rolsen." --first-tokens 1 --layer 0 --target " famous miner of Tanmoor." --out rome
+    Example: diffusion-lens rome tiny-ar --prompt "Wanda Fleckett is the" --subject "Wanda Fleckett"
+    --answer " shy scribe of Damburg." --first-tokens 1 --layer 0 --target " cheerful mason of Waumburg." --out rome
     """
     given = dict(locals())
-    fact = Fact(prompt, subject, target or answer)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    import torch
+
+    from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success, optimize_value
+    from diffusion_lens.analysis.rome import Probe, ask_with_prefixes, sample_prefixes
+    from diffusion_lens.facts import Fact
+
+    fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
     _ = fact.subject_span
-    cost.check_layers(model, [layer])
+    length = chosen.length(length)
+    cost.check_layers(chosen, [layer])
     if layer < 0:
         raise ValueError(f"layer={layer}; blocks are counted from 0")
     if export is not None and target is None:
@@ -60,14 +70,16 @@ def rome(
         require_folder(export, "--export")
     search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    report = Report("rome", given, out, json)
+    report = Report("rome", {**given, **layout}, out, json)
     if dry_run:
-        share = 1 - (layer + 1) / cost.architecture_of(model).n_layers
+        share = 1 - (layer + 1) / chosen.shape().n_layers
         places = length or len(f"{prompt}{answer}".split()) * 2
         work = (prefixes + 2) * (1 + iterations * share)
-        cost.show(report, model, dtype, cost.Cost(work, places, prefixes + 2, backward=work))
+        cost.show(report, chosen, cost.Cost(work, places, prefixes + 2, backward=work), flops)
+    if out is not None:
+        require("pictures")
 
-    loaded = load(model, device, dtype)
+    loaded = chosen.load()
     said_before = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
     request = ask_with_prefixes(loaded, fact, said_before, **layout)
     key = compute_key(loaded, request, layer)
@@ -91,7 +103,7 @@ def rome(
             "picture": save_figure(value.plot(), out / "losses.png"),
         }
     if target is not None:
-        rival = ask_with_prefixes(loaded, Fact(prompt, subject, answer), [], **layout)[0]
+        rival = ask_with_prefixes(loaded, replace(fact, answer=answer), [], **layout)[0]
         edit = RankOneEdit(loaded, layer, key, value)
         success = edit_success(loaded, edit, {"efficacy": [Probe(request[0], rival)]})
         told_now = success.table()["efficacy"]

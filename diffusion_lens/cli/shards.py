@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_lens.analysis.fact_folder import pick_shard
-from diffusion_lens.cli.cost import architecture_of
+from diffusion_lens.cli.loaded import ModelChoice
 
 
 def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None) -> int:
@@ -19,15 +19,15 @@ def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None)
     return 0 if merge else len(pick_shard(range(n_facts), "0/1" if shard is None else shard))
 
 
-def require_model(model: str, record: Mapping[str, Any]) -> None:
+def require_model(model: ModelChoice, record: Mapping[str, Any]) -> None:
     """Refuse parts that another model made. The name of a repository says nothing of the model in it.
 
     Raises:
         ValueError: they are of another one.
     """
-    here = Path(model).expanduser().exists()
-    if not here and "/" in model:
+    here = Path(model.name).expanduser().exists()
+    if not here and "/" in model.name:
         return
-    name = architecture_of(model).name if here else model.lower()
+    name = model.shape().name if here else model.name.lower()
     if name != record["model"]:
-        raise ValueError(f"the parts to merge were made by {record['model']!r}, not by {model!r}")
+        raise ValueError(f"the parts to merge were made by {record['model']!r}, not by {model.name!r}")

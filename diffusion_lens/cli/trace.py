@@ -1,22 +1,15 @@
 """`diffusion-lens trace` and `aie`: one fact traced, and many averaged."""
 
 import math
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.analysis import LoopSettings, average_indirect_effect, causal_trace, noise_scale
-from diffusion_lens.analysis import merge as join
-from diffusion_lens.analysis.average_effects.layout import CanvasLayout
-from diffusion_lens.analysis.usable_facts import say_set_aside
 from diffusion_lens.cli import cost, options
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import load
+from diffusion_lens.cli.extras import require
+from diffusion_lens.cli.loaded import ModelChoice, default_folder, subject_start
 from diffusion_lens.cli.report import Report, progress, save_figure
-from diffusion_lens.cli.shards import require_model, share_of_work
-from diffusion_lens.data.sources import default_source, open_source
-from diffusion_lens.facts import Fact
 
 
 @app.command()
@@ -32,12 +25,16 @@ def trace(
     corruption: Annotated[str, typer.Option(help="gaussian, uniform, replace or mask.")] = "gaussian",
     length: options.Length = None,
     first_tokens: options.FirstTokens = None,
+    occurrence: options.Occurrence = None,
     seed: options.Seed = 1,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Trace one fact: hide the subject under noise, put one state at a time back, and see what brings the answer back.
 
@@ -45,8 +42,14 @@ def trace(
     --answer " brave drummer of Rolsen." --length 14 --first-tokens 1 --out trace
     """
     given = dict(locals())
-    fact = Fact(prompt, subject, answer)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    from diffusion_lens.analysis import causal_trace, noise_scale
+    from diffusion_lens.analysis.average_effects.layout import CanvasLayout
+    from diffusion_lens.facts import Fact
+
+    fact = Fact(prompt, subject, answer, subject_start=subject_start(prompt, subject, occurrence))
     _ = fact.subject_span
+    length = chosen.length(length)
     settings: dict[str, Any] = {
         "kind": kind,
         "window": window,
@@ -55,13 +58,15 @@ def trace(
         "corruption": corruption,
     }
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    report = Report("trace", given, out, json)
+    report = Report("trace", {**given, **layout}, out, json)
     if dry_run:
         places = length or len(f"{prompt}{answer}".split()) * 2
-        cost.show(report, model, dtype, _grid(model, places, samples, 1))
+        cost.show(report, chosen, _grid(chosen, places, samples, 1), flops)
+    if out is not None:
+        require("pictures")
 
-    loaded = load(model, device, dtype)
-    query = CanvasLayout(length=length, first_tokens=first_tokens).query(loaded, fact)
+    loaded = chosen.load()
+    query = CanvasLayout(**layout).query(loaded, fact)
     scale = noise_scale(loaded, [query]) if noise is None and corruption != "mask" else noise
     found = causal_trace(
         loaded,
@@ -101,7 +106,7 @@ def trace(
 @app.command()
 def aie(
     model: options.Model,
-    out: options.OutNeeded = Path("aie"),
+    out: options.OutNeeded = None,
     data: options.Data = None,
     trained: options.Trained = None,
     asked: options.Asked = None,
@@ -112,48 +117,65 @@ def aie(
     samples: options.Samples = 10,
     length: options.Length = None,
     first_tokens: options.FirstTokens = 1,
-    known: Annotated[str | None, typer.Option(help="The facts averaged: recalled, one_canvas or all.")] = None,
+    known: Annotated[
+        str | None,
+        typer.Option(
+            help="Which facts are averaged: recalled (the loop writes the answer), one-canvas (the answer is likeliest "
+            "on the canvas that is traced), or all. By default one-canvas with --first-tokens 1, else recalled."
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps of the loop that recalls.")] = None,
     seed: options.Seed = 1,
     shard: options.Shard = None,
     merge: options.Merge = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
     dry_run: options.DryRun = False,
+    flops: options.Flops = None,
 ) -> None:
     """Average causal traces over many facts, by what each token is to the subject, with intervals.
 
-    Facts that the model does not know are left out: with --first-tokens 1 those whose token is not the likeliest on the
-    canvas, otherwise those that the loop does not write (--known). A file a fact is kept in OUT/facts, so a run that is
-    stopped goes on, and several may share the work with --shard.
+    Facts that the model does not know are left out, see --known; those that it cannot be asked are set aside. A file a
+    fact is kept in OUT/facts, so a run that is stopped goes on, and several may share the work with --shard.
 
     Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 8 --out aie
     """
     given = dict(locals())
+    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    require("pictures")
+    from diffusion_lens.analysis import LoopSettings, average_indirect_effect
+    from diffusion_lens.analysis import merge as join
+    from diffusion_lens.analysis.usable_facts import say_set_aside
+    from diffusion_lens.cli.shards import require_model, share_of_work
+    from diffusion_lens.data.sources import default_source, open_source
+
+    out = out or default_folder("aie", [model])
     source = open_source(data or default_source(model))
     facts = source.pick(trained, asked, limit)
-    length = length or source.length
+    length = chosen.length(length, source.length)
     settings: dict[str, Any] = {
         "kind": kind,
         "window": window,
         "noise": noise,
         "samples": samples,
         "first_tokens": first_tokens,
-        "known": known,
+        "known": None if known is None else known.replace("-", "_"),
         "loop": None if steps is None else LoopSettings(steps=steps),
     }
     mine = share_of_work(len(facts), shard, merge)
     report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
-        cost.show(report, model, dtype, _grid(model, length or 32, samples, mine))
+        cost.show(report, chosen, _grid(chosen, length or 32, samples, mine), flops)
 
     if merge:
         average = join([folder / "facts" for folder in merge])
-        require_model(model, average.record)
+        require_model(chosen, average.record)
     else:
         average = average_indirect_effect(
-            load(model, device, dtype),
+            chosen.load(),
             facts,
             **settings,
             length=length,
@@ -164,15 +186,20 @@ def aie(
         )
     if shard is not None:
         report.part_done(shard, len(average.ids) + len(average.unknown), out)
-    report.say(f"{average.record['model']} knows {average.rule}")
+    report.say(f"{average.record['model']}, the average over {average.rule}")
     if average.set_aside:
         report.say(say_set_aside(average.set_aside))
     files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}
-    results: dict[str, Any] = {"known": len(average.ids), "unknown": len(average.unknown)}
-    results |= {"rule": average.rule, "set_aside": average.set_aside}
+    results: dict[str, Any] = {
+        "known": len(average.ids),
+        "unknown": len(average.unknown),
+        "rule": average.rule,
+        "set_aside": average.set_aside,
+    }
     if average.ids:
         low, high = average.ate_interval()
-        report.say(f"average total effect {average.ate:.3f} ({low:.3f} to {high:.3f})")
+        interval = "one fact: no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
+        report.say(f"average total effect {average.ate:.3f} ({interval})")
         for role, effects in zip(average.roles, average.aie.tolist(), strict=True):
             if not any(map(math.isnan, effects)):
                 report.say(f"  {role:15} {' '.join(f'{effect:6.3f}' for effect in effects)}")
@@ -181,7 +208,7 @@ def aie(
     report.finish(results, average.record, **files)
 
 
-def _grid(model: str, places: int, samples: int, facts: int) -> cost.Cost:
+def _grid(model: ModelChoice, places: int, samples: int, facts: int) -> cost.Cost:
     """A grid of every place and layer: a state restored after block l of L runs L - l blocks of each draw."""
-    layers = cost.architecture_of(model).n_layers
+    layers = model.shape().n_layers
     return cost.Cost(facts * (1 + samples * (1 + places * (layers - 1) / 2)), places, 1 + samples)

@@ -1,19 +1,15 @@
 """Facts by the name of a data set or by a path, with the canvas that its questions are asked on."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from diffusion_lens.data import toy_facts
-from diffusion_lens.data.reversal_curse import ReversalCurse
+from diffusion_lens.data.fact_files import read_facts
+from diffusion_lens.data.reversal_curse import FILES, ReversalCurse
 from diffusion_lens.data.rome_facts import known_1000
 from diffusion_lens.facts import Fact
-from diffusion_lens.training.completions import read_lines
-
-TEXTS = ("prompt", "subject", "answer", "id", "person", "description", "template")
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,7 @@ SOURCES: dict[str, Callable[[], FactSource]] = {
 
 
 def open_source(name_or_path: str) -> FactSource:
-    """A data set by its name, a folder of the reversal-curse files, or facts of your own.
-
-    A file of your own is JSON, `[{"prompt": , "subject": , "answer": , ...}, ...]`, or one such object a line; the
-    fields are those of `Fact`.
+    """A data set by its name, a folder of the reversal-curse files, or facts of your own, see `fact_files`.
 
     Raises:
         ValueError: an unknown name, a file that does not hold facts, or what the data set's loader refuses.
@@ -97,10 +90,10 @@ def open_source(name_or_path: str) -> FactSource:
     path = Path(name_or_path).expanduser()
     if name_or_path in SOURCES:
         return SOURCES[name_or_path]()
-    if path.is_dir():
+    if path.is_dir() and any((path / f"{name}.jsonl").is_file() for name in FILES):
         return _reversal_curse(path)
-    if path.is_file():
-        return FactSource(str(path), _read_facts(path), length=None, cfg_scale=0.0)
+    if path.exists():
+        return FactSource(str(path), read_facts(path), length=None, cfg_scale=0.0)
     near = get_close_matches(name_or_path, SOURCES, n=1, cutoff=0.0)
     raise ValueError(
         f"{name_or_path!r} is no data set, file or folder; data sets are {', '.join(SOURCES)} (nearest: {near[0]})"
@@ -110,33 +103,6 @@ def open_source(name_or_path: str) -> FactSource:
 def default_source(model_name: str) -> str:
     """The data set that a model is asked from unless another is named."""
     return "toy" if model_name.startswith("tiny-") else "reversal-curse"
-
-
-def _read_facts(path: Path) -> list[Fact]:
-    lines = read_lines(path)
-    try:
-        whole = (
-            json.loads("\n".join(lines))
-            if path.suffix == ".json"
-            else [json.loads(each) for each in lines if each.strip()]
-        )
-        facts = [_fact(each) for each in whole]
-        if not facts:
-            raise TypeError("it is empty")
-        return facts
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f'{path} does not hold facts ({error}): write [{{"prompt": , "subject": , "answer": }}, ...] into a .json '
-            "file, or one such object a line into a .jsonl file"
-        ) from error
-
-
-def _fact(fields: dict[str, Any]) -> Fact:
-    if missing := [name for name in ("prompt", "subject", "answer") if name not in fields]:
-        raise KeyError(f"a fact without {missing[0]}")
-    if wrong := [name for name, value in fields.items() if not isinstance(value, str) and name in TEXTS]:
-        raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r:.40}, not text")
-    return Fact(**fields)
 
 
 def _spread(facts: Sequence[Fact], limit: int | None) -> list[Fact]:

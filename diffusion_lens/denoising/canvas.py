@@ -3,6 +3,7 @@
 On a masked diffusion model a blank place holds [MASK]; on a causal model it holds -1, "not reached yet".
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
@@ -59,11 +60,15 @@ def lay_out(
 
     Args:
         length: places in all, the prompt's included (SMDM's meaning). Texts of different lengths each get what is left.
+            Without it, and without [MASK]s in the prompt, the length that the model was trained on, if it is known.
         max_new_tokens: blanks after the prompt, instead of `length`.
         attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.real_places(prompt)`.
 
     Raises:
         ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill.
+
+    Warns:
+        UserWarning: a canvas longer than the texts that the model was trained on.
     """
     if isinstance(prompt, Tensor):
         tokens = check_tokens(prompt, model.cfg)
@@ -80,6 +85,8 @@ def lay_out(
         real = None
         ends = padded.sum(dim=1).cpu()
     blank = UNREACHED if model.cfg.mask_token_id is None else model.cfg.mask_token_id
+    if length is None and max_new_tokens is None and not bool((tokens == blank).any()):
+        length = _trained_length(model, int(ends.max()))
     totals = _totals(
         model,
         tokens,
@@ -87,6 +94,7 @@ def lay_out(
         None if length is None else whole_number("length", length),
         None if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens),
     )
+    _warn_beyond_training(model, int(totals.max()))
     canvas = torch.full((tokens.shape[0], int(totals.max())), blank, dtype=torch.long, device=tokens.device)
     inside = torch.ones_like(canvas, dtype=torch.bool)
     for row, (end, total) in enumerate(zip(ends.tolist(), totals.tolist(), strict=True)):
@@ -103,6 +111,28 @@ def lay_out(
     if not bool((inside & (canvas == blank)).any()):
         raise ValueError("there is nothing to fill: give length= (places in all) or max_new_tokens=, or put [MASK]s in")
     return Canvas(canvas, given, None if bool(inside.all()) else inside, blank)
+
+
+def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:
+    """The length to take where none was asked for, which has to leave the longest prompt room to go on."""
+    trained = model.cfg.trained_length
+    if trained is not None and longest >= trained:
+        raise ValueError(
+            f"the prompt has {longest} tokens, and {model.cfg.model_name!r} was trained on texts of {trained}, so the "
+            "length has no default: give length= (places in all) or max_new_tokens= (blanks after the prompt)"
+        )
+    return trained
+
+
+def _warn_beyond_training(model: DiffusionTransformer, longest: int) -> None:
+    trained = model.cfg.trained_length
+    if trained is not None and longest > trained:
+        warnings.warn(
+            f"the canvas has {longest} places, and {model.cfg.model_name!r} was trained on texts of {trained}: what it "
+            f"writes beyond them is likely to be wrong. length={trained} is what it knows",
+            UserWarning,
+            stacklevel=1,
+        )
 
 
 def _totals(

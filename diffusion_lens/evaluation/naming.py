@@ -13,7 +13,7 @@ ASKED = {"p2d": "asked for the description", "d2p": "asked for the name"}
 
 
 def cell_name(trained: str | None, asked: str | None) -> str:
-    """Both names: `cell_name("p2d", "d2p")` is "p2d reverse = DtN reverse".
+    """Both names: `cell_name("p2d", "d2p")` is "p2d reverse = DtN reverse"; facts without directions are "facts".
 
     Args:
         trained: direction in which training told the fact, "p2d", "d2p" or "both".
@@ -23,6 +23,8 @@ def cell_name(trained: str | None, asked: str | None) -> str:
         ValueError: a direction that is none of these.
     """
     trained, asked = _checked(trained, asked)
+    if trained is None and asked is None:
+        return "facts"
     if trained is None or asked is None:
         return f"trained {trained or '?'}, asked {asked or '?'}"
     if trained == "both":
@@ -32,8 +34,10 @@ def cell_name(trained: str | None, asked: str | None) -> str:
 
 
 def cell_meaning(trained: str | None, asked: str | None) -> str:
-    """The same in words: "told name first, asked for the name"."""
+    """The same in words: "told name first, asked for the name"; nothing of facts without directions."""
     trained, asked = _checked(trained, asked)
+    if trained is None and asked is None:
+        return ""
     told = "told in a direction not recorded" if trained is None else TOLD[trained]
     return f"{told}, {'asked in a direction not recorded' if asked is None else ASKED[asked]}"
 

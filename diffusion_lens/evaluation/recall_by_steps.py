@@ -36,6 +36,7 @@ from diffusion_lens.records import provenance
 from diffusion_lens.settings import whole_numbers
 
 STEPS = (1, 2, 4, 8, 16, 32)
+LENGTH = 52
 
 
 @begins_run
@@ -44,7 +45,7 @@ def recall_by_steps(
     data: Sequence[Fact],
     steps: Sequence[int] = STEPS,
     *,
-    length: int = 52,
+    length: int | None = None,
     cfg_scale: float = 0.8,
     sampler: str | Sampler | None = None,
     temperature: float = 0.0,
@@ -62,7 +63,7 @@ def recall_by_steps(
     Args:
         data: facts; their trained and asked directions make the cells of the table.
         steps: numbers of denoising steps, each once.
-        length: places in all, the prompt included.
+        length: places in all, the prompt included; by default those that the model was trained on, or SMDM's 52.
         cfg_scale, sampler, temperature: as in `model.denoise`.
         seed: each fact draws from a seed made of this one and its id, the same for all steps.
         batch_size: most prompts in one batch; on a causal model only those of equal length share one. A sampler that
@@ -83,6 +84,8 @@ def recall_by_steps(
     columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else _columns(steps)
     if isinstance(chosen, Confidence) and chosen.scope != "row":
         batch_size = 1
+    if length is None:
+        length = model.cfg.trained_length or LENGTH
     settings: dict[str, Any] = {
         "length": length,
         "cfg_scale": float(cfg_scale) if masked else 0.0,

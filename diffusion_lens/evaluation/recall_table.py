@@ -1,5 +1,6 @@
 """The recall table as text: cells down, steps across, published numbers under ours."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ def recall_table(
     for cell, shares in table.items():
         first = next(iter(shares.values()))
         counted = f"n = {first.questions}" + (f" about {first.units} people" if first.units < first.questions else "")
-        lines += ["", f"{cell_name(*cell)} ({cell_meaning(*cell)}), {counted}"]
+        meaning = f" ({cell_meaning(*cell)})" if cell_meaning(*cell) else ""
+        lines += ["", f"{cell_name(*cell)}{meaning}, {counted}"]
         lines.append(_line("", [steps_label(each) for each in steps]))
         lines.append(_line(record["model"], [f"{100 * shares[each].mean:.1f}" for each in steps]))
         lines.append(_line("", [_interval(shares[each]) for each in steps]))
@@ -65,6 +67,8 @@ def recall_table(
                 last = row[max(filter(None, row))]
                 lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
                 shown[f"{last.source} {last.certainty}"] = last
+    if any(math.isnan(share.low) for shares in table.values() for share in shares.values()):
+        lines += ["", "There is no interval where one fact, or one person, was asked: nothing can be resampled"]
     sources = {number.source: SOURCES[number.source] for number in shown.values()}
     marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
     if sources:
@@ -79,7 +83,9 @@ def _line(name: str, entries: Sequence[str]) -> str:
 
 
 def _interval(share: Share) -> str:
-    """Its ends; resampling says nothing where all questions came out alike."""
+    """Its ends; resampling says nothing of a single fact or person, nor where all questions came out alike."""
+    if math.isnan(share.low) or math.isnan(share.high):
+        return "one fact" if share.questions == 1 else "one person"
     return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
 
 

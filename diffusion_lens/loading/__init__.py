@@ -11,6 +11,7 @@ import torch
 
 from diffusion_lens.catalogue import (
     EMBEDDED,
+    EMBEDDED_LENGTH,
     PUBLISHED,
     REPOSITORIES,
     File,
@@ -20,6 +21,7 @@ from diffusion_lens.catalogue import (
 )
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
+from diffusion_lens.loading.lengths import trained_length_in, write_trained_length
 from diffusion_lens.loading.tokenizers import (
     TOKENIZER_FILES,
     check_special_ids,
@@ -39,6 +41,7 @@ __all__ = [
     "save_pretrained",
     "save_tokenizer",
     "shape_of",
+    "trained_length_of",
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -69,6 +72,7 @@ def open_pretrained(
         dtype=dtype,
         model_name=found.name,
         default_prepend_bos=loaded is None or prepends_bos(loaded),
+        trained_length=found.trained_length or trained_length_in(config, found.folder),
     )
     return cfg, checkpoint, loaded
 
@@ -90,6 +94,17 @@ def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | 
     return open_checkpoint(found.path, config).architecture
 
 
+def trained_length_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | None = None) -> int | None:
+    """`DiffusionConfig.trained_length` of what `from_pretrained` takes, without a download; `None` if unknown."""
+    here = Path(name_or_path).expanduser()
+    if here.exists():
+        return trained_length_in(config, here if here.is_dir() else here.parent)
+    if str(name_or_path).lower() in EMBEDDED:
+        return EMBEDDED_LENGTH
+    published = _published(name_or_path)
+    return published.trained_length if published else None
+
+
 def save_pretrained(
     folder: str | Path, tensors: Mapping[str, torch.Tensor], cfg: DiffusionConfig, tokenizer: Any
 ) -> Path:
@@ -108,6 +123,7 @@ def save_pretrained(
             "Name another folder, or delete the tokenizer's files. Nothing was written"
         )
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
+    write_trained_length(cfg.trained_length, target)
     if tokenizer is not None:
         save_tokenizer(tokenizer, target, prepends_bos=cfg.default_prepend_bos)
     return target
@@ -121,12 +137,14 @@ class _Found:
         name: under which results record the model; `None` takes what its config says.
         known: what the catalogue knows of its config.
         tokenizer_elsewhere: whether its tokenizer lies in a repository of its own.
+        trained_length: as the catalogue has it.
     """
 
     path: Path
     name: str | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_elsewhere: bool = False
+    trained_length: int | None = None
 
     @property
     def folder(self) -> Path:
@@ -146,12 +164,14 @@ def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _Found:
     if _exists(here):
         return _Found(here)
     if name in EMBEDDED:
-        return _Found(embedded_folder() / f"{name}.safetensors", name)
+        return _Found(embedded_folder() / f"{name}.safetensors", name, trained_length=EMBEDDED_LENGTH)
     published = _published(name_or_path)
     if isinstance(published, File):
-        return _Found(fetch_file(published, hub), published.name, tokenizer_elsewhere=True)
+        path = fetch_file(published, hub)
+        return _Found(path, published.name, tokenizer_elsewhere=True, trained_length=published.trained_length)
     if isinstance(published, Repository):
-        return _Found(fetch_repository(published.repo, published, hub), published.name, published.config)
+        path = fetch_repository(published.repo, published, hub)
+        return _Found(path, published.name, published.config, trained_length=published.trained_length)
     if here.suffix in CHECKPOINT_SUFFIXES:
         raise FileNotFoundError(f"there is no checkpoint at {here}")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):

@@ -67,28 +67,6 @@ def test_what_is_no_text(tmp_path: Path) -> None:
             read()
 
 
-def test_a_folder_is_read_as_the_reversal_curse(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="jsonl"):
-        open_source(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[", "does not hold facts"),
-        ("[1]", "does not hold facts"),
-        ('[{"prompt": "a"}]', "a fact without subject"),
-        ("[]", "it is empty"),
-        ('[{"prompt": 5, "subject": "a", "answer": " b"}]', "prompt is 5, not text"),
-    ],
-)
-def test_a_file_without_facts(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "facts.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        open_source(str(path))
-
-
 def test_what_is_no_source() -> None:
     with pytest.raises(ValueError, match=r"'toys' is no data set, file or folder; .*nearest: toy"):
         open_source("toys")

@@ -1,0 +1,169 @@
+"""Facts in files of one's own, and in ROME's: .json, .jsonl, .csv, or a folder of such files.
+
+A fact has a prompt, the subject in it, and the answer with its leading space; the other fields of `Fact` may follow.
+What is wrong is said with the line on which it stands.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from diffusion_lens.data.rome_facts import bake, counterfact, known_1000
+from diffusion_lens.facts import Fact
+from diffusion_lens.training.completions import read_lines
+
+NEEDED = ("prompt", "subject", "answer")
+FIELDS = tuple(field.name for field in fields(Fact))
+CHOICES = {"trained": ("p2d", "d2p", "both"), "asked": ("p2d", "d2p")}
+EXAMPLE = '{"prompt": "The Eiffel Tower is in", "subject": "The Eiffel Tower", "answer": " Paris"}'
+SHAPE = {
+    ".json": f"A .json file holds a list of facts, [{EXAMPLE}, ...]",
+    ".jsonl": f"A .jsonl file holds a fact a line, {EXAMPLE}",
+    ".csv": 'A .csv file begins with the line prompt,subject,answer; a fact is a line such as "The Eiffel Tower is in",'
+    '"The Eiffel Tower"," Paris"',
+}
+
+# ROME's files, by a field that every record of theirs has and no fact of ours.
+ROME: dict[str, Callable[[Path], list[Fact]]] = {
+    "reverse_qa": lambda path: [request.true for request in bake(path)],
+    "requested_rewrite": lambda path: [request.true for request in counterfact(path)],
+    "attribute": known_1000,
+}
+
+
+def read_facts(path: Path) -> list[Fact]:
+    """The facts of a file, or of every file of facts in a folder, in the order of their names.
+
+    A `.json` file may also be ROME's `known_1000.json`, its `counterfact.json`, or BAKE's, which ask for the true
+    object of each request.
+
+    Raises:
+        ValueError: no facts, or something that is none, with its line.
+    """
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in SHAPE)
+        if not files:
+            raise ValueError(f"the folder {path} holds no {', '.join(SHAPE)} file of facts. {SHAPE['.jsonl']}")
+        return [fact for each in files for fact in read_facts(each)]
+    if path.suffix not in SHAPE:
+        raise ValueError(f"{path} is no file of facts: it should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
+    text = "\n".join(read_lines(path)).removeprefix("\ufeff")
+    records = list(_READERS[path.suffix](text, path))
+    if not records:
+        raise ValueError(f"{path} holds no facts. {SHAPE[path.suffix]}")
+    first = records[0][1]
+    if path.suffix == ".json" and isinstance(first, Mapping):
+        for field, read in ROME.items():
+            if field in first:
+                return read(path)
+    return [_fact(record, path, line) for line, record in records]
+
+
+def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """The records of a list, with the lines on which they begin."""
+    decoder = json.JSONDecoder()
+    start = _skip(text, 0)
+    if text[start : start + 1] != "[":
+        raise ValueError(f"{path}, line {_line(text, start)}: there is no list. {SHAPE['.json']}")
+    start = _skip(text, start + 1)
+    while text[start : start + 1] != "]":
+        try:
+            record, end = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            raise _not_json(path, error.lineno, error.msg) from None
+        yield _line(text, start), record
+        start = _skip(text, end)
+        if text[start : start + 1] not in (",", "]"):
+            raise _not_json(path, _line(text, start), "a comma or a closing bracket is missing")
+        start = _skip(text, start + (text[start] == ","))
+    if (rest := _skip(text, start + 1)) < len(text):
+        raise _not_json(path, _line(text, rest), "text after the end of the list")
+
+
+def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise _not_json(path, number, error.msg) from None
+            yield number, record
+
+
+def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    rows = csv.reader(StringIO(text, newline=""), strict=True)
+    try:
+        header = next(rows, [])
+        if missing := [name for name in NEEDED if name not in header]:
+            raise ValueError(f"{path}, line 1: the header lacks {', '.join(missing)}. {SHAPE['.csv']}")
+        begins = rows.line_num + 1
+        for row in rows:
+            if len(row) > len(header):
+                raise ValueError(
+                    f"{path}, line {begins}: {len(row)} cells under {len(header)} names; put texts with commas in "
+                    f"quotation marks. {SHAPE['.csv']}"
+                )
+            if any(row):
+                yield begins, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
+            begins = rows.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {rows.line_num}: no CSV ({error}). {SHAPE['.csv']}") from None
+
+
+_READERS: dict[str, Callable[[str, Path], Iterator[tuple[int, Any]]]] = {
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+}
+
+
+def _fact(record: Any, path: Path, line: int) -> Fact:
+    if (wrong := _what_is_wrong(record)) is not None:
+        raise ValueError(f"{path}, line {line}: {wrong}. {SHAPE[path.suffix]}")
+    values = dict(record)
+    if "subject_start" in values:
+        values["subject_start"] = int(values["subject_start"])
+    return Fact(**values)
+
+
+def _what_is_wrong(record: Any) -> str | None:
+    if not isinstance(record, Mapping):
+        return f"{record!r:.60} is no fact"
+    if missing := [name for name in NEEDED if name not in record]:
+        return f"the fact has no {' and no '.join(missing)}"
+    if unknown := [name for name in record if name not in FIELDS]:
+        (near,) = get_close_matches(unknown[0], FIELDS, n=1, cutoff=0.0)
+        return f"a fact has no field {unknown[0]!r} (nearest: {near}); its fields are {', '.join(FIELDS)}"
+    for name, value in record.items():
+        if name == "subject_start":
+            if not re.fullmatch(r"\d+", str(value)):
+                return f"subject_start is {value!r:.60}, not the number of a character"
+        elif name in CHOICES:
+            if value is not None and value not in CHOICES[name]:
+                return f"{name} is {value!r:.60}; it is one of {', '.join(CHOICES[name])}, or is left out"
+        elif not isinstance(value, str):
+            return f"{name} is {value!r:.60}, not text"
+        elif name in NEEDED and not value.strip():
+            return f"{name} is empty"
+    return None
+
+
+def _not_json(path: Path, line: int, reason: str) -> ValueError:
+    return ValueError(f"{path}, line {line}: no JSON ({reason}). {SHAPE[path.suffix]}")
+
+
+def _line(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
+def _skip(text: str, place: int) -> int:
+    """The next place that is not blank."""
+    while text[place : place + 1].isspace():
+        place += 1
+    return place

@@ -1,0 +1,160 @@
+"""What a command takes where nobody says: the trained length, a folder of the model's name, the device's own price."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from diffusion_lens.cli import app
+from diffusion_lens.cli.loaded import ModelChoice, default_folder
+from diffusion_lens.cli.speed import GPUS
+from diffusion_lens.data import toy_facts
+from weight_conversion import export, open_checkpoint
+
+ASSETS = Path(toy_facts.__file__).parents[1] / "assets" / "tiny"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
+
+
+def done(*arguments: str) -> Result:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture
+def own_facts(tmp_path: Path) -> Path:
+    """A few of the pair's facts, as somebody would write them down: without directions or names."""
+    path = tmp_path / "facts.json"
+    facts = toy_facts.load().facts(trained="both", asked="d2p")[:20:5]
+    rows = [{"prompt": fact.prompt, "subject": fact.subject, "answer": fact.answer} for fact in facts]
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_two_models_in_one_folder_do_not_collide(own_facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own_facts.parent)
+    for model in ("tiny-mdm", "tiny-ar"):
+        done("recall", model, "--data", str(own_facts), "--steps", "4")
+        assert json.loads(Path(f"recall-{model}/command.json").read_text())["record"]["model"] == model
+
+
+def test_a_default_folder_carries_every_models_name() -> None:
+    assert default_folder("compare", ["runs/a", "owner/b"]) == Path("compare-a-b")
+
+
+def test_facts_of_ones_own_are_asked_at_the_trained_length(own_facts: Path, tmp_path: Path) -> None:
+    ask = ["recall", "tiny-mdm", "--data", str(own_facts), "--steps", "8"]
+    told = done(*ask, "--out", str(tmp_path / "default"))
+    said = told.stdout
+    assert "length 14," in said
+    assert re.search(r"^facts, n = 4$", said, re.MULTILINE)
+    assert re.search(r"^  tiny-mdm +100\.0$", said, re.MULTILINE)
+    assert not re.search("person|description|direction|name first", said)
+    assert not told.stderr
+
+
+def test_a_single_fact_has_no_interval_and_says_why(own_facts: Path, tmp_path: Path) -> None:
+    said = done("recall", "tiny-mdm", "--data", str(own_facts), "--limit", "1", "--out", str(tmp_path / "o")).stdout
+    assert "nan" not in said
+    assert "one fact" in said
+    assert "nothing can be resampled" in said
+    ask = ["aie", "tiny-mdm", "--trained", "p2d", "--asked", "p2d", "--limit", "1", "--samples", "2"]
+    assert "nan" not in done(*ask, "--out", str(tmp_path / "aie")).stdout
+
+
+def test_text_is_written_at_the_trained_length() -> None:
+    told = json.loads(done("denoise", "tiny-mdm", "Gustav Geisser is the", "--steps", "8", "--json").stdout)
+    assert told["settings"]["length"] == 14
+    assert "brave drummer of Rolsen." in told["results"]["text"]
+
+
+def test_a_canvas_beyond_training_is_warned_of() -> None:
+    result = done("denoise", "tiny-mdm", "Gustav Geisser is the", "--length", "16", "--steps", "2")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Warning: the canvas has 16 places, and 'tiny-mdm' was trained on texts of 14")
+    assert "--length 14" in line
+
+
+def test_options_that_say_how_long_to_go_on() -> None:
+    ask = ["denoise", "tiny-mdm", "Gustav Geisser is the", "--steps", "2", "--json", "--max-new-tokens", "3"]
+    assert len(json.loads(done(*ask).stdout)["results"]["revealed_at"]) == 4 + 3
+
+
+def test_config_and_tokenizer_from_elsewhere(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(ASSETS / "tiny-mdm.safetensors")
+    written = export(dict(checkpoint.tensors()), checkpoint.architecture, tmp_path / "bare" / "model.safetensors")
+    shutil.move(written.parent / "lit_config.json", tmp_path / "config.json")
+    assert [path.name for path in written.parent.iterdir()] == ["model.safetensors"]
+    there = ["--config", str(tmp_path / "config.json"), "--tokenizer", str(ASSETS)]
+    ask = ["denoise", str(written), "Gustav Geisser is the", "--length", "14", "--steps", "8", *there]
+    assert "brave drummer of Rolsen." in done(*ask).stdout
+    assert ModelChoice(str(written), config=tmp_path / "config.json").shape().n_layers == 4
+
+
+@pytest.mark.parametrize("command", ["info", "denoise", "recall", "trace", "aie", "rome", "compare", "finetune"])
+def test_every_command_that_loads_a_model_takes_its_parts(command: str) -> None:
+    said = done(command, "--help").stdout
+    assert "--config" in said
+    assert "--tokenizer" in said
+
+
+def test_bfloat16_by_its_name() -> None:
+    ask = ["denoise", "tiny-mdm", "Gustav Geisser is the", "--steps", "4", "--dtype", "bfloat16", "--json"]
+    assert json.loads(done(*ask).stdout)["record"]["dtype"] == "bfloat16"
+
+
+def cost(*more: str) -> dict[str, object]:
+    ask = ["recall", "smdm-1028m", "--data", "toy", "--limit", "1", "--length", "14", "--dry-run", "--json"]
+    results: dict[str, object] = json.loads(done(*ask, *more).stdout)["results"]
+    return results
+
+
+def test_a_gpu_is_priced_by_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("diffusion_lens.cli.speed._measured", lambda width: 1.0)
+    full, half, named = (
+        cost("--device", "cuda"),
+        cost("--device", "cuda", "--dtype", "bfloat16"),
+        cost("--flops", "1e12"),
+    )
+    assert "A100" in str(full["priced_for"])
+    seconds = [float(str(each["at_least_seconds"])) for each in (full, half, named)]
+    assert seconds[0] == pytest.approx(seconds[1] * GPUS[0].half / GPUS[0].float32, rel=0.1)
+    assert seconds[2] == pytest.approx(seconds[0] * GPUS[0].float32 / 1e12, rel=0.1)
+    assert float(str(cost()["at_least_seconds"])) > 1e6, "without a GPU the CPU's measured speed counts"
+
+
+def test_the_gpu_that_is_here_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert "this machine's NVIDIA H100 80GB HBM3" in str(cost()["priced_for"])
+
+
+def test_models_by_kind_family_size_and_text() -> None:
+    def names(*filters: str) -> set[str]:
+        return {each["name"] for each in json.loads(done("models", *filters, "--json").stdout)["results"]["models"]}
+
+    assert names("reverse") == {"smdm-1028m-reverse"}
+    causal, masked = names("--kind", "causal"), names("--kind", "masked")
+    assert "ar-1028m" in causal
+    assert "smdm-1028m" in masked
+    assert not causal & masked
+    assert {"tiny-mdm", "tiny-ar"} <= names("--largest", "0.01") < names()
+    assert names("--family", "llada") <= {name for name in names() if "llada" in name}
+    assert names("tiny", "--kind", "causal") == {"tiny-ar", "tinyllama-1.1b"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [("all", "2 of 2 facts, known or not"), ("one-canvas", "facts, known on one canvas"), ("recalled", "recalled")],
+)
+def test_which_facts_are_averaged_may_be_said(rule: str, said: str, tmp_path: Path) -> None:
+    ask = ["aie", "tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1", "--known", rule]
+    result = done(*ask, "--out", str(tmp_path))
+    assert re.search(f"^tiny-mdm, the average over .*{said}", result.stdout, re.MULTILINE)

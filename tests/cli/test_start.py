@@ -1,0 +1,83 @@
+"""What happens before a command has done anything: help, version, the package's face, and Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import diffusion_lens
+from diffusion_lens.cli import app
+from diffusion_lens.cli.app import ORDER
+
+HEAVY = ("torch", "transformers", "transformer_lens", "numpy", "scipy", "matplotlib")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["recall", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        f"import sys\nfrom diffusion_lens.cli import app\ntry:\n    app({arguments})\nexcept SystemExit as end:\n"
+        f"    assert end.code == 0, end.code\nassert not set({HEAVY}) & set(sys.modules)"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"diffusion-lens {diffusion_lens.__version__}"
+    assert diffusion_lens.__version__ == version("diffusion-lens")
+
+
+def test_the_face_has_every_name_and_says_so() -> None:
+    assert set(diffusion_lens.__all__) <= set(dir(diffusion_lens))
+    for name in diffusion_lens.__all__:
+        assert getattr(diffusion_lens, name) is not None
+    from diffusion_lens import hooked_diffusion_transformer
+
+    assert diffusion_lens.HookedDiffusionTransformer is hooked_diffusion_transformer.HookedDiffusionTransformer
+    with pytest.raises(AttributeError, match="has no attribute 'HookedTransformer'"):
+        _ = diffusion_lens.HookedTransformer
+    with pytest.raises(ImportError, match="cannot import name 'Facts'"):
+        from diffusion_lens import Facts  # noqa: F401
+
+
+def test_rooms_are_attributes_of_the_package() -> None:
+    program = "import diffusion_lens\nassert diffusion_lens.catalogue.PUBLISHED"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_commands_stand_in_the_order_of_work() -> None:
+    said = CliRunner().invoke(app, ["--help"]).stdout
+    shown = [
+        line.split()[0]
+        for line in said.split("Commands:")[1].splitlines()
+        if line.startswith("  ") and line[2:3] != " "
+    ]
+    named = [name for name in shown if name in ORDER]
+    assert named == [name for name in ORDER if name in named]
+    assert {"denoise", "recall", "trace"} <= set(named)
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    """A torch that takes its time, and a signal in the middle of it."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "diffusion_lens", "info", "tiny-mdm"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "importing\n"
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    _, complaint = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert complaint.splitlines() == ["Stopped."]

@@ -1,0 +1,128 @@
+"""Facts in files: every format gives the same facts, and what is wrong is said with its line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffusion_lens import Fact
+from diffusion_lens.data.sources import open_source
+
+ROWS = [
+    {"prompt": "Ada, they say, is the", "subject": "Ada", "answer": " pilot"},
+    {"prompt": 'the "pilot" is', "subject": "pilot", "answer": " Ada", "asked": "d2p", "person": "Ada"},
+]
+FACTS = [Fact(**row) for row in ROWS]
+CSV = (
+    "prompt,subject,answer,asked,person,subject_start\n"
+    '"Ada, they say, is the",Ada, pilot,,,\n'
+    '\n"the ""pilot"" is",pilot, Ada,d2p,Ada,\n'
+)
+KNOWN = [
+    {
+        "known_id": 7,
+        "subject": "Vinson Massif",
+        "attribute": "Antarctica",
+        "template": "{} is located in the continent of",
+        "prompt": "Vinson Massif is located in the continent of",
+        "relation_id": "P30",
+    }
+]
+REWRITE = {
+    "case_id": 3,
+    "requested_rewrite": {
+        "prompt": "The mother tongue of {} is",
+        "subject": "Danielle Darrieux",
+        "target_new": {"str": "English"},
+        "target_true": {"str": "French"},
+    },
+    "paraphrase_prompts": [],
+    "neighborhood_prompts": [],
+}
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def facts_of(path: Path) -> list[Fact]:
+    return list(open_source(str(path)).facts)
+
+
+def test_a_table_gives_the_facts_of_the_same_json(tmp_path: Path) -> None:
+    assert facts_of(written(tmp_path / "facts.csv", CSV)) == FACTS
+    # As a spreadsheet writes it.
+    assert facts_of(written(tmp_path / "facts.csv", "\ufeff" + CSV.replace("\n", "\r\n"))) == FACTS
+    assert facts_of(written(tmp_path / "facts.json", json.dumps(ROWS, indent=2))) == FACTS
+
+
+def test_the_subject_may_be_pointed_at_in_a_table(tmp_path: Path) -> None:
+    path = written(tmp_path / "facts.csv", "prompt,subject,answer,subject_start\nAda saw Ada and,Ada, ran,8\n")
+    (fact,) = facts_of(path)
+    assert fact.subject_span == (8, 11)
+
+
+def test_a_folder_of_files_is_their_facts_by_name(tmp_path: Path) -> None:
+    written(tmp_path / "b.jsonl", json.dumps(ROWS[0]) + "\n")
+    written(tmp_path / "a.csv", CSV)
+    written(tmp_path / "notes.txt", "not facts")
+    assert facts_of(tmp_path) == [*FACTS, FACTS[0]]
+
+
+def test_a_folder_without_facts_says_what_belongs_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'holds no \.json, \.jsonl, \.csv file of facts.*"prompt":'):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("records", "fact"),
+    [
+        (KNOWN, ("Vinson Massif is located in the continent of", "Vinson Massif", " Antarctica", "known-7")),
+        (
+            [REWRITE],
+            ("The mother tongue of Danielle Darrieux is", "Danielle Darrieux", " French", "counterfact-3-true"),
+        ),
+        (
+            [{**REWRITE, "reverse_qa": {"prompt": "English is spoken by", "target_new": {"str": "Danielle Darrieux"}}}],
+            ("The mother tongue of Danielle Darrieux is", "Danielle Darrieux", " French", "bake-3-true"),
+        ),
+    ],
+    ids=["known_1000", "counterfact", "bake"],
+)
+def test_files_of_rome_are_read_by_their_path(records: object, fact: tuple[str, ...], tmp_path: Path) -> None:
+    (found,) = facts_of(written(tmp_path / "downloaded.json", json.dumps(records)))
+    assert (found.prompt, found.subject, found.answer, found.id) == fact
+
+
+GOOD = json.dumps(ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("f.json", "[", r"line 1: no JSON"),
+        ("f.json", '{"prompt": "a"}', r"line 1: there is no list"),
+        ("f.json", f"[\n{GOOD},\n1]", r"line 3: 1 is no fact"),
+        ("f.json", f"[{GOOD}\n{GOOD}]", r"line 2: no JSON \(a comma or a closing bracket is missing\)"),
+        ("f.json", f"[{GOOD},\n\n {{'prompt': 1}}]", r"line 3: no JSON"),
+        ("f.json", f"[{GOOD}]\n]", r"line 2: no JSON \(text after the end of the list\)"),
+        ("f.json", f'[{GOOD},\n{{"prompt": "a"}}]', "line 2: the fact has no subject and no answer"),
+        ("f.json", "[]", "holds no facts"),
+        ("f.jsonl", f"{GOOD}\n\n{{", "line 3: no JSON"),
+        ("f.jsonl", f'{GOOD}\n{{"prompt": 5, "subject": "a", "answer": " b"}}', "line 2: prompt is 5, not text"),
+        ("f.jsonl", GOOD.replace(' pilot"', ' pilot", "aksed": "d2p"'), "line 1: .*'aksed' .nearest: asked"),
+        ("f.jsonl", GOOD.replace(' pilot"', ' pilot", "asked": "x"'), "line 1: asked is 'x'; it is one of p2d, d2p"),
+        ("f.jsonl", GOOD.replace(" pilot", " "), "line 1: answer is empty"),
+        ("f.csv", "prompt,answer\na,b\n", "line 1: the header lacks subject"),
+        ("f.csv", f'{CSV}"two\nlines",,x\n', "line 5: subject is empty"),
+        ("f.csv", "prompt,subject,answer\nAda, they say,Ada,x\n", "line 2: 4 cells under 3 names"),
+        ("f.csv", "prompt,subject,answer,subject_start\na,a,b,first\n", "line 2: subject_start is 'first'"),
+        ("f.csv", "", "line 1: the header lacks prompt"),
+        ("f.txt", GOOD, r"should end in \.json, \.jsonl, \.csv"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        open_source(str(written(tmp_path / name, text)))
+    assert " Paris" in str(caught.value), "the error shows what a fact looks like"

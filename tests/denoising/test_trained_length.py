@@ -1,0 +1,75 @@
+"""The length that a model was trained on: where it is kept, and what the loop makes of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.catalogue import EMBEDDED_LENGTH, PUBLISHED
+from diffusion_lens.data import toy_facts
+from diffusion_lens.evaluation import recall_by_steps
+from diffusion_lens.loading import trained_length_of
+from weight_conversion import export
+
+PROMPT = "Gustav Geisser is the"
+
+
+def test_the_pairs_length_is_that_of_its_sentences(tiny: Any) -> None:
+    assert tiny.cfg.trained_length == EMBEDDED_LENGTH == toy_facts.SENTENCE_LENGTH
+    assert PUBLISHED["smdm-1028m-reverse"].trained_length == 52
+    assert PUBLISHED["smdm-1028m"].trained_length is None
+
+
+def test_text_without_a_length_takes_it(tiny: Any) -> None:
+    asked = tiny.denoise(PROMPT, steps=8)
+    given = tiny.denoise(PROMPT, length=14, steps=8)
+    assert torch.equal(asked.canvases, given.canvases)
+
+
+def test_a_prompt_as_long_as_the_training_texts_needs_a_length(tiny: Any) -> None:
+    with pytest.raises(ValueError, match=r"14 tokens, and 'tiny-\w+' was trained on texts of 14.*max_new_tokens="):
+        tiny.denoise(torch.full((1, 14), 5))
+
+
+def test_a_longer_canvas_is_warned_of(tiny: Any) -> None:
+    with pytest.warns(UserWarning, match=r"the canvas has 15 places, and 'tiny-\w+' was trained on texts of 14"):
+        tiny.denoise(PROMPT, length=15, steps=1)
+
+
+def test_masks_in_the_prompt_are_all_that_is_filled() -> None:
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    canvas = torch.cat([model.to_tokens(PROMPT), torch.full((1, 3), model.cfg.mask_token_id)], dim=1)
+    assert model.denoise(canvas, steps=2).tokens.shape == (1, 7)
+
+
+def test_recall_without_a_length_asks_at_it(tiny: Any) -> None:
+    facts = toy_facts.load().facts(trained="p2d", asked="p2d")[:2]
+    assert recall_by_steps(tiny, facts, (1,), cfg_scale=0.0).record["length"] == 14
+
+
+def test_our_own_folders_keep_it_and_other_formats_do_not(tiny: Any, tmp_path: Path) -> None:
+    saved = tiny.save_pretrained(tmp_path / "ours")
+    assert json.loads((saved / "config.json").read_text())["trained_length"] == 14
+    assert trained_length_of(saved) == 14
+    assert HookedDiffusionTransformer.from_pretrained(saved, device="cpu").cfg.trained_length == 14
+    assert "trained_length" not in tiny.cfg.architecture.to_dict()
+    elsewhere = export(tiny.state_dict(), tiny.cfg.architecture, tmp_path / "theirs" / "model.safetensors")
+    assert "trained_length" not in "".join(path.read_text() for path in elsewhere.parent.glob("*.json"))
+    assert trained_length_of(elsewhere) is None
+
+
+def test_a_model_of_which_nothing_is_known_has_no_default(tiny: Any) -> None:
+    model = HookedDiffusionTransformer(replace(tiny.cfg, trained_length=None), tiny.tokenizer)
+    with pytest.raises(ValueError, match="nothing to fill"):
+        model.denoise(PROMPT)
+
+
+def test_a_length_that_is_none_is_refused(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.save_pretrained(tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "trained_length": "14"}))
+    with pytest.raises(ValueError, match=r"trained_length is '14' in .*at least 1"):
+        HookedDiffusionTransformer.from_pretrained(tmp_path, device="cpu")
