@@ -282,6 +282,10 @@ def reproduces_the_study(said: str) -> None:
         ("tiny-ar", "p2d reverse", {"0 of 3"}),
     ]
     assert "there is nothing to bring back" in known[-1][2]
+    assert said.count("step by step: 3 of 3 facts, recalled in 8 steps\n") == 2  # the diffusion model, both ways
+    assert "tiny-ar, p2d reverse = DtN reverse, step by step: 0 of 3 facts, recalled\n" in said
+    last_of_steps = re.findall(r"^  step +0: 3 facts, total effect (\S+); at most", said, re.MULTILINE)
+    assert len(last_of_steps) == 3
 
     groups = re.findall(r"^(\d+) people told (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
     assert [(count, told) for count, told, _ in groups] == [("12", "name"), ("12", "description"), ("12", "both")] * 2
@@ -338,7 +342,7 @@ SAVED = {
     ("10_keys_and_values", "keys_and_values"): 652,
     ("reproduce_blog", "recall"): 32,
     ("reproduce_blog", "trace"): 4,
-    ("reproduce_blog", "average"): 36,
+    ("reproduce_blog", "average"): 48,
     ("reproduce_blog", "keys_and_values"): 144,
 }
 
