@@ -62,8 +62,6 @@ def denoise_with_cache(
     """Run the loop and keep activations; see `HookedDiffusionTransformer.denoise_with_cache` for the arguments."""
     if names_filter is None:
         raise ValueError("name the activations to keep: everything at every step is a question about your disk")
-    if pos_slice is not None and not isinstance(pos_slice, slice):
-        raise TypeError(f"pos_slice={pos_slice!r}; give a slice, such as slice(7, 8) for the place 7 alone")
     if branch not in ("conditional", "unconditional"):
         raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
     run = prepare(model, prompt, **settings)
