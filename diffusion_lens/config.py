@@ -151,7 +151,7 @@ class DiffusionConfig(TransformerLensConfig):
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A dtype that weights can have, by itself or by its name; anything else is a `ValueError`."""
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
+    if found is None or found not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is none that weights have here: it is one of {', '.join(DTYPES)}")
     return found
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
-from transformer_lens.utilities import Slice
+from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.caching import take_places
@@ -150,7 +150,7 @@ _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
     """Bytes that each hook point will take over all steps asked for."""
     width = (request.dtype or cfg.dtype).itemsize
-    kept_pos = len(request.pos_slice.indices(pos))
+    kept_pos = int(request.pos_slice.indices(pos).size)
     sizes = {}
     for name in request.names:
         shape = activation_shape(name, cfg, batch, pos, kept_pos)

@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
-from transformer_lens.utilities import Slice
+from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheRequest, TrajectoryCache, check_budget, estimate_bytes, resolve_steps
 from diffusion_lens.denoising.canvas import Prompt, lay_out

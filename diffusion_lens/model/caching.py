@@ -1,17 +1,19 @@
 """Hooks that fill a cache, as TransformerLens's do, with each hook point saying where its places are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import Slice, remove_batch_dim, warn_if_mps
+from transformer_lens.utilities.devices import warn_if_mps
+from transformer_lens.utilities.slice import Slice
+from transformer_lens.utilities.tensors import remove_batch_dim
 
 from diffusion_lens.model.hook_points import position_axis
 
 # What TransformerLens takes: an index (its axis stays), a slice or a tuple of its ends, or indices.
-PosSlice = Slice | slice | int | Sequence[int] | Tensor | None
+PosSlice: TypeAlias = Any
 Hooks = list[tuple[str, Callable[..., None]]]
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
-from transformer_lens.utilities import Slice
+from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names

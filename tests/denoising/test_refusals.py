@@ -219,6 +219,11 @@ def test_steps_of_the_wrong_kind_are_refused(either, unchecked, steps):
             either.model.denoise(PROMPT, length=6, steps=3).from_step(steps)
 
 
+def test_positions_of_a_cache_are_on_the_canvas(either):
+    with pytest.raises(IndexError, match=r"pos_slice=\[7\] reaches outside the 6 places of 'hook_embed'"):
+        either.model.denoise_with_cache(PROMPT, "hook_embed", pos_slice=7, length=6, steps=3)
+
+
 @pytest.mark.parametrize("steps", [10, [0, 10], -5, range(2, 6)])
 def test_steps_that_a_run_does_not_have_are_named(either, steps):
     hook = at_steps(lambda a, hook: None, steps)
