@@ -150,7 +150,12 @@ _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
     """Bytes that each hook point will take over all steps asked for."""
     width = (request.dtype or cfg.dtype).itemsize
-    kept_pos = int(request.pos_slice.indices(pos).size)
+    try:
+        kept_pos = int(request.pos_slice.indices(pos).size)
+    except IndexError as error:
+        raise IndexError(
+            f"pos_slice={request.pos_slice.slice} reaches outside the {pos} places of the canvas"
+        ) from error
     sizes = {}
     for name in request.names:
         shape = activation_shape(name, cfg, batch, pos, kept_pos)
