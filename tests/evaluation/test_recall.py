@@ -73,7 +73,7 @@ def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
                 steps=steps,
                 cfg_scale=HARD["cfg_scale"] if masked else 0.0,
                 temperature=temperature,
-                seed=fact_seed(5, fact.id),
+                seed=[fact_seed(5, fact.id)],
             )
             text = tiny.to_string(trajectory.tokens[0, len(tiny.to_tokens(fact.prompt)[0]) :])
             text = text.replace("<eos>", "") if masked else text.split("<eos>")[0]
@@ -276,6 +276,7 @@ def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:the tokenizer of")
 def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
     mute, long = replace(FEW[0], id="mute", answer=" "), replace(FEW[1], id="long", prompt=FEW[1].prompt * 9)
     settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
