@@ -37,6 +37,7 @@ COMPARED = {
     "the two values of a person": ("values", "values"),
     "a name as key and as value": ("keys", "values"),
 }
+AT_STEPS = ["subject_last", "prompt_last", "answer", "answer_revealed"]
 # Blocks of the report: {0} is the text, {1} the file shown or linked to.
 MARKDOWN = {"h1": "# {0}", "h2": "## {0}", "pre": "```text\n{0}\n```", "img": "![{0}]({1})\n\n{0}", "a": "[{0}]({1})"}
 HTML = {"img": '<p><img src="{1}" alt=""><br>{0}</p>', "a": '<p><a href="{1}">{0}</a></p>'}
@@ -158,11 +159,11 @@ class Study:
             "p",
             f"On the first {self.args.first_tokens} token(s) of the answer, before the first step; MLPs and attentions "
             f"are put back {self.args.window} at a time. A fact whose tokens the loop does not write is not known, and "
-            "left out. Then on the whole answer, at the steps that write it: a line a step, counted from the one that "
-            "reveals the last token.",
+            "left out. Then on the whole answer, at the steps that write it, counted from the one that ends it.",
         )
         settings: dict[str, Any] = {**self.layout, "window": self.args.window, "seed": self.args.seed}
-        loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
+        steps: dict[str, Any] = {"length": self.layout["length"], "seed": self.args.seed, "roles": AT_STEPS}
+        steps["loop"] = loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
         settings["roles"] = [role for role in ROLES if role != "unasked"]
         blocks: dict[str, int] = {}
         for name, model in self.models.items():
@@ -183,27 +184,13 @@ class Study:
                     if found.ids and kind == "mlp":
                         at_subject.append(found.aie[found.roles.index("subject_last"), :-1])
                 self.add("pre", "\n".join([label, *lines]))
-                by_steps = self.average_by_steps(model, facts, loop, self.out / "average" / f"{name}_{way}_steps")
-                self.add("pre", f"{label}, step by step: {by_steps.rule}\n{step_peaks(by_steps)}")
+                whole = analysis.average_trajectory_effect(model, facts, **steps, out=folder.with_name(f"{name}_{way}"))
+                self.add("pre", f"{label}, step by step: {whole.rule}\n{step_peaks(whole)}")
                 if found.ids:
                     self.picture(figure, f"average_{name}_{way}.png", f"{label}: average effects with 95 % intervals.")
             if at_subject:  # the last block is left out: nothing but its own place reads what its MLP writes
                 blocks[name] = int(torch.stack(at_subject).mean(dim=0).argmax())
         return blocks
-
-    def average_by_steps(
-        self, model: HookedDiffusionTransformer, facts: list[Fact], loop: analysis.LoopSettings, folder: Path
-    ) -> analysis.AverageTrajectoryEffect:
-        """Effects at the steps that write the answers, of the subject, the end of the prompt and the answer."""
-        return analysis.average_trajectory_effect(
-            model,
-            facts,
-            loop=loop,
-            length=self.layout["length"],
-            roles=["subject_last", "prompt_last", "answer", "answer_revealed"],
-            seed=self.args.seed,
-            out=folder,
-        )
 
     def keys_and_values(self, blocks: dict[str, int]) -> None:
         """k* and v* both ways, in one block, and how alike the two are among people told alike."""
@@ -224,10 +211,8 @@ class Study:
             if name not in blocks:
                 self.add("p", f"{name} knows none of the facts above: no block stands out, and no keys are taken.")
                 continue
-            block, lines = (
-                blocks[name],
-                [f"{name}, block {blocks[name]}, where MLPs did most at the subject's last token"],
-            )
+            block = blocks[name]
+            lines = [f"{name}, block {block}, where MLPs did most at the subject's last token"]
             figure, axes = plots.panels(1, 4, width=19.0, height=4.0)
             for told, people in groups.items():
                 asked = [{fact.asked: fact for fact in reversed(own)} for own in people.values()][: self.args.people]
@@ -276,13 +261,11 @@ def peaks(found: analysis.AverageEffect) -> str:
 
 
 def step_peaks(found: analysis.AverageTrajectoryEffect) -> str:
-    """A line a step: how many facts have it, the total effect, and where each role brings back most."""
-    if not found.ids:
-        return "  nothing is recalled: there is no step to average"
+    """A line a step: how many facts have it, the total effect, and the most that each role brings back."""
     lines = []
-    for i, offset in enumerate(found.offsets):
-        best = [f"{role} {found.aie[i, row].max():.2f}" for row, role in enumerate(found.roles)]
-        said = ", ".join(each for each in best if not each.endswith("nan"))
+    for i, offset in enumerate(found.offsets if found.ids else []):
+        most = zip(found.roles, found.aie[i].amax(dim=1).tolist(), strict=True)
+        said = ", ".join(f"{role} {effect:.2f}" for role, effect in most if effect == effect)
         lines.append(f"  step {offset:3}: {found.n_facts[i]} facts, total effect {found.ate[i]:.2f}; at most {said}")
     return "\n".join(lines)
 
@@ -309,9 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, help="places of the canvas, the prompt included (default: the data's)")
     parser.add_argument("--limit", type=int, default=20, help="questions of each cell of recall (default 20)")
     parser.add_argument("--facts", type=int, default=8, help="facts to average over (default 8)")
-    parser.add_argument(
-        "--people", type=int, help="people of each group whose keys and values are taken (default: all)"
-    )
+    parser.add_argument("--people", type=int, help="people of each group to take keys and values of (default: all)")
     parser.add_argument("--window", type=int, default=1, help="MLPs, or attentions, restored at once (default 1)")
     parser.add_argument("--first-tokens", type=int, default=1, help="tokens of the answer asked for (default 1)")
     parser.add_argument("--draws", type=int, default=99, help="random pairings that say what chance gives")
