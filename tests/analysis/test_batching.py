@@ -93,8 +93,11 @@ def test_the_allocator_itself_is_understood():
 
 
 def a_query(model):
-    tokens = torch.arange(20, 29)
-    return Query(tokens, (2, 4), (len(tokens) - (model.cfg.mask_token_id is not None),), (7,))
+    tokens, mask = torch.arange(20, 29), model.cfg.mask_token_id
+    if mask is None:
+        return Query(tokens, (2, 4), (9,), (7,))
+    tokens[8] = mask
+    return Query(tokens, (2, 4), (8,), (7,))
 
 
 @pytest.mark.parametrize("kind", ["resid", "mlp"])

@@ -230,6 +230,7 @@ def test_bad_settings(tiny, query, run, noise):
             tiny, Query(changed, query.subject, query.answer_positions, query.answer_tokens), trajectory=run, **noise
         )
     longer = torch.cat([query.tokens, query.tokens])
+    longer[14:] = 5 if tiny.cfg.mask_token_id is None else tiny.cfg.mask_token_id
     with pytest.raises(ValueError, match="does not write the answer's places"):
         trace_trajectory(tiny, Query(longer, query.subject, (14,), (5,)), trajectory=run, **noise)
     refused("names one twice", steps=[1, 1])
