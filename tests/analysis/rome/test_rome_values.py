@@ -132,7 +132,7 @@ def test_partial_states_of_an_object(either):
 
 def test_the_essence_by_default(tiny):
     query = GUSTAV.to_query(tiny)
-    tokens = tiny.to_tokens("Gustav Geisser is a")[0].tolist()
+    tokens = tiny.encode("Gustav Geisser is a")
     mask = tiny.cfg.mask_token_id
     essence = Query(torch.tensor(tokens + ([] if mask is None else [mask])), (0, 2), (), ())
     for at in ("readout", "subject_last"):
