@@ -20,7 +20,8 @@ from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.fact_folder import fact_seed
 from diffusion_lens.data.toy_facts import load
 
-LENGTH = 16
+pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 places")
+LENGTH = 16  # longer than the model was trained for, so that two answers take different numbers of steps
 LOOP = LoopSettings(steps=5)
 LAYERS = [0, 3]
 QUICK = dict(loop=LOOP, samples=2, length=LENGTH, layers=LAYERS)

@@ -21,6 +21,7 @@ from diffusion_lens.data.toy_facts import load
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
 
+pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
 FACTS = [fact for asked in ("p2d", "d2p") for fact in load().facts(trained="d2p", asked=asked)[:22:7]]
 UNTRUE = replace(FACTS[0], id="untrue", answer=FACTS[1].answer)
