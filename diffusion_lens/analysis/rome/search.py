@@ -20,6 +20,8 @@ from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, Asked, 
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, not_negative
 
+Number = int | float  # a type checker at run time does not take 4 for a float
+
 # Places of padding that cost about as much as another pass over the weights, measured on a CPU; a GPU bears more.
 _WORTH_A_PASS = 64
 
@@ -42,11 +44,11 @@ class ValueSettings:
     """
 
     steps: int = 20
-    lr: float = 0.5
-    weight_decay: float = 0.5
-    clamp_norm_factor: float = 4.0
-    kl_factor: float = 0.0625
-    stop_below: float = 0.05
+    lr: Number = 0.5
+    weight_decay: Number = 0.5
+    clamp_norm_factor: Number = 4.0
+    kl_factor: Number = 0.0625
+    stop_below: Number = 0.05
     essence_at: str = "readout"
     over_states: str = "masked"
 
