@@ -254,9 +254,13 @@ def hub_cache(tmp_path, monkeypatch):
 
 
 def test_the_published_files_come_from_the_hubs_cache_and_are_verified(hub_cache, monkeypatch):
-    write(hub_cache, "p2d_prompts_test", [row for row, _ in MADE["p2d_prompts_test"]])
+    rows = [row for row, _ in MADE["p2d_prompts_test"]]
+    write(hub_cache, "p2d_prompts_test", rows)
     with pytest.raises(ValueError, match=r"p2d_prompts_test\.jsonl is not the published .*expected 269fe153"):
         ReversalCurse.load().facts("p2d", "p2d")
+    with pytest.raises(FileNotFoundError, match="not in the cache"):  # what is damaged does not stay there
+        ReversalCurse.load().facts("p2d", "p2d")
+    write(hub_cache, "p2d_prompts_test", rows)
     ours = "c" * 64
     monkeypatch.setattr("diffusion_lens.data.download.sha256_of_file", lambda path: ours)
     monkeypatch.setitem(FILES, "p2d_prompts_test", FILES["p2d_prompts_test"]._replace(sha256=ours))

@@ -192,7 +192,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "corpus_texts": len(rows),
         "seed": None if model.cfg.mask_token_id is None else seed,
     }
-    drawn = {**content, "noise": "by own_seed"}  # sums of seeds, as they were once, are not gone on with
+    drawn = {**content, "noise": "by own_seed"}  # how texts are given their seeds decides the numbers too
     key = hashlib.sha256(json.dumps(as_json(drawn), sort_keys=True).encode()).hexdigest()
     return {"key": key, **content, **origin}
 
