@@ -98,11 +98,11 @@ class Theirs:
                     weight.copy_(drawn * (0.35 if "embed" in name else 1.5 / weight.shape[1] ** 0.5))
         self.folder = folder / "causal"
         self.model.save_pretrained(self.folder)
-        # The diffusion model of these weights differs by two words of its config.
+        # The diffusion model of these weights differs by its config alone; without blocks, and it says so.
         self.masked = folder / "masked"
         self.model.save_pretrained(self.masked)
         config = json.loads((self.masked / "config.json").read_text())
-        changed = {**config, "model_type": f"a2d-{self.model_type}", "mask_token_id": 102}
+        changed = {**config, "model_type": f"a2d-{self.model_type}", "mask_token_id": 102, "block_size": None}
         (self.masked / "config.json").write_text(json.dumps(changed))
 
     @torch.no_grad()
