@@ -13,7 +13,8 @@ from diffusion_lens.analysis.rome import RankOneEdit, ValueSettings, compute_key
 from diffusion_lens.data import toy_facts
 from diffusion_lens.settings import at_least, not_negative
 
-FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
+FACT = FACTS[0]
 LAST = 3
 TEXTS = toy_facts.load().sentences()[:3]
 NUMPY = dict(
@@ -161,7 +162,7 @@ def test_other_analyses_of_a_float64_model(doubled):
     for settings in (dict(method="exact"), dict(method="attribution", check=3)):
         grids = []
         for model in doubled:
-            clean, corrupted = (model.to_tokens(text) for text in ("Ada Brown is", "Cecil Dorn is"))
+            clean, corrupted = (model.to_tokens(fact.prompt) for fact in FACTS[:2])
             n = min(clean.shape[1], corrupted.shape[1])
             metric = lambda logits: logits[0, -1, 5]  # noqa: E731
             inputs = clean[:, :n], corrupted[:, :n]

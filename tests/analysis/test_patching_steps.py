@@ -100,7 +100,10 @@ def test_p_answer_of_a_step_is_that_of_its_open_places(tiny, asked, posed, cfg_s
 @guided_or_not
 def test_the_stream_patched_at_a_step_is_a_free_trace_of_a_swapped_subject(tiny, asked, posed, cfg_scale):
     clean, corrupted = (denoise(tiny, query, cfg_scale) for query in asked)
-    query = replace(posed, tokens=asked[0].tokens)
+    shown = asked[0].tokens
+    if tiny.cfg.mask_token_id is None:
+        shown = torch.cat([shown[: posed.answer_positions[0]], torch.tensor(posed.answer_tokens[:-1])]).long()
+    query = replace(posed, tokens=shown)
     trace = trace_trajectory(tiny, query, canvas="free", trajectory=clean, corruption="swap", swap=asked[1])
     grid = patch_grid(tiny, clean, corrupted, answer_probability(tiny, query), "resid_post", trace.steps)
     n_held = grid.scores.shape[2]
