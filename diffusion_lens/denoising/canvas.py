@@ -62,17 +62,18 @@ def lay_out(
         length: places in all, the prompt's included (SMDM's meaning). Texts of different lengths each get what is left.
             Without it, and without [MASK]s in the prompt, the length that the model was trained on, if it is known.
         max_new_tokens: blanks after the prompt, instead of `length`.
-        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.real_places(prompt)`.
+        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.told_places(prompt)`.
 
     Raises:
-        ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill.
+        ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill,
+            token rows of which nobody can say what is padding.
 
     Warns:
         UserWarning: a canvas longer than the texts that the model was trained on.
     """
     if isinstance(prompt, Tensor):
         tokens = check_tokens(prompt, model.cfg)
-        real = model.real_places(tokens) if attention_mask is None else None
+        real = model.told_places(tokens) if attention_mask is None else None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
         if real is not None and model.cfg.attention_dir == "causal" and bool((real.long().diff(dim=1) < 0).any()):

@@ -120,8 +120,10 @@ def exact_match(
     with tqdm(total=len(facts), desc="exact match", unit="fact", disable=not progress) as bar:
         bar.update(len(refused))
         for batch in by_length(questions, lambda question: len(question.prompt), batch_size):
+            prompts = torch.tensor([question.prompt for question in batch])
             trajectory = model.denoise(
-                torch.tensor([question.prompt for question in batch]),
+                prompts,
+                attention_mask=torch.ones_like(prompts),
                 length=length,
                 max_new_tokens=max_new_tokens,
                 steps=steps,

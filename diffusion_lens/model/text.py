@@ -240,6 +240,32 @@ class TextInterface(ABC):
             )
         return (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
 
+    def told_places(self, tokens: Tokens) -> Places | None:
+        """`real_places` for a loss or a continuation, which padding taken for text would change: a doubt is refused.
+
+        Raises:
+            ValueError: the tokenizer has no padding token of its own, and some rows, but not all, begin or end with the
+                token that fills shorter ones.
+        """
+        if self.own_pad_id is not None or self.tokenizer is None or self.pad_id == self.cfg.mask_token_id:
+            return self.real_places(tokens)
+        filler = tokens == self.pad_id
+        if self.pad_id == self.tokenizer.bos_token_id and bool(filler[:, 0].all()):
+            filler = filler[:, 1:]
+        for edge, column in (("begins", slice(1)), ("ends", slice(-1, None))):
+            at_edge = filler[:, column].any(dim=1)
+            if bool(at_edge.any()) and not bool(at_edge.all()):
+                row, other = int(at_edge.long().argmax()), int((~at_edge).long().argmax())
+                side = " (with padding_side='left' before a continuation)" * (self.cfg.attention_dir == "causal")
+                raise ValueError(
+                    f"row {row} of the tokens {edge} with {self._word(self.pad_id)!r} and row {other} does not, and "
+                    "the tokenizer has no padding token that is not also text: the tokens alone do not say what is "
+                    f"padding. Take tokens, mask = model.tokenize(texts){side} and pass attention_mask=mask with the "
+                    "tokens, or pass the texts themselves; if every token here is text, pass "
+                    "attention_mask=torch.ones_like(tokens)"
+                )
+        return None
+
     def whole(self, tokens: Tokens) -> Tensor | None:
         """An `attention_mask` under which nothing of these tokens is padding; `None` where nothing would be anyway."""
         return None if self.own_pad_id is None else torch.ones_like(tokens)

@@ -134,7 +134,7 @@ class LossInterface(DiffusionTransformer, ABC):
         """Tokens of a loss, and which of them are real; what they say of themselves unless a mask is given."""
         tokens = check_tokens(tokens, self.cfg)
         if attention_mask is None:
-            return tokens, self.real_places(tokens)
+            return tokens, self.told_places(tokens)
         return tokens, check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
 
     def _loss(self, asked: LossQuestion, logits: Tensor, per_token: bool) -> Tensor:

@@ -113,6 +113,64 @@ def test_the_cure_gives_every_row_what_it_gives_alone(tiny, side):
         assert torch.equal(tokens[row][mask[row]], tiny.to_tokens(text)[0])
 
 
+LOSS_OR_LOOP = {
+    "loss": lambda model, tokens, **mask: model(tokens, return_type="loss", **mask),
+    "hide": lambda model, tokens, **mask: model.hide(tokens, **mask),
+    "loss_fn": lambda model, tokens, **mask: model.loss_fn(model(tokens), tokens, **mask),
+    "denoise": lambda model, tokens, **mask: model.denoise(tokens, max_new_tokens=5, steps=3, **mask).tokens,
+    "cache": lambda model, tokens, **mask: model.denoise_with_cache(
+        tokens, names_filter="blocks.0.hook_resid_post", max_new_tokens=5, steps=3, **mask
+    ),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("do", LOSS_OR_LOOP.values(), ids=LOSS_OR_LOOP)
+def test_ragged_tokens_that_do_not_say_their_padding_have_no_loss_and_no_continuation(tiny, do, side):
+    tokens, _ = tiny.tokenize([LONG, SHORT], padding_side=side)
+    cure = r"tokens, mask = model.tokenize\(texts\).*attention_mask=mask.*texts themselves.*torch.ones_like\(tokens\)"
+    edge = "begins" if side == "left" else "ends"
+    with pytest.raises(ValueError, match=f"row 1 of the tokens {edge} with '<eos>' and row 0 does not.*{cure}"):
+        do(tiny, tokens)
+
+
+def test_the_cure_of_refused_ragged_tokens_works(tiny):
+    tokens, mask = tiny.tokenize([SHORT, LONG], padding_side="left")
+    asked = dict(max_new_tokens=5, steps=3)
+    together, texts = tiny.denoise(tokens, attention_mask=mask, **asked), tiny.denoise([SHORT, LONG], **asked)
+    assert together.tokens[0, 2:].equal(texts.tokens[0, :9])
+    everything = dict(attention_mask=torch.ones_like(tokens))
+    assert tiny.denoise(tokens, **everything, **asked).tokens[:, :6].equal(tokens)
+    assert torch.isfinite(tiny(tokens, return_type="loss", **everything))
+    if tiny.cfg.attention_dir == "causal":
+        loss = tiny([SHORT, LONG], return_type="loss")
+        torch.testing.assert_close(tiny(tokens, return_type="loss", attention_mask=mask), loss)
+
+
+def test_rows_that_agree_on_their_edges_are_text(tiny):
+    for texts in (["is <eos> <eos>", "Gustav is <eos>"], ["<eos> is the", "<eos> <eos> is"], ["is <eos> the", SHORT]):
+        tokens = torch.cat([tiny.to_tokens(text)[:, :3] for text in texts])
+        assert torch.isfinite(tiny(tokens, return_type="loss"))
+        assert tiny.denoise(tokens, max_new_tokens=2, steps=1).tokens[:, :3].equal(tokens)
+    alone = tiny.to_tokens("Gustav Geisser <eos> <eos>")
+    assert torch.isfinite(tiny(alone, return_type="loss"))
+
+
+def test_a_token_that_also_begins_every_text_is_padding_where_it_is_repeated():
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    backend = model.tokenizer.backend_tokenizer
+    model.set_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<eos>"))
+    tokens, _ = model.tokenize([SHORT, LONG], prepend_bos=True, padding_side="left")
+    with pytest.raises(ValueError, match="row 0 of the tokens begins with '<eos>' and row 1 does not"):
+        model.denoise(tokens, max_new_tokens=2, steps=1)
+    tokens = model.to_tokens([SHORT, SHORT], prepend_bos=True)
+    assert model.denoise(tokens, max_new_tokens=2, steps=1).tokens.shape == (2, 7)
+
+
+def test_tokens_without_a_tokenizer_are_all_text(either):
+    assert torch.isfinite(either.model(torch.tensor([[5, 6, 0], [5, 6, 7]]), return_type="loss"))
+
+
 def test_an_unknown_padding_side_is_refused(tiny):
     with pytest.raises(ValueError, match="padding_side='middle'"):
         tiny.to_tokens([SHORT, LONG], padding_side="middle")

@@ -102,9 +102,11 @@ class LoopRuns:
     def __getitem__(self, fact_id: str) -> Trajectory:
         if fact_id not in self._runs:
             batch = self._batches[fact_id]
+            prompts = torch.stack([self._prompts[each][0] for each in batch])
             trajectory = denoise(
                 self._model,
-                torch.stack([self._prompts[each][0] for each in batch]),
+                prompts,
+                attention_mask=torch.ones_like(prompts),
                 length=self._prompts[fact_id][1],
                 seed=[fact_seed(self._settings.seed, each) for each in batch],
                 **self._settings.on(self._model),
