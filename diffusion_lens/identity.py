@@ -6,8 +6,9 @@ inside, its own hooks, edits that it tries out, other public functions that it c
 handed in, and the weights are read once a call, however many facts it asks.
 
 A hook is told by its point, its direction and its name. Its name is its attribute `hook_name`, which
-`interventions.named` gives, otherwise the name of the function. So two hooks of one function with other values, such as
-a steering at two strengths, are told apart only if they are named.
+`interventions.named` gives, otherwise the name of its function and a digest of the function's code and of the values
+that it holds (`function_digest`), "steer #1f0c22ab": so a steering at two strengths is two hooks. A hook whose own
+values change from call to call, such as one that collects what it sees, needs a name to be known again.
 """
 
 import functools
@@ -23,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from diffusion_lens.function_digest import function_digest
 from diffusion_lens.hook_names import select_names
 
 P = ParamSpec("P")
@@ -119,12 +121,11 @@ def named(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def name_of(hook: Any) -> str:
-    """The name that a hook was given, or that of its function."""
+    """The name that a hook was given, or that of its function with a digest of what the function does."""
     if isinstance(given := getattr(hook, "hook_name", None), str):
         return given
-    if isinstance(hook, functools.partial):
-        return name_of(hook.func)
-    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return f"{getattr(function, '__qualname__', None) or type(hook).__qualname__} #{function_digest(hook)}"
 
 
 def _attached(module: nn.Module) -> list[str]:

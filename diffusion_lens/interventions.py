@@ -105,7 +105,7 @@ def mean_ablate(cache: Activations, places: Indices = None, *, heads: Indices = 
 
 def zero_ablate(places: Indices = None, *, heads: Indices = None) -> Hook:
     """Put zeros there."""
-    return replace(torch.zeros(()), places, heads=heads)
+    return _called("zero_ablate", replace(torch.zeros(()), places, heads=heads))
 
 
 def mask_tokens(model: DiffusionTransformer, places: Indices = None) -> Hook:
@@ -145,7 +145,7 @@ def steer(direction: Tensor, strength: float = 1.0, places: Indices = None, *, h
     Args:
         direction: Float[d_model], or broadcast as in `replace`; used at the length it has.
     """
-    return add_noise(strength * direction, places, heads=heads)
+    return _called("steer", add_noise(strength * direction, places, heads=heads))
 
 
 def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
@@ -182,7 +182,13 @@ def _edit(new: Callable[[Tensor, Any], Tensor], places: Indices, heads: Indices)
         edited[index] = new(whole[index], hook)
         return _by_place(edited, hook.name)
 
-    return named(hook_fn, new.__qualname__.partition(".")[0])
+    return _called(new.__qualname__.partition(".")[0], hook_fn)
+
+
+def _called(factory: str, hook: Hook) -> Hook:
+    """The hook under the name of the function that the user called, for records."""
+    hook.__qualname__ = factory
+    return hook
 
 
 @dataclass(frozen=True)

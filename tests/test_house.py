@@ -32,6 +32,7 @@ ROOMS = (
     "diffusion_lens.hook_names",
     "diffusion_lens.readout",
     "diffusion_lens.model",
+    "diffusion_lens.function_digest",
     "diffusion_lens.identity",
     "diffusion_lens.records",
     "diffusion_lens.plots",

@@ -2,6 +2,8 @@
 
 import copy
 import hashlib
+import re
+import sys
 from functools import partial
 
 import pytest
@@ -22,7 +24,7 @@ from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.evaluation import Recall, recall_by_steps
 from diffusion_lens.identity import describe_hooks, fingerprint, name_of, weights_sha256
-from diffusion_lens.interventions import named, steer, zero_ablate
+from diffusion_lens.interventions import freeze, named, steer, swap, zero_ablate
 
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
 SITE = "blocks.1.hook_attn_out"
@@ -43,6 +45,9 @@ every_study = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 def half(activation, hook):
     """A hook that is felt."""
     return activation / 2
+
+
+HALF = name_of(half)
 
 
 def swap_rows(weight):
@@ -143,21 +148,70 @@ def test_hooks_are_told_by_point_direction_and_name(tiny):
         found = describe_hooks(model, hooks[2:])
     assert found.pop("blocks.0")[0].startswith("before: ")
     assert found == {
-        "hook_embed": ["forward: half"],
-        SITE: ["forward: half", "forward: half of attention", "backward: half"],
-        **{f"blocks.{i}.hook_mlp_out": ["forward: half"] for i in range(model.cfg.n_layers)},
+        "hook_embed": [f"forward: {HALF}"],
+        SITE: [f"forward: {HALF}", "forward: half of attention", f"backward: {HALF}"],
+        **{f"blocks.{i}.hook_mlp_out": [f"forward: {HALF}"] for i in range(model.cfg.n_layers)},
     }
     assert describe_hooks(tiny) == {}
 
 
+def strong(strength):
+    return lambda activation, hook: activation * strength
+
+
+SHARE = 0.5
+
+
+def by_a_global(activation, hook):
+    return activation * SHARE
+
+
+def test_hooks_that_do_something_else_have_another_name(monkeypatch):
+    """Same factory or same code with other values, same name with another body; each made twice is one hook."""
+    vector = torch.arange(3.0)
+    other = {"hook_embed": torch.ones(1, 2, 3)}
+    makers = [
+        lambda: half,
+        lambda: strong(1.0),
+        lambda: strong(2.0),
+        lambda: strong(vector),
+        lambda: strong(vector.flip(0)),
+        lambda: steer(vector, 1.0),
+        lambda: steer(vector, 8.0),
+        lambda: zero_ablate([0]),
+        lambda: zero_ablate([3]),
+        lambda: zero_ablate([3], heads=[1]),
+        lambda: swap(other),
+        lambda: swap({"hook_embed": torch.zeros(1, 2, 3)}),
+        lambda: partial(half, hook=None),
+        lambda: lambda activation, hook: activation + 1,
+        lambda: lambda activation, hook: activation - 1,
+        lambda: lambda activation, hook: activation + 2,
+        lambda: by_a_global,
+    ]
+    names = [name_of(make()) for make in makers]
+    assert len(set(names)) == len(names)
+    assert [name_of(make()) for make in makers] == names
+    monkeypatch.setattr(sys.modules[__name__], "SHARE", 0.25)
+    assert name_of(by_a_global) != names[-1]
+
+
+def test_a_freeze_that_has_served_is_the_same_hook(tiny):
+    frozen = freeze()
+    before = name_of(frozen)
+    tiny.denoise(FACTS[0].prompt, length=14, steps=2, fwd_hooks=[(SITE, frozen)])
+    assert name_of(frozen) == before == name_of(freeze())
+
+
 def test_names_of_hooks():
-    assert name_of(partial(half, hook=None)) == "half"
-    assert name_of(zero_ablate()) == "replace"
-    assert name_of(steer(torch.ones(3))) == "add_noise"
+    assert re.fullmatch("half #[0-9a-f]{8}", HALF)
+    assert name_of(partial(half, hook=None)).startswith("half #")
+    assert name_of(zero_ablate()).startswith("zero_ablate #")
+    assert name_of(steer(torch.ones(3))).startswith("steer #")
     assert name_of(at_steps(named(half, "x"), [3, 1])) == "x at steps [1, 3]"
-    assert name_of(on_branch(half, "conditional")) == "half on the conditional branch"
+    assert name_of(on_branch(half, "conditional")) == f"{HALF} on the conditional branch"
     assert name_of(named(while_masked(half), "mine")) == "mine"
-    assert name_of(while_masked(half)) == "half while masked"
+    assert name_of(while_masked(half)) == f"{HALF} while masked"
     with pytest.raises(ValueError, match="named by a text; '' was given"):
         named(half, "")
 
@@ -170,13 +224,13 @@ def test_a_record_names_the_callers_hooks_and_no_others(tiny):
     query = FACTS[0].to_query(tiny)
     late = [(SITE, at_steps(half, 1))]
     assert hooks() == {}
-    assert hooks(fwd_hooks=late) == {SITE: ["forward: half at steps [1]"]}
+    assert hooks(fwd_hooks=late) == {SITE: [f"forward: {HALF} at steps [1]"]}
     run, _ = tiny.denoise_with_cache(FACTS[0].prompt, SITE, length=14, steps=2, fwd_hooks=late)
-    assert run.record["hooks"] == {SITE: ["forward: half at steps [1]"]}
+    assert run.record["hooks"] == {SITE: [f"forward: {HALF} at steps [1]"]}
     assert run.replay(tiny).record["hooks"] == {}
     assert causal_trace(tiny, query, noise=0.5, samples=1, layers=[0]).record["hooks"] == {}
     with tiny.hooks(fwd_hooks=[(SITE, half)]):
-        attached = {SITE: ["forward: half"]}
+        attached = {SITE: [f"forward: {HALF}"]}
         assert hooks() == attached
         assert causal_trace(tiny, query, noise=0.5, samples=1, layers=[0]).record["hooks"] == attached
         assert compute_key(tiny, query, 0).record["hooks"] == attached
@@ -192,7 +246,7 @@ def test_a_folder_does_not_hand_hooked_numbers_to_an_unhooked_call(tiny, tmp_pat
     first, second = hooks if hooked_first else hooks[::-1]
     with tiny.hooks(fwd_hooks=first):
         study(tiny, tmp_path)
-    kinds = ("[forward: half]", "none") if hooked_first else ("none", "[forward: half]")
+    kinds = (f"[forward: {HALF}]", "none") if hooked_first else ("none", f"[forward: {HALF}]")
     told = f"hooks: {SITE} {kinds[0]} there, {kinds[1]} here"
     with tiny.hooks(fwd_hooks=second), pytest.raises(ValueError, match="weights and hooks") as refused:
         study(tiny, tmp_path)
