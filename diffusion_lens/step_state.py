@@ -119,6 +119,16 @@ class StepClock:
             self._busy = False
 
     @contextmanager
+    def one_branch_at_a_time(self) -> Iterator[tuple[StepState, ...]]:
+        """The branches, for one to be shown after the other; a hook point reached meanwhile passes the one shown."""
+        before = self.step, self.branches
+        self.branches = None
+        try:
+            yield before[1] or ()
+        finally:
+            self.step, self.branches = before
+
+    @contextmanager
     def at(self, step: StepState | None, copies: int = 1) -> Iterator[None]:
         """Lend a step to all hook points, and give back what they had before, exception or not.
 

@@ -39,10 +39,11 @@ class StepHookPoint(HookPoint):
             return x if shown is x else self._fitting(shown, x)
         halves = x.chunk(2)
         seen = []
-        for state, half in zip(self.clock.branches, halves, strict=True):
-            self.clock.step = state
-            shown = super().__call__(half)
-            seen.append(half if shown is half else self._fitting(shown, half))
+        with self.clock.one_branch_at_a_time() as branches:
+            for state, half in zip(branches, halves, strict=True):
+                self.clock.step = state
+                shown = super().__call__(half)
+                seen.append(half if shown is half else self._fitting(shown, half))
         return x if all(new is old for new, old in zip(seen, halves, strict=True)) else torch.cat(seen)
 
     def _fitting(self, returned: Any, x: Tensor) -> Tensor:
