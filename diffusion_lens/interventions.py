@@ -21,9 +21,7 @@ They fit every hook point [batch pos ...], on both variants, in and outside the 
 negative ones from the end, none twice; `None` is all. `places` may also be Int[batch place], each row's own.
 
 In the loop a hook sees the whole canvas, and one branch of guidance at a time; `at_steps`, `on_branch` and
-`while_masked` of `denoising.step_hooks` say when it acts.
-
-`named` gives a hook a name, by which records and folders of results tell it from others.
+`while_masked` of `denoising.step_hooks` say when it acts. `named` gives it a name for records and folders of results.
 
 None writes into the tensor it is handed; each returns a new one, in its dtype and on its device. Places or heads
 outside the activation and values that do not fit are a `ValueError`, a run that does not hold the hook point or the
@@ -186,8 +184,7 @@ def _edit(new: Callable[[Tensor, Any], Tensor], places: Indices, heads: Indices)
 
 
 def _called(factory: str, hook: Hook) -> Hook:
-    """The hook under the name of the function that the user called, for records."""
-    hook.__qualname__ = factory
+    hook.__qualname__ = factory  # by which records name it
     return hook
 
 

@@ -11,8 +11,8 @@ likes, from the start. In both an answer token that has been revealed counts 1, 
 
 Under guidance the subject is corrupted and the state restored in the conditional branch; the other sees no subject.
 
-Hooks of the caller inside the network act here as in the loop, and are told the step. Those on the loop's own hook points
-(`denoise.hook_*`) do not pass: what they changed in the clean run is in its canvases.
+Hooks of the caller inside the network act here as in the loop, and are told the step. Those on the loop's own hook
+points (`denoise.hook_*`) do not pass: what they changed in the clean run is in its canvases.
 """
 
 from collections.abc import Iterable, Sequence

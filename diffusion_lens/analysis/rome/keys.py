@@ -63,9 +63,9 @@ def compute_key(
 ) -> KeyResult:
     """k* of one request.
 
-    The key is taken on the canvas as it stands. No answer is read, so the answer's places may hold [MASK], tokens that a
-    later denoising step has revealed, or lie behind the canvas; on a masked diffusion model each is another key. Take
-    k* and v* on the same canvas.
+    The key is taken on the canvas as it stands. No answer is read, so its places may hold [MASK] or tokens that a later
+    denoising step has revealed, or lie behind the canvas; on a masked diffusion model each is another key. Take k* and
+    v* on the same canvas.
 
     Args:
         queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
