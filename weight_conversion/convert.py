@@ -14,6 +14,7 @@ from torch import Tensor
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families import native
 from weight_conversion.families.family import Config, Family
+from weight_conversion.families.unsupported import warn_if_silent
 from weight_conversion.files import (
     CHECKPOINT_SUFFIXES,
     INDEX,
@@ -81,12 +82,17 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
     Raises:
         FileNotFoundError: no checkpoint there.
         ValueError: cut off, of no known family, or with missing, unknown or wrongly shaped tensors (named).
+
+    Warns:
+        UserWarning: nothing tells whether a model made from a causal one was trained by blocks.
     """
     path = Path(path)
     source = open_tensors(path)
     shapes = source.shapes()
     settings, read_from = _given(config) if config is not None else _beside(source.path.parent, shapes)
-    family = recognise(settings, shapes, str(path))
+    config_path = str(Path(config).expanduser()) if isinstance(config, str | Path) else None
+    family = recognise(settings, shapes, str(path), config_path)
+    warn_if_silent(settings or {}, str(path), config_path)
     try:
         architecture = family.read_architecture(settings, shapes)
         # The table is written out for each layer, so the number of layers is held against the file first.
@@ -195,11 +201,18 @@ def _given(config: str | Path | Config) -> tuple[Config, str]:
 
 
 def _beside(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Config | None, str]:
-    """The config that the checkpoint's own family keeps beside it, if there is one."""
+    """The config that the checkpoint's own family keeps beside it, if there is one; else another kind's.
+
+    A config that no family takes says what the checkpoint is, where its tensors do not.
+    """
+    foreign: tuple[Config, str] | None = None
     for family in FAMILIES.values():
         path = folder / family.config_file
         if path.exists():
             settings, read_from = _given(path)
             if family.recognises(settings, shapes):
                 return settings, read_from
+            foreign = (settings, read_from) if "model_type" in settings else foreign
+    if foreign and not any(family.recognises(None, shapes) for family in FAMILIES.values()):
+        return foreign
     return None, "none was passed or found, so the tensors' shapes were compared with the published sizes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from weight_conversion.architecture import Shape
@@ -14,24 +15,44 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def recognise(config: Config | None, shapes: Mapping[str, Shape], source: str) -> Family:
-    """The family of a checkpoint.
+def recognise(
+    config: Config | None, shapes: Mapping[str, Shape], source: str, config_path: str | None = None
+) -> Family:
+    """The family of a checkpoint; the arguments are those of `refuse_unsupported`.
 
     Raises:
         ValueError: it is of a kind that is not supported, though a family may seem to fit (says which), or no family
-            knows it (says what was seen of it).
+            knows it (says what was seen of it), or its config names a class of another model type.
     """
-    refuse_unsupported(config, shapes, source)
+    refuse_unsupported(config, shapes, source, config_path)
     for family in FAMILIES.values():
         if family.recognises(config, shapes):
+            _check_classes(config or {}, source)
             return family
-    if config is not None and "model_type" in config:
+    if said := [f"{key}={config[key]!r}" for key in ("model_type", "architectures") if config and config.get(key)]:
         raise ValueError(
-            f"{source} is of no known family: its config says model_type={config['model_type']!r}"
-            f"{f' and architectures={classes!r}' if (classes := config.get('architectures')) else ''}, and known are "
-            f"{', '.join(FAMILIES)}"
+            f"{source} is of no known family: its config says {' and '.join(said)}, and known are {', '.join(FAMILIES)}"
         )
     raise ValueError(
         f"{source} is of no known family ({', '.join(FAMILIES)}); its first tensors are {sorted(shapes)[:4]}. "
         "Most formats need their config.json beside the weights; any other has to be converted to one of these first."
     )
+
+
+def _check_classes(config: Config, source: str) -> None:
+    """Raise a `ValueError` where a config names a class that is known to belong to another model type than its own."""
+    model_type, classes = config.get("model_type"), config.get("architectures")
+    for name in classes if isinstance(classes, list) else [classes]:
+        owners = [
+            (family.name, owner)
+            for family in FAMILIES.values()
+            for owner, pattern in family.classes.items()
+            if re.fullmatch(pattern, str(name))
+        ]
+        if owners and model_type not in [owner for _, owner in owners]:
+            family_name, owner = owners[0]
+            raise ValueError(
+                f"{source} contradicts itself: its config says model_type={model_type!r}, and architectures="
+                f"{classes!r}, where {name} is a class of model_type={owner!r} (the family {family_name}). Models of "
+                "the two compute different things: correct the one that is wrong in its config.json, or pass config="
+            )

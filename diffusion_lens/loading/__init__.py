@@ -32,7 +32,7 @@ from diffusion_lens.loading.tokenizers import (
     save_tokenizer,
 )
 from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json_object
-from weight_conversion.families.unsupported import refuse_unsupported, warn_if_silent
+from weight_conversion.families.unsupported import refuse_unsupported
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -211,7 +211,6 @@ def _completed_config(found: _Found, tokenizer: Callable[[], Any]) -> dict[str, 
     settings = found.config_beside
     if settings is None:
         return None
-    warn_if_silent(settings, str(found.path))
     if settings.get("mask_token_id") is not None:
         return None
     mask = found.known.get("mask_token_id")

@@ -108,6 +108,88 @@ def test_an_unknown_family_is_told_what_was_seen(refused):
     refused(ValueError, *words, do=lambda: recognise(config, {}, "x"))
 
 
+@pytest.mark.parametrize("passed", ["path", "mapping named in it"])
+def test_a_config_that_is_passed_tells_the_kind_by_its_own_path(passed, configs, specimen, tmp_path, refused):
+    folder = a2d(configs, specimen, tmp_path / "Qwen3-bd3lm")
+    (weights := folder / "weights").mkdir()
+    (folder / "model.safetensors").rename(weights / "model.safetensors")
+    config = folder / "config.json"
+    if passed != "path":
+        config = {**json.loads(config.read_text()), "_name_or_path": "dllm/Qwen3-bd3lm"}
+    load = HookedDiffusionTransformer.from_pretrained
+    path = weights / "model.safetensors"
+    refused(ValueError, BLOCKS, "its name is", "bd3lm", do=lambda: load(path, config=config, device="cpu"))
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_silent_config_that_is_passed_warns(as_mapping, configs, specimen, tmp_path):
+    folder = a2d(configs, specimen, tmp_path / "mine")
+    config = folder / "config.json"
+    with pytest.warns(UserWarning, match="mine is read as a model that sees its whole canvas"):
+        HookedDiffusionTransformer.from_pretrained(
+            folder, config=json.loads(config.read_text()) if as_mapping else config, device="cpu"
+        )
+
+
+def test_a_name_is_that_of_the_folder_itself(configs, specimen, tmp_path, refused, monkeypatch):
+    """From inside a folder, and through a link, a checkpoint is the same one."""
+    folder = a2d(configs, specimen, tmp_path / "Qwen3-bd3lm")
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "mine").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "mine" / name).symlink_to(folder / name)
+    monkeypatch.chdir(folder)
+    for path in (".", "model.safetensors", "./", tmp_path / "link", "../link/model.safetensors"):
+        load = lambda path=path: HookedDiffusionTransformer.from_pretrained(path, device="cpu")  # noqa: E731
+        refused(ValueError, BLOCKS, "its name is 'Qwen3-bd3lm'", do=load)
+    refused(ValueError, BLOCKS, path=tmp_path / "mine" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "owner"),
+    [
+        ("qwen3", "A2DQwen3LMHeadModel", "a2d-qwen3"),
+        ("llama", "LLaDAModelLM", "llada"),
+        ("qwen2", "DreamModel", "Dream"),
+        ("llama", "Qwen2ForCausalLM", "qwen2"),
+        ("llada", "LlamaForCausalLM", "llama"),
+    ],
+)
+def test_a_class_of_another_model_type_is_refused(config, name, owner, configs, refused):
+    said = {**configs[config], "architectures": [name]}
+    words = ("contradicts itself", f"model_type={said['model_type']!r}", f"['{name}']", f"model_type='{owner}'")
+    refused(ValueError, *words, do=lambda: recognise(said, {}, "mine"))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("a2d-qwen3", "A2DQwen3LMHeadModel"),
+        ("a2d-qwen3", "Qwen3ForCausalLM"),
+        ("llama", "LlamaForCausalLM"),
+        ("llama", "MyLlamaForCausalLM"),
+        ("llama", "LlamaForSequenceClassification"),
+        ("llada", "LLaDAModelLM"),
+        ("dream", "DreamModel"),
+    ],
+)
+def test_a_class_of_its_own_or_of_nobody_else_is_taken(config, name, configs):
+    for classes in ([name], name):
+        assert recognise({**configs[config], "architectures": classes}, {}, "mine").name in config
+
+
+def test_an_unknown_config_beside_a_checkpoint_is_told(tmp_path, refused, write):
+    path = write({"gpt_neox.embed_in.weight": torch.zeros(2, 2)}, tmp_path)
+    config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("no known family", "model_type='gpt_neox'", "architectures=['GPTNeoXForCausalLM']")
+    refused(ValueError, *words, path=path)
+    refused(ValueError, words[2], do=lambda: recognise({"architectures": ["GPTNeoXForCausalLM"]}, {}, "x"))
+    for given in (path, tmp_path):
+        refused(ValueError, *words, do=lambda given=given: HookedDiffusionTransformer.from_pretrained(given))
+
+
 def a2d(configs, specimen, folder):
     """A model made from Qwen3, as dllm publishes it."""
     from weight_conversion.key_map import KeyMap

@@ -40,4 +40,5 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    classes={MODEL_TYPE: "Dream(Base)?Model"},
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
@@ -18,7 +18,8 @@ class Family:
 
     `recognises(config, shapes)` says whether a checkpoint is of this family; `read_architecture(config, shapes)` reads
     it (config `None`: from the tensors alone); `write_config` is the inverse, for export. `ignored` are patterns of
-    tensors that carry nothing, `config_file` is the name under which the family keeps its config.
+    tensors that carry nothing, `config_file` is the name under which the family keeps its config. `classes` are the
+    model types of the family, each with a pattern of the class names that its configs list under `architectures`.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Family:
     write_config: Callable[[Architecture], dict[str, Any]]
     config_file: str
     ignored: tuple[str, ...] = ()
+    classes: Mapping[str, str] = field(default_factory=dict)
 
 
 def require_count(key: str, count: object, family: str) -> None:

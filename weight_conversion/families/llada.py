@@ -130,4 +130,5 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    classes={MODEL_TYPE: "LLaDAModel(LM)?"},
 )

@@ -152,4 +152,5 @@ FAMILY = Family(
     write_config=write_config,
     config_file="config.json",
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # tables that old checkpoints (Llama-2) carry along
+    classes={"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
 )

@@ -47,4 +47,5 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    classes={"qwen2": "Qwen2(Model|ForCausalLM)", "a2d-qwen2": r"A2DQwen2\w*|Qwen2(Model|ForCausalLM)"},
 )

@@ -48,4 +48,5 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    classes={"qwen3": "Qwen3(Model|ForCausalLM)", "a2d-qwen3": r"A2DQwen3\w*|Qwen3(Model|ForCausalLM)"},
 )

@@ -8,6 +8,7 @@ is silent, the name under which it is published.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from pathlib import PurePath
 
 from weight_conversion.architecture import Shape
 from weight_conversion.families.family import Config
+
+FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".json")
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,17 @@ KINDS = (
 )
 
 
-def refuse_unsupported(config: Config | None, shapes: Mapping[str, Shape], source: str) -> None:
-    """Raise a `ValueError` that says what a checkpoint is, if it is of a kind that no family here reads."""
+def refuse_unsupported(
+    config: Config | None, shapes: Mapping[str, Shape], source: str, config_path: str | None = None
+) -> None:
+    """Raise a `ValueError` that says what a checkpoint is, if it is of a kind that no family here reads.
+
+    Args:
+        source: the checkpoint's path, or the repository it comes from.
+        config_path: where its config was read, if that was a file of the caller's choice.
+    """
     said = config or {}
-    names = _names(said, source)
+    names = _names(said, source, config_path)
     found = [(kind, evidence) for kind in KINDS if (evidence := kind.evidence(said, shapes, names))]
     if not found:
         return
@@ -127,12 +137,12 @@ def refuse_unsupported(config: Config | None, shapes: Mapping[str, Shape], sourc
     )
 
 
-def warn_if_silent(config: Config, source: str) -> None:
+def warn_if_silent(config: Config, source: str, config_path: str | None = None) -> None:
     """Warn where neither config nor name tells whether a model made from a causal one was trained by blocks."""
     made_from_causal = str(config.get("model_type")).startswith("a2d-")
     if not made_from_causal or set(KINDS[0].keys) & set(config):
         return
-    if not any(re.search("mdlm", name, re.IGNORECASE) for name in _names(config, source)):
+    if not any(re.search("mdlm", name, re.IGNORECASE) for name in _names(config, source, config_path)):
         warnings.warn(
             f"{source} is read as a model that sees its whole canvas. Its config does not say so, and models trained "
             "by blocks have the same one: if it is one of those, its numbers will be wrong. If it is not, add "
@@ -141,9 +151,18 @@ def warn_if_silent(config: Config, source: str) -> None:
         )
 
 
-def _names(config: Config, source: str) -> list[str]:
-    """The names a checkpoint goes by: of its file and folder, of its repository in a cache, and in its config."""
-    parts = PurePath(source.rstrip("()'")).parts
-    last = parts[-2:] if PurePath(source).suffix in (".safetensors", ".pth", ".pt", ".ckpt", ".bin") else parts[-1:]
-    cached = [part for part in parts if part.startswith("models--")]
-    return [*cached, *last, *([config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else [])]
+def _names(config: Config, source: str, config_path: str | None) -> list[str]:
+    """The names a checkpoint goes by: of its files and folders, of its repository in a cache, and in its config."""
+    said = [config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else []
+    return [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path)), *said]
+
+
+def _names_in(path: str) -> list[str]:
+    """The last names of a path, as it is given and, where something lies there, in full and with its links followed."""
+    spellings = [path, os.path.abspath(path), os.path.realpath(path)] if os.path.exists(path) else [path]
+    names = []
+    for spelling in spellings:
+        parts = PurePath(spelling.rstrip("()'")).parts
+        names += [part for part in parts if part.startswith("models--")]
+        names += parts[-2:] if PurePath(spelling).suffix in FILE_SUFFIXES else parts[-1:]
+    return names
