@@ -1,5 +1,6 @@
 """Where in the denoising loop an activation belongs: what `hook.step` holds inside the loop."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,8 @@ class StepClock:
 
     While guidance runs both of its branches as one batch, `branches` holds the state of each half.
 
-    Step and hooks belong to the model, so one thread at a time may use them: `held` refuses a second one.
+    Step and hooks belong to the model, so one thread at a time may use them: `held` refuses a second one. Plain passes
+    may run in several threads, and are noted, because hooks attached meanwhile would reach into them.
     """
 
     def __init__(self) -> None:
@@ -70,6 +72,7 @@ class StepClock:
         self._busy = False
         self._holder: int | None = None
         self._depth = 0
+        self._passing: Counter[int] = Counter()
 
     def __deepcopy__(self, memo: object) -> "StepClock":
         # A copy of the model runs nothing yet, whatever its original is doing.
@@ -77,9 +80,13 @@ class StepClock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads out while hooks are attached; the same thread may hold it again inside."""
+        """Keep other threads out while hooks are attached; the same thread may hold it again inside.
+
+        Raises:
+            RuntimeError: another thread holds the model, or is in a forward pass of it.
+        """
         with _NOTING:
-            self.check_thread()
+            self._require_alone()
             self._holder, self._depth = get_ident(), self._depth + 1
         try:
             yield
@@ -89,7 +96,30 @@ class StepClock:
                 if not self._depth:
                     self._holder = None
 
-    def check_thread(self) -> None:
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Note a forward pass of this thread: until it ends, no other thread may hold the model."""
+        thread = get_ident()
+        with _NOTING:
+            self._check_thread()
+            self._passing[thread] += 1
+        try:
+            yield
+        finally:
+            with _NOTING:
+                self._passing[thread] -= 1
+                self._passing += Counter()  # keeps the positive counts
+
+    def _require_alone(self) -> None:
+        """Raise a `RuntimeError` where another thread holds the model or runs it."""
+        self._check_thread()
+        if self._passing.keys() - {get_ident()}:
+            raise RuntimeError(
+                "another thread is in a forward pass of this model, and hooks or a step of yours would reach into it: "
+                "let the threads take turns, or give each a model of its own"
+            )
+
+    def _check_thread(self) -> None:
         """Raise a `RuntimeError` where another thread holds the model."""
         if self._holder is not None and self._holder != get_ident():
             raise RuntimeError(
@@ -111,6 +141,7 @@ class StepClock:
                     "call (in a hook of it): hooks and steps belong to the model, so two loops at once would mix "
                     "them. Wait for that run to end, or load the model a second time"
                 )
+            self._require_alone()
             self._busy = True
         try:
             yield
@@ -137,9 +168,10 @@ class StepClock:
                 stand for none.
             copies: how many times the runs inside hold those rows.
         """
-        before = self.step, self.branches
-        self.step, self.branches = None if step is None else step.repeat(copies), None
-        try:
-            yield
-        finally:
-            self.step, self.branches = before
+        with self.held():
+            before = self.step, self.branches
+            self.step, self.branches = None if step is None else step.repeat(copies), None
+            try:
+                yield
+            finally:
+                self.step, self.branches = before

@@ -40,6 +40,7 @@ from diffusion_lens.denoising.randomness import PlaceNoise, Seed, row_seeds
 from diffusion_lens.denoising.refusals import require_choice, require_ids, require_logits, require_open, require_scores
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
+from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import LoopHooks
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -95,7 +96,7 @@ class Run:
         """From times[index] to times[index + 1]."""
         hooks = self.model.loop_hooks
         state = self.model.clock.step = self._state(index)
-        if hooks.hook_tokens.is_hooked:
+        if is_hooked(hooks.hook_tokens):
             # A copy, because the canvas is also history, and hooks are in the habit of writing in place.
             tokens = hooks.hook_tokens(self.tokens.clone())
             require_ids("denoise.hook_tokens", tokens, state, torch.ones_like(state.masked), self.model)
@@ -125,7 +126,7 @@ class Run:
     def _reveal(self, state: StepState, plan: Plan, places: Places) -> None:
         hooks = self.model.loop_hooks
         logits = self.predictor(state, places)
-        if hooks.hook_logits.is_hooked:
+        if is_hooked(hooks.hook_logits):
             canvas = logits.new_zeros(*places.shape, logits.shape[-1])
             canvas[places] = logits
             logits = hooks.hook_logits(canvas)[places]
@@ -140,7 +141,7 @@ class Run:
         if not proposal.is_plain:
             ranking[places] = proposal.scores(logits, tokens, self.temperature)
         ranking = hooks.hook_confidence(ranking)
-        if hooks.hook_confidence.is_hooked:
+        if is_hooked(hooks.hook_confidence):
             require_scores(ranking, state, places)
         reveal = plan.places
         if self.script is None:
@@ -168,7 +169,7 @@ class Run:
 
     def _hooked_candidates(self, candidates: Tokens, state: StepState, places: Places) -> Tokens:
         point = self.model.loop_hooks.hook_candidates
-        if not point.is_hooked:
+        if not is_hooked(point):
             return candidates
         returned = point(candidates)
         require_ids("denoise.hook_candidates", returned, state, places, self.model)
@@ -207,6 +208,7 @@ def execute(
     steps = range(first_step, len(run.times) - 1)
     clock, name = run.model.clock, run.model.cfg.model_name
     with torch.no_grad(), clock.running(name), run.model.hooks(fwd_hooks=list(fwd_hooks)):
+        run.model.require_set_up()
         for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
             with around(index) if around else nullcontext():
                 run.step(index)
@@ -269,4 +271,4 @@ def begin_again(
 
 def _watched(hooks: LoopHooks) -> bool:
     late = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
-    return any(point.is_hooked for point in late)
+    return any(is_hooked(point) for point in late)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffusion_lens.model.attention_patterns import Visibility
-from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.key_values import LayerKeyValues
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.norm import RMSNorm
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         asking = context if picked is None else context.at(picked.grid, k.shape[1])
         q = self.hook_rot_q(rotate(self.q_norm(q), asking.rotary))
         mixed = _fused(q, k, v, asking.visibility)
-        if self.hook_attn_scores.is_hooked or self.hook_pattern.is_hooked:
+        if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._written_out(q, k, v, asking.visibility, mixed)
         z = self.hook_z(mixed)
         if context.use_attn_result:
@@ -166,7 +166,7 @@ def _fused(q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility) -> Heads:
     ).transpose(1, 2)
 
 
-def _show(point: StepHookPoint, x: Tensor) -> tuple[Tensor, bool]:
+def _show(point: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
     """`x` after the hooks, and whether they left it as it was. Many write in place, so its values are compared."""
     before = x.detach().clone()
     seen = point(x)

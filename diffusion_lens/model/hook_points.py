@@ -1,11 +1,13 @@
 """A TransformerLens hook point that knows the denoising step, and refuses what a hook may not return."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformer_lens.hook_points import HookPoint
+from transformer_lens.hook_points import HookPoint, LensHandle
 
 from diffusion_lens.step_state import StepClock, StepState
 
@@ -14,8 +16,10 @@ class StepHookPoint(HookPoint):
     """An identity that hooks can read and replace; inside the denoising loop `step` says where.
 
     When guidance runs its two branches as one batch, hooks (torch's own too) are called for each branch, with the
-    caller's batch size. What comes back must have the shape, the device and the kind of number that went in; floats and
-    integers of another width are cast.
+    caller's batch size. What each hook returns must have the shape, the device and the kind of number that went in;
+    floats and integers of another width are cast.
+
+    Attaching and removing hooks is a `RuntimeError` while another thread runs the model.
     """
 
     def __init__(self, pos_dim: int = 1) -> None:
@@ -31,7 +35,19 @@ class StepHookPoint(HookPoint):
     @property
     def is_hooked(self) -> bool:
         """Whether anything listens here, forwards or backwards: TransformerLens's hooks, or torch's own."""
-        return bool(self._forward_hooks or self._backward_hooks or self._forward_pre_hooks or self._backward_pre_hooks)
+        return is_hooked(self)
+
+    def add_hook(self, hook: Any, dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any) -> LensHandle:
+        """As in TransformerLens; what a forward hook returns is checked before the next one sees it."""
+        with self.clock.held():
+            handle = super().add_hook(self._checked(hook) if dir == "fwd" else hook, dir, *args, **kwargs)
+        handle.user_hook = hook
+        return handle
+
+    def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens."""
+        with self.clock.held():
+            super().remove_hooks(*args, **kwargs)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.clock.branches is None or not (self.is_hooked or _has_any_global_hook()):
@@ -46,32 +62,57 @@ class StepHookPoint(HookPoint):
                 seen.append(half if shown is half else self._fitting(shown, half))
         return x if all(new is old for new, old in zip(seen, halves, strict=True)) else torch.cat(seen)
 
-    def _fitting(self, returned: Any, x: Tensor) -> Tensor:
-        """What the hooks returned, if it can stand for `x`."""
+    def _checked(self, user_hook: Any) -> Callable[..., Any]:
+        """The hook, and right after it the check of what it returned, while it is known whose it is."""
+
+        @wraps(user_hook)
+        def checked(activation: Any, *, hook: Any) -> Any:
+            returned = user_hook(activation, hook=hook)
+            # What a conversion of the hook point shows is of another shape; it is checked when it is converted back.
+            if returned is None or returned is activation or self.hook_conversion is not None:
+                return returned
+            return self._fitting(returned, activation, user_hook)
+
+        return checked
+
+    def _fitting(self, returned: Any, x: Tensor, hook: Any = None) -> Tensor:
+        """What a hook returned, if it can stand for `x`; without a hook, what all of them made of it."""
         if not isinstance(returned, Tensor):
             raise TypeError(
-                f"{self._culprits()} returned {type(returned).__name__}; a hook returns a tensor {list(x.shape)}, or "
+                f"{self._whose(hook)} returned {type(returned).__name__}; a hook returns a tensor {list(x.shape)}, or "
                 "None to change nothing"
             )
         if returned.shape != x.shape:
             raise ValueError(
-                f"{self._culprits()} returned {list(returned.shape)}; the activation is {list(x.shape)}, and what "
+                f"{self._whose(hook)} returned {list(returned.shape)}; the activation is {list(x.shape)}, and what "
                 "replaces it must be too (tensor.expand_as(activation) repeats one for all rows)"
             )
         if returned.device != x.device:
             raise ValueError(
-                f"{self._culprits()} returned a tensor on {returned.device}; the activation is on {x.device}: return "
+                f"{self._whose(hook)} returned a tensor on {returned.device}; the activation is on {x.device}: return "
                 "tensor.to(activation.device)"
             )
         if returned.dtype == x.dtype:
             return returned
         if _kind(returned.dtype) != _kind(x.dtype):
-            raise TypeError(f"{self._culprits()} returned {returned.dtype}; the activation is {x.dtype}")
+            raise TypeError(f"{self._whose(hook)} returned {returned.dtype}; the activation is {x.dtype}")
         return returned.to(x.dtype)
 
-    def _culprits(self) -> str:
-        functions = [getattr(handle.user_hook, "__qualname__", repr(handle.user_hook)) for handle in self.fwd_hooks]
+    def _whose(self, hook: Any) -> str:
+        hooks = [handle.user_hook for handle in self.fwd_hooks] if hook is None else [hook]
+        functions = [getattr(each, "__qualname__", repr(each)) for each in hooks]
         return f"a hook at {self.name!r} ({', '.join(functions) or 'of torch'})"
+
+
+def is_hooked(point: nn.Module) -> bool:
+    """Whether anything listens at a hook point of any kind; a module that acts by itself in its place counts."""
+    return bool(
+        not isinstance(point, HookPoint)
+        or point._forward_hooks
+        or point._backward_hooks
+        or point._forward_pre_hooks
+        or point._backward_pre_hooks
+    )
 
 
 def lend_clock(point: HookPoint, clock: StepClock) -> None:

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
-from diffusion_lens.model.hook_points import StepHookPoint, lend_clock
+from diffusion_lens.model.hook_points import StepHookPoint, is_hooked, lend_clock
 from diffusion_lens.step_state import StepClock
 
 
@@ -31,8 +32,9 @@ class LoopHooks(nn.Module):
 class Hooking(HookedRootModule, ABC):
     """What a model does with hooks.
 
-    Hooks and the step belong to the model: while one thread runs with hooks, or the denoising loop, another thread's
-    call is a `RuntimeError`.
+    Hooks and the step belong to the model. While one thread is inside `hooks`, `run_with_hooks`, `run_with_cache` or
+    the denoising loop, another thread's run is a `RuntimeError`, and so is its attaching and removing of hooks; the
+    latter also while one thread is in a plain forward pass. Threads that only run the model may do so at once.
     """
 
     cfg: DiffusionConfig
@@ -44,6 +46,10 @@ class Hooking(HookedRootModule, ABC):
 
     def setup(self) -> None:
         """Name the hook points and give all of them this model's clock; call it again after adding some."""
+        with self.clock.held():
+            self._set_up()
+
+    def _set_up(self) -> None:
         super().setup()
         # `model.denoise` is the method that runs the loop, so its hook points live elsewhere and are renamed here.
         for name, _ in self.loop_hooks.named_children():
@@ -66,10 +72,9 @@ class Hooking(HookedRootModule, ABC):
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` picks."""
-        silent = {
-            name: reason for name in select_names(names_filter, self.hook_dict) if (reason := self.why_silent(name))
-        }
-        names = [name for name in select_names(names_filter, self.hook_dict) if name not in silent]
+        picked = self._select(names_filter)
+        silent = {name: reason for name in picked if (reason := self.why_silent(name))}
+        names = [name for name in picked if name not in silent]
         if not names or (silent and not callable(names_filter) and names_filter is not None):
             raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
         out, cache = super().run_with_cache(
@@ -82,12 +87,18 @@ class Hooking(HookedRootModule, ABC):
     @property
     def is_hooked(self) -> bool:
         """Whether anything listens anywhere inside the network; the loop's own hook points do not count."""
-        return any(point.is_hooked for point in self._inside)
+        return any(is_hooked(point) for point in self._inside)
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that picks nothing is an error with the nearest names."""
         self._check_hookable(name)
-        super().add_hook(name, hook, *args, **kwargs)
+        with self.clock.held():
+            super().add_hook(name, hook, *args, **kwargs)
+
+    def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens."""
+        with self.clock.held():
+            super().reset_hooks(*args, **kwargs)
 
     def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
         self._check_hookable(name)
@@ -126,20 +137,48 @@ class Hooking(HookedRootModule, ABC):
             ValueError: a filter that matches nothing.
         """
         self.is_caching = True
-        points = {name: self.hook_dict[name] for name in select_names(names_filter, self.hook_dict)}
+        points = {name: self.hook_dict[name] for name in self._select(names_filter)}
         held: dict[str, Tensor] = {} if cache is None else cache
         return held, *caching_hooks(points, held, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
 
     def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
         """As in TransformerLens; a filter that matches nothing is an error."""
-        return super().add_caching_hooks(select_names(names_filter, self.hook_dict), *args, **kwargs)
+        picked = self._select(names_filter)
+        with self.clock.held():
+            return super().add_caching_hooks(picked, *args, **kwargs)
 
     def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
         """Refuse a hook that picks nothing, or only points that never pass (outside the loop, the loop's own)."""
-        picked = select_names(name, self.hook_dict)
+        picked = self._select(name)
         reasons = [None if in_loop and each.startswith(loop_hook("")) else self.why_silent(each) for each in picked]
         if all(reasons):
             raise ValueError(f"{picked[0]!r} {reasons[0]}")
+
+    def _select(self, names_filter: NamesFilter) -> list[str]:
+        """The hook points that a filter picks; one that no longer stands in the network is a `RuntimeError`."""
+        picked = select_names(names_filter, self.hook_dict)
+        for name in picked:
+            if not name.startswith(loop_hook("")) and not self._stands(name):
+                raise RuntimeError(
+                    f"{name!r} is no longer the hook point that this model knows by that name: call model.setup() "
+                    "after putting modules in"
+                )
+        return picked
+
+    def _stands(self, name: str) -> bool:
+        try:
+            return self.get_submodule(name) is self.hook_dict[name]
+        except AttributeError:
+            return False
+
+    def require_set_up(self) -> None:
+        """Raise a `RuntimeError` where a hook listens at a point that `setup` has not seen: it would know no step."""
+        for name, point in self.named_modules():
+            if isinstance(point, HookPoint) and is_hooked(point) and vars(point).get("clock") is not self.clock:
+                raise RuntimeError(
+                    f"the hook at {name!r} would not know the step, because the hook point was put in since "
+                    "model.setup() was last called: call model.setup()"
+                )
 
     def why_silent(self, name: str) -> str | None:
         """Why a plain forward pass never reaches a hook point, or `None`."""

@@ -15,7 +15,7 @@ from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import PATTERNS
-from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
@@ -111,30 +111,32 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         """
         if return_type not in ("logits", None):
             raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
-        self.clock.check_thread()
-        start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
-        resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
-        picked = None
-        if logits_at is not None and stop_at_layer is None:
-            picked = PickedRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
-        # A hook in the last block or after it sees every row, as everywhere.
-        early = picked is not None and picked.saves_work and not any(point.is_hooked for point in self._last_points)
-        past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
-        context = self._context(resid.shape[1], real, self._n_past(past, resid.shape[1], real))
-        for layer, block_past in zip(range(start, stop), past, strict=True):
-            only = picked if early and layer == self.cfg.n_layers - 1 else None
-            resid = self.blocks[layer](resid, context, block_past, only)
-        if stop_at_layer is not None:
-            return resid
-        if picked is not None and early and start == self.cfg.n_layers:
-            resid = picked.of(resid)
-        normalized = self.ln_final(resid)
-        if return_type is None:
-            return None
-        if picked is not None:
-            normalized = picked.flat(normalized if early else picked.of(normalized))
-        logits: Tensor = self.unembed(normalized)
-        return logits
+        with self.clock.passing():
+            start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
+            resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
+            picked = None
+            if logits_at is not None and stop_at_layer is None:
+                picked = PickedRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
+            # A hook in the last block or after it sees every row, as everywhere.
+            early = (
+                picked is not None and picked.saves_work and not any(is_hooked(point) for point in self._last_points)
+            )
+            past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
+            context = self._context(resid.shape[1], real, self._n_past(past, resid.shape[1], real))
+            for layer, block_past in zip(range(start, stop), past, strict=True):
+                only = picked if early and layer == self.cfg.n_layers - 1 else None
+                resid = self.blocks[layer](resid, context, block_past, only)
+            if stop_at_layer is not None:
+                return resid
+            if picked is not None and early and start == self.cfg.n_layers:
+                resid = picked.of(resid)
+            normalized = self.ln_final(resid)
+            if return_type is None:
+                return None
+            if picked is not None:
+                normalized = picked.flat(normalized if early else picked.of(normalized))
+            logits: Tensor = self.unembed(normalized)
+            return logits
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result [batch pos head d_model] at `attn.hook_result` (large), as in TransformerLens."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
+from diffusion_lens.settings import Whole, at_least
 from diffusion_lens.training.objectives import LossQuestion, ask, ask_masked, ask_next, hide, noise_of
 
 
@@ -20,7 +21,7 @@ class LossInterface(DiffusionTransformer, ABC):
         return_type: str | None = "logits",
         *,
         loss_per_token: bool = False,
-        samples: int = 1,
+        samples: Whole = 1,
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -53,10 +54,10 @@ class LossInterface(DiffusionTransformer, ABC):
             raise ValueError(
                 f"return_type={return_type!r} runs the whole network; it does not go with {sorted(kwargs)}"
             )
-        if not isinstance(samples, int) or samples < 1 or (samples > 1 and return_type == "both"):
+        samples = at_least(1, "samples", samples)
+        if samples > 1 and return_type == "both":
             raise ValueError(
-                f"samples={samples} with return_type={return_type!r}: it is a whole number from 1, and 1 with 'both', "
-                "since each noise has logits of its own"
+                f"samples={samples} with return_type='both': each noise has logits of its own, so it is 1 there"
             )
         tokens, real = self._checked(input, real)
         asked = ask(self, tokens, real, generator, samples)

@@ -180,6 +180,18 @@ def test_what_cannot_replace_an_activation_is_refused_by_name(either, name, hook
         either.model.run_with_hooks(either.tokens, fwd_hooks=[(name, hook_fn)])
 
 
+def test_a_bad_hook_is_refused_alone_and_though_the_next_one_repairs_it(either):
+    def repair(activation, hook):
+        return activation[:, :1].expand(-1, 17, -1)
+
+    for second in (repair, halve):
+        with pytest.raises(ValueError, match=rf"a hook at '{MLP_OUT}' \([^,]*wrong_shape\) returned \[3, 1, "):
+            either.model.run_with_hooks(either.tokens, fwd_hooks=[(MLP_OUT, wrong_shape), (MLP_OUT, second)])
+    with either.model.hooks(fwd_hooks=[(MLP_OUT, wrong_shape), (MLP_OUT, repair)]):
+        attached = either.model.list_hooks()[MLP_OUT]
+    assert [handle.user_hook for handle in attached] == [wrong_shape, repair]
+
+
 def test_a_float_of_another_width_is_cast(either):
     model, tokens = either.model, either.tokens
     double = model.run_with_hooks(tokens, fwd_hooks=[(MLP_OUT, lambda a, hook: a.double() / 2)])

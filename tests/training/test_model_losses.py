@@ -1,5 +1,6 @@
 """The loss that a model gives of itself: which noise it is taken under, and how it splits into places."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -176,3 +177,19 @@ def test_the_error_about_masks_names_only_what_can_be_passed(either, tokens):
     masked[0, 0] = either.model.cfg.mask_token_id
     with pytest.raises(ValueError, match=r"masked_diffusion_loss\(model, tokens, noisy, p_mask\)"):
         either.model(masked, return_type="loss")
+
+
+def test_samples_is_a_whole_number_of_any_kind_but_no_bool(either):
+    tokens = torch.arange(5, 25)[None]
+    for samples in (np.int64(2), torch.tensor(2)):
+        assert either.model(tokens, return_type="loss", samples=samples) == either.model(
+            tokens, return_type="loss", samples=2
+        )
+    for wrong, error, message in (
+        (True, TypeError, "samples=True is a bool"),
+        (0, ValueError, "samples=0; it must be at least 1"),
+    ):
+        with pytest.raises(error, match=message):
+            either.model(tokens, return_type="loss", samples=wrong)
+    with pytest.raises(ValueError, match="samples=2 with return_type='both'.*it is 1 there"):
+        either.model(tokens, return_type="both", samples=2)
