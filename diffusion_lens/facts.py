@@ -106,7 +106,8 @@ class Fact:
 
         Args:
             answer_places: masked places after the prompt on a masked diffusion model; by default as many as the answer
-                has tokens. More leave the model free to end the text itself.
+                has tokens. More leave the model free to end the text itself: `cfg.trained_length` less the prompt's
+                tokens are those of `denoise` and of averages over facts.
             first_tokens: ask for this many tokens of the answer only; 1 gives ROME's single-token question.
             occurrence: which mention of the subject is meant, from 0, when the prompt has several.
 

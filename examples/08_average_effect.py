@@ -11,6 +11,7 @@ with a file a fact. A run that is interrupted goes on from there.
 
 import argparse
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for way, facts in questions.items():
             facts = facts[: args.facts]
             folder = args.out / "average_effect" / f"{Path(name).name}_{way}_{args.kind}_{len(facts)}"
-            average = average_indirect_effect(
-                model, facts, args.kind, window=2, length=args.length, first_tokens=1, out=folder
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "the average is over nothing")  # print_average says so
+                average = average_indirect_effect(
+                    model, facts, args.kind, window=2, length=args.length, first_tokens=1, out=folder
+                )
             average.save(folder.with_suffix(".safetensors"))
             print_average(f"{name}, {way}", average)
             ax, title = next(places), f"{name}, {way}: knows {len(average.ids)} of {len(facts)}"

@@ -75,8 +75,8 @@ def recall_by_steps(
 
     Raises:
         ValueError: a setting out of range, two facts with one id, a folder that holds another run, or no fact that can
-            be asked. A single one that cannot (no answer, a prompt that leaves no place for it) is set aside, with the
-            reason in `Recall.set_aside`.
+            be asked. A single one that cannot (no answer, a prompt that leaves no place for it, words that the
+            tokenizer does not know) is set aside, with the reason in `Recall.set_aside`.
     """
     check_cfg_scale(cfg_scale)
     masked = model.cfg.mask_token_id is not None
@@ -142,6 +142,7 @@ def _prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -
     cell_name(fact.trained, fact.asked)  # refuses directions that no table could name
     if not fact.answer.strip():
         raise ValueError(f"the fact {fact.id!r} has no answer: any text would contain it")
+    model.check_known(fact.prompt + fact.answer)
     n_prompt = model.to_tokens(fact.prompt, truncate=False).shape[1]
     if n_prompt >= length:
         raise ValueError(
@@ -152,7 +153,7 @@ def _prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -
 
 
 def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
-    return model.to_tokens(fact.prompt + fact.answer, truncate=False).shape[1]
+    return len(model.encode(fact.prompt + fact.answer))
 
 
 def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:

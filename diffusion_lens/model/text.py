@@ -99,18 +99,14 @@ class TextInterface(ABC):
     def encode(self, text: str, prepend_bos: bool | None = None) -> list[int]:
         """The ids of one text, without a word on those that the tokenizer does not know (`unknown_words`)."""
         tokenizer = self._require_tokenizer()
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{text!r} holds half of a surrogate pair, which is no text: write the whole character"
-            ) from None
+        _check_whole(text)
         ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return [tokenizer.bos_token_id, *ids] if self._prepends_bos(prepend_bos) else ids
 
     def unknown_words(self, text: str) -> list[str]:
         """The pieces of a text that the tokenizer replaces by its unknown token; none where the text itself says it."""
         tokenizer = self._require_tokenizer()
+        _check_whole(text)
         if (unknown := _unknown_token(tokenizer)) is None:
             return []
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -283,3 +279,12 @@ def _unknown_token(tokenizer: Any) -> str | None:
     """What stands for words that the tokenizer does not know, said by its settings or by its vocabulary's model."""
     said: str | None = tokenizer.unk_token or getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
     return said
+
+
+def _check_whole(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{text!r} holds half of a surrogate pair, which is no text: write the whole character"
+        ) from None

@@ -427,6 +427,13 @@ def test_noise_scale_needs_subjects(tiny):
         noise_scale(tiny, "Gustav")
 
 
+def test_noise_scale_knows_every_word_that_it_measures(tiny):
+    with pytest.raises(ValueError, match="does not know 'The', 'Eiffel', 'Tower'"):
+        noise_scale(tiny, ["Gustav Geisser", "The Eiffel Tower"])
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        noise_scale(tiny, ["\ud800"])
+
+
 def test_a_fact_is_laid_out(tiny):
     fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
     assert torch.equal(

@@ -1,16 +1,19 @@
 """Which facts are averaged: asked of the loop fact by fact, on one canvas, by id; and those that cannot be asked."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from diffusion_lens import Fact, Query, load_pair
+from diffusion_lens import Query, load_pair
 from diffusion_lens.analysis import (
     AverageEffect,
     LoopSettings,
     average_indirect_effect,
+    average_trajectory_effect,
     causal_trace,
     merge,
     recalled_facts,
@@ -22,6 +25,7 @@ from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places:UserWarning")
+over_nothing = pytest.mark.filterwarnings("ignore:the average is over nothing:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
 FACTS = [fact for asked in ("p2d", "d2p") for fact in load().facts(trained="d2p", asked=asked)[:22:7]]
 UNTRUE = replace(FACTS[0], id="untrue", answer=FACTS[1].answer)
@@ -91,6 +95,7 @@ def all_likeliest(model, query):
     return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
 
 
+@over_nothing
 def test_first_token_alone_is_asked_of_the_canvas_by_default(tiny):
     first = average_indirect_effect(tiny, MIXED, first_tokens=1, **QUICK)
     assert first.record["known"] == "one_canvas"
@@ -136,6 +141,7 @@ def test_a_shard_and_a_resumed_run_ask_only_batches_that_they_need(tiny, monkeyp
     assert torch.equal(joined.effects.nan_to_num(7), whole.effects.nan_to_num(7))
 
 
+@over_nothing
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -189,7 +195,7 @@ UNUSABLE = {
     "empty": (dict(answer=""), "has no answer"),
     "merged": (dict(prompt="today Ada is th", subject="Ada", answer="e brave pilot."), "merges the answer"),
     "absent": (dict(subject="Nobody"), "'Nobody' is not in the prompt"),
-    "too long": (dict(answer=FACTS[0].answer * 9), "answer_places="),
+    "too long": (dict(answer=FACTS[0].answer * 9), "length=20 counts the prompt too"),
 }
 
 
@@ -217,9 +223,85 @@ def test_facts_that_cannot_be_asked_are_set_aside(tiny, spoilt, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("question", [{}, dict(first_tokens=1), dict(first_tokens=1, known="recalled")])
+def test_default_canvas_is_the_one_that_the_model_was_trained_on(tiny, question, tmp_path):
+    trained = dict(length=14) if tiny.cfg.mask_token_id is not None else dict(length=None)
+    settings = dict(samples=1, layers=[1], roles=["prompt_last"])
+    found = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings, **question)
+    asked = average_indirect_effect(tiny, FACTS, **trained, **settings, **question)
+    assert found.record == asked.record
+    assert found.record["length"] == trained["length"]
+    assert json.loads((tmp_path / "run.json").read_text())["length"] == trained["length"]
+    assert torch.equal(found.effects.nan_to_num(7), asked.effects.nan_to_num(7))
+    short = average_indirect_effect(tiny, FACTS, answer_places=6, known="all", **settings)
+    assert (short.record["length"], short.record["answer_places"]) == (None, 6)
+
+
+def test_default_canvas_recalls_what_denoise_writes(tiny):
+    facts = load().facts(trained="both", asked="d2p")[:60:5]
+    written = []
+    for fact in facts:
+        prompt, answer = fact.tokenize(tiny)
+        run = tiny.denoise(fact.prompt, **({} if tiny.cfg.trained_length else dict(length=14)))
+        written += [fact.id] * (run.tokens[0, len(prompt) : len(prompt) + len(answer)].tolist() == answer)
+    assert len(written) > 6
+    assert recalled_facts(tiny, facts) == written
+    quick = dict(samples=1, layers=[1], roles=["prompt_last"])
+    assert average_indirect_effect(tiny, facts[:2], **quick).ids == [fact.id for fact in facts[:2]]
+    assert average_trajectory_effect(tiny, facts[:2], **quick).ids == [fact.id for fact in facts[:2]]
+
+
+def test_a_fact_beyond_the_trained_length_is_set_aside_and_told_what_it_needs():
+    model = load_pair("tiny-mdm", device="cpu")[0]
+    long = replace(FACTS[0], id="long", prompt="today " * 9 + FACTS[0].prompt)
+    n_places = sum(map(len, long.tokenize(model)))
+    found = average_indirect_effect(model, [FACTS[0], long], known="all", **{**QUICK, "length": None})
+    assert "length=14, on which the model was trained," in found.set_aside["long"]
+    assert f"give length={n_places} or more" in found.set_aside["long"]
+
+
+def test_an_average_over_nothing_warns_of_it(tiny, tmp_path):
+    untrue = [UNTRUE, replace(UNTRUE, id="also", answer=FACTS[-1].answer)]
+    with pytest.warns(UserWarning, match=r"over nothing: 0 of 2 facts, recalled.*length=.*known='one_canvas'"):
+        assert not average_indirect_effect(tiny, untrue, out=tmp_path, **QUICK).ids
+    with pytest.warns(UserWarning, match="over nothing: 0 of 2 facts, recalled"):
+        merge(tmp_path)
+    with pytest.warns(UserWarning, match=r"0 of 2 facts, known on one canvas.*known='recalled'"):
+        average_indirect_effect(tiny, untrue, known="one_canvas", **QUICK)
+    with pytest.warns(UserWarning, match=r"0 of 2 facts, chosen by id.*known="):
+        average_indirect_effect(tiny, untrue, known=[], **QUICK)
+    with pytest.warns(UserWarning, match="over nothing: 0 of 2 facts, recalled"):
+        average_trajectory_effect(tiny, untrue, **QUICK)
+    assert not average_indirect_effect(tiny, untrue, shard=(0, 2), **QUICK).ids
+
+
+@pytest.mark.parametrize(
+    "setting", [dict(cfg_scale="1"), dict(temperature="2"), dict(seed="7"), dict(batch_size=2.5), dict(steps=4.5)]
+)
+def test_loop_settings_are_numbers(setting):
+    (name,) = setting
+    with pytest.raises(TypeError, match=f"{name}=.* it must be a"):
+        unchecked(LoopSettings, setting)
+
+
+def test_loop_settings_keep_plain_numbers(tiny):
+    given = dict(steps=np.int64(2), cfg_scale=np.float32(0.5), temperature=1, seed=np.uint8(7), batch_size=np.int32(3))
+    kept = unchecked(LoopSettings, given)
+    assert kept == LoopSettings(steps=2, cfg_scale=0.5, temperature=1.0, seed=7, batch_size=3)
+    assert {type(value) for value in kept.describe(tiny).values()} <= {dict, int, float, type(None)}
+
+
+def unchecked(cls, settings):
+    """As users make it, whose types nobody checks."""
+    made = object.__new__(cls)
+    vars(made).update({**vars(cls()), **settings})
+    made.__post_init__()
+    return made
+
+
 def test_without_a_fact_that_can_be_asked_there_is_no_run(tiny, spoilt, tmp_path):
     with pytest.raises(ValueError, match=r"none of the 4 facts can be asked; 'empty': .*has no answer.*; \.\.\."):
         average_indirect_effect(tiny, spoilt[1:-1], out=tmp_path, **QUICK)
     with pytest.raises(ValueError, match="'Ada' is not in"):
-        recalled_facts(tiny, [Fact("who", "Ada", " x")])
+        recalled_facts(tiny, [replace(FACTS[0], subject="Ada")])
     assert not list(tmp_path.iterdir())

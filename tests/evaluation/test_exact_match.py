@@ -125,6 +125,22 @@ def test_facts_that_cannot_be_asked_are_set_aside(pair):
     assert exact_match(pair["tiny-mdm"], facts, length=LENGTH, steps=2).answers == found.answers
 
 
+@pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])
+def test_words_that_the_tokenizer_does_not_know_are_set_aside(pair, name):
+    fact = toy_facts.load().facts("p2d")[0]
+    strangers = {
+        "asked": dict(prompt="The Eiffel Tower is the"),
+        "answered": dict(answer=" tower of Paris."),
+        "torn": dict(answer=" \ud800"),
+    }
+    facts = [fact, *(replace(fact, id=each, **change) for each, change in strangers.items())]
+    found = exact_match(pair[name], facts, length=LENGTH, steps=2)
+    assert [answer.fact for answer in found.answers] == [fact]
+    assert set(found.set_aside) == set(strangers)
+    assert "does not know 'The', 'Eiffel', 'Tower'" in found.set_aside["asked"]
+    assert "half of a surrogate pair" in found.set_aside["torn"]
+
+
 def test_it_leaves_the_global_random_numbers_alone(pair):
     before = torch.get_rng_state()
     exact_match(pair["tiny-mdm"], toy_facts.load().facts("p2d")[:2], length=LENGTH, temperature=1.0)

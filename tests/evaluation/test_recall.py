@@ -276,9 +276,11 @@ def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:the tokenizer of")
 def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
-    mute, long = replace(FEW[0], id="mute", answer=" "), replace(FEW[1], id="long", prompt=FEW[1].prompt * 9)
+    mute, long = (
+        replace(FEW[0], id="mute", answer=" "),
+        replace(FEW[1], id="long", prompt=" ".join(9 * [FEW[1].prompt])),
+    )
     settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
     found = recall_by_steps(tiny, [mute, *FEWER, long], folder=tmp_path, **settings)
     alone = recall_by_steps(tiny, FEWER, **settings)
@@ -288,6 +290,22 @@ def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
     assert "no place is left for the answer" in found.set_aside["long"]
     assert "2 facts cannot be asked and are set aside; 'mute': " in found.to_text()
     assert Recall.merge(tmp_path).set_aside == found.set_aside
+
+
+def test_words_that_the_tokenizer_does_not_know_are_set_aside(tiny):
+    strangers = {
+        "asked": (dict(prompt="The Eiffel Tower is the"), "does not know 'The', 'Eiffel', 'Tower'"),
+        "answered": (dict(answer=" tower of Paris."), "does not know 'tower'"),
+        "torn": (dict(answer=" \ud800"), "half of a surrogate pair"),
+        "torn prompt": (dict(prompt="today \ud800 is the"), "half of a surrogate pair"),
+    }
+    facts = [*FEWER, *(replace(FEW[0], id=name, **change) for name, (change, _) in strangers.items())]
+    settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
+    found, alone = (recall_by_steps(tiny, asked, **settings) for asked in (facts, FEWER))
+    assert (found.ids, found.written) == (alone.ids, alone.written)
+    assert set(found.set_aside) == set(strangers)
+    for name, (_, reason) in strangers.items():
+        assert reason in found.set_aside[name]
 
 
 @on_mdm

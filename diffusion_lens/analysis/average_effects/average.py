@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
-from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule
+from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule, warn_of_none
 from diffusion_lens.analysis.average_effects.layout import CanvasLayout
 from diffusion_lens.analysis.average_effects.survey import Survey
 from diffusion_lens.analysis.average_effects.token_roles import pick_roles
@@ -171,7 +171,9 @@ def average_indirect_effect(
         corruption: as in `causal_trace`, but for "swap", which needs a partner for each fact.
         roles: the roles to trace; by default all. On a long canvas of masks most of the work is in "unasked".
         answer_places, first_tokens, occurrence: as in `Fact.to_query`.
-        length: places of the canvas in all, the prompt included, instead of `answer_places`.
+        length: places of the canvas in all, the prompt included, instead of `answer_places`. With neither, a masked
+            diffusion model gets the length that it was trained on, if it is known (`cfg.trained_length`), as in
+            `denoise`; the record's `length` says which. A fact that needs more places is set aside.
         known: which facts are averaged: "recalled", whose answer the loop writes; "one_canvas", whose answer's tokens
             are the likeliest at all places of the canvas at once; "all"; or the ids of facts, such as those that both
             models of a pair recall (`recalled_facts`). By default "recalled"; with `first_tokens=1` "one_canvas", since
@@ -187,6 +189,9 @@ def average_indirect_effect(
         ValueError: a setting out of range, two facts with one id, a folder that holds another run, or no fact that can
             be asked. A single one that cannot (its answer is merged into the prompt, its sentence does not fit, ...) is
             set aside, with the reason in `AverageEffect.set_aside`.
+
+    Warns:
+        UserWarning: no fact is averaged, since the rule leaves out all of them.
     """
     survey = Survey.plan(
         model,
@@ -203,7 +208,9 @@ def average_indirect_effect(
         loop=loop,
         max_bytes=max_bytes,
     )
-    return _average(survey.work(survey.tracer.on_canvas, CausalTrace.load, out, shard, progress), survey.run)
+    found = _average(survey.work(survey.tracer.on_canvas, CausalTrace.load, out, shard, progress), survey.run)
+    warn_of_none(survey.run, len(found.ids), len(found.unknown))
+    return found
 
 
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:
@@ -215,8 +222,10 @@ def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffec
     Raises:
         ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
     """
-    run, found = join(parts, _read)
-    return AverageEffect.of(found, run)
+    run, effects = join(parts, _read)
+    found = AverageEffect.of(effects, run)
+    warn_of_none(run, len(found.ids), len(found.unknown))
+    return found
 
 
 def _average(traces: Iterable[tuple[str, CausalTrace]], run: dict[str, Any]) -> AverageEffect:

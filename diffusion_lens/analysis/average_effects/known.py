@@ -12,6 +12,7 @@ at all places at once, and the other way round. On a causal model that writes th
 canvas holds the answer's earlier tokens already.
 """
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,8 +31,17 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import plain_number, whole_number
 
 RULES = ("recalled", "one_canvas", "all")
+_CURES = {
+    "recalled": "Give the canvas length that the model knows (length=) or other settings of the loop (loop=), or "
+    "average by another rule: known='one_canvas', or known='all'",
+    "one_canvas": "Give the canvas length that the model knows (length=), or average by another rule: "
+    "known='recalled', or known='all'",
+    "all": "No run of the loop writes all places of an answer: give it other settings (loop=)",
+    "ids": "Name at least one of the facts that can be traced in known=, or average by a rule: known='all'",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,12 @@ class LoopSettings:
     batch_size: int = 32
 
     def __post_init__(self) -> None:
+        if self.steps is not None:
+            object.__setattr__(self, "steps", whole_number("steps", self.steps))
+        for name in ("cfg_scale", "temperature"):
+            object.__setattr__(self, name, plain_number(name, getattr(self, name)))
+        for name in ("seed", "batch_size"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}; a batch holds at least 1")
 
@@ -69,7 +85,7 @@ class LoopSettings:
     def describe(self, model: DiffusionTransformer) -> dict[str, Any]:
         """For a record."""
         asked = self.on(model)
-        numbers = {"cfg_scale": float(asked["cfg_scale"]), "temperature": float(asked["temperature"])}
+        numbers = {name: asked[name] for name in ("cfg_scale", "temperature")}
         steps = None if isinstance(asked["sampler"], LeftToRight) else asked["steps"]
         described = {"sampler": describe_sampler(asked["sampler"]), "steps": steps, **numbers}
         return {**described, "seed": self.seed, "batch_size": self.batch_size}
@@ -208,6 +224,17 @@ def say_rule(record: Mapping[str, Any], averaged: int, left_out: int) -> str:
     }
     chosen = f"{averaged} of {averaged + left_out} facts, {said[record['known']]}"
     return chosen + (f" ({not_asked} set aside)" if not_asked else "")
+
+
+def warn_of_none(record: Mapping[str, Any], averaged: int, left_out: int) -> None:
+    """Warn where a whole run leaves out every fact; a shard alone may."""
+    if averaged or left_out < len(record["facts"]):
+        return
+    warnings.warn(
+        f"the average is over nothing: {say_rule(record, averaged, left_out)}. {_CURES[record['known']]}",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _equally_long(ids: Collection[str], shape: Any, size: int) -> list[list[str]]:

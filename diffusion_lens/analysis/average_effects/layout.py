@@ -1,7 +1,12 @@
-"""How facts are laid out: on which canvas each is asked."""
+"""How facts are laid out: on which canvas each is asked.
+
+A masked diffusion model is asked on a canvas of as many places as the texts that it was trained on, as `denoise` asks
+it, unless a length or a number of places is given. On a shorter canvas it has no place to end its text where it learned
+to, and may recall nothing.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.facts import Fact, Query
@@ -13,7 +18,8 @@ class CanvasLayout:
     """How facts are laid out.
 
     Attributes:
-        length: places of the canvas in all, the prompt included, instead of `answer_places`.
+        length: places of the canvas in all, the prompt included, instead of `answer_places`. With neither, what `on`
+            says.
         answer_places, first_tokens, occurrence: as in `Fact.to_query`.
     """
 
@@ -25,6 +31,16 @@ class CanvasLayout:
     def __post_init__(self) -> None:
         if self.length is not None and self.answer_places is not None:
             raise ValueError(f"length={self.length} and answer_places={self.answer_places}; give one of them")
+
+    def on(self, model: DiffusionTransformer) -> "CanvasLayout":
+        """This layout with the length that holds on `model`, for records.
+
+        Without `length` and `answer_places`, and whatever `first_tokens` is, it is `cfg.trained_length` of a masked
+        diffusion model, if it is known. Elsewhere a canvas has as many places as prompt and answer.
+        """
+        if model.cfg.mask_token_id is None or self.length is not None or self.answer_places is not None:
+            return self
+        return replace(self, length=model.cfg.trained_length)
 
     def query(
         self,
@@ -40,7 +56,16 @@ class CanvasLayout:
         Raises:
             ValueError: a fact that the model cannot be asked.
         """
-        places = self.answer_places if self.length is None else self.length - len(fact.tokenize(model)[0])
+        length, places = self.on(model).length, self.answer_places
+        if length is not None:
+            prompt, answer = fact.tokenize(model)
+            places = length - len(prompt)
+            if places < len(answer):
+                whose = ", on which the model was trained," if length == model.cfg.trained_length else ""
+                raise ValueError(
+                    f"length={length}{whose} counts the prompt too, and {fact.prompt!r} has {len(prompt)} tokens, "
+                    f"{fact.answer!r} {len(answer)}: give length={len(prompt) + len(answer)} or more"
+                )
         query = fact.to_query(model, answer_places=places, first_tokens=self.first_tokens, occurrence=self.occurrence)
         Answer.of(model, query)
         if check is not None:

@@ -73,7 +73,7 @@ class Survey:
         corrupt = Corruption.of(corruption, 0.0 if noise is None else noise, samples, seed)
         blocks = pick_indices("layers", layers, model.cfg.n_layers)
         named = name_facts(facts)
-        rule = Known.of(known, named)
+        layout, rule = layout.on(model), Known.of(known, named)
         if loop is not None and rule.rule != "recalled" and canvas is None:
             raise ValueError(f"loop= goes with known='recalled'; with {rule.rule!r} nothing asks the loop")
         loop = (loop or LoopSettings()) if canvas is not None or rule.rule == "recalled" else None

@@ -196,16 +196,22 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
 
     Args:
         subjects: texts, or queries, whose subject tokens are taken in place.
+
+    Raises:
+        ValueError: no subjects, or a text with words that the tokenizer does not know.
     """
     if isinstance(subjects, str):
         raise TypeError(f"subjects is a list of texts or queries; [{subjects!r}] measures this one")
     if not subjects:
         raise ValueError("no subjects were given to measure the noise scale on")
     pieces = [
-        model.to_tokens(subject, prepend_bos=False)[0]
-        if isinstance(subject, str)
-        else subject.tokens[slice(*subject.subject)]
+        _known_tokens(model, subject) if isinstance(subject, str) else subject.tokens[slice(*subject.subject)]
         for subject in subjects
     ]
     embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
     return factor * float(embedded.float().std())
+
+
+def _known_tokens(model: DiffusionTransformer, text: str) -> Tensor:
+    model.check_known(text)
+    return model.to_tokens(text, prepend_bos=False)[0]
