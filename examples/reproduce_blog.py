@@ -15,6 +15,7 @@ curse, and is no evidence about SMDM, which takes a GPU and
 
 import argparse
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -175,9 +176,11 @@ class Study:
                 lines = []
                 for kind, ax in zip(("resid", "mlp", "attn"), axes, strict=True):
                     folder = self.out / "average" / f"{name}_{way}_{kind}"
-                    found = analysis.average_indirect_effect(
-                        model, facts, kind, known="recalled", loop=loop, **settings, out=folder
-                    )
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "the average is over nothing")  # the page says so
+                        found = analysis.average_indirect_effect(
+                            model, facts, kind, known="recalled", loop=loop, **settings, out=folder
+                        )
                     lines.append(f"  {kind:5} knows {len(found.ids)} of {len(facts)}{peaks(found)}")
                     if found.ids:
                         found.plot(ax=ax, title=f"{label}: {kind}").set_ylim(-0.05, 1.05)
