@@ -68,7 +68,9 @@ Merge = Annotated[
     list[Path] | None, typer.Option("--merge", help="Join the shards in these folders instead; repeat the option.")
 ]
 Steps = Annotated[int, typer.Option(help="Denoising steps.")]
-Sampler = Annotated[str | None, typer.Option(help="confidence, ancestral, remdm, left_to_right, smdm, llada or dream.")]
+Sampler = Annotated[
+    str | None, typer.Option(help="confidence, ancestral, remdm, blocks, left_to_right, smdm, llada, dream.")
+]
 CfgScale = Annotated[float | None, typer.Option(help="Weight of classifier-free guidance; 0 is none.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random number generator.")]

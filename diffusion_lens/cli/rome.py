@@ -64,6 +64,9 @@ def rome(
     cost.check_layers(chosen, [layer])
     if layer < 0:
         raise ValueError(f"layer={layer}; blocks are counted from 0")
+    for option, given_number, least in (("--iterations", iterations, 1), ("--prefixes", prefixes, 0)):
+        if given_number < least:
+            raise ValueError(f"{option} {given_number}; it must be at least {least}")
     if export is not None and target is None:
         raise ValueError("--export writes an edited model, and without --target nothing is edited")
     if export is not None:

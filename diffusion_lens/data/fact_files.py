@@ -67,7 +67,7 @@ def read_facts(path: Path) -> list[Fact]:
 
 def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     """The records of a list, with the lines on which they begin."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
     start = _skip(text, 0)
     if text[start : start + 1] != "[":
         raise ValueError(f"{path}, line {_line(text, start)}: there is no list. {SHAPE['.json']}")
@@ -77,6 +77,8 @@ def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
             record, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
             raise _not_json(path, error.lineno, error.msg) from None
+        except _RepeatedKey as error:
+            raise _twice(path, _line(text, start), error) from None
         yield _line(text, start), record
         start = _skip(text, end)
         if text[start : start + 1] not in (",", "]"):
@@ -90,9 +92,11 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=_without_repeats)
             except json.JSONDecodeError as error:
                 raise _not_json(path, number, error.msg) from None
+            except _RepeatedKey as error:
+                raise _twice(path, number, error) from None
             yield number, record
 
 
@@ -152,6 +156,21 @@ def _what_is_wrong(record: Any) -> str | None:
         elif name in NEEDED and not value.strip():
             return f"{name} is empty"
     return None
+
+
+class _RepeatedKey(Exception):
+    """A key that stands twice in one object."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise _RepeatedKey(repeated[0])
+    return dict(pairs)
+
+
+def _twice(path: Path, line: int, error: _RepeatedKey) -> ValueError:
+    return ValueError(f"{path}, line {line}: the key {error.args[0]!r} stands twice; keep one. {SHAPE[path.suffix]}")
 
 
 def _not_json(path: Path, line: int, reason: str) -> ValueError:

@@ -17,6 +17,8 @@ from diffusion_lens.model.inputs import check_tokens
 
 TWICE = ["--prompt", "Ada saw Ada and", "--subject", "Ada", "--answer", " ran"]
 
+ROME = ["rome", "tiny-ar", *TWICE, "--occurrence", "0", "--layer", "0"]
+
 
 def invoke(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
@@ -95,6 +97,8 @@ def test_python_arguments_become_options(said: str, meant: str) -> None:
         (["models", "--family", "gpt"], r"--family 'gpt' is unknown; there are .*nearest"),
         (["models", "no such model"], r"fits all of these filters"),
         (["recall", "tiny-mdm", "--limit", "0"], r"--limit 0"),
+        ([*ROME, "--iterations", "0"], r"--iterations 0; it must be at least 1"),
+        ([*ROME, "--prefixes", "-1"], r"--prefixes -1; it must be at least 0"),
         (["recall", "tiny-mdm", "--limit", "1", "--dry-run", "--flops", "-1"], r"--flops -1"),
         (["recall", "tiny-mdm", "--limit", "1", "--dry-run", "--device", "tpu9"], r"--device 'tpu9'"),
     ],

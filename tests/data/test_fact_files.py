@@ -108,6 +108,8 @@ GOOD = json.dumps(ROWS[0])
         ("f.json", f"[{GOOD},\n\n {{'prompt': 1}}]", r"line 3: no JSON"),
         ("f.json", f"[{GOOD}]\n]", r"line 2: no JSON \(text after the end of the list\)"),
         ("f.json", f'[{GOOD},\n{{"prompt": "a"}}]', "line 2: the fact has no subject and no answer"),
+        ("f.json", f'[{GOOD},\n{{"prompt": "a", "prompt": "b"}}]', "line 2: the key 'prompt' stands twice"),
+        ("f.jsonl", f'{GOOD}\n{{"prompt": "a", "prompt": "b"}}', "line 2: the key 'prompt' stands twice"),
         ("f.json", "[]", "holds no facts"),
         ("f.jsonl", f"{GOOD}\n\n{{", "line 3: no JSON"),
         ("f.jsonl", f'{GOOD}\n{{"prompt": 5, "subject": "a", "answer": " b"}}', "line 2: prompt is 5, not text"),
