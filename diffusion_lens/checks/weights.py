@@ -1,16 +1,20 @@
-"""What the weights themselves show: numbers that are none, and tensors that nobody trained."""
+"""What the weights themselves show: numbers that are none, tensors that nobody trained, blocks of another network."""
+
+from dataclasses import asdict
+from typing import Any
 
 import torch
-from torch import nn
 
+from diffusion_lens.checks.composition import compositions, foreign_parts
 from diffusion_lens.checks.finding import Finding
+from diffusion_lens.model.transformer import DiffusionTransformer
 
 SHOWN = 4
 
 
 @torch.no_grad()
-def check_weights(model: nn.Module) -> Finding:
-    """Finite numbers everywhere, and no matrix or norm that is one constant.
+def check_weights(model: DiffusionTransformer) -> Finding:
+    """Finite numbers everywhere, no matrix or norm that is one constant, no block that is foreign to the others.
 
     A norm of ones is what a network begins with, so a checkpoint that lacks it, or a loader that left it out, ends with
     one. Training moves every norm, and moves none to one number; biases may stay zero. Where every norm of the stream
@@ -28,10 +32,21 @@ def check_weights(model: nn.Module) -> Finding:
             wild.append(tensor)
         elif not tensor.endswith(".bias") and weight.numel() > 1 and bool((weight == weight.flatten()[0]).all()):
             constant.append(tensor)
-    numbers = {"parameters": count, "not_finite": wild, "constant": constant}
+    numbers: dict[str, Any] = {"parameters": count, "not_finite": wild, "constant": constant}
     if wild:
         cause = f"the weights of {_named(wild)} are not finite: a diverged training run, or damaged in transfer"
         return Finding(name, "off", f"{_named(wild)} hold numbers that are not finite", cause, numbers)
+    scores = compositions(model)
+    numbers["composition"] = [asdict(score) for score in scores]
+    if foreign := foreign_parts(scores):
+        blocks = sorted({score.block for score in foreign})
+        parts = [f"the {score.part} of block {score.block} ({score.excess:.2f})" for score in foreign]
+        said = f"{_named(parts)}: reads and writes what the other blocks do not, 0 by chance"
+        cause = (
+            f"the weights of block {', '.join(map(str, blocks))} are foreign to the others: of another checkpoint or "
+            f"seed, or damaged ({_named([part.split(' (')[0] for part in parts])})"
+        )
+        return Finding(name, "off", said, cause, numbers)
     if constant and constant == norms:
         said = f"{count:,} numbers, all finite; every norm is one constant: folded into the matrices, or not trained"
         return Finding(name, "noted", said, numbers=numbers)

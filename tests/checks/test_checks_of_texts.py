@@ -112,11 +112,35 @@ def test_the_known_losses_are_of_the_embedded_pair():
 
 def test_random_weights_have_no_foreign_blocks(every):
     """Nothing follows from blocks that do not know of each other anyway."""
-    from diffusion_lens.checks.composition import compositions, foreign_blocks
-
     architecture = every.model.cfg.architecture
     _, tensors = layer_of_another_seed(architecture, dict(every.model.state_dict()))
     if architecture.tied:
         tensors.pop("unembed.weight", None)
     cfg = DiffusionConfig.from_architecture(architecture, device="cpu")
-    assert foreign_blocks(compositions(HookedDiffusionTransformer(cfg, tensors=tensors.items()))) == []
+    report = check_model(HookedDiffusionTransformer(cfg, tensors=tensors.items()), only=["weights"])
+    assert report.findings[0].outcome == "ok", report.to_text()
+    assert {score["block"] for score in report.findings[0].numbers["composition"]} == set(range(cfg.n_layers))
+
+
+@pytest.mark.parametrize("part", ["", "attn.", "mlp."])
+@pytest.mark.parametrize("block", range(4))
+def test_weights_of_another_seed_are_foreign_though_the_norms_are_kept(tiny, block, part):
+    """Whole blocks, or their attention or MLP alone: the loss hardly feels some of them, and the weights tell."""
+    tensors = dict(tiny.state_dict())
+    draw = torch.Generator().manual_seed(5)
+    for name, tensor in tensors.items():
+        if name.startswith(f"blocks.{block}.{part}") and tensor.dim() == 2:
+            tensors[name] = torch.randn(tensor.shape, generator=draw) * tensor.std()
+    model = HookedDiffusionTransformer(tiny.cfg, tiny.tokenizer, tensors=tensors.items())
+    report = check_model(model, only=["weights"])
+    assert not report.passed
+    (cause,) = report.likely
+    assert f"block {block} are foreign" in cause
+    parts = {"": ("attention", "MLP"), "attn.": ("attention",), "mlp.": ("MLP",)}[part]
+    assert cause.endswith(f"({', '.join(f'the {each} of block {block}' for each in parts)})")
+
+
+def test_blocks_of_the_right_pair_belong_to_each_other(tiny):
+    (found,) = check_model(tiny, only=["weights"]).findings
+    assert found.outcome == "ok"
+    assert min(score["reads"] + score["writes"] - 2 for score in found.numbers["composition"]) > 0.3
