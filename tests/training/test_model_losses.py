@@ -191,5 +191,5 @@ def test_samples_is_a_whole_number_of_any_kind_but_no_bool(either):
     ):
         with pytest.raises(error, match=message):
             either.model(tokens, return_type="loss", samples=wrong)
-    with pytest.raises(ValueError, match="samples=2 with return_type='both'.*it is 1 there"):
+    with pytest.raises(ValueError, match=r"samples=2 with return_type='both'.*it is 1 there"):
         either.model(tokens, return_type="both", samples=2)
