@@ -11,6 +11,12 @@ from weight_conversion import read_json, restore_numbers, write_json
 Outcome = Literal["ok", "off", "noted", "not run"]
 KIND = "diffusion_lens check"
 WIDTH = 116
+# The checks that compare what the model computes; the others look at weights, or compare the model with itself.
+COMPUTED = ("reference", "page loss", "facts", "facts, one pass", "facts, by the loop", "recall")
+UNTESTED = (
+    "not tested. Nothing that the model computes was compared with anything: give it a tokenizer (--tokenizer) for the "
+    "page and the facts, or logits of the original code (--reference)."
+)
 SHOWN = 5  # alternatives, the best first; the JSON has all
 
 
@@ -52,8 +58,14 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is off."""
-        return not self.off
+        """Whether nothing is off, and what the model computes was compared with something."""
+        return not self.off and not self.untested
+
+    @property
+    def untested(self) -> bool:
+        """Whether the checks of what the model computes were asked for, and none of them could run."""
+        outcomes = {finding.outcome for finding in self.findings if finding.check in COMPUTED}
+        return bool(outcomes) and not outcomes & {"ok", "off"}
 
     @property
     def off(self) -> tuple[Finding, ...]:
@@ -81,6 +93,8 @@ class CheckReport:
             lines += ["", f"{sum(self.record['seconds'].values()):.1f} seconds{peak} on {self.record['device']}"]
         as_what = f" as {self.expected!r}" if self.expected and self.expected != self.model else ""
         ran = sum(finding.outcome in ("ok", "off") for finding in self.findings)
+        if self.untested and not self.off:
+            return "\n".join([*lines, "", f"{self.model}{as_what}: {UNTESTED}"])
         if self.passed:
             return "\n".join([*lines, "", f"{self.model}{as_what}: nothing is off in {ran} checks."])
         lines += [

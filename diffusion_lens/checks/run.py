@@ -21,7 +21,7 @@ from diffusion_lens.checks.diagnosis import (
 )
 from diffusion_lens.checks.expected import Expected, check_config, check_hash
 from diffusion_lens.checks.facts import check_facts
-from diffusion_lens.checks.finding import CheckReport, Finding
+from diffusion_lens.checks.finding import COMPUTED, CheckReport, Finding
 from diffusion_lens.checks.page import check_page, page_loss
 from diffusion_lens.checks.recall import check_recall
 from diffusion_lens.checks.reference import Reference, check_reference
@@ -31,8 +31,6 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 from diffusion_lens.records import provenance
 
 CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
-# Those that measure what the model computes: one of them off calls for a diagnosis.
-COMPUTED = ("reference", "page loss", "facts", "facts, one pass", "facts, by the loop", "recall")
 NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
 
 

@@ -56,6 +56,15 @@ def test_a_right_file_passes_and_leaves_its_report(copy, tmp_path):
     assert as_json(CheckReport.load(tmp_path / "report.json").to_dict()) == told
 
 
+def test_a_model_of_which_nothing_was_computed_is_not_passed(tmp_path):
+    """No tokenizer and no reference: its weights may be anybody's."""
+    result = check(GOLDEN, "--out", tmp_path / "report.json")
+    assert result.exit_code == 1, result.output
+    assert "not tested. Nothing that the model computes was compared" in result.stdout
+    assert "nothing is off" not in result.stdout
+    assert strict((tmp_path / "report.json").read_text())["passed"] is False
+
+
 def test_an_edited_file_is_off_by_its_hash_and_by_what_it_does(copy):
     model = HookedDiffusionTransformer.from_pretrained(copy, device="cpu")
     wrong = faulty(model, "gate and up exchanged")
