@@ -247,7 +247,7 @@ def test_a_causal_model_type_with_a_mask_is_not_guessed_at(name, configs, specim
     folder = written(configs[name], specimen, tmp_path)
     said = {**configs[name], "mask_token_id": 5}
     refused(ValueError, f"model_type='a2d-{name}'", "or without the id", path=folder, config=said)
-    cured = open_checkpoint(folder, {**said, "model_type": f"a2d-{name}"}).architecture
+    cured = open_checkpoint(folder, {**said, "model_type": f"a2d-{name}", "block_size": None}).architecture
     assert (cured.attention_dir, cured.readout, cured.mask_token_id) == ("bidirectional", "in_place", 5)
     assert open_checkpoint(folder, {**said, "mask_token_id": None}).architecture.attention_dir == "causal"
 
