@@ -165,7 +165,8 @@ class Study:
         settings: dict[str, Any] = {**self.layout, "window": self.args.window, "seed": self.args.seed}
         steps: dict[str, Any] = {"length": self.layout["length"], "seed": self.args.seed, "roles": AT_STEPS}
         steps["loop"] = loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
-        settings["roles"] = [role for role in ROLES if role != "unasked"]
+        settings |= {"roles": [role for role in ROLES if role != "unasked"], "known": "recalled", "loop": loop}
+        warnings.filterwarnings("ignore", "the average is over nothing")  # the page says so
         blocks: dict[str, int] = {}
         for name, model in self.models.items():
             at_subject = []
@@ -176,11 +177,7 @@ class Study:
                 lines = []
                 for kind, ax in zip(("resid", "mlp", "attn"), axes, strict=True):
                     folder = self.out / "average" / f"{name}_{way}_{kind}"
-                    with warnings.catch_warnings():
-                        warnings.filterwarnings("ignore", "the average is over nothing")  # the page says so
-                        found = analysis.average_indirect_effect(
-                            model, facts, kind, known="recalled", loop=loop, **settings, out=folder
-                        )
+                    found = analysis.average_indirect_effect(model, facts, kind, **settings, out=folder)
                     lines.append(f"  {kind:5} knows {len(found.ids)} of {len(facts)}{peaks(found)}")
                     if found.ids:
                         found.plot(ax=ax, title=f"{label}: {kind}").set_ylim(-0.05, 1.05)
