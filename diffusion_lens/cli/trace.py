@@ -44,7 +44,7 @@ def trace(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     from diffusion_lens.analysis import causal_trace, noise_scale
-    from diffusion_lens.analysis.average_effects.layout import CanvasLayout
+    from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
     from diffusion_lens.facts import Fact
 
     fact = Fact(prompt, subject, answer, subject_start=subject_start(prompt, subject, occurrence))

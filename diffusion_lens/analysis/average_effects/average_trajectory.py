@@ -27,10 +27,10 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.average import AverageEffect
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
 from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule, warn_of_none
-from diffusion_lens.analysis.average_effects.layout import CanvasLayout
 from diffusion_lens.analysis.average_effects.survey import Survey
 from diffusion_lens.analysis.average_effects.token_roles import STEP_ROLES, pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, check_canvas
 from diffusion_lens.analysis.fact_folder import FactFolder, Shard

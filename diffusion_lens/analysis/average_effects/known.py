@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.analysis.average_effects.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.canvas_at_step import loop_prompt
+from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.fact_folder import fact_seed, name_facts
 from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.denoising.loop import denoise, prepare

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from diffusion_lens.analysis.average_effects.fact_tracer import FactTracer
 from diffusion_lens.analysis.average_effects.known import Known, LoopRuns, LoopSettings
-from diffusion_lens.analysis.average_effects.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import noise_scale
 from diffusion_lens.analysis.fact_folder import (

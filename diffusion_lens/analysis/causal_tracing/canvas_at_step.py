@@ -10,6 +10,7 @@ from torch import Tensor
 from diffusion_lens.analysis.batching import row_bytes, rows_at_once
 from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.layout import as_query
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.run import require_same_model
 from diffusion_lens.denoising.step_hooks import on_branch
@@ -39,10 +40,12 @@ class TracedRun:
     def of(cls, model: DiffusionTransformer, asked: Fact | Query, trajectory: Trajectory | None) -> "TracedRun":
         """Lay out the query and, unless given, run the loop with its default settings.
 
+        A fact is laid out as many places long as the trajectory that is given, or as in `average_indirect_effect`.
+
         Raises:
             ValueError: no answer, or a trajectory of another model or prompt, of several rows, or padded.
         """
-        query = asked.to_query(model) if isinstance(asked, Fact) else asked
+        query = as_query(model, asked, trajectory and trajectory.tokens.shape[1])
         Answer.of(model, query)
         given, length = loop_prompt(model, query)
         if trajectory is None:

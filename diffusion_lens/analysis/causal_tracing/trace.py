@@ -21,6 +21,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.layout import as_query
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.facts import Fact, Query
@@ -134,8 +135,8 @@ def causal_trace(
     """Trace one query on either variant.
 
     Args:
-        query: canvas, subject and answer, or a fact laid out with its defaults. A longer answer counts as a whole: the
-            product of its tokens' probabilities.
+        query: canvas, subject and answer, or a fact, which is laid out as in `average_indirect_effect`. A longer answer
+            counts as a whole: the product of its tokens' probabilities.
         kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window.
         window: blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; for "resid"
             not used.
@@ -154,7 +155,7 @@ def causal_trace(
     Raises:
         ValueError: a setting out of range, a query without an answer, a budget too small for one cell.
     """
-    query = query.to_query(model) if isinstance(query, Fact) else query
+    query = as_query(model, query)
     restoration = Restoration.of(kind, window, severed)
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.fact_folder import (
     FactFolder,
     Shard,
@@ -62,7 +63,10 @@ def key_value_study(
         prefixes: short texts before every request (`rome.sample_prefixes`), over which k* and the loss are averaged.
         at: where the key is taken, as in `compute_key`.
         settings: of the search for v*.
-        length, first_tokens, occurrence: as in `rome.ask_with_prefixes`.
+        length: places of every canvas of a masked diffusion model, those of prefix and prompt included; by default, as
+            in `average_indirect_effect`, the length that it was trained on, if that is known. The record's `length`
+            says which. A fact that needs more places is set aside.
+        first_tokens, occurrence: as in `rome.ask_with_prefixes`.
         batch_size: facts searched for together.
         out: a folder for a file a fact. A run that finds its facts there goes on after them. By default nothing is
             written.
@@ -80,6 +84,7 @@ def key_value_study(
     blocks = pick_indices("layers", range(model.cfg.n_layers - 1) if layers is None else layers, model.cfg.n_layers)
     if at not in PLACES:
         raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
+    length = CanvasLayout(length).on(model).length
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens, "occurrence": occurrence}
     named = name_facts(facts)
     requests, set_aside = sort_out(named, lambda fact: ask_with_prefixes(model, fact, prefixes, **layout))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.analysis.causal_tracing.answer import check_answer
+from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
@@ -94,8 +95,8 @@ def ask_with_prefixes(
     """The plain request, then the request after each prefix: what `compute_key` and `optimize_value` take.
 
     Args:
-        length: places of every canvas of a masked diffusion model, the prompt's included; by default as many masks as
-            the answer has tokens.
+        length: places of every canvas of a masked diffusion model, those of prefix and prompt included; by default, as
+            in `average_indirect_effect`, the length that it was trained on, if that is known.
         first_tokens, occurrence, prepend_bos: as in `Fact.to_query`; mentions, and the fact's `subject_start`, are
             counted in the fact's own prompt.
 
@@ -109,16 +110,8 @@ def ask_with_prefixes(
             asked = replace(asked, subject_start=len(prefix) + fact.subject_span[0])
         else:
             mention = occurrence + sum(asked.prompt.startswith(fact.subject, i) for i in range(len(prefix)))
-        n_prompt = model.to_tokens(asked.prompt, prepend_bos).shape[1]
-        queries.append(
-            asked.to_query(
-                model,
-                answer_places=None if length is None else length - n_prompt,
-                first_tokens=first_tokens,
-                occurrence=mention,
-                prepend_bos=prepend_bos,
-            )
-        )
+        layout = CanvasLayout(length, first_tokens=first_tokens, occurrence=mention)
+        queries.append(layout.query(model, asked, prepend_bos=prepend_bos))
     check_object(model, queries)
     return queries
 
@@ -134,7 +127,9 @@ def as_request(queries: Request) -> list[Query]:
     if not request:
         raise ValueError("the request is empty: give at least the plain prompt, as a Query")
     if strangers := [type(query).__name__ for query in request if not isinstance(query, Query)]:
-        raise TypeError(f"a request is made of queries, not of {strangers[0]}; Fact.to_query(model) makes one")
+        raise TypeError(
+            f"a request is made of queries, not of {strangers[0]}; ask_with_prefixes(model, fact, []) makes one"
+        )
     return request
 
 

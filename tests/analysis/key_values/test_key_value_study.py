@@ -42,11 +42,11 @@ def pair():
 
 def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
     prefixes = ["Tilda Drusser is the miner. "]
-    study = key_value_study(tiny, FEW, prefixes=prefixes, **QUICK)
+    study = key_value_study(tiny, FEW, prefixes=prefixes, length=24, **QUICK)
     for row, fact in enumerate(FEW):
         for column, layer in enumerate(study.layers):
-            for found, said_before in ((study, prefixes), (whole, [])):
-                request = ask_with_prefixes(tiny, fact, said_before, first_tokens=1)
+            for found, said_before, length in ((study, prefixes, 24), (whole, [], None)):
+                request = ask_with_prefixes(tiny, fact, said_before, length=length, first_tokens=1)
                 value = optimize_value(tiny, request, layer, lr=0.05, steps=3)
                 key = compute_key(tiny, request, layer).vector
                 torch.testing.assert_close(found.keys[row, column], key, rtol=0, atol=1e-5)
@@ -55,6 +55,17 @@ def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
                 assert found.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
                 assert found.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
     assert (study.keys - whole.keys).abs().max() > 1e-3
+
+
+def test_facts_are_asked_on_canvases_of_the_trained_length(tiny, whole, tmp_path):
+    trained = tiny.cfg.trained_length if tiny.cfg.mask_token_id is not None else None
+    assert whole.record["length"] == trained
+    assert_same(key_value_study(tiny, FEW, length=trained, **QUICK), whole)
+    told = next(row for row, fact in enumerate(FEW) if not fact.is_reverse)
+    assert whole.before[told] > 0.5
+    long = replace(FEW[0], id="long", answer=FEW[0].answer * 3)
+    found = key_value_study(tiny, [long, *FEW[:2]], out=tmp_path, **QUICK)
+    assert ("length=14, on which the model was trained," in found.set_aside.get("long", "")) == (trained is not None)
 
 
 def test_values_raise_the_answer(tiny):

@@ -87,14 +87,25 @@ def test_requests_with_prefixes(tiny):
         assert query.answer_tokens == queries[0].answer_tokens
         assert len(query.tokens) == (14 if tiny.cfg.mask_token_id is not None else n_before + 5)
     again = replace(GUSTAV, prompt=f"{GUSTAV.prompt} Gustav Geisser is the")
+    settings = dict(first_tokens=1, length=18)
     for mention in (0, 1):
-        queries_of_mention = ask_with_prefixes(tiny, again, ["Gustav Geisser, "], occurrence=mention, first_tokens=1)
+        queries_of_mention = ask_with_prefixes(tiny, again, ["Gustav Geisser, "], occurrence=mention, **settings)
         assert [each.subject[0] for each in queries_of_mention] == [4 * mention, 3 + 4 * mention]
         told = replace(again, subject_start=again.prompt.index("Gustav", mention))  # counted in the fact's own prompt
-        by_character = ask_with_prefixes(tiny, told, ["Gustav Geisser, ", "today "], first_tokens=1)
+        by_character = ask_with_prefixes(tiny, told, ["Gustav Geisser, ", "today "], **settings)
         assert [each.subject[0] for each in by_character] == [4 * mention, 3 + 4 * mention, 1 + 4 * mention]
     key = compute_key(tiny, queries, 1)
     torch.testing.assert_close(key.keys[0], compute_key(tiny, GUSTAV.to_query(tiny, answer_places=10), 1).vector)
+
+
+def test_requests_stand_on_canvases_of_the_trained_length(tiny):
+    masked = tiny.cfg.mask_token_id is not None
+    requests = ask_with_prefixes(tiny, GUSTAV, ["today "], length=14 if masked else None)
+    for query, by_default in zip(requests, ask_with_prefixes(tiny, GUSTAV, ["today "]), strict=True):
+        assert torch.equal(by_default.tokens, query.tokens)
+    if masked:
+        with pytest.raises(ValueError, match=r"length=14, on which the model was trained, .*: give length=1[5-9] or"):
+            ask_with_prefixes(tiny, GUSTAV, ["Gustav Geisser is the brave drummer of Rolsen. "])
 
 
 def test_save_and_load(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""How facts are laid out: on which canvas each is asked.
+"""How facts are laid out: on which canvas each is asked. Every analysis that is given facts asks here.
 
 A masked diffusion model is asked on a canvas of as many places as the texts that it was trained on, as `denoise` asks
 it, unless a length or a number of places is given. On a shorter canvas it has no place to end its text where it learned
@@ -47,18 +47,20 @@ class CanvasLayout:
         model: DiffusionTransformer,
         fact: Fact,
         check: Callable[[DiffusionTransformer, Query], object] | None = None,
+        prepend_bos: bool | None = None,
     ) -> Query:
         """A fact on the model's canvas.
 
         Args:
             check: raises a `ValueError` at a canvas that cannot be used.
+            prepend_bos: as in `Fact.to_query`.
 
         Raises:
             ValueError: a fact that the model cannot be asked.
         """
         length, places = self.on(model).length, self.answer_places
         if length is not None:
-            prompt, answer = fact.tokenize(model)
+            prompt, answer = fact.tokenize(model, prepend_bos)
             places = length - len(prompt)
             if places < len(answer):
                 whose = ", on which the model was trained," if length == model.cfg.trained_length else ""
@@ -66,8 +68,25 @@ class CanvasLayout:
                     f"length={length}{whose} counts the prompt too, and {fact.prompt!r} has {len(prompt)} tokens, "
                     f"{fact.answer!r} {len(answer)}: give length={len(prompt) + len(answer)} or more"
                 )
-        query = fact.to_query(model, answer_places=places, first_tokens=self.first_tokens, occurrence=self.occurrence)
+        query = fact.to_query(
+            model,
+            answer_places=places,
+            first_tokens=self.first_tokens,
+            occurrence=self.occurrence,
+            prepend_bos=prepend_bos,
+        )
         Answer.of(model, query)
         if check is not None:
             check(model, query)
         return query
+
+
+def as_query(model: DiffusionTransformer, asked: Fact | Query, length: int | None = None) -> Query:
+    """What an analysis of one fact is given, on a canvas: a query as it is, a fact as averages over facts lay it out.
+
+    Args:
+        length: places of a fact's canvas, where it is already known.
+    """
+    if isinstance(asked, Query):
+        return asked
+    return CanvasLayout(length if model.cfg.mask_token_id is not None else None).query(model, asked)
