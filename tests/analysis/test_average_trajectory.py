@@ -191,3 +191,25 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
     assert nobody.offsets == [0]
     with pytest.raises(ValueError, match="no average to draw"):
         nobody.plot()
+
+
+@pytest.mark.parametrize("role", ["answer", "answer_revealed"])
+def test_steps_whose_canvas_has_no_place_of_a_role_have_no_effect(tiny, role):
+    """On a causal model the first canvas holds no place of the answer; the other roles' numbers do not change."""
+    alone = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=[role])
+    among = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=["subject_last", role])
+    torch.testing.assert_close(alone.effects, among.effects[:, :, 1:], rtol=0, atol=1e-6, equal_nan=True)
+    assert not alone.clean.isnan().any()
+    causal = tiny.cfg.mask_token_id is None
+    assert bool(alone.effects[0, 0].isnan().all()) == (causal or role == "answer_revealed")
+    if not (causal and role == "answer"):  # what is still open does not stand on a causal canvas at all
+        assert alone.plot().get_title().startswith(f"{tiny.cfg.model_name}, {role}")
+    step = trace_trajectory(tiny, FACTS[0], noise=0.1, samples=1, positions=[-1], layers=[0])
+    assert bool(step.scores[0].isnan().all()) == causal
+
+
+def test_a_role_that_no_fact_has_is_not_drawn(tiny):
+    nobody = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=["answer_revealed"], first_tokens=1)
+    assert nobody.effects.isnan().all()
+    with pytest.raises(ValueError, match="no map to draw: the effect is NaN in every role of answer_revealed"):
+        nobody.plot()

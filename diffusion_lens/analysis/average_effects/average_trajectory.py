@@ -175,14 +175,17 @@ class AverageTrajectoryEffect:
             role: by default the first of "subject_last" and the roles that occur.
 
         Raises:
-            ValueError: no fact is known, or no such role.
+            ValueError: no fact is known, no place has any of the roles, or there is no such role.
         """
         self._require_facts()
-        occurring = [name for name, rows in zip(self.roles, self.aie.unbind(dim=1), strict=True) if rows.nansum() != 0]
-        asked = role or next(iter(name for name in ["subject_last", *occurring] if name in self.roles))
-        if asked not in self.roles:
+        curves = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True))
+        occurring = [name for name, values in curves.items() if not values.isnan().all()]
+        if not occurring:
+            raise ValueError(f"there is no map to draw: the effect is NaN in every role of {', '.join(self.roles)}")
+        asked = role or ("subject_last" if "subject_last" in occurring else occurring[0])
+        if asked not in curves:
             raise ValueError(f"there is no role {asked!r} in this average; it has {', '.join(self.roles)}")
-        values = self.aie[:, self.roles.index(asked)]
+        values = curves[asked]
         highest = float(self.aie.nan_to_num().max())
         kind = self.record["kind"]
         return plots.labelled_map(

@@ -116,11 +116,14 @@ class RestoredRuns:
             self._restored = {layer: self._restore_everywhere(restoration.kind, layer) for layer in starts}
 
     def grid(self, positions: Sequence[int], progress: bool = False) -> Float[Tensor, "pos layer sample place"]:
-        """Probability of each token of the answer in every cell, by draw."""
+        """Probability of each token of the answer in every cell, by draw; of no positions a grid without rows."""
         wanted = [[Cell(place, span) for span in self.spans.values()] for place in positions]
         cells = list(dict.fromkeys(cell for row in wanted for cell in row))
         scored = dict(tqdm(self.scores(cells), desc="trace", total=len(cells), unit="cell", disable=not progress))
-        return torch.stack([torch.stack([scored[cell] for cell in row]) for row in wanted]).cpu()
+        grid = self.corrupted_scores.new_empty(len(positions), len(self.spans), *self.corrupted_scores.shape)
+        for row, by_layer in zip(grid, wanted, strict=True):
+            row.copy_(torch.stack([scored[cell] for cell in by_layer]))
+        return grid.cpu()
 
     def scores(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Scores]]:
         """Each cell's probabilities of the answer's tokens, by draw."""
