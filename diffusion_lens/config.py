@@ -66,8 +66,12 @@ class DiffusionConfig(TransformerLensConfig):
         model_name: str | None = None,
         default_prepend_bos: bool = True,
         trained_length: int | None = None,
+        folded: bool = False,
     ) -> "DiffusionConfig":
         """The config of a checkpoint; `device=None` takes the GPU if there is one.
+
+        Args:
+            folded: whether the norms' weights are folded into the matrices that read them (`layer_norm_folding`).
 
         Raises:
             ValueError: a dtype that weights cannot have, or a device that is not there.
@@ -102,7 +106,8 @@ class DiffusionConfig(TransformerLensConfig):
             family=a.family,
             trained_length=trained_length,
             positional_embedding_type="rotary",
-            normalization_type="RMS",
+            normalization_type="RMSPre" if folded else "RMS",
+            layer_norm_folding=folded,
             uses_rms_norm=True,
             final_rms=True,
             gated_mlp=True,

@@ -16,7 +16,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.caching import PosSlice
-from diffusion_lens.model.folding import NOT_EXACT, fold_norms
+from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.training.loss_interface import LossInterface
 
 
@@ -59,7 +59,8 @@ class HookedDiffusionTransformer(LossInterface):
             device: by default the GPU if there is one.
             dtype: of the weights, torch.bfloat16 or "bfloat16"; converted piece by piece while they are read.
             revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
-            fold_ln: fold the norms' weights into the matrices that read them, as `enable_compatibility_mode` does.
+            fold_ln: fold the norms' weights into the matrices that read them, as `enable_compatibility_mode` does. A
+                folder that `save_pretrained` wrote of a folded model says so, and is folded (`cfg.layer_norm_folding`).
 
         Raises:
             ValueError: unknown name (nearest names follow), dtype or device, a config of no known family, a file cut
@@ -80,6 +81,7 @@ class HookedDiffusionTransformer(LossInterface):
             local_files_only=local_files_only,
         )
         model = cls(cfg, loaded, tensors=checkpoint.pieces())
+        check_folded(model)
         if fold_ln:
             fold_norms(model)
         return model

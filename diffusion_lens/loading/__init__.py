@@ -21,7 +21,7 @@ from diffusion_lens.catalogue import (
 )
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
-from diffusion_lens.loading.lengths import trained_length_in, write_trained_length
+from diffusion_lens.loading.own_config import folded_in, trained_length_in, write_own
 from diffusion_lens.loading.tokenizers import (
     TOKENIZER_FILES,
     check_special_ids,
@@ -73,6 +73,7 @@ def open_pretrained(
         model_name=found.name,
         default_prepend_bos=loaded is None or prepends_bos(loaded),
         trained_length=found.trained_length or trained_length_in(config, found.folder),
+        folded=folded_in(config, found.folder),
     )
     return cfg, checkpoint, loaded
 
@@ -123,7 +124,7 @@ def save_pretrained(
             "Name another folder, or delete the tokenizer's files. Nothing was written"
         )
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
-    write_trained_length(cfg.trained_length, target)
+    write_own(cfg, tensors, target)
     if tokenizer is not None:
         save_tokenizer(tokenizer, target, prepends_bos=cfg.default_prepend_bos)
     return target

@@ -7,12 +7,16 @@ normalised stream with `W_U`, `W_in` or `W_Q` directly then see the matrices tha
 The norms of single heads (`attn.q_norm`, `attn.k_norm`) stay: rotation, which is not diagonal, follows them.
 """
 
+import re
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diffusion_lens.model.embed import Unembed
 from diffusion_lens.model.transformer import DiffusionTransformer
 
+FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.weight$")
 EXACT = (torch.float32, torch.float64)
 # What else TransformerLens may do to weights, and why it is not done here.
 NOT_EXACT = {
@@ -48,8 +52,23 @@ def fold_norms(model: DiffusionTransformer) -> None:
         )
         model.cfg.tied = False
     _fold(model.ln_final.weight, model.unembed)
-    model.cfg.normalization_type = "RMSPre"
-    model.cfg.layer_norm_folding = True
+    _say(model, folded=True)
+
+
+def check_folded(model: DiffusionTransformer) -> None:
+    """Correct a config that says that the norms are folded where one of them has a weight of its own."""
+    if model.cfg.layer_norm_folding and not norms_are_one(model.state_dict()):
+        _say(model, folded=False)
+
+
+def norms_are_one(weights: Mapping[str, Tensor]) -> bool:
+    """Whether the norms that can be folded only divide, by name in our layout."""
+    return all(bool((weight == 1).all()) for name, weight in weights.items() if FOLDABLE.search(name))
+
+
+def _say(model: DiffusionTransformer, folded: bool) -> None:
+    model.cfg.normalization_type = "RMSPre" if folded else "RMS"
+    model.cfg.layer_norm_folding = folded
 
 
 def _fold(weight: nn.Parameter, *readers: nn.Linear | Unembed) -> None:

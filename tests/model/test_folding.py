@@ -7,6 +7,8 @@ import torch
 from transformer_lens import SVDInterpreter
 from transformer_lens.tools.analysis.direct_logit_attribution import direct_logit_attribution
 
+from weight_conversion import export
+
 
 @pytest.fixture
 def folded(every):
@@ -92,6 +94,35 @@ def test_a_folded_model_is_saved_and_loaded_as_it_is(tmp_path, specimen, configs
     held.model.enable_compatibility_mode()
     again = HookedDiffusionTransformer.from_pretrained(held.model.save_pretrained(tmp_path / "folded"), device="cpu")
     assert torch.equal(again(held.tokens), held.model(held.tokens))
+    assert (again.cfg.layer_norm_folding, again.cfg.normalization_type) == (True, "RMSPre")
+
+
+def test_a_folder_says_that_a_model_is_folded_only_while_it_is(tmp_path, specimen, configs):
+    """Neither a model trained after folding, nor other weights under a folder's config, nor another family's export."""
+    from diffusion_lens import HookedDiffusionTransformer
+
+    def folded(folder):
+        return HookedDiffusionTransformer.from_pretrained(folder, device="cpu").cfg.layer_norm_folding
+
+    model = specimen(configs["llama"]).model
+    assert not folded(model.save_pretrained(tmp_path / "plain"))
+    plain = (tmp_path / "plain" / "model.safetensors").read_bytes()
+    model.enable_compatibility_mode()
+    said = model.save_pretrained(tmp_path / "folded")
+    assert folded(said)
+    export(model.state_dict(), model.cfg.architecture, tmp_path / "exported" / "model.safetensors")
+    assert "layer_norm_folding" not in (tmp_path / "exported" / "config.json").read_text()
+    assert not folded(tmp_path / "exported")
+    (said / "model.safetensors").write_bytes(plain)
+    assert not folded(said)
+    with torch.no_grad():
+        model.ln_final.weight[0] = 2.0
+    assert not folded(model.save_pretrained(tmp_path / "trained"))
+    assert "layer_norm_folding" not in (tmp_path / "trained" / "config.json").read_text()
+    config = said / "config.json"
+    config.write_text(config.read_text().replace('"layer_norm_folding": true', '"layer_norm_folding": "yes"'))
+    with pytest.raises(ValueError, match=r"layer_norm_folding is 'yes' in .*config.json; it is true or false"):
+        folded(said)
 
 
 @pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])
