@@ -91,7 +91,8 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
     shapes = source.shapes()
     settings, read_from = _given(config) if config is not None else _beside(source.path.parent, shapes)
     config_path = str(Path(config).expanduser()) if isinstance(config, str | Path) else None
-    family = recognise(settings, shapes, str(path), config_path)
+    beside = None if config is None else _described_by_others(source.path.parent)
+    family = recognise(settings, shapes, str(path), config_path, beside)
     warn_if_silent(settings or {}, str(path), config_path)
     try:
         architecture = family.read_architecture(settings, shapes)
@@ -198,6 +199,14 @@ def _given(config: str | Path | Config) -> tuple[Config, str]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file at {path}; pass the path of the checkpoint's JSON config")
     return read_json_object(path), str(path)
+
+
+def _described_by_others(folder: Path) -> Config | None:
+    """The config.json of a folder whose checkpoint is given another config; `None` if it cannot be read."""
+    try:
+        return read_json_object(folder / "config.json")
+    except (OSError, ValueError):
+        return None
 
 
 def _beside(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Config | None, str]:

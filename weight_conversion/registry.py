@@ -16,7 +16,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def recognise(
-    config: Config | None, shapes: Mapping[str, Shape], source: str, config_path: str | None = None
+    config: Config | None,
+    shapes: Mapping[str, Shape],
+    source: str,
+    config_path: str | None = None,
+    beside: Config | None = None,
 ) -> Family:
     """The family of a checkpoint; the arguments are those of `refuse_unsupported`.
 
@@ -24,7 +28,7 @@ def recognise(
         ValueError: it is of a kind that is not supported, though a family may seem to fit (says which), or no family
             knows it (says what was seen of it), or its config names a class of another model type.
     """
-    refuse_unsupported(config, shapes, source, config_path)
+    refuse_unsupported(config, shapes, source, config_path, beside)
     for family in FAMILIES.values():
         if family.recognises(config, shapes):
             _check_classes(config or {}, source)

@@ -122,6 +122,46 @@ def test_a_config_that_is_passed_tells_the_kind_by_its_own_path(passed, configs,
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"block_size": 4}, "block_size=4"),
+        ({"architectures": "SDARForCausalLM"}, "architectures='SDARForCausalLM'"),
+        ({"auto_map": {"AutoModel": "modeling_sdar.SDARForCausalLM"}}, "auto_map="),
+    ],
+)
+def test_a_config_that_is_passed_tells_the_kind_as_one_beside_does(
+    as_mapping, said, shown, configs, specimen, tmp_path, refused
+):
+    folder = a2d(configs, specimen, tmp_path / "mine")
+    config = {**json.loads((folder / "config.json").read_text()), **said}
+    (path := tmp_path / "passed.json").write_text(json.dumps(config))
+    load = HookedDiffusionTransformer.from_pretrained
+    passed = config if as_mapping else path
+    refused(ValueError, BLOCKS, shown, do=lambda: load(folder, config=passed, device="cpu"))
+    shutil.copy(path, folder / "config.json")
+    refused(ValueError, BLOCKS, shown, do=lambda: load(folder, device="cpu"))
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_config_that_is_passed_does_not_hide_the_kind_that_the_one_beside_tells(
+    as_mapping, configs, specimen, tmp_path, refused
+):
+    folder = a2d(configs, specimen, tmp_path / "mine")
+    silent = json.loads((folder / "config.json").read_text())
+    (path := tmp_path / "passed.json").write_text(json.dumps(silent))
+    (folder / "config.json").write_text(json.dumps({**silent, "block_size": 4}))
+    words = (BLOCKS, "config.json beside it says block_size=4", 'the config that you pass say "block_size": null')
+    load = HookedDiffusionTransformer.from_pretrained
+    passed = silent if as_mapping else path
+    refused(ValueError, *words, do=lambda: load(folder, config=passed, device="cpu"))
+    denied = {**silent, "block_size": None}
+    assert load(folder, config=denied, device="cpu").cfg.attention_dir == "bidirectional"
+    (folder / "config.json").write_text("{")  # one that cannot be read is why another is passed
+    assert load(folder, config=denied, device="cpu").cfg.attention_dir == "bidirectional"
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
 def test_a_silent_config_that_is_passed_warns(as_mapping, configs, specimen, tmp_path):
     folder = a2d(configs, specimen, tmp_path / "mine")
     config = folder / "config.json"

@@ -19,6 +19,7 @@ from pathlib import PurePath
 from weight_conversion.architecture import Shape
 from weight_conversion.families.family import Config
 
+_HUGGING_FACE = {"model_type", "architectures"}
 FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".json")
 
 
@@ -44,25 +45,36 @@ class Kind:
     tensors: tuple[str, ...] = ()
     published: str = r"(?!)"
 
-    def evidence(self, config: Config, shapes: Mapping[str, Shape], names: Sequence[str]) -> str | None:
-        """What shows that a checkpoint is of this kind, or `None`; its config speaks before its names."""
+    def evidence(self, config: Config, shapes: Mapping[str, Shape], names: Sequence[str], beside: Config) -> str | None:
+        """What shows that a checkpoint is of this kind, or `None`.
+
+        Its config speaks first; where that neither says nor denies the kind, the one beside the checkpoint and its
+        names do.
+        """
         for tensor in shapes:
             if any(fnmatchcase(tensor, pattern) for pattern in self.tensors):
                 return f"it holds {tensor}"
-        if not {"model_type", "architectures"} & set(config):  # no config of Hugging Face's: its keys mean other things
+        if not _HUGGING_FACE & set(config):  # its keys mean other things
+            return None
+        if said := self._said(config):
+            return f"its config says {said}"
+        if any(key in config for key in self.keys):
+            return None
+        if said := self._said(beside):
+            return f"the config.json beside it says {said}"
+        told = [name for name in names if re.search(self.published, name, re.IGNORECASE)]
+        return f"its name is {told[0]!r}" if told else None
+
+    def _said(self, config: Config) -> str | None:
+        """The setting of a config of Hugging Face's that tells the kind."""
+        if not _HUGGING_FACE & set(config):
             return None
         if config.get("model_type") in self.model_types:
-            return f"its config says model_type={config['model_type']!r}"
-        classes = config.get("architectures")
-        if re.search(self.classes, " ".join(map(str, classes)) if isinstance(classes, list) else ""):
-            return f"its config says architectures={classes!r}"
-        for key in self.keys:
-            if config.get(key):
-                return f"its config says {key}={config[key]!r}"
-        told = [name for name in names if re.search(self.published, name, re.IGNORECASE)]
-        if told and not any(key in config for key in self.keys):
-            return f"its name is {told[0]!r}"
-        return None
+            return f"model_type={config['model_type']!r}"
+        for key in ("architectures", "auto_map"):  # a list of classes, or one; the files and classes of its own code
+            if re.search(self.classes, str(config.get(key))):
+                return f"{key}={config[key]!r}"
+        return next((f"{key}={config[key]!r}" for key in self.keys if config.get(key)), None)
 
 
 KINDS = (
@@ -112,17 +124,22 @@ KINDS = (
 
 
 def refuse_unsupported(
-    config: Config | None, shapes: Mapping[str, Shape], source: str, config_path: str | None = None
+    config: Config | None,
+    shapes: Mapping[str, Shape],
+    source: str,
+    config_path: str | None = None,
+    beside: Config | None = None,
 ) -> None:
     """Raise a `ValueError` that says what a checkpoint is, if it is of a kind that no family here reads.
 
     Args:
         source: the checkpoint's path, or the repository it comes from.
         config_path: where its config was read, if that was a file of the caller's choice.
+        beside: the config.json beside the checkpoint, if `config` is another one.
     """
     said = config or {}
     names = _names(said, source, config_path)
-    found = [(kind, evidence) for kind in KINDS if (evidence := kind.evidence(said, shapes, names))]
+    found = [(kind, evidence) for kind in KINDS if (evidence := kind.evidence(said, shapes, names, beside or {}))]
     if not found:
         return
     kinds = ", and ".join(f"{kind.what} ({evidence})" for kind, evidence in found)
@@ -131,6 +148,8 @@ def refuse_unsupported(
     if any(evidence.startswith("its name") for _, evidence in found):
         cure = ". If it is not of this kind, give its folder another name"
         cure += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in found if kind.keys)
+    elif denied := [kind.keys[0] for kind, evidence in found if kind.keys and evidence.startswith("the config.json")]:
+        cure = f'. If it is not of this kind, let the config that you pass say "{denied[0]}": null'
     raise ValueError(
         f"{source} is {kinds}. This is not supported, and read as another kind it would give wrong numbers: "
         f"{lacks}{cure}"
