@@ -45,7 +45,7 @@ class TracedRun:
         Raises:
             ValueError: no answer, or a trajectory of another model or prompt, of several rows, or padded.
         """
-        query = as_query(model, asked, trajectory and trajectory.tokens.shape[1])
+        query = as_query(model, asked, None if trajectory is None else trajectory.tokens.shape[1])
         Answer.of(model, query)
         given, length = loop_prompt(model, query)
         if trajectory is None:
