@@ -5,7 +5,7 @@ logits become those of a reference. Tensors that a change does not touch are lef
 `weight_conversion.tensor_shapes`'s.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,8 +17,11 @@ from weight_conversion.layouts import GroupMajorQKV
 
 Tensors = Mapping[str, Tensor]
 Change = Callable[[Tensors, Architecture], dict[str, Tensor]]
-# Bases of the published models.
-BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
+# Of the published models, and between them.
+BASES = (1_000.0, 10_000.0, 20_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
+EPSILONS = (1e-5, 1e-6)
+# How rows that have to be moved by so many stand.
+WAYS = {-1: "late", 1: "early"}
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,12 @@ class Alternative:
         cause: what is likely wrong if that helps.
         architecture: as it then is.
         change: the tensors that then differ.
-        quiet: whether the mistake may leave the loss so good that nothing else shows it.
     """
 
     name: str
     cause: str
     architecture: Architecture
     change: Change = lambda tensors, architecture: {}
-    quiet: bool = False
 
 
 def alternatives(a: Architecture, mask_ids: Sequence[int] = ()) -> list[Alternative]:
@@ -49,15 +50,39 @@ def alternatives(a: Architecture, mask_ids: Sequence[int] = ()) -> list[Alternat
     return [*_readings(a, mask_ids), *_layouts(a), *_vocabularies(a)]
 
 
-def without_layer(a: Architecture, layer: int) -> Alternative:
-    """The network with a block that adds nothing to the stream. It hurts, unless the block adds what is foreign."""
+def without(a: Architecture, block: int, part: str | None = None) -> Alternative:
+    """The network with a block, or its attention or MLP, adding nothing. It hurts, unless what it adds is foreign."""
+    outputs = {"attention": f"blocks.{block}.attn.o.", "MLP": f"blocks.{block}.mlp.down."}
+    zeroed = tuple(outputs.values()) if part is None else (outputs[part],)
+    what = f"block {block}" if part is None else f"the {part} of block {block}"
 
     def change(tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
-        last = (f"blocks.{layer}.attn.o.", f"blocks.{layer}.mlp.down.")
-        return {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.startswith(last)}
+        return {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.startswith(zeroed)}
 
-    cause = f"the weights of block {layer} are foreign to the others: of another checkpoint or seed, or damaged"
-    return Alternative(f"without block {layer}", cause, a, change)
+    cause = f"the weights of {what} are foreign to the others: of another checkpoint or seed, or damaged"
+    return Alternative(f"without {what}", cause, a, change)
+
+
+def exchanged_in(a: Architecture, block: int) -> Alternative:
+    """The gate and up projections of one block exchanged."""
+    cause = f"gate and up projections of block {block} were read as each other"
+    return Alternative(
+        f"with gate and up of block {block} exchanged", cause, a, _exchanged("mlp.gate", "mlp.up", block)
+    )
+
+
+def vocabulary_ends(a: Architecture) -> dict[str, str]:
+    """The matrices with a row for each token, and what they are called."""
+    return {"embed": "embedding"} if a.tied else {"embed": "embedding", "unembed": "head"}
+
+
+def moved_from(a: Architecture, end: str, shift: int, first: int) -> Alternative:
+    """The rows of one end of the vocabulary, from an id on, moved by one."""
+    word = vocabulary_ends(a)[end]
+    cause = (
+        f"the rows of the {word} stand one too {WAYS[shift]} from about id {first} on: an off-by-one in the vocabulary"
+    )
+    return Alternative(f"with {word} rows from {first} on moved by {shift:+d}", cause, a, _rolled((end,), shift, first))
 
 
 def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]:
@@ -77,7 +102,11 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
     for base in BASES:
         if base != a.rotary_base:
             cause = f"the rotary base is wrong: the config says {a.rotary_base:g}, and the weights fit {base:g}"
-            yield Alternative(f"with rotary base {base:g}", cause, replace(a, rotary_base=base), quiet=True)
+            yield Alternative(f"with rotary base {base:g}", cause, replace(a, rotary_base=base))
+    for eps in EPSILONS:
+        if eps != a.norm_eps:
+            cause = f"the norms' epsilon is wrong: the config says {a.norm_eps:g}, and the weights fit {eps:g}"
+            yield Alternative(f"with norm epsilon {eps:g}", cause, replace(a, norm_eps=eps))
 
 
 def _layouts(a: Architecture) -> Iterator[Alternative]:
@@ -89,7 +118,7 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
     yield Alternative("with rotary rows de-interleaved", interleaved, a, _by_dimension(halves.argsort()))
     yield Alternative("with rotary rows interleaved", half_split, a, _by_dimension(halves))
     gate = "gate and up projections of the MLP were read as each other"
-    yield Alternative("with gate and up exchanged", gate, a, _exchanged("mlp.gate", "mlp.up"), quiet=True)
+    yield Alternative("with gate and up exchanged", gate, a, _exchanged("mlp.gate", "mlp.up"))
     keys = "query and key heads were read as each other"
     yield Alternative("with query and key heads swapped", keys, a, _swap_key_with_first_query)
     if a.qk_norm:
@@ -113,13 +142,13 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
 
 def _vocabularies(a: Architecture) -> Iterator[Alternative]:
     """Rows of the vocabulary moved by one."""
-    ends = ("embed",) if a.tied else ("embed", "unembed")
-    for end, word in zip(ends, ("embedding", "head"), strict=False):
-        for shift, way in ((-1, "late"), (1, "early")):
-            cause = f"the rows of the {word} stand one {'too ' + way}: an off-by-one in the vocabulary"
+    ends = vocabulary_ends(a)
+    for end, word in ends.items():
+        for shift, way in WAYS.items():
+            cause = f"the rows of the {word} stand one too {way}: an off-by-one in the vocabulary"
             yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, _rolled((end,), shift))
     if not a.tied:
-        for shift in (-1, 1):
+        for shift in WAYS:
             cause = "the rows of the embedding and of the head are off by one, both alike"
             yield Alternative(f"with embedding and head rows moved by {shift:+d}", cause, a, _rolled(ends, shift))
 
@@ -160,12 +189,16 @@ def _by_head(order: Tensor, parts: Sequence[str]) -> Change:
     return change
 
 
-def _exchanged(one: str, other: str) -> Change:
+def _exchanged(one: str, other: str, only: int | None = None) -> Change:
+    """Two parts of every block, or of one, in each other's place."""
+
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         swapped = {one: other, other: one}
         changed = {}
         for name, _ in _blocks(tensors, (one, other)):
             block, part, kind = name.split(".", 2)[1], *name.split(".", 2)[2].rsplit(".", 1)
+            if only is not None and int(block) != only:
+                continue
             changed[name] = tensors[f"blocks.{block}.{swapped[part]}.{kind}"]
         return changed
 
@@ -214,8 +247,11 @@ def _resplit(
     return changed
 
 
-def _rolled(ends: Sequence[str], shift: int) -> Change:
+def _rolled(ends: Iterable[str], shift: int, first: int = 0) -> Change:
+    """Rows from `first` on moved round by some."""
+
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        return {f"{end}.weight": tensors[f"{end}.weight"].roll(shift, dims=0) for end in ends}
+        names = [f"{end}.weight" for end in ends]
+        return {name: torch.cat([tensors[name][:first], tensors[name][first:].roll(shift, dims=0)]) for name in names}
 
     return change

@@ -1,185 +1,174 @@
 """Which likely mistake explains what is off: every alternative is run on what the model failed.
 
 With a reference, an alternative explains it when the logits become those of the reference. Without one, when the loss
-on the page falls by a clear margin: a right model is at its best as it is, and no other reading of it does better.
-Where no alternative explains anything, a block may be foreign to the others: its weights tell, or that the model comes
-nearer without it.
+on the page falls by a clear margin, to the right model's where that is known: a right model is at its best as it is.
+Where no alternative explains anything, rows of the vocabulary may be off from some id on, gate and up exchanged in one
+block, or a block foreign to the others: its weights tell, or that the model comes nearer without it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
 
 import torch
-from torch import Tensor
 
-from diffusion_lens.checks.alternatives import Alternative, alternatives, without_layer
-from diffusion_lens.checks.composition import compositions, foreign_blocks
+from diffusion_lens.checks.alternatives import (
+    Alternative,
+    alternatives,
+    exchanged_in,
+    moved_from,
+    vocabulary_ends,
+    without,
+)
+from diffusion_lens.checks.composition import compositions, foreign_parts
 from diffusion_lens.checks.finding import Finding
-from diffusion_lens.checks.page import no_better_than_chance, page_loss
-from diffusion_lens.checks.reference import Distance, Reference
+from diffusion_lens.checks.measures import Measure, Parts, ReferenceMeasure, Trial, Verdict
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.lent_weights import lent_weights
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-# Nats, and of the loss: neighbouring rotary bases differ by a hundredth of a nat on short texts, real mistakes by more.
-# Where much is tried because something is off, the best of it falls by some percent by chance.
-LEAST_FALL = 0.05
-QUIET_SHARE = 0.02
-LEAST_SHARE = 0.1
-# Of the spread of logits. Without a foreign block a reference is nearer; leaving out a right one takes it farther away.
-NEARER = 0.02
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+# Digits of a score that count when two are put in order; what differs less is listed in the order of the trials.
+DIGITS = 4
 
 
-class Measure(ABC):
-    """How wrong a model is, lower is better. Only the right alternative meets an `exact` one; the rest is spared."""
-
-    what: str
-    exact: bool
-
-    @abstractmethod
-    def of(self, model: DiffusionTransformer) -> float:
-        """Measure a model as it is now."""
-
-    @abstractmethod
-    def explains(self, before: float, after: float) -> bool:
-        """Whether a change from `before` to `after` says that the mistake is undone."""
-
-    @abstractmethod
-    def helps(self, before: float, after: float) -> bool:
-        """Whether leaving a block out did good, by `smooth`."""
-
-    def smooth(self, model: DiffusionTransformer) -> float:
-        """A measure that small improvements move."""
-        return self.of(model)
+def try_alternatives(model: DiffusionTransformer, measure: Measure, before: Parts, mask_ids: list[int]) -> list[Trial]:
+    """What may be wrong in all of the model, and the parts that look foreign left out; the best first."""
+    trials = _try(model, measure, before, alternatives(model.cfg.architecture, mask_ids))
+    if not measure.found(trials):
+        trials += _without_foreign(model, measure, before)
+    return sorted(trials, key=_order)
 
 
-@dataclass(frozen=True, eq=False)
-class PageMeasure(Measure):
-    """The loss on rows of clean text."""
-
-    rows: Tensor
-    vocabulary: int
-    share: float = LEAST_SHARE
-    what: str = "the loss on the page"
-    exact: bool = False
-
-    def of(self, model: DiffusionTransformer) -> float:
-        return page_loss(model, self.rows)
-
-    def explains(self, before: float, after: float) -> bool:
-        fell = not after > before - max(LEAST_FALL, self.share * before)
-        return fell and not no_better_than_chance(after, self.vocabulary)
-
-    def helps(self, before: float, after: float) -> bool:
-        return self.explains(before, after)
-
-
-@dataclass(frozen=True, eq=False)
-class ReferenceMeasure(Measure):
-    """The distance to a reference, revealed tokens that differ counted on top."""
-
-    reference: Reference
-    tolerance: tuple[float, float]
-    what: str = "the distance to the reference"
-    exact: bool = True
-
-    def of(self, model: DiffusionTransformer) -> float:
-        return self.sum(self.reference.distance(model))
-
-    @staticmethod
-    def sum(found: Distance) -> float:
-        """One number."""
-        return found.apart + (1 - found.same) + (1 - found.hidden)
-
-    def explains(self, before: float, after: float) -> bool:
-        apart, same = self.tolerance
-        return after <= apart + (1 - same)
-
-    def helps(self, before: float, after: float) -> bool:
-        return after < before - NEARER
-
-    def smooth(self, model: DiffusionTransformer) -> float:
-        return self.reference.distance(model).apart
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One alternative, tried.
-
-    Attributes:
-        name: of the alternative.
-        score: what was measured under it.
-        explains: whether that says the mistake is undone.
-        cause: what is then likely wrong.
-    """
-
-    name: str
-    score: float
-    explains: bool
-    cause: str
-
-
-def try_all(model: DiffusionTransformer, measure: Measure, before: float, mask_ids: list[int]) -> list[Trial]:
-    """Every alternative, the best first; and, where none explains anything, every block left out."""
+def try_parts(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+    """What may be wrong in one block, or in part of the vocabulary; the best first."""
     a = model.cfg.architecture
-    trials = _try(model, measure, before, alternatives(a, mask_ids))
-    if any(trial.explains for trial in trials):
-        return trials
-    left_out = _leave_out(model, measure)
-    strangers = [f"without block {block}" for block in foreign_blocks(compositions(model))]
-    # Without weights that tell, the block whose absence helps most; the one after a foreign one may help a little, too.
-    accused = strangers or [trial.name for trial in left_out[:1] if trial.explains]
-    left_out = [replace(trial, explains=trial.name in accused) for trial in left_out]
-    return sorted(left_out + trials, key=_order)
+    trials = _try(model, measure, before, [exchanged_in(a, block) for block in range(a.n_layers)])
+    if not measure.found(trials):
+        trials += _moved(model, measure, before)
+    if not measure.found(trials):
+        trials += _without_each(model, measure, before)
+    return sorted(trials, key=_order)
 
 
-def try_quiet(model: DiffusionTransformer, measure: Measure, before: float) -> list[Trial]:
-    """The alternatives whose mistakes little else would show."""
-    return _try(model, measure, before, [each for each in alternatives(model.cfg.architecture) if each.quiet])
+def diagnose(
+    model: DiffusionTransformer,
+    measure: Measure,
+    before: Parts,
+    *,
+    mask_ids: list[int],
+    something_off: bool,
+    config_known: bool,
+) -> Finding:
+    """Try what may be wrong, and say what that tells.
+
+    Args:
+        before: what the measure says of the model as it is.
+        mask_ids: ids that may be [MASK]'s.
+        something_off: whether there is something to explain; then mistakes in parts of the model are tried, too.
+        config_known: whether every number of the config is the catalogue's, so that no text need tell it.
+    """
+    trials = try_alternatives(model, measure, before, mask_ids)
+    if something_off and not measure.found(trials):
+        trials = sorted(trials + try_parts(model, measure, before), key=_order)
+    return _conclude(measure, before, trials, something_off, config_known)
 
 
-def conclude(measure: Measure, before: float, trials: list[Trial], something_off: bool) -> Finding:
-    """What the trials say."""
-    name = "diagnosis"
-    numbers = {"measure": measure.what, "as_loaded": before, "trials": [asdict(trial) for trial in trials]}
-    explaining = [trial for trial in trials if trial.explains]
-    if explaining:
-        best = explaining[0]
-        said = f"{measure.what} goes from {before:.3g} to {best.score:.3g} {best.name}"
-        if not measure.explains(before, best.score):
-            said = f"no other reading explains {measure.what}, {before:.3g}; {best.name} it is {best.score:.3g}"
-        return Finding(name, "off", said, best.cause, numbers)
-    if not something_off:
-        return Finding(
-            name, "ok", f"none of {len(trials)} likely mistakes would make {measure.what} better", numbers=numbers
-        )
-    said = f"none of {len(trials)} likely mistakes explains {measure.what}, {before:.3g}"
+def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_off: bool, config_known: bool) -> Finding:
+    name, was = "diagnosis", float(before.sum())
+    numbers = {"measure": measure.what, "as_loaded": was, "trials": [asdict(trial) for trial in trials]}
+    best: dict[Verdict, Trial] = {}
+    for trial in trials:
+        best.setdefault(trial.verdict, trial)
+    if found := best.get("explains"):
+        said = f"{measure.what}, {was:.3g} as loaded, is {found.score:.3g} {found.name}"
+        if also := [each.name for each in trials if each.name != found.name and _order(each) == _order(found)]:
+            said += f", and the same {also[0]}"
+        return Finding(name, "off", said, found.cause, numbers)
+    if something_off:
+        said = f"none of {len(trials)} likely mistakes explains {measure.what}, {was:.3g}"
+        if found := best.get("helps"):
+            said += f"; it is {found.score:.3g} {found.name}, which helps and is still wrong"
+        return Finding(name, "noted", said, numbers=numbers)
+    said = f"none of {len(trials)} likely mistakes, undone, makes {measure.what} better"
+    untold = [trial.name.removeprefix("with ") for trial in trials if trial.verdict == "same"]
+    numbers |= {"untold": untold}
+    if config_known or not untold:
+        return Finding(name, "ok", said, numbers=numbers)
+    said += f"; it hardly changes with {', '.join(untold)}, so only the config can tell (--as NAME)"
     return Finding(name, "noted", said, numbers=numbers)
 
 
-@torch.no_grad()
-def _try(model: DiffusionTransformer, measure: Measure, before: float, changes: Iterable[Alternative]) -> list[Trial]:
+def _without_foreign(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+    """Left out what the weights accuse. A part belongs to the model after all if it is worse without it."""
+    a = model.cfg.architecture
+    trials = _try(
+        model, measure, before, [without(a, each.block, each.part) for each in foreign_parts(compositions(model))]
+    )
+    return [trial if trial.verdict == "worse" else replace(trial, verdict="explains") for trial in trials]
+
+
+def _without_each(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+    """Each block left out. Against a reference, the one whose absence helps most is foreign; the next may help, too.
+
+    A text may get likelier without a right block that reads what is wrong elsewhere.
+    """
+    a = model.cfg.architecture
+    trials = sorted(_try(model, measure, before, [without(a, block) for block in range(a.n_layers)]), key=_order)
+    trials = [replace(trial, verdict="helps") if trial.verdict == "explains" else trial for trial in trials]
+    if isinstance(measure, ReferenceMeasure) and trials[0].verdict == "helps":
+        trials[0] = replace(trials[0], verdict="explains")
+    return trials
+
+
+def _moved(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+    """Rows of one end of the vocabulary moved back from some id on: by quarters, then from the id where it helps most.
+
+    The nearer the first id is to the true one, the fewer tokens are read wrongly: there is one minimum to search.
+    """
+    a = model.cfg.architecture
+    tried: dict[tuple[str, int, int], Trial] = {}
+
+    def at(end: str, shift: int, first: int) -> tuple[bool, float]:
+        if (end, shift, first) not in tried:
+            (tried[end, shift, first],) = _try(model, measure, before, [moved_from(a, end, shift, first)])
+        return _order(tried[end, shift, first])
+
+    for end in vocabulary_ends(a):
+        for shift, quarter in product((-1, 1), (1, 2, 3)):
+            at(end, shift, quarter * a.d_vocab // 4)
+    end, shift, first = min(tried, key=lambda cut: _order(tried[cut]))
+    if tried[end, shift, first].verdict in ("helps", "explains"):
+        _minimum(partial(at, end, shift), first - a.d_vocab // 4, first + a.d_vocab // 4)
+    return list(tried.values())
+
+
+def _minimum(of: Callable[[int], tuple[bool, float]], low: int, high: int) -> None:
+    """Golden-section search of an interval of whole numbers (Kiefer 1953)."""
+    while high - low > 3:
+        inner = round((high - low) * GOLDEN_RATIO)
+        if of(high - inner) <= of(low + inner):
+            high = low + inner
+        else:
+            low = high - inner
+    for each in range(low, high + 1):
+        of(each)
+
+
+def _try(model: DiffusionTransformer, measure: Measure, before: Parts, changes: Iterable[Alternative]) -> list[Trial]:
+    """Each change, in order; the first that an exact measure says to be right ends it."""
     trials = []
     for change in changes:
-        score = _under(model, change, measure.of)
-        trials.append(Trial(change.name, score, measure.explains(before, score), change.cause))
-        if measure.exact and trials[-1].explains:
+        after = _under(model, change, measure.of)
+        trials.append(Trial(change.name, float(after.sum()), measure.judge(before, after), change.cause))
+        if measure.exact and trials[-1].verdict == "explains":
             break
-    return sorted(trials, key=_order)
+    return trials
 
 
 @torch.no_grad()
-def _leave_out(model: DiffusionTransformer, measure: Measure) -> list[Trial]:
-    before, trials = measure.smooth(model), []
-    for layer in range(model.cfg.n_layers):
-        change = without_layer(model.cfg.architecture, layer)
-        score = _under(model, change, measure.smooth)
-        trials.append(Trial(change.name, score, measure.helps(before, score), change.cause))
-    return sorted(trials, key=_order)
-
-
-def _under(model: DiffusionTransformer, change: Alternative, measure: Callable[[DiffusionTransformer], float]) -> float:
+def _under(model: DiffusionTransformer, change: Alternative, measure: Callable[[DiffusionTransformer], Parts]) -> Parts:
     """What is measured of the model with a change."""
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
     with lent_weights(model, _config(model.cfg, change), change.change(tensors, change.architecture)):
@@ -188,7 +177,7 @@ def _under(model: DiffusionTransformer, change: Alternative, measure: Callable[[
 
 def _order(trial: Trial) -> tuple[bool, float]:
     """Scores that are no numbers last."""
-    return trial.score != trial.score, trial.score
+    return trial.score != trial.score, round(trial.score, DIGITS)
 
 
 def _config(cfg: DiffusionConfig, change: Alternative) -> DiffusionConfig:

@@ -3,26 +3,19 @@
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_lens.checks.agreement import check_half_precision, check_padding
-from diffusion_lens.checks.diagnosis import (
-    QUIET_SHARE,
-    Measure,
-    PageMeasure,
-    ReferenceMeasure,
-    conclude,
-    try_all,
-    try_quiet,
-)
+from diffusion_lens.checks.diagnosis import diagnose
 from diffusion_lens.checks.expected import Expected, check_config, check_hash
 from diffusion_lens.checks.facts import check_facts
 from diffusion_lens.checks.finding import COMPUTED, CheckReport, Finding
-from diffusion_lens.checks.page import check_page, page_loss
+from diffusion_lens.checks.measures import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure
+from diffusion_lens.checks.page import check_page, page_losses, right_loss
 from diffusion_lens.checks.recall import check_recall
 from diffusion_lens.checks.reference import Reference, check_reference
 from diffusion_lens.checks.texts import read_page, texts_for
@@ -97,7 +90,7 @@ class _Run:
     expected: Expected | None
     only: Collection[str]
     findings: list[Finding] = field(default_factory=list)
-    measure: tuple[Measure, float] | None = None
+    measure: tuple[Measure, Parts] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     page: Any = None
     reference: Reference | None = None
@@ -117,10 +110,11 @@ class _Run:
         """The page."""
         texts = texts_for(self.model)
         self.page = read_page(self.model, texts)
-        in_order = page_loss(self.model, self.page.ordered)
+        losses = page_losses(self.model, self.page.ordered)
+        right = right_loss(self.expected, self.model.cfg.dtype)
         if self.measure is None:
-            self.measure = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out), in_order
-        return [check_page(self.model, texts, self.page, self.expected, in_order)]
+            self.measure = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out, right), losses
+        return [check_page(self.model, texts, self.page, right, float(losses.sum()))]
 
     def compare(self, reference: Reference) -> list[Finding]:
         """With the original code."""
@@ -128,7 +122,7 @@ class _Run:
         found = reference.distance(self.model)
         self.measure = (
             ReferenceMeasure(reference, reference.tolerance(self.model)),
-            ReferenceMeasure.sum(found),
+            ReferenceMeasure.parts(found),
         )
         return [check_reference(self.model, reference, found)]
 
@@ -145,18 +139,18 @@ class _Run:
         return rows.to(self.model.cfg.device)
 
     def diagnose(self) -> list[Finding]:
-        """Try what may be wrong: everything if something is, else what would hardly show."""
+        """Try what may be wrong; if something is off, mistakes in parts of the model, too."""
         if self.measure is None:
             return [Finding("diagnosis", "not run", "there is nothing to measure: neither a tokenizer nor a reference")]
         measure, before = self.measure
         off = any(finding.outcome == "off" and finding.check in COMPUTED for finding in self.findings)
-        if not off:
-            if isinstance(measure, ReferenceMeasure):
-                return [Finding("diagnosis", "not run", "nothing to explain")]
-            quiet = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out, QUIET_SHARE)
-            return [conclude(quiet, before, try_quiet(self.model, quiet, before), False)]
-        concluded = conclude(measure, before, try_all(self.model, measure, before, self._mask_ids()), True)
-        return [concluded]
+        if not off and isinstance(measure, ReferenceMeasure):
+            return [Finding("diagnosis", "not run", "nothing to explain")]
+        if not off and isinstance(measure, PageMeasure):
+            measure = replace(measure, share=QUIET_SHARE)
+        known = any(finding.check == "config" and finding.outcome == "ok" for finding in self.findings)
+        ids = self._mask_ids()
+        return [diagnose(self.model, measure, before, mask_ids=ids, something_off=off, config_known=known)]
 
     def _mask_ids(self) -> list[int]:
         """Ids that may be [MASK]'s, of a model that has one."""

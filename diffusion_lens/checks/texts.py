@@ -21,7 +21,7 @@ SHUFFLE_SEED = 0
 MOST_TOKENS = 512
 # A tokenizer of words that knows fewer than half of a page's is not made for it; one of bytes or pieces knows all.
 MOST_UNKNOWN = 0.5
-N_SENTENCES = 16
+N_SENTENCES = 32
 PAGE = "pride_and_prejudice.txt"
 # First letters differ, so that the answers' first tokens do too.
 CAPITALS = {

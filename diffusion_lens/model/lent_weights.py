@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model import build
 from diffusion_lens.model.attention_patterns import PATTERNS
+from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -18,22 +19,28 @@ def lent_weights(
 ) -> Iterator[DiffusionTransformer]:
     """Run `model` as `cfg` describes it, with `tensors` in the place of its weights of these names; then as before.
 
-    The config may differ in what no weight depends on: who sees whom, where a token is read, [MASK], rotary positions.
+    The config may differ in what no weight depends on: who sees whom, where a token is read, [MASK], rotary positions,
+    the norms' epsilon.
 
     Args:
         tensors: in our layout, of the shapes of the weights that they stand for. A tied head follows the embedding.
     """
     before = (model.cfg, model._rotary, model._pattern)
     parameters = {name: model.get_parameter(name) for name in tensors}
+    epsilons = {norm: norm.eps for norm in model.modules() if isinstance(norm, RMSNorm)}
     try:
         model.cfg = cfg
         model._rotary = build.build_rotary(cfg.architecture)
         model._pattern = PATTERNS[cfg.attention_dir]
+        for norm in epsilons:
+            norm.eps = cfg.eps
         for name, tensor in tensors.items():
             _put(model, name, nn.Parameter(tensor, requires_grad=torch.is_floating_point(tensor)))
         yield model
     finally:
         model.cfg, model._rotary, model._pattern = before
+        for norm, eps in epsilons.items():
+            norm.eps = eps
         for name, parameter in parameters.items():
             _put(model, name, parameter)
 

@@ -1,5 +1,6 @@
 """The embedded pair without a reference: its page and its facts show each mistake, and say which it is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,19 @@ from faults import FAULTS, faulty, layer_of_another_seed
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, check_model
+from diffusion_lens.checks.composition import Composition
 from diffusion_lens.checks.page import KNOWN_LOSS
 from diffusion_lens.training.objectives import autoregressive_loss, masked_diffusion_loss
 
 # So that only behaviour is judged: neither hash nor the catalogue's numbers.
 UNKNOWN = dict(architecture=None, sha256=None)
 BRIEFLY = ("weights", "page loss", "diagnosis")
+
+
+def with_changes(model, architecture, tensors):
+    cfg = DiffusionConfig.from_architecture(architecture, device="cpu", model_name="changed")
+    weights = {**model.state_dict(), **tensors}
+    return HookedDiffusionTransformer(cfg, model.tokenizer, tensors=weights.items())
 
 
 def outcomes(report):
@@ -48,10 +56,60 @@ def test_the_twin_hardly_feels_its_rotary_base_so_its_config_must_tell():
     """14 places: the loss moves by a hundred-thousandth, and no text of this length could show it."""
     model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
     other = faulty(model, "another rotary base")
-    report = check_model(other, expected=Expected.of("tiny-ar"), only=("config", "page loss"))
-    assert outcomes(report)["page loss"] == "ok"
-    assert outcomes(report)["config"] == "off"
+    report = check_model(other, expected=Expected.of("tiny-ar"), only=("config", "page loss", "diagnosis"))
+    assert outcomes(report) == {"page loss": "ok", "config": "off", "diagnosis": "noted"}
     assert "rotary_base 500000.0 here, 10000.0 in the catalogue" in report.likely[0]
+    for unnamed in (other, model):
+        found = check_model(unnamed, only=("page loss", "diagnosis")).findings[-1]
+        assert found.outcome == "noted"
+        assert {"rotary base 1e+06", "norm epsilon 1e-06"} <= set(found.numbers["untold"])
+        assert "only the config can tell (--as NAME)" in found.said
+
+
+@pytest.mark.parametrize("base", [1_000.0, 20_000.0, 100_000.0])
+def test_a_near_rotary_base_shows_where_the_loss_is_known_and_is_said_to_be_untold_elsewhere(base):
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    other = with_changes(model, replace(model.cfg.architecture, rotary_base=base), {})
+    known = check_model(other, expected=replace(Expected.of("tiny-mdm"), **UNKNOWN), only=BRIEFLY)
+    assert known.likely == (f"the rotary base is wrong: the config says {base:g}, and the weights fit 10000",)
+    found = check_model(other, only=("page loss", "diagnosis")).findings[-1]
+    assert "rotary base 10000" in found.numbers["untold"]
+
+
+def test_another_norm_epsilon_is_named(tiny):
+    other = with_changes(tiny, replace(tiny.cfg.architecture, norm_eps=1e-2), {})
+    report = check_model(other, only=BRIEFLY)
+    assert report.likely == ("the norms' epsilon is wrong: the config says 0.01, and the weights fit 1e-05",)
+
+
+def test_rows_of_the_head_off_from_some_id_on_are_named(tiny):
+    rows = tiny.unembed.weight.detach()
+    moved = torch.cat([rows[:200], rows[200:].roll(-1, dims=0)])
+    report = check_model(with_changes(tiny, tiny.cfg.architecture, {"unembed.weight": moved}), only=BRIEFLY)
+    (cause,) = report.likely
+    first = int(re.search(r"rows of the head stand one too early from about id (\d+) on", cause)[1])
+    assert abs(first - 200) <= 5
+
+
+def test_gate_and_up_of_one_block_exchanged_are_named(tiny):
+    gate, up = (tiny.get_parameter(f"blocks.2.mlp.{name}.weight").detach() for name in ("gate", "up"))
+    swapped = {"blocks.2.mlp.gate.weight": up, "blocks.2.mlp.up.weight": gate}
+    expected = replace(Expected.of(tiny.cfg.model_name), **UNKNOWN)
+    report = check_model(with_changes(tiny, tiny.cfg.architecture, swapped), expected=expected, only=BRIEFLY)
+    assert report.likely == ("gate and up projections of block 2 were read as each other",)
+
+
+def test_what_helps_and_does_not_make_the_model_right_is_not_blamed(tiny):
+    """Rows of the embedding off from id 350 on: [MASK] and the end are among them, so that no search finds it."""
+    rows = tiny.embed.weight.detach()
+    moved = torch.cat([rows[:350], rows[350:].roll(1, dims=0)])
+    expected = replace(Expected.of(tiny.cfg.model_name), **UNKNOWN)
+    report = check_model(
+        with_changes(tiny, tiny.cfg.architecture, {"embed.weight": moved}), expected=expected, only=BRIEFLY
+    )
+    assert outcomes(report)["page loss"] == "off"
+    assert report.likely == ()
+    assert "which helps and is still wrong" in report.findings[-1].said
 
 
 @pytest.mark.parametrize("layer_of", [("tiny-mdm", "tiny-ar"), ("tiny-ar", "tiny-mdm")])
@@ -60,7 +118,7 @@ def test_a_trained_layer_of_another_model_is_foreign_too(layer_of):
     taken = {name: weight for name, weight in other.state_dict().items() if name.startswith("blocks.2.")}
     mixed = HookedDiffusionTransformer(model.cfg, model.tokenizer, tensors={**model.state_dict(), **taken}.items())
     report = check_model(mixed, expected=replace(Expected.of(layer_of[0]), **UNKNOWN), only=BRIEFLY)
-    assert any("block 2 are foreign" in cause for cause in report.likely), report.to_text()
+    assert any("of block 2 are foreign" in cause for cause in report.likely), report.to_text()
 
 
 def test_the_page_loss_is_the_training_loss():
@@ -122,8 +180,18 @@ def test_random_weights_have_no_foreign_blocks(every):
     assert {score["block"] for score in report.findings[0].numbers["composition"]} == set(range(cfg.n_layers))
 
 
+def test_a_part_that_looks_foreign_is_right_if_texts_get_less_likely_without_it(tiny, monkeypatch):
+    """The weights' look is a suspicion; here of an MLP that the right model needs."""
+    scores = [Composition(1, "MLP", 1.0, 1.0)]
+    monkeypatch.setattr("diffusion_lens.checks.diagnosis.foreign_parts", lambda _: scores)
+    monkeypatch.setattr("diffusion_lens.checks.weights.foreign_parts", lambda _: scores)
+    report = check_model(tiny, expected=Expected.of(tiny.cfg.model_name), only=(*BRIEFLY, "config"))
+    assert outcomes(report) == {"config": "ok", "weights": "noted", "page loss": "ok", "diagnosis": "ok"}
+    assert report.passed
+
+
 @pytest.mark.parametrize("part", ["", "attn.", "mlp."])
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, 2])
 def test_weights_of_another_seed_are_foreign_though_the_norms_are_kept(tiny, block, part):
     """Whole blocks, or their attention or MLP alone: the loss hardly feels some of them, and the weights tell."""
     tensors = dict(tiny.state_dict())
@@ -132,12 +200,15 @@ def test_weights_of_another_seed_are_foreign_though_the_norms_are_kept(tiny, blo
         if name.startswith(f"blocks.{block}.{part}") and tensor.dim() == 2:
             tensors[name] = torch.randn(tensor.shape, generator=draw) * tensor.std()
     model = HookedDiffusionTransformer(tiny.cfg, tiny.tokenizer, tensors=tensors.items())
-    report = check_model(model, only=["weights"])
+    report = check_model(model, only=BRIEFLY)
     assert not report.passed
-    (cause,) = report.likely
-    assert f"block {block} are foreign" in cause
     parts = {"": ("attention", "MLP"), "attn.": ("attention",), "mlp.": ("MLP",)}[part]
-    assert cause.endswith(f"({', '.join(f'the {each} of block {block}' for each in parts)})")
+    blamed = [f"the {each} of block {block}" for each in parts]
+    noted = report.findings[0]
+    assert noted.outcome == "noted"
+    assert all(each in noted.said for each in blamed)
+    (cause,) = report.likely
+    assert any(f"the weights of {each} are foreign" in cause for each in blamed)
 
 
 def test_blocks_of_the_right_pair_belong_to_each_other(tiny):
