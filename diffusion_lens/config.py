@@ -161,12 +161,17 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def as_device(device: str | torch.device) -> torch.device:
-    """A device of this machine, by itself or by its name; anything else is a `ValueError`."""
+def device_named(device: str | torch.device) -> torch.device:
+    """A device, whether or not this machine has it; a `ValueError` for a name that is none."""
     try:
-        found = torch.device(device)
+        return torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """A device of this machine, by itself or by its name; anything else is a `ValueError`."""
+    found = device_named(device)
     there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if found.type == "meta":
         raise ValueError("the device 'meta' holds no values, so nothing can run there; use 'cpu' or 'cuda'")
@@ -174,4 +179,11 @@ def as_device(device: str | torch.device) -> torch.device:
         raise ValueError(
             f"device {str(found)!r} is not there: torch finds {there['cuda']} GPUs on this machine, and 'cpu'"
         )
+    if found.type not in there:
+        try:
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise ValueError(
+                f"device {str(found)!r} is not there: this torch has no backend for it, or finds none on this machine"
+            ) from error
     return found

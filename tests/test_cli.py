@@ -209,7 +209,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a shard and a merge": (["recall", *QUICK["recall"], "--shard", "0/2", "--merge", "x", "--out", "out"], "--merge"),
     "an empty batch": (["finetune", "tiny-ar", "--batch-size", "0", "--out", "out"], "--batch-size 0"),
     "endless epochs": (["finetune", "tiny-ar", "--epochs", "inf", "--out", "out"], "--epochs inf"),
-    "no rate": (["finetune", "tiny-ar", "--epochs", "0.1", "--lr", "nan", "--out", "out"], "--lr is nan"),
+    "no rate": (["finetune", "tiny-ar", "--epochs", "0.1", "--lr", "nan", "--out", "out"], "--lr nan"),
     "questions of texts": (
         ["finetune", "tiny-ar", "--data", str(GOLDEN / "lit_config.json"), "--ask", "1", "--out", "out"],
         "--ask",

@@ -12,6 +12,7 @@ from diffusion_lens.checks.expected import Expected, check_hash
 from diffusion_lens.checks.finding import CheckReport, Finding
 from diffusion_lens.checks.reference import Reference
 from diffusion_lens.checks.run import check_model
+from diffusion_lens.config import as_device
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading import TOKENIZER_FILES
 from diffusion_lens.loading.hub import fetch_file, fetch_tokenizer
@@ -53,7 +54,7 @@ def check_checkpoint(
         claimed = known
     expected = None if claimed is None else Expected.of(claimed)
     recorded = None if reference is None else Reference.load(reference)
-    where = _device(device)
+    where = None if device is None else as_device(device)
     begun = time.perf_counter()
     try:
         model = HookedDiffusionTransformer.from_pretrained(
@@ -84,16 +85,6 @@ def check_checkpoint(
     said = f"{n_bytes / 1e9:.2f} GB of weights ({dtype}) in {seconds:.1f} seconds"
     loaded = Finding("load", "ok", said, numbers={"seconds": seconds, "weights_bytes": n_bytes})
     return replace(report, findings=(loaded, *report.findings))
-
-
-def _device(name: str | None) -> torch.device | None:
-    try:
-        where = None if name is None else torch.device(name)
-        if where is not None:
-            torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} is not here: {str(error).splitlines()[0]}") from error
-    return where
 
 
 def _config(here: Path, expected: Expected | None) -> Any:

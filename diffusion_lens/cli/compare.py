@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options
+from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.loaded import ModelChoice, default_folder
@@ -21,9 +21,19 @@ def compare(
     limit: options.Limit = None,
     layers: options.Layers = None,
     vectors: Annotated[str, typer.Option(help="keys, values or outputs.")] = "keys",
-    against: Annotated[str | None, typer.Option(help="The same of the other direction; by default as VECTORS.")] = None,
-    statistic: Annotated[str, typer.Option(help="Shown and drawn: cka, procrustes, cosine, ...")] = "cka",
-    draws: Annotated[int, typer.Option(help="Random pairings that say what chance gives.")] = 1000,
+    against: Annotated[
+        str | None, typer.Option(help="Those of the other direction, by default as --vectors: keys, values or outputs.")
+    ] = None,
+    statistic: Annotated[
+        str,
+        typer.Option(
+            help="Shown and drawn: cka or procrustes; of vectors of one kind also cosine, centred_cosine, retrieval or "
+            "subspace."
+        ),
+    ] = "cka",
+    draws: Annotated[
+        int, typer.Option(help="Random pairings that say what chance gives.", callback=ranges.at_least(1))
+    ] = 1000,
     length: options.Length = None,
     first_tokens: options.FirstTokens = 1,
     shard: options.Shard = None,
@@ -60,8 +70,6 @@ def compare(
     known = statistics(rank=2, one_space=(against or vectors) == vectors)
     if statistic not in known:
         raise ValueError(f"statistic {statistic!r} is not computed of {vectors}; it is one of {', '.join(known)}")
-    if draws < 1:
-        raise ValueError(f"draws={draws}; at least 1, and 1000 for p-values down to 0.001")
     for model in chosen:
         cost.check_layers(model, layers or [])
     names = [model.label for model in chosen]

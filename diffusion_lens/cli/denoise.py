@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options
+from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.loaded import ModelChoice
@@ -18,10 +18,13 @@ def denoise(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Places of the canvas, the prompt included; by default those the model was trained on, or else 52."
+            help="Places of the canvas, the prompt included; by default those the model was trained on, or else 52.",
+            callback=ranges.at_least(1),
         ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Blanks after the prompt, instead of --length.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Blanks after the prompt, instead of --length.", callback=ranges.at_least(1))
+    ] = None,
     steps: options.Steps = 32,
     sampler: options.Sampler = None,
     cfg_scale: options.CfgScale = None,

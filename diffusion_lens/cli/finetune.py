@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options
+from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.cli.report import Report, progress
@@ -24,14 +24,29 @@ def finetune(
             "files. By default toy for the embedded pair, else reversal-curse."
         ),
     ] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 10,
-    batch_size: Annotated[int, typer.Option(help="Rows an update sees, over all devices.")] = 32,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate, by default SMDM's 2e-4.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Parts of a batch that go through one after another.")] = 1,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.", callback=ranges.positive())] = 10,
+    batch_size: Annotated[
+        int, typer.Option(help="Rows an update sees, over all devices.", callback=ranges.at_least(1))
+    ] = 32,
+    lr: Annotated[
+        float | None, typer.Option(help="Highest learning rate, by default SMDM's 2e-4.", callback=ranges.positive())
+    ] = None,
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            help="Parts of a batch that go through one after another, to save memory.", callback=ranges.at_least(1)
+        ),
+    ] = 1,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16 autocast; the weights stay float32.")] = "no",
-    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 500,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Updates between checkpoints.", callback=ranges.at_least(1))
+    ] = 500,
     ask: Annotated[
-        int, typer.Option(help="Held-out questions of each pair of directions to ask at every checkpoint; 0 asks none.")
+        int,
+        typer.Option(
+            help="Held-out questions of each pair of directions to ask at every checkpoint; 0 asks none.",
+            callback=ranges.at_least(0),
+        ),
     ] = 0,
     seed: options.Seed = 3407,
     config: options.Config = None,

@@ -49,7 +49,9 @@ class ModelChoice:
         """Places of the canvas: those asked for, those the model was trained on, or others."""
         from diffusion_lens.loading import trained_length_of
 
-        return asked or trained_length_of(self.name, self.config) or otherwise
+        if asked is not None:
+            return asked
+        return trained_length_of(self.name, self.config) or otherwise
 
     def load(self) -> "HookedDiffusionTransformer":
         """The model on its device.
@@ -57,19 +59,13 @@ class ModelChoice:
         Raises:
             ValueError: an unknown name, device or dtype.
         """
-        import torch
-
+        from diffusion_lens.config import as_device
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
         bytes_per_weight(self.dtype)
-        try:
-            where = None if self.device is None else torch.device(self.device)
-            if where is not None:
-                torch.empty(0, device=where)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device {self.device!r} is not here: {str(error).splitlines()[0]}") from error
+        where = None if self.device is None else as_device(self.device)
         return HookedDiffusionTransformer.from_pretrained(
-            self.name, config=self.config, tokenizer=self.tokenizer, device=where, dtype=getattr(torch, self.dtype)
+            self.name, config=self.config, tokenizer=self.tokenizer, device=where, dtype=self.dtype
         )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import options
+from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.cli.report import Report
@@ -15,11 +15,13 @@ from diffusion_lens.cli.report import Report
 @app.command()
 def models(
     text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="Only names and sources with this text in them.")
+        str | None, typer.Argument(metavar="TEXT", help="Only names and sources with this text in them.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="Only masked or only causal models.")] = None,
+    kind: Annotated[str | None, typer.Option(help="masked or causal: only models of this kind.")] = None,
     family: Annotated[str | None, typer.Option(help="Only models of this family, e.g. lit_gpt.")] = None,
-    largest: Annotated[float | None, typer.Option(help="Only models of at most so many GB of weights.")] = None,
+    largest: Annotated[
+        float | None, typer.Option(help="Only models of at most so many GB of weights.", callback=ranges.positive())
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """List the model names, with size and source: all of them, or those that fit every filter.
@@ -70,10 +72,17 @@ def info(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .pth file, or a folder.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.")],
-    to: Annotated[str | None, typer.Option(help="Format: lit_gpt or diffusion_lens; by default the source's.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Format: diffusion_lens, lit_gpt, llada, dream, llama, qwen2 or qwen3; by default the source's."
+        ),
+    ] = None,
     config: options.Config = None,
     json: options.Json = False,
-    dry_run: options.DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what SOURCE is and how much memory it takes; write nothing.")
+    ] = False,
 ) -> None:
     """Write a checkpoint in another format. Every tensor is checked by name and shape, and nothing of it is executed.
 

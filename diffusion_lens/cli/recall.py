@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options
+from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import EXTRAS, require
 from diffusion_lens.cli.loaded import ModelChoice, default_folder
@@ -19,12 +19,21 @@ def recall(
     trained: options.Trained = None,
     asked: options.Asked = None,
     limit: options.Limit = None,
-    steps: Annotated[list[int] | None, typer.Option("--steps", help="Denoising steps; repeat for several.")] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--steps",
+            help="Denoising steps, by default several; repeat the option for others.",
+            callback=ranges.at_least(1),
+        ),
+    ] = None,
     length: options.Length = None,
     cfg_scale: options.CfgScale = None,
     sampler: options.Sampler = None,
     temperature: options.Temperature = 0.0,
-    score: Annotated[str, typer.Option(help="The score of the table: contained (SMDM's), exact, ...")] = "contained",
+    score: Annotated[
+        str, typer.Option(help="The score of the table: contained (SMDM's), exact, character_bleu or word_bleu.")
+    ] = "contained",
     seed: options.Seed = 1234,
     shard: options.Shard = None,
     merge: options.Merge = None,

@@ -13,6 +13,8 @@ from typing import Any
 OURS = {"diffusion_lens", "weight_conversion"}
 REFUSED, FAILED = 2, 1
 
+# Arguments that the library calls otherwise than the option that gives them.
+CALLED = {"mixed_precision": "precision", "max_bytes": "largest"}
 # What the library advises in Python, and what the command line has for it.
 ADVICE = (
     (r"diffusion_lens\.list_pretrained\(\)", "diffusion-lens models"),
@@ -26,6 +28,10 @@ ADVICE = (
     (r"answer_places=(-?\d+), but", r"--length leaves \1 places after the prompt, but"),
     (r"subject_start=, one of \[[^\]]*\], or with ", ""),
     (r"pass another folder as out=", "name another folder with --out"),
+    (r"pass tokenizer='folder' to from_pretrained", "name one with --tokenizer"),
+    (r"tokenizer='that folder'", "it as --tokenizer"),
+    (r"give it person= and asked=", 'give it the fields "person" and "asked"'),
+    (r"Try a smaller lr \((.*?)\) or a lower clip in a new folder", r"Try a smaller --lr (\1) and another --out"),
 )
 
 
@@ -66,10 +72,12 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
         message = re.sub(mention, r'the field "subject_start", one of \1', message)
     for said, meant in ADVICE:
         message = re.sub(said, meant, message)
-    for argument, option in options.items():
+    named = {called: options[ours] for called, ours in CALLED.items() if ours in options}
+    for argument, option in {**options, **named}.items():
         message = re.sub(rf"(?<![\w.]){argument}=(?=\S)", f"{option} ", message)
         message = re.sub(rf"(?<![\w.]){argument}=(?!\S)", option, message)
         message = re.sub(rf"(?<![\w.-]){argument} (is|masks|compares) ", rf"{option} \1 ", message)
+        message = re.sub(rf"(?<![\w.-])(?<!the ){argument} (?=')", f"{option} ", message)
     return message
 
 

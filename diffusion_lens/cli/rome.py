@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options
+from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.loaded import ModelChoice, subject_start
@@ -23,13 +23,18 @@ def rome(
     target: Annotated[
         str | None, typer.Option(help="Another object, e.g. ' famous miner of Tanmoor.': edit the fact to say it.")
     ] = None,
-    prefixes: Annotated[int, typer.Option(help="Short texts by the model itself to average over, as ROME does.")] = 0,
-    iterations: Annotated[int, typer.Option(help="Of the search for v*.")] = 20,
-    lr: Annotated[float, typer.Option(help="Rate of Adam.")] = 0.5,
+    prefixes: Annotated[
+        int,
+        typer.Option(
+            help="Short texts by the model itself to average over, as ROME does.", callback=ranges.at_least(0)
+        ),
+    ] = 0,
+    iterations: Annotated[int, typer.Option(help="Iterations of the search for v*.", callback=ranges.at_least(1))] = 20,
+    lr: Annotated[float, typer.Option(help="Learning rate of the search, Adam's.", callback=ranges.positive())] = 0.5,
     over_states: Annotated[
         str, typer.Option(help="masked, or partial: also with some of the object revealed (masked diffusion).")
     ] = "masked",
-    length: options.Length = None,
+    length: options.LengthOfOne = None,
     first_tokens: options.FirstTokens = None,
     occurrence: options.Occurrence = None,
     seed: options.Seed = 0,
@@ -62,11 +67,7 @@ def rome(
     _ = fact.subject_span
     length = chosen.length(length)
     cost.check_layers(chosen, [layer])
-    if layer < 0:
-        raise ValueError(f"layer={layer}; blocks are counted from 0")
-    for option, given_number, least in (("--iterations", iterations, 1), ("--prefixes", prefixes, 0)):
-        if given_number < least:
-            raise ValueError(f"{option} {given_number}; it must be at least {least}")
+    layer %= chosen.shape().n_layers
     if export is not None and target is None:
         raise ValueError("--export writes an edited model, and without --target nothing is edited")
     if export is not None:

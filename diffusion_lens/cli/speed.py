@@ -65,14 +65,13 @@ def operations_per_second(device: str | None, dtype: str, width: int, flops: flo
 def _kind(device: str | None) -> str:
     import torch
 
+    from diffusion_lens.config import device_named
+
     if device is None:
         if torch.cuda.is_available():
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+    kind = device_named(device).type
     if kind not in ("cpu", "cuda", "mps"):
         raise ValueError(f"nothing is known of how fast {device!r} is: say so with --flops, operations a second")
     return kind

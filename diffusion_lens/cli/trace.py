@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options
+from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.loaded import ModelChoice, default_folder, subject_start
@@ -23,7 +23,7 @@ def trace(
     noise: options.Noise = None,
     samples: options.Samples = 10,
     corruption: Annotated[str, typer.Option(help="gaussian, uniform, replace or mask.")] = "gaussian",
-    length: options.Length = None,
+    length: options.LengthOfOne = None,
     first_tokens: options.FirstTokens = None,
     occurrence: options.Occurrence = None,
     seed: options.Seed = 1,
@@ -124,7 +124,12 @@ def aie(
             "on the canvas that is traced), or all. By default one-canvas with --first-tokens 1, else recalled."
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps of the loop that recalls.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Denoising steps of the loop that recalls, by default one a place.", callback=ranges.at_least(1)
+        ),
+    ] = None,
     seed: options.Seed = 1,
     shard: options.Shard = None,
     merge: options.Merge = None,
