@@ -8,7 +8,7 @@ from weight_conversion.architecture import Architecture, tensor_shapes
 from weight_conversion.convert import Checkpoint, export, export_size, open_checkpoint
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
-from weight_conversion.json_files import read_json, read_json_object, write_json
+from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
 from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
 from weight_conversion.whole_files import renamed_when_whole, sha256_of_file
 
@@ -17,11 +17,14 @@ __all__ = [
     "PUBLISHED_SIZES",
     "Architecture",
     "Checkpoint",
+    "JsonError",
     "as_json",
+    "decode_json",
     "export",
     "export_size",
     "from_json",
     "open_checkpoint",
+    "parse_json",
     "published_architecture",
     "read_json",
     "read_json_object",

@@ -1,7 +1,7 @@
-"""JSON files: read strictly, written whole or not at all.
+"""JSON read strictly, and files of it written whole or not at all.
 
-A key that stands twice, a text that no file can hold and a value nested past all use are refused with the file's name,
-because each of them would otherwise be taken for something that the file's author did not mean.
+A key that stands twice, a text that no file can hold and a value nested past all use are refused, because each of them
+would otherwise be taken for something that the file's author did not mean.
 """
 
 from __future__ import annotations
@@ -15,37 +15,79 @@ from typing import Any
 from weight_conversion.json_text import to_json
 from weight_conversion.whole_files import renamed_when_whole
 
+BLANKS = " \t\n\r"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class JsonError(ValueError):
+    """Text that is no JSON as it is read here.
+
+    Attributes:
+        said: what is wrong, to follow the name of the text: "is not valid JSON: ...".
+        place: the character at which the reader stopped, or the value begins.
+    """
+
+    def __init__(self, said: str, place: int) -> None:
+        super().__init__(f"the text {said}")
+        self.said, self.place = said, place
+
+
+def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at a character of a text, and the character after its end.
+
+    Raises:
+        JsonError: no JSON value begins there, or it gives a key twice, nests too deep, or holds half of a surrogate
+            pair.
+    """
+    try:
+        content, end = _DECODER.raw_decode(text, start)
+        if _SURROGATE.search(text, start, end):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except _RepeatedKey as error:
+        said = f"gives the key {error.args[0]!r} twice in one object; keep the one that holds"
+        raise JsonError(said, start) from None
+    except RecursionError:
+        said = "is not valid JSON for any file read here: its values are nested too deep; fetch it again"
+        raise JsonError(said, start) from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        said = f"holds {half!r}, half of a surrogate pair, which is no text; write the whole character, or take it out"
+        raise JsonError(said, start) from None
+    except json.JSONDecodeError as error:
+        raise JsonError(f"is not valid JSON: {error.msg}", error.pos) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise JsonError(f"is not valid JSON: {error}", start) from None
+    return content, end
+
+
+def parse_json(text: str) -> Any:
+    """The one JSON value that a text holds.
+
+    Raises:
+        JsonError: as in `decode_json`, or text that follows it.
+    """
+    if text.startswith("\ufeff"):
+        raise JsonError("is not valid JSON: it begins with a BOM, which plain UTF-8 has not", 0)
+    content, end = decode_json(text, len(text) - len(text.lstrip(BLANKS)))
+    if rest := text[end:].lstrip(BLANKS):
+        raise JsonError("is not valid JSON: text follows the end of the value", len(text) - len(rest))
+    return content
 
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file.
 
     Raises:
-        ValueError: the text is no JSON, gives a key twice, nests too deep, or holds half of a surrogate pair (the
-            message names the file).
+        ValueError: bytes that are no UTF-8, or what `parse_json` refuses; the message names the file and the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=_without_repeats)
-        if _SURROGATE.search(text):
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-    except _RepeatedKey as error:
-        raise ValueError(
-            f"{path} gives the key {error.args[0]!r} twice in one object; keep the one that holds"
-        ) from None
-    except RecursionError:
-        raise ValueError(
-            f"{path} is not valid JSON for any file read here: its values are nested too deep; fetch it again"
-        ) from None
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{path} holds {error.object[error.start : error.end]!r}, half of a surrogate pair, which is no text; "
-            "write the whole character, or take it out"
-        ) from None
-    except ValueError as error:  # a syntax error, bytes that are no UTF-8, a number of thousands of digits
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    return content
+    try:
+        return parse_json(text)
+    except JsonError as error:
+        raise ValueError(f"{path} {error.said} (line {text.count(chr(10), 0, error.place) + 1})") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -83,3 +125,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
     return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)

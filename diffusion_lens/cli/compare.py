@@ -75,7 +75,7 @@ def compare(
     names = [model.label for model in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so no two may share one")
-    source = open_source(data or default_source(models[0]))
+    source = open_source(data or default_source(models[0]), outline_only=dry_run)
     facts = source.pick(trained, limit=limit)
     lengths = [model.length(length, source.length) for model in chosen]
     forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)

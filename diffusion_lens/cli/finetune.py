@@ -83,7 +83,7 @@ def finetune(
     if Path(data).expanduser().is_file():
         rows = Path(data)
     else:
-        source = open_source(data)
+        source = open_source(data, outline_only=dry_run)
         if not source.training:
             raise ValueError(f"{source.name} has no texts to train on; give a .jsonl file of prompts and completions")
         rows, longest = list(source.training), chosen.length(None, source.length) or longest

@@ -88,6 +88,7 @@ def convert(
 
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
+    from diffusion_lens.loading import trained_length_of, write_trained_length
     from weight_conversion import export, open_checkpoint
 
     checkpoint = open_checkpoint(source, config)
@@ -104,5 +105,8 @@ def convert(
     if target.exists():
         raise ValueError(f"{target} is there already; name a file that is not")
     written = export(dict(checkpoint.tensors()), shape, target, to)
+    length = trained_length_of(source, config)
+    if length is not None and all(path == written for path in written.parent.glob("*.safetensors")):
+        write_trained_length(length, written.parent)
     report.say(f"wrote {written} and its config: {shape.name}, {shape.n_params:,} parameters")
     report.finish({**results, "bytes": written.stat().st_size}, checkpoint=written)

@@ -63,7 +63,7 @@ def recall(
 
     check_score(score)
     out = out or default_folder("recall", [model])
-    source = open_source(data or default_source(model))
+    source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
     settings: dict[str, Any] = {
         "length": chosen.length(length, source.length) or 52,

@@ -158,7 +158,7 @@ def aie(
     from diffusion_lens.data.sources import default_source, open_source
 
     out = out or default_folder("aie", [model])
-    source = open_source(data or default_source(model))
+    source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
     length = chosen.length(length, source.length)
     settings: dict[str, Any] = {

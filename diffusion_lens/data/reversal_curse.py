@@ -251,6 +251,15 @@ class ReversalCurse:
         return path
 
 
+def outline(held_out: bool = True) -> list[Fact]:
+    """The published questions, or rows of training, without their words: who is told, and asked, which way."""
+    return [
+        Fact("", "", "", trained=part.trained, asked=part.asked, person=f"{part.trained} {row // part.templates}")
+        for part in (_TEST if held_out else _TRAINING)
+        for row in range(len(part.of([_Row(0, "", "")] * FILES[part.file].rows)))
+    ]
+
+
 def _read_row(line: str, number: int, path: Path) -> _Row:
     try:
         row = json.loads(line)

@@ -22,6 +22,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import read_json
 
 ROME_HOST = "https://rome.baulab.info/data/dsets"
+KNOWN_FACTS = 1209
 BAKE_REPO = "jym7/BAKE"
 BAKE_REVISION = "main"  # the data set's commit is not known to us
 
@@ -71,7 +72,7 @@ class EditRequest:
 
 
 def known_1000(path: str | Path | None = None, *, progress: bool = False) -> list[Fact]:
-    """The facts of ROME's causal traces: 1209 of them, whatever the name.
+    """The facts of ROME's causal traces: `KNOWN_FACTS` of them, whatever the name.
 
     A prompt is a template with its subject and, where GPT-2 XL went on with other words before the answer, these.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from diffusion_lens.data import toy_facts
 from diffusion_lens.data.fact_files import read_facts
-from diffusion_lens.data.reversal_curse import FILES, ReversalCurse
-from diffusion_lens.data.rome_facts import known_1000
+from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
+from diffusion_lens.data.rome_facts import KNOWN_FACTS, known_1000
 from diffusion_lens.facts import Fact
 
 
@@ -78,10 +78,21 @@ SOURCES: dict[str, Callable[[], FactSource]] = {
     "reversal-curse": _reversal_curse,
     "known-1000": _known_1000,
 }
+# Those that are fetched, without their words: as many facts, told and asked the same ways.
+OUTLINES: dict[str, Callable[[], FactSource]] = {
+    "reversal-curse": lambda: FactSource("reversal-curse", outline(), outline(held_out=False)),
+    "known-1000": lambda: FactSource(
+        "known-1000", [Fact("", "", "") for _ in range(KNOWN_FACTS)], length=None, cfg_scale=0.0
+    ),
+}
 
 
-def open_source(name_or_path: str) -> FactSource:
+def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
     """A data set by its name, a folder of the reversal-curse files, or facts of your own, see `fact_files`.
+
+    Args:
+        outline_only: of a data set that is fetched take its outline: its facts without their words, for an estimate of
+            the work. Nothing is fetched then.
 
     Raises:
         ValueError: an unknown name, a file that does not hold facts, or what the data set's loader refuses.
@@ -89,7 +100,7 @@ def open_source(name_or_path: str) -> FactSource:
     """
     path = Path(name_or_path).expanduser()
     if name_or_path in SOURCES:
-        return SOURCES[name_or_path]()
+        return (OUTLINES if outline_only and name_or_path in OUTLINES else SOURCES)[name_or_path]()
     if path.is_dir() and any((path / f"{name}.jsonl").is_file() for name in FILES):
         return _reversal_curse(path)
     if path.exists():

@@ -21,7 +21,7 @@ from diffusion_lens.catalogue import (
 )
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
-from diffusion_lens.loading.own_config import folded_in, trained_length_in, write_own
+from diffusion_lens.loading.own_config import folded_in, trained_length_in, write_own, write_trained_length
 from diffusion_lens.loading.tokenizers import (
     TOKENIZER_FILES,
     check_special_ids,
@@ -42,6 +42,7 @@ __all__ = [
     "save_tokenizer",
     "shape_of",
     "trained_length_of",
+    "write_trained_length",
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

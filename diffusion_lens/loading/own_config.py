@@ -1,9 +1,12 @@
-"""What the config of a folder that `save_pretrained` wrote says of a model beside its architecture.
+"""What a folder says of a model beside its architecture.
+
+In the config.json that `save_pretrained` wrote:
 
     trained_length        the length that it was trained for
     layer_norm_folding    true if its norms are folded; by the weights alone it might be a model that is not trained yet
 
-The formats of other families have no such keys, and get none.
+The configs of other families have no such keys, and get none. Beside them the length stands in a file of its own,
+`trained_length.json`, which other programs do not look for.
 """
 
 from collections.abc import Mapping
@@ -14,20 +17,24 @@ from torch import Tensor
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.folding import norms_are_one
-from weight_conversion import read_json, write_json
+from weight_conversion import read_json, read_json_object, write_json
 
+LENGTH_FILE = "trained_length.json"
 LENGTH, FOLDED, FORMAT = "trained_length", "layer_norm_folding", "diffusion_lens"
 
 Config = str | Path | Mapping[str, Any] | None
 
 
 def trained_length_in(config: Config, folder: Path) -> int | None:
-    """The length that a config of ours gives; of a folder, that of its config.json.
+    """The length that a config of ours gives, of a folder its config.json, or else `LENGTH_FILE` beside the checkpoint.
 
     Raises:
         ValueError: a length that is none.
     """
     settings, path = _own(config, folder)
+    if not settings and (folder / LENGTH_FILE).is_file():
+        path = folder / LENGTH_FILE
+        settings = read_json_object(folder / LENGTH_FILE)
     length = settings.get(LENGTH)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ValueError(f"{LENGTH} is {length!r} in {path}; it is a number of places, at least 1, or null")
@@ -54,6 +61,17 @@ def write_own(cfg: DiffusionConfig, tensors: Mapping[str, Tensor], folder: Path)
         said[FOLDED] = True
     if said:
         write_json({**read_json(folder / "config.json"), **said}, folder / "config.json")
+
+
+def write_trained_length(length: int | None, folder: Path) -> None:
+    """Keep it beside a checkpoint, as the folder's format has it."""
+    settings, _ = _own(None, folder)
+    if settings and length is not None:
+        write_json({**settings, LENGTH: length}, folder / "config.json")
+    elif length is not None:
+        write_json({LENGTH: length}, folder / LENGTH_FILE)
+    else:
+        (folder / LENGTH_FILE).unlink(missing_ok=True)
 
 
 def _own(config: Config, folder: Path) -> tuple[Mapping[str, Any], object]:

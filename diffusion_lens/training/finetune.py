@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_lens.loading import save_tokenizer
+from diffusion_lens.loading import save_tokenizer, write_trained_length
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.completions import Data, encode_completions, read_completions
 from diffusion_lens.training.devices import accelerated
@@ -33,9 +33,10 @@ def finetune(
 ) -> TrainingRecord:
     """Train `model` in place on texts, and write what `from_pretrained(out)` reads.
 
-    `out` gets the weights and config in the family's own format, the tokenizer, and in `out/training` the run: its
-    `run.json`, its `TrainingRecord` as `record.safetensors`, and while it goes on its checkpoint. The same call goes on
-    with a run that was interrupted, and reads one that is complete.
+    `out` gets the weights and config in the family's own format, the tokenizer, `trained_length.json` with the length
+    that the model was trained for, if it is known, and in `out/training` the run: its `run.json`, its `TrainingRecord`
+    as `record.safetensors`, and while it goes on its checkpoint. The same call goes on with a run that was interrupted,
+    and reads one that is complete.
 
     Either variant is trained by its own loss: a masked diffusion model with noise on prompt and completion, its twin on
     the next token. Tokens are laid out as SMDM's fine-tuning does (see `training.completions`); `smdm_reverse` is its
@@ -75,6 +76,7 @@ def finetune(
     with accelerated(model) as accelerator:
         if accelerator.is_main_process:
             export(dict(model.named_parameters()), model.cfg.architecture, target / WEIGHTS)
+            write_trained_length(model.cfg.trained_length, target)
             save_tokenizer(model.tokenizer, target, prepends_bos=model.cfg.default_prepend_bos)
             # Last, because from here on the run is complete.
             record.save(home.path / RECORD)

@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_lens import Fact
 from diffusion_lens.data import toy_facts
-from diffusion_lens.data.sources import SOURCES, default_source, open_source
+from diffusion_lens.data.sources import OUTLINES, SOURCES, default_source, open_source
 from diffusion_lens.training.completions import read_completions
 
 
@@ -73,3 +73,27 @@ def test_what_is_no_source() -> None:
     with pytest.raises(ValueError, match="limit=0"):
         open_source("toy").pick(limit=0)
     assert {default_source("tiny-mdm"), default_source("smdm-1028m")} == {"toy", "reversal-curse"} <= set(SOURCES)
+
+
+@pytest.mark.parametrize("name", sorted(OUTLINES))
+def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(*_: object, **__: object) -> None:
+        raise AssertionError("something was fetched")
+
+    for fetch in ("reversal_curse.fetch_from_hub", "rome_facts.fetch_from_web"):
+        monkeypatch.setattr(f"diffusion_lens.data.{fetch}", fetched)
+    source = open_source(name, outline_only=True)
+    if name == "known-1000":
+        assert (len(source.pick()), source.length) == (1209, None)
+    else:
+        cells = Counter((fact.trained, fact.asked) for fact in source.pick())
+        assert cells == {(told, way): 300 for told in ("p2d", "d2p", "both") for way in ("p2d", "d2p")}
+        assert len(source.training) == 3600
+        assert len({fact.person for fact in source.facts}) == 90
+        assert source.length == 52
+
+
+def test_what_is_not_fetched_has_its_words_in_a_dry_run_too() -> None:
+    assert open_source("toy", outline_only=True).facts == open_source("toy").facts

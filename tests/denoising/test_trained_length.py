@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.catalogue import EMBEDDED_LENGTH, PUBLISHED
+from diffusion_lens.cli import app
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.loading import trained_length_of
-from weight_conversion import export
+from diffusion_lens.loading import trained_length_of, write_trained_length
+from diffusion_lens.training import TrainingConfig, finetune
+from weight_conversion import export, open_checkpoint
 
 PROMPT = "Gustav Geisser is the"
 
@@ -60,6 +63,40 @@ def test_our_own_folders_keep_it_and_other_formats_do_not(tiny: Any, tmp_path: P
     elsewhere = export(tiny.state_dict(), tiny.cfg.architecture, tmp_path / "theirs" / "model.safetensors")
     assert "trained_length" not in "".join(path.read_text() for path in elsewhere.parent.glob("*.json"))
     assert trained_length_of(elsewhere) is None
+
+
+def test_a_fine_tuned_folder_keeps_it_whatever_its_format(tiny: Any, tmp_path: Path) -> None:
+    model = HookedDiffusionTransformer.from_pretrained(tiny.cfg.model_name, device="cpu")
+    facts = toy_facts.load().facts(trained="p2d", asked="p2d")[:4]
+    finetune(model, facts, TrainingConfig(steps=1, batch_size=2, warmup=0), tmp_path, progress=False)
+    assert open_checkpoint(tmp_path).architecture.family == "lit_gpt"
+    taught = HookedDiffusionTransformer.from_pretrained(tmp_path, device="cpu")
+    assert taught.cfg.trained_length == trained_length_of(tmp_path) == 14
+    assert trained_length_of(tmp_path / "model.safetensors", tmp_path / "lit_config.json") == 14
+    assert torch.equal(taught.denoise(PROMPT, steps=4).canvases, model.denoise(PROMPT, steps=4).canvases)
+    ours = taught.save_pretrained(tmp_path / "ours")
+    assert trained_length_of(ours) == 14
+    assert not (ours / "trained_length.json").exists()
+
+
+def test_a_conversion_keeps_it(tmp_path: Path) -> None:
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    model.save_pretrained(tmp_path / "ours")
+    source, target = str(tmp_path / "ours"), tmp_path / "theirs" / "model.safetensors"
+    assert CliRunner().invoke(app, ["convert", source, str(target), "--to", "lit_gpt"]).exit_code == 0
+    assert trained_length_of(target.parent) == 14
+    (target.parent / "trained_length.json").unlink()
+    beside = target.with_name("second.safetensors")
+    assert CliRunner().invoke(app, ["convert", source, str(beside), "--to", "lit_gpt"]).exit_code == 0
+    assert trained_length_of(beside) is None, "nothing is said of the weights that were there"
+
+
+def test_weights_put_over_others_have_their_own(tmp_path: Path) -> None:
+    write_trained_length(20, tmp_path)
+    assert trained_length_of(tmp_path) == 20
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    model.cfg.trained_length = None
+    assert trained_length_of(model.save_pretrained(tmp_path)) is None, "its own config.json says so"
 
 
 def test_a_model_of_which_nothing_is_known_has_no_default(tiny: Any) -> None:

@@ -1,0 +1,55 @@
+"""A dry run fetches nothing, whatever the cache holds: it estimates from what is known of models and data sets."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from diffusion_lens.cli import app
+
+ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
+# Models and data that are nowhere on this machine.
+ASKED = {
+    "denoise": ["smdm-1028m", "Ada is the"],
+    "trace": ["smdm-1028m", *ASK],
+    "rome": ["smdm-1028m", *ASK, "--layer", "0"],
+    "recall": ["smdm-1028m-reverse"],
+    "aie": ["llada-8b-base", "--data", "known-1000"],
+    "compare": ["smdm-1028m", "ar-1028m"],
+    "finetune": ["smdm-1028m", "--out", "out"],
+}
+
+
+@pytest.fixture
+def online_with_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr(socket, "getaddrinfo", reached)
+    monkeypatch.setattr(socket.socket, "connect", reached)
+
+
+@pytest.mark.usefixtures("online_with_an_empty_cache")
+@pytest.mark.parametrize("command", ASKED)
+def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = [command, *ASKED[command], "--dry-run", "--flops", "1e12", "--json"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["results"]["forward_passes"] > 0
+    if command == "recall":  # 1800 questions in 6 numbers of steps, 63 in all, with guidance
+        assert told["settings"]["facts"] == 1800
+        assert told["results"]["forward_passes"] == 1800 * 63 * 2
+    if command == "aie":
+        assert told["settings"]["facts"] == 1209
+    if command == "finetune":
+        assert told["settings"]["rows"] == 3600
+    assert list(tmp_path.iterdir()) == []
