@@ -82,12 +82,15 @@ def show(report: Report, model: ModelChoice, cost: Cost, flops: float | None = N
 
 
 def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
-    """Refuse blocks that the model does not have.
+    """Refuse blocks that the model does not have; of one that has to be fetched first nothing is known yet.
 
     Raises:
         ValueError: one of them.
     """
-    depth = model.shape().n_layers
+    try:
+        depth = model.shape().n_layers
+    except FileNotFoundError:
+        return
     if outside := [layer for layer in layers if not -depth <= layer < depth]:
         raise ValueError(
             f"layer={outside[0]}; the blocks of {model.name} are 0 to {depth - 1}, or negative from the end"

@@ -44,6 +44,8 @@ def denoise(
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     given = dict(locals())
+    from diffusion_lens.denoising.samplers import resolve_sampler
+
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     if length is None and max_new_tokens is None:
         length = chosen.length(None, otherwise=52)
@@ -58,6 +60,7 @@ def denoise(
     }
     report = Report("denoise", {**given, **settings}, out, json)
     if dry_run:
+        resolve_sampler(sampler, chosen.shape().attention_dir)
         places = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
         cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
     if out is not None:

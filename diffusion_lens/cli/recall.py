@@ -57,6 +57,7 @@ def recall(
     require("pictures", *({score} & set(EXTRAS)))
     from diffusion_lens.cli.shards import require_model, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.denoising.samplers import resolve_sampler
     from diffusion_lens.evaluation import Recall, recall_by_steps
     from diffusion_lens.evaluation.naming import cell_name
     from diffusion_lens.evaluation.scores import check_score
@@ -77,6 +78,7 @@ def recall(
     told = {**given, "data": source.name, "facts": len(facts), "steps": columns, **settings}
     report = Report("recall", told, out, json)
     if dry_run:
+        resolve_sampler(sampler, chosen.shape().attention_dir)
         work = cost.denoising(chosen, columns, settings["length"], settings["cfg_scale"], mine, rows=32)
         cost.show(report, chosen, work, flops)
 

@@ -27,6 +27,7 @@ ADVICE = (
     (r"torch\.(float32|bfloat16|float16)", r"\1"),
     (r"answer_places=(-?\d+), but", r"--length leaves \1 places after the prompt, but"),
     (r"subject_start=, one of \[[^\]]*\], or with ", ""),
+    (r" or \(\d+, \d+\)", ""),
     (r"pass another folder as out=", "name another folder with --out"),
     (r"pass tokenizer='folder' to from_pretrained", "name one with --tokenizer"),
     (r"tokenizer='that folder'", "it as --tokenizer"),

@@ -67,7 +67,6 @@ def rome(
     _ = fact.subject_span
     length = chosen.length(length)
     cost.check_layers(chosen, [layer])
-    layer %= chosen.shape().n_layers
     if export is not None and target is None:
         raise ValueError("--export writes an edited model, and without --target nothing is edited")
     if export is not None:
@@ -76,7 +75,8 @@ def rome(
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
     report = Report("rome", {**given, **layout}, out, json)
     if dry_run:
-        share = 1 - (layer + 1) / chosen.shape().n_layers
+        depth = chosen.shape().n_layers
+        share = 1 - (layer % depth + 1) / depth
         places = length or len(f"{prompt}{answer}".split()) * 2
         work = (prefixes + 2) * (1 + iterations * share)
         cost.show(report, chosen, cost.Cost(work, places, prefixes + 2, backward=work), flops)
@@ -84,6 +84,7 @@ def rome(
         require("pictures")
 
     loaded = chosen.load()
+    layer %= loaded.cfg.n_layers
     said_before = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
     request = ask_with_prefixes(loaded, fact, said_before, **layout)
     key = compute_key(loaded, request, layer)

@@ -1,11 +1,10 @@
 """Facts in files of one's own, and in ROME's: .json, .jsonl, .csv, or a folder of such files.
 
 A fact has a prompt, the subject in it, and the answer with its leading space; the other fields of `Fact` may follow.
-What is wrong is said with the line on which it stands.
+A table's cells are separated by commas, semicolons or tabs. What is wrong is said with the line on which it stands.
 """
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -17,7 +16,9 @@ from typing import Any
 from diffusion_lens.data.rome_facts import bake, counterfact, known_1000
 from diffusion_lens.facts import Fact
 from diffusion_lens.training.completions import read_lines
+from weight_conversion import JsonError, decode_json, parse_json
 
+DELIMITERS = (",", ";", "\t")  # of tables; spreadsheets write ";" where the comma is the decimal mark
 NEEDED = ("prompt", "subject", "answer")
 FIELDS = tuple(field.name for field in fields(Fact))
 CHOICES = {"trained": ("p2d", "d2p", "both"), "asked": ("p2d", "d2p")}
@@ -44,13 +45,26 @@ def read_facts(path: Path) -> list[Fact]:
     object of each request.
 
     Raises:
-        ValueError: no facts, or something that is none, with its line.
+        ValueError: no facts, something that is none, or a fact that is there twice, by its id or, without one, by all
+            that it says. The file and line are named.
     """
+    files = [path]
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.suffix in SHAPE)
         if not files:
             raise ValueError(f"the folder {path} holds no {', '.join(SHAPE)} file of facts. {SHAPE['.jsonl']}")
-        return [fact for each in files for fact in read_facts(each)]
+    found: dict[Fact | str, tuple[Fact, str]] = {}
+    for fact, where in (each for file in files for each in _read(file)):
+        known, there = found.setdefault(fact.id or fact, (fact, where))
+        if known is not fact:
+            called = f"has the id {fact.id!r}, as" if fact.id else f"{fact.prompt!r:.60} repeats"
+            cure = "give each an id of its own, or keep one" if fact.id else "keep one"
+            raise ValueError(f"{where}: the fact {called} that of {there}; {cure}")
+    return [fact for fact, _ in found.values()]
+
+
+def _read(path: Path) -> Iterator[tuple[Fact, str]]:
+    """The facts of a file, each with its place in it."""
     if path.suffix not in SHAPE:
         raise ValueError(f"{path} is no file of facts: it should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
     text = "\n".join(read_lines(path)).removeprefix("\ufeff")
@@ -58,54 +72,52 @@ def read_facts(path: Path) -> list[Fact]:
     if not records:
         raise ValueError(f"{path} holds no facts. {SHAPE[path.suffix]}")
     first = records[0][1]
-    if path.suffix == ".json" and isinstance(first, Mapping):
-        for field, read in ROME.items():
-            if field in first:
-                return read(path)
-    return [_fact(record, path, line) for line, record in records]
+    rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
+    facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*each, path) for each in records]
+    for (line, _), fact in zip(records, facts, strict=True):
+        yield fact, f"{path}, line {line}"
 
 
 def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     """The records of a list, with the lines on which they begin."""
-    decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
     start = _skip(text, 0)
     if text[start : start + 1] != "[":
         raise ValueError(f"{path}, line {_line(text, start)}: there is no list. {SHAPE['.json']}")
     start = _skip(text, start + 1)
     while text[start : start + 1] != "]":
         try:
-            record, end = decoder.raw_decode(text, start)
-        except json.JSONDecodeError as error:
-            raise _not_json(path, error.lineno, error.msg) from None
-        except _RepeatedKey as error:
-            raise _twice(path, _line(text, start), error) from None
+            record, end = decode_json(text, start)
+        except JsonError as error:
+            raise _refused(path, _line(text, error.place), error.said) from None
         yield _line(text, start), record
         start = _skip(text, end)
         if text[start : start + 1] not in (",", "]"):
-            raise _not_json(path, _line(text, start), "a comma or a closing bracket is missing")
+            raise _refused(path, _line(text, start), "is not valid JSON: a comma or a closing bracket is missing")
         start = _skip(text, start + (text[start] == ","))
     if (rest := _skip(text, start + 1)) < len(text):
-        raise _not_json(path, _line(text, rest), "text after the end of the list")
+        raise _refused(path, _line(text, rest), "is not valid JSON: text follows the end of the list")
 
 
 def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line, object_pairs_hook=_without_repeats)
-            except json.JSONDecodeError as error:
-                raise _not_json(path, number, error.msg) from None
-            except _RepeatedKey as error:
-                raise _twice(path, number, error) from None
+                record = parse_json(line)
+            except JsonError as error:
+                raise _refused(path, number, error.said) from None
             yield number, record
 
 
 def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    rows = csv.reader(StringIO(text, newline=""), strict=True)
+    rows = csv.reader(StringIO(text, newline=""), strict=True, delimiter=_delimiter(text))
     try:
-        header = next(rows, [])
+        header = [name.strip() for name in next(rows, [])]
         if missing := [name for name in NEEDED if name not in header]:
             raise ValueError(f"{path}, line 1: the header lacks {', '.join(missing)}. {SHAPE['.csv']}")
+        if repeated := [name for name in header if name and header.count(name) > 1]:
+            raise ValueError(
+                f"{path}, line 1: the header names the column {repeated[0]!r} twice; keep one. {SHAPE['.csv']}"
+            )
         begins = rows.line_num + 1
         for row in rows:
             if len(row) > len(header):
@@ -120,6 +132,12 @@ def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{path}, line {rows.line_num}: no CSV ({error}). {SHAPE['.csv']}") from None
 
 
+def _delimiter(text: str) -> str:
+    """What separates the cells: of the marks in use, the one of which the header has most."""
+    header = text.split("\n", 1)[0]
+    return max(DELIMITERS, key=header.count)
+
+
 _READERS: dict[str, Callable[[str, Path], Iterator[tuple[int, Any]]]] = {
     ".json": _json,
     ".jsonl": _json_lines,
@@ -127,7 +145,7 @@ _READERS: dict[str, Callable[[str, Path], Iterator[tuple[int, Any]]]] = {
 }
 
 
-def _fact(record: Any, path: Path, line: int) -> Fact:
+def _fact(line: int, record: Any, path: Path) -> Fact:
     if (wrong := _what_is_wrong(record)) is not None:
         raise ValueError(f"{path}, line {line}: {wrong}. {SHAPE[path.suffix]}")
     values = dict(record)
@@ -158,23 +176,8 @@ def _what_is_wrong(record: Any) -> str | None:
     return None
 
 
-class _RepeatedKey(Exception):
-    """A key that stands twice in one object."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if repeated := [key for key in keys if keys.count(key) > 1]:
-        raise _RepeatedKey(repeated[0])
-    return dict(pairs)
-
-
-def _twice(path: Path, line: int, error: _RepeatedKey) -> ValueError:
-    return ValueError(f"{path}, line {line}: the key {error.args[0]!r} stands twice; keep one. {SHAPE[path.suffix]}")
-
-
-def _not_json(path: Path, line: int, reason: str) -> ValueError:
-    return ValueError(f"{path}, line {line}: no JSON ({reason}). {SHAPE[path.suffix]}")
+def _refused(path: Path, line: int, said: str) -> ValueError:
+    return ValueError(f"{path}, line {line} {said}. {SHAPE[path.suffix]}")
 
 
 def _line(text: str, place: int) -> int:

@@ -22,7 +22,6 @@ The files mark neither names nor descriptions, and templates alter the words: "t
 for the description. Answers are the files' completions: in `both_prompts_test` text may follow the name.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from diffusion_lens.data.download import fetch_from_hub
 from diffusion_lens.data.slots import MARKS, fact_about, shared_words, slot_spans
 from diffusion_lens.data.toy_facts import Trained
 from diffusion_lens.facts import Direction, Fact
+from weight_conversion import JsonError, parse_json
 
 REPO = "lberglund/reversal_curse"
 REVISION = "2b0a35c0f1730a60957319f9b25f4858e7012e44"
@@ -262,9 +262,9 @@ def outline(held_out: bool = True) -> list[Fact]:
 
 def _read_row(line: str, number: int, path: Path) -> _Row:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+        row = parse_json(line)
+    except JsonError as error:
+        raise ValueError(f"{path}, line {number} {error.said}") from None
     texts = [row.get(key) for key in ("prompt", "completion")] if isinstance(row, dict) else [None]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError(f"{path}, line {number}: a row is {{'prompt': text, 'completion': text}}, not {line[:80]}")

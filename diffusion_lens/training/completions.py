@@ -4,7 +4,6 @@ As ML-GSAI/SMDM `sft/reverse_data.py` does: prompt and completion are one text; 
 prepends one, the end token after it, and end tokens fill the row.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.batches import TrainingRows
+from weight_conversion import JsonError, parse_json
 
 Data = str | Path | Sequence[Fact] | Sequence[Mapping[str, Any]]
 
@@ -109,9 +109,9 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             try:
-                yield f"{path.name}, line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}, is not valid JSON: {error}") from error
+                yield f"{path.name}, line {number}", parse_json(line)
+            except JsonError as error:
+                raise ValueError(f"{path}, line {number}, {error.said}") from None
 
 
 def _completion(name: str, row: object) -> Completion:

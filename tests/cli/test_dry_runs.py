@@ -10,6 +10,8 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from diffusion_lens.cli import app
+from diffusion_lens.cli.cost import check_layers
+from diffusion_lens.cli.loaded import ModelChoice
 
 ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
 # Models and data that are nowhere on this machine.
@@ -53,3 +55,25 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
     if command == "finetune":
         assert told["settings"]["rows"] == 3600
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["denoise", "recall"])
+def test_a_dry_run_refuses_a_sampler_that_is_none(command: str) -> None:
+    asked = ["tiny-ar", *(["Ada"] if command == "denoise" else [])]
+    result = CliRunner().invoke(app, [command, *asked, "--sampler", "confidence", "--dry-run"])
+    assert result.exit_code == 2
+    assert "which a causal model cannot" in result.stderr
+
+
+def test_a_layer_may_be_counted_from_the_end() -> None:
+    def passes(layer: str) -> int:
+        asked = ["rome", "tiny-mdm", *ASK, "--layer", layer, "--dry-run", "--json"]
+        return int(json.loads(CliRunner().invoke(app, asked).stdout)["results"]["forward_passes"])
+
+    assert passes("-4") == passes("0") > passes("-2") == passes("2")
+
+
+def test_layers_of_a_model_that_is_still_to_be_fetched_are_not_refused() -> None:
+    check_layers(ModelChoice("owner/nowhere"), [40])
+    with pytest.raises(ValueError, match="layer=40"):
+        check_layers(ModelChoice("tiny-mdm"), [40])

@@ -1,5 +1,6 @@
 """Facts in files: every format gives the same facts, and what is wrong is said with its line."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -64,10 +65,35 @@ def test_the_subject_may_be_pointed_at_in_a_table(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_files_is_their_facts_by_name(tmp_path: Path) -> None:
-    written(tmp_path / "b.jsonl", json.dumps(ROWS[0]) + "\n")
+    other = {**ROWS[0], "answer": " painter"}
+    written(tmp_path / "b.jsonl", json.dumps(other) + "\n")
     written(tmp_path / "a.csv", CSV)
     written(tmp_path / "notes.txt", "not facts")
-    assert facts_of(tmp_path) == [*FACTS, FACTS[0]]
+    assert facts_of(tmp_path) == [*FACTS, Fact(**other)]
+
+
+def test_a_fact_that_is_there_twice_is_refused_with_both_places(tmp_path: Path) -> None:
+    written(tmp_path / "a.csv", CSV)
+    written(tmp_path / "b.jsonl", "\n" + json.dumps(ROWS[0]) + "\n")
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 2: the fact 'Ada, they .* repeats that of .*a\.csv, line 2;"):
+        open_source(str(tmp_path))
+    again = written(tmp_path / "again.json", json.dumps([ROWS[0], ROWS[1], ROWS[0]], indent=1))
+    with pytest.raises(ValueError, match=r"again\.json, line 14: the fact .* repeats that of .*again\.json, line 2;"):
+        open_source(str(again))
+    rows = [{**row, "id": "one"} for row in ROWS]
+    named = written(tmp_path / "named.jsonl", "\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"named\.jsonl, line 2: the fact has the id 'one', as that of .*, line 1;"):
+        open_source(str(named))
+    apart = [{**ROWS[0], "id": name} for name in "ab"]
+    assert len(facts_of(written(tmp_path / "apart.json", json.dumps(apart)))) == 2, "asked twice on purpose"
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_a_table_may_be_separated_as_spreadsheets_do(mark: str, tmp_path: Path) -> None:
+    rows = list(csv.reader(CSV.splitlines()))
+    with (tmp_path / "facts.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=mark).writerows(rows)
+    assert facts_of(tmp_path / "facts.csv") == FACTS
 
 
 def test_a_folder_without_facts_says_what_belongs_there(tmp_path: Path) -> None:
@@ -101,17 +127,17 @@ GOOD = json.dumps(ROWS[0])
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("f.json", "[", r"line 1: no JSON"),
+        ("f.json", "[", r"line 1 is not valid JSON"),
         ("f.json", '{"prompt": "a"}', r"line 1: there is no list"),
         ("f.json", f"[\n{GOOD},\n1]", r"line 3: 1 is no fact"),
-        ("f.json", f"[{GOOD}\n{GOOD}]", r"line 2: no JSON \(a comma or a closing bracket is missing\)"),
-        ("f.json", f"[{GOOD},\n\n {{'prompt': 1}}]", r"line 3: no JSON"),
-        ("f.json", f"[{GOOD}]\n]", r"line 2: no JSON \(text after the end of the list\)"),
+        ("f.json", f"[{GOOD}\n{GOOD}]", "line 2 is not valid JSON: a comma or a closing bracket is missing"),
+        ("f.json", f"[{GOOD},\n\n {{'prompt': 1}}]", r"line 3 is not valid JSON"),
+        ("f.json", f"[{GOOD}]\n]", "line 2 is not valid JSON: text follows the end of the list"),
         ("f.json", f'[{GOOD},\n{{"prompt": "a"}}]', "line 2: the fact has no subject and no answer"),
-        ("f.json", f'[{GOOD},\n{{"prompt": "a", "prompt": "b"}}]', "line 2: the key 'prompt' stands twice"),
-        ("f.jsonl", f'{GOOD}\n{{"prompt": "a", "prompt": "b"}}', "line 2: the key 'prompt' stands twice"),
+        ("f.json", f'[{GOOD},\n{{"prompt": "a", "prompt": "b"}}]', "line 2 gives the key 'prompt' twice in one object"),
+        ("f.jsonl", f'{GOOD}\n{{"prompt": "a", "prompt": "b"}}', "line 2 gives the key 'prompt' twice in one object"),
         ("f.json", "[]", "holds no facts"),
-        ("f.jsonl", f"{GOOD}\n\n{{", "line 3: no JSON"),
+        ("f.jsonl", f"{GOOD}\n\n{{", "line 3 is not valid JSON"),
         ("f.jsonl", f'{GOOD}\n{{"prompt": 5, "subject": "a", "answer": " b"}}', "line 2: prompt is 5, not text"),
         ("f.jsonl", GOOD.replace(' pilot"', ' pilot", "aksed": "d2p"'), "line 1: .*'aksed' .nearest: asked"),
         ("f.jsonl", GOOD.replace(' pilot"', ' pilot", "asked": "x"'), "line 1: asked is 'x'; it is one of p2d, d2p"),
@@ -121,6 +147,11 @@ GOOD = json.dumps(ROWS[0])
         ("f.csv", "prompt,subject,answer\nAda, they say,Ada,x\n", "line 2: 4 cells under 3 names"),
         ("f.csv", "prompt,subject,answer,subject_start\na,a,b,first\n", "line 2: subject_start is 'first'"),
         ("f.csv", "", "line 1: the header lacks prompt"),
+        ("f.csv", "prompt;answer\na;b\n", "line 1: the header lacks subject. "),
+        ("f.csv", "prompt,prompt,subject,answer\na,a,a,b\n", "line 1: the header names the column 'prompt' twice"),
+        ("f.jsonl", f'{GOOD}\n{{"prompt": "\\ud800"}}', "line 2 holds '.*', half of a surrogate pair"),
+        ("f.json", "[" * 100_000, "line 1 is not valid JSON .* nested too deep"),
+        ("f.json", '[{"known_id": 1,\n "known_id": 2, "attribute": "a"}]', "line 1 gives the key 'known_id' twice"),
         ("f.txt", GOOD, r"should end in \.json, \.jsonl, \.csv"),
     ],
 )
