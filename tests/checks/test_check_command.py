@@ -27,6 +27,11 @@ def check(*arguments):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", *map(str, arguments)])
 
 
+def unmapped(path):
+    """The tensors of a file that is to be rewritten: older releases of safetensors map it while it is read."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
 def strict(text):
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
@@ -89,7 +94,7 @@ def test_a_reference_file_stands_in_for_texts(tmp_path):
 
 
 def test_a_file_that_does_not_load_is_off(copy):
-    tensors = load_file(copy)
+    tensors = unmapped(copy)
     del tensors["transformer.ln_f.weight"]
     save_file(tensors, copy)
     result = check(copy, "--as", "tiny-ar")
@@ -129,7 +134,7 @@ def test_help_shows_an_example():
 def test_a_conversion_has_another_size_and_is_only_noted(copy):
     expected = Expected.of("tiny-ar")
     assert check_hash(expected, copy).outcome == "ok"
-    save_file(load_file(copy), copy, {"made": "elsewhere"})
+    save_file(unmapped(copy), copy, {"made": "elsewhere"})
     assert check_hash(expected, copy).outcome == "noted"
     assert check_hash(None, copy).outcome == "noted"
 
