@@ -59,7 +59,7 @@ def compare(
     from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
     from diffusion_lens.analysis.representations.similarity import statistics
     from diffusion_lens.analysis.usable_facts import say_set_aside
-    from diffusion_lens.cli.shards import require_model, share_of_work
+    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
 
     chosen = [ModelChoice(model, config, tokenizer, device, dtype) for model in models]
@@ -88,6 +88,7 @@ def compare(
     if dry_run:
         cost.show(report, chosen[0], _searches(chosen, mine, layers, max(each or 32 for each in lengths)), flops)
 
+    require_parts(merge, chosen)
     axes: Any = None
     done = 0
     results, record = {}, {}

@@ -28,6 +28,7 @@ ADVICE = (
     (r"answer_places=(-?\d+), but", r"--length leaves \1 places after the prompt, but"),
     (r"subject_start=, one of \[[^\]]*\], or with ", ""),
     (r" or \(\d+, \d+\)", ""),
+    (r", or a collection of fact ids", ""),
     (r"pass another folder as out=", "name another folder with --out"),
     (r"pass tokenizer='folder' to from_pretrained", "name one with --tokenizer"),
     (r"tokenizer='that folder'", "it as --tokenizer"),

@@ -19,6 +19,21 @@ def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None)
     return 0 if merge else len(pick_shard(range(n_facts), "0/1" if shard is None else shard))
 
 
+def require_parts(merge: Sequence[Path] | None, models: Sequence[ModelChoice]) -> None:
+    """Refuse folders to join that hold nothing of one of the models, before anything is joined.
+
+    Raises:
+        FileNotFoundError: one of them, by its name.
+    """
+    for folder in merge or ():
+        for model in models:
+            if not (folder / model.label / "run.json").is_file():
+                raise FileNotFoundError(
+                    f"--merge {folder} holds nothing of {model.label} to join: name the folders that were --out of "
+                    "its shards"
+                )
+
+
 def require_model(model: ModelChoice, record: Mapping[str, Any]) -> None:
     """Refuse parts that another model made. The name of a repository says nothing of the model in it.
 

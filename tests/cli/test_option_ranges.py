@@ -117,3 +117,11 @@ def test_a_device_may_be_named_that_is_not_here() -> None:
         with pytest.raises(ValueError, match=f"device '{name}' is not there: this torch has no backend for it"):
             as_device(name)
     assert as_device("cpu") == torch.device("cpu")
+
+
+def test_a_merge_says_what_is_missing_before_it_joins_anything(tmp_path: Path) -> None:
+    (tmp_path / "part" / "tiny-mdm").mkdir(parents=True)
+    (tmp_path / "part" / "tiny-mdm" / "run.json").write_text("{}")
+    line = complaint("compare", "tiny-mdm", "tiny-ar", "--merge", str(tmp_path / "part"), "--out", str(tmp_path / "o"))
+    assert "--merge" in line
+    assert "holds nothing of tiny-ar to join: name the folders that were --out" in line
