@@ -118,7 +118,9 @@ def fetch_tokenizer(hub: Hub, beside: Path) -> Path:
 
 
 def _snapshot(repo: str, patterns: Sequence[str], hub: Hub) -> Path:
-    return Path(snapshot_download(repo, allow_patterns=list(patterns), **hub))
+    # Said outright: not every version of the hub's library takes the environment for a no before it asks.
+    kept = HF_HUB_OFFLINE or bool(hub.get("local_files_only"))
+    return Path(snapshot_download(repo, allow_patterns=list(patterns), **{**hub, "local_files_only": kept}))
 
 
 def _check_family(folder: Path, asked: str) -> bool:

@@ -120,6 +120,11 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
     # Looked for in the normalised text, where it has taken the place of "[MASK]".
     backend.add_special_tokens([AddedToken(name, special=True, normalized=True)])
     tokenizer.mask_token = name
+    if (found := tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"]) != [mask_token_id]:
+        raise ValueError(
+            f"the text {MASK_TEXT!r} comes out as the tokens {found}, and the model's mask has the id {mask_token_id}: "
+            "the tokenizer does not let it stand for that. Write masks by their id, with tokenizer=None"
+        )
 
 
 def check_special_ids(tokenizer: Any, d_vocab: int) -> None:
