@@ -86,7 +86,7 @@ class StepClock:
             RuntimeError: another thread holds the model, or is in a forward pass of it.
         """
         with _NOTING:
-            self._require_alone()
+            self.require_alone()
             self._holder, self._depth = get_ident(), self._depth + 1
         try:
             yield
@@ -110,7 +110,7 @@ class StepClock:
                 self._passing[thread] -= 1
                 self._passing += Counter()  # keeps the positive counts
 
-    def _require_alone(self) -> None:
+    def require_alone(self) -> None:
         """Raise a `RuntimeError` where another thread holds the model or runs it."""
         self._check_thread()
         if self._passing.keys() - {get_ident()}:
@@ -141,7 +141,7 @@ class StepClock:
                     "call (in a hook of it): hooks and steps belong to the model, so two loops at once would mix "
                     "them. Wait for that run to end, or load the model a second time"
                 )
-            self._require_alone()
+            self.require_alone()
             self._busy = True
         try:
             yield
