@@ -149,6 +149,24 @@ def specimen() -> type[Specimen]:
     return Specimen
 
 
+@pytest.fixture(scope="session", params=["llada", "dream", "llama", "qwen3"])
+def own_pad(request: pytest.FixtureRequest) -> Any:
+    """A model of each readout and direction whose tokenizer has a padding token that is nothing else."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<eos>": 0, "<unk>": 1, "<pad>": 2, **{f"w{i}": i for i in range(3, 512)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+    model = Specimen(CONFIGS[request.param]).model
+    model.set_tokenizer(tokenizer)
+    assert model.own_pad_id == 2
+    return model
+
+
 @pytest.fixture(scope="session", params=LIT_GPT, ids=lambda pair: "-".join(pair))
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Every golden lit-gpt checkpoint in turn."""
@@ -174,7 +192,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     """After every test: no hook on a shared model, no step lent, no parameter frozen, the grad mode as before."""
     yield
     assert torch.is_grad_enabled()
-    for name in ("golden", "either", "every", "tiny"):
+    for name in ("golden", "either", "every", "tiny", "own_pad"):
         if name in request.fixturenames:
             held = request.getfixturevalue(name)
             model = getattr(held, "model", held)

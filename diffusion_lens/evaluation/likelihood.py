@@ -33,6 +33,7 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.settings import at_least
 from diffusion_lens.shapes import Places
 from diffusion_lens.training.objectives import hide
 
@@ -90,7 +91,8 @@ def chain_rule_nll(
     masked; hooks see these canvases as rows of one batch. On a causal model it is one teacher-forced pass.
 
     Args:
-        prompt: text, or Int[pos] tokens; on a masked diffusion model it may be empty or hold [MASK]s.
+        prompt: text, or Int[pos] tokens; on a masked diffusion model it may be empty or hold [MASK]s. Padding that
+            the network would read off the tokens is left out.
         answer: text or tokens, as the prompt is; of text, the tokens that continue the prompt (see `Fact.tokenize`).
         cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none. Hooks see the conditional pass, then
             the unconditional one.
@@ -205,15 +207,16 @@ def _surprisals(
     shown = places.any(dim=1)  # the rest ask nothing
     canvases, places = canvases[shown], places[shown]
     targets = question.tokens.expand_as(canvases)
-    scored = [torch.zeros(0, device=canvases.device)]
+    dtype = torch.promote_types(model.cfg.dtype, torch.float32)
+    scored = [torch.zeros(0, device=canvases.device, dtype=dtype)]
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
         at, whole = model.readout.locate(places[rows]), model.whole(canvases[rows])
-        logits = model(canvases[rows], attention_mask=whole, logits_at=at).float()
+        logits = model(canvases[rows], attention_mask=whole, logits_at=at).to(dtype)
         if cfg_scale and (mask := model.cfg.mask_token_id) is not None:
             unprompted = canvases[rows].clone()
             unprompted[:, : len(question.prompt)] = mask
-            logits = guide(logits, model(unprompted, attention_mask=whole, logits_at=at).float(), cfg_scale)
+            logits = guide(logits, model(unprompted, attention_mask=whole, logits_at=at).to(dtype), cfg_scale)
         require_logits(logits, places[rows])
         scored.append(F.cross_entropy(logits, targets[rows][places[rows]], reduction="none"))
     return torch.cat(scored)
@@ -227,8 +230,7 @@ def _draw_noise(
     sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
     drawn = [hide(question.answer.repeat(size, 1), mask, generator=generator) for size in sizes]
     answers, p = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-    noisy = torch.cat([question.prompt.expand(samples, -1), answers], dim=1)
-    return noisy, p[:, :1].expand_as(noisy)
+    return torch.cat([question.prompt.expand(samples, -1), answers], dim=1), p[:, :1].expand(-1, len(question.tokens))
 
 
 def _standard_error(draws: Float[Tensor, "sample"], batches: Int[Tensor, "sample"]) -> float:
@@ -244,7 +246,7 @@ def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
         ids = Fact(prompt, subject="", answer=answer).tokenize(model)
         before, after = (torch.tensor(part, device=model.cfg.device) for part in ids)
     elif isinstance(prompt, Tensor) and isinstance(answer, Tensor):
-        before, after = _one_row(model, "prompt", prompt), _one_row(model, "answer", answer)
+        before, after = model.without_padding(_one_row(model, "prompt", prompt)), _one_row(model, "answer", answer)
     else:
         given = f"the prompt is {type(prompt).__name__}, the answer {type(answer).__name__}"
         raise TypeError(f"{given}; give both as text, or both as tokens")
@@ -261,8 +263,7 @@ def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
 
 
 def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
-    if tokens.dim() == 2 and tokens.shape[0] == 1:
-        tokens = tokens[0]
+    tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
     if tokens.dim() != 1:
         raise ValueError(f"{name} has shape {list(tokens.shape)}; a likelihood is asked for one row, [pos] or [1 pos]")
     if not len(tokens):
@@ -273,8 +274,7 @@ def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tens
 def _check_settings(cfg_scale: float, **counts: int) -> None:
     check_cfg_scale(cfg_scale)
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count}; it must be at least 1")
+        at_least(1, name, count)
 
 
 def _check_noise(

@@ -236,6 +236,11 @@ class TextInterface(ABC):
             )
         return (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
 
+    def without_padding(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "real"]:
+        """One row of tokens less the padding around them, where they say it (`real_places`)."""
+        real = self.real_places(row[None]) if len(row) else None
+        return row if real is None else row[real[0]]
+
     def told_places(self, tokens: Tokens) -> Places | None:
         """`real_places` for a loss or a continuation, which padding taken for text would change: a doubt is refused.
 

@@ -436,6 +436,6 @@ def test_noise_scale_knows_every_word_that_it_measures(tiny):
 
 def test_a_fact_is_laid_out(tiny):
     fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
-    assert torch.equal(
-        causal_trace(tiny, fact, noise=0.1).scores, causal_trace(tiny, fact.to_query(tiny), noise=0.1).scores
-    )
+    places = tiny.cfg.trained_length - len(tiny.encode(fact.prompt))
+    query = fact.to_query(tiny, answer_places=places)
+    assert torch.equal(causal_trace(tiny, fact, noise=0.1).scores, causal_trace(tiny, query, noise=0.1).scores)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -32,7 +32,7 @@ from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Tokens
+from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import StepState
 
 Scores = Float[Tensor, "sample place"]
@@ -40,12 +40,25 @@ Scores = Float[Tensor, "sample place"]
 
 @dataclass(frozen=True, eq=False)
 class CanvasRun:
-    """A run to be taken: its canvases, what is hooked into it, the answer asked of it, and the step it stands for."""
+    """A run to be taken.
+
+    Attributes:
+        tokens: its canvases.
+        answer: what is asked of it.
+        hooks: what is hooked into it.
+        step: the step that it stands for.
+        real: false at padding, which every canvas has at the same places; `None` where there is none.
+    """
 
     tokens: Tokens
     answer: Answer
     hooks: Sequence[tuple[str, Hook]] = ()
     step: StepState | None = None
+    real: Bool[Tensor, "1 pos"] | None = None
+
+    def mask(self, n_rows: int) -> Places | None:
+        """The attention mask of a run of so many rows."""
+        return None if self.real is None else self.real.expand(n_rows, -1)
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,9 @@ class RestoredRuns:
         self.spans = {layer: restoration.span(layer, self.n_layers) for layer in layers}
         self.samples = len(corrupted.tokens)
         self.watched = model.is_hooked
-        self.causal = model.cfg.attention_dir == "causal" and not self.watched
+        self.mask = corrupted.mask
+        # Kept keys and values go with runs without padding.
+        self.causal = model.cfg.attention_dir == "causal" and not self.watched and corrupted.real is None
         n_pos, last = clean.tokens.shape[1], int(self.answer.rows.max())
         self.reaching = range(touched.start, last + 1) if self.causal else range(n_pos)
         self.n_pos = max(last + 1, touched.stop) if self.causal else n_pos
@@ -98,7 +113,10 @@ class RestoredRuns:
 
         with model.clock.at(clean.step), model.hooks(fwd_hooks=list(clean.hooks)):
             logits, kept = model.run_with_cache(
-                clean.tokens[:, seen], names_filter=[self.site(layer) for layer in every], logits_at=self.answer.rows
+                clean.tokens[:, seen],
+                attention_mask=clean.mask(1),
+                names_filter=[self.site(layer) for layer in every],
+                logits_at=self.answer.rows,
             )
         self.clean_logits = logits
         self.clean_scores: Scores = clean.answer.probabilities(logits, 1)[0]
@@ -109,7 +127,10 @@ class RestoredRuns:
         names += [f"blocks.{layer}.attn.{name}" for layer in every for name in ("hook_rot_k", "hook_v") if self.causal]
         with model.clock.at(corrupted.step), model.hooks(fwd_hooks=list(corrupted.hooks)):
             logits, self._low = model.run_with_cache(
-                corrupted.tokens[:, seen], names_filter=names, logits_at=self.answer.rows
+                corrupted.tokens[:, seen],
+                attention_mask=self.mask(self.samples),
+                names_filter=names,
+                logits_at=self.answer.rows,
             )
         self.corrupted_scores: Scores = self.answer.probabilities(logits, self.samples)[0]
         if not self.watched:
@@ -165,8 +186,8 @@ class RestoredRuns:
             # Attaching nothing is not free: it goes through every hook point of the model.
             attached = model.hooks(fwd_hooks=hooks) if hooks else nullcontext()
             with model.clock.at(self.step, len(inside)), attached:
-                past = self._past(block, len(inside), offset)
-                out = model(out, start_at_layer=block, past_kv_cache=past, **upto)
+                past, mask = self._past(block, len(inside), offset), self.mask(len(out))
+                out = model(out, start_at_layer=block, attention_mask=mask, past_kv_cache=past, **upto)
         if first == self.n_layers:
             out = model(self._entering(cells, offset), start_at_layer=self.n_layers, logits_at=rows)
         scores = self.corrupted_scores.repeat(len(cells), 1, 1)
@@ -199,6 +220,7 @@ class RestoredRuns:
             self._stream(layer),
             start_at_layer=layer,
             stop_at_layer=layer + 1,
+            attention_mask=self.mask(self.samples),
             fwd_hooks=[(self.site(layer), lambda activation, hook: clean)],
         )
         return restored

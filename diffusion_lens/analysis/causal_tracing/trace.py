@@ -159,11 +159,12 @@ def causal_trace(
     restoration = Restoration.of(kind, window, severed)
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
+    real = model.real_places(canvas)
     chosen = pick_indices("positions", positions, len(query.tokens)), pick_indices("layers", layers, model.cfg.n_layers)
     runs = RestoredRuns(
         model,
-        clean=CanvasRun(canvas, answer),
-        corrupted=CanvasRun(canvas.expand(corrupt.rows, -1), answer, corrupt.hooks(model, query)),
+        clean=CanvasRun(canvas, answer, real=real),
+        corrupted=CanvasRun(canvas.expand(corrupt.rows, -1), answer, corrupt.hooks(model, query), real=real),
         touched=range(*query.subject),
         restoration=restoration,
         layers=chosen[1],

@@ -69,9 +69,13 @@ class Side:
 
     @classmethod
     def of(cls, model: DiffusionTransformer, given: str | Sequence[str] | Tensor | Query, reading: Reading) -> "Side":
-        """Text, tokens or a query."""
+        """Text, tokens or a query. Of tokens the network reads padding off, so a run from a residual is told it too."""
         given = given.tokens if isinstance(given, Query) else given
-        tokens, real = (check_tokens(given, model.cfg), None) if isinstance(given, Tensor) else model.tokenize(given)
+        if isinstance(given, Tensor):
+            tokens = check_tokens(given, model.cfg)
+            real = model.real_places(tokens)
+        else:
+            tokens, real = model.tokenize(given)
         return cls(model, tokens, real, reading, tokens.shape[1])
 
     @classmethod

@@ -108,7 +108,8 @@ def second_moment(
 
     Args:
         layer: negative ones count from the end.
-        corpus: texts (cut at the context's length), rows of tokens, or Int[batch pos]. Padding has no place in it.
+        corpus: texts (cut at the context's length), a list of rows of tokens, or Int[batch pos]. Padding that the
+            network would read off the tokens (`model.own_pad_id` around a text) is left out.
         folder: keep the result there, under a name made of the weights, the hooks on the model, layer, corpus and seed.
             What is there already is read, or gone on with.
         seed: of the noise that hides tokens from a masked diffusion model.
@@ -117,8 +118,8 @@ def second_moment(
 
     Raises:
         TypeError: one text instead of several.
-        ValueError: a layer out of range, an empty corpus, tokens that are not clean text, a file in the folder that is
-            cut off or of another run.
+        ValueError: a layer out of range, an empty corpus, tokens that are not clean text, Int[batch pos] of which
+            nobody can say what is padding, a file in the folder that is cut off or of another run.
     """
     layer, seed = pick_layer(layer, model.cfg.n_layers), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
@@ -164,18 +165,30 @@ def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor,
 
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
-    """Every text as Int[pos] on the CPU."""
+    """Every text as Int[pos] on the CPU, without padding."""
     if isinstance(corpus, str):
         raise TypeError(f"corpus is a list of texts, not one: [{corpus[:40]!r}] has the keys of this one")
     if not len(corpus):
         raise ValueError("the corpus is empty: there are no keys to average")
-    rows = [
-        (model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg))[0].cpu() for text in corpus
-    ]
+    if isinstance(corpus, Tensor) and corpus.dim() == 2:
+        _require_told(model, corpus)
+    whole = [model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg) for text in corpus]
+    rows = [model.without_padding(text[0]).cpu() for text in whole]
     mask = model.cfg.mask_token_id
     if mask is not None and (masked := [i for i, row in enumerate(rows) if bool((row == mask).any())]):
         raise ValueError(f"text {masked[0]} holds [MASK]: a corpus is clean text, and is masked here as in training")
     return rows
+
+
+def _require_told(model: DiffusionTransformer, batch: Tensor) -> None:
+    """Raise a `ValueError` where rows of one length may, or may not, be padded."""
+    try:
+        model.told_places(check_tokens(batch, model.cfg))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. A corpus takes no mask: give it as texts, or as a list of rows, each without its padding "
+            "(list(tokens) if every token is text)"
+        ) from None
 
 
 def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, seed: int) -> dict[str, Any]:

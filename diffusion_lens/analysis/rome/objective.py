@@ -125,7 +125,9 @@ def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
     mask = model.cfg.mask_token_id
     places = list(essence.answer_positions)
     if not places:
-        places = [len(essence.tokens)] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
+        real = model.real_places(essence.tokens.to(model.cfg.device)[None])
+        end = len(essence.tokens) if real is None else int(real[0].nonzero().max()) + 1
+        places = [end] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
     if not places:
         raise ValueError(
             "the essence has no place to be read at: end it with a [MASK], give it answer_positions, or take "

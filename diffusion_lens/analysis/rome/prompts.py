@@ -29,7 +29,7 @@ class PromptBatch:
 
     Attributes:
         tokens: Int[batch pos], padded on the right, so that every place keeps its number.
-        real: Bool[batch pos], false at padding: the attention mask. `None` when all rows have one length.
+        real: Bool[batch pos], false at padding: the attention mask. `None` when there is none.
     """
 
     tokens: Tokens
@@ -37,13 +37,16 @@ class PromptBatch:
 
     @classmethod
     def of(cls, model: DiffusionTransformer, rows: Sequence[Tensor]) -> "PromptBatch":
-        """Rows of tokens, Int[pos] each."""
+        """Rows of tokens, Int[pos] each; padding that a row brings along is padding here, as where it runs alone."""
         lengths = torch.tensor([len(row) for row in rows], device=model.cfg.device)
         check_length(int(lengths.max()), model.cfg)
         tokens = torch.full((len(rows), int(lengths.max())), model.pad_id, device=model.cfg.device)
+        real = torch.arange(tokens.shape[1], device=model.cfg.device) < lengths[:, None]
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = row.to(model.cfg.device)
-        real = torch.arange(tokens.shape[1], device=model.cfg.device) < lengths[:, None]
+            own = model.real_places(tokens[i : i + 1, : len(row)])
+            if own is not None:
+                real[i, : len(row)] = own[0]
         return cls(tokens, None if bool(real.all()) else real)
 
 
