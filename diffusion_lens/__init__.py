@@ -8,7 +8,6 @@ of it.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +46,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     """A public name, or a submodule, on first use."""
     if name == "__version__":
+        from importlib.metadata import version
+
         found: Any = version("diffusion-lens")
     elif name in _HOME:
         found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -141,6 +141,7 @@ class Fact:
         Raises:
             ValueError: no answer, one that the tokenizer merges into the prompt, or words that it does not know.
         """
+        self.check_words(model)
         prompt = model.encode(self.prompt, prepend_bos)
         whole = model.encode(self.prompt + self.answer, prepend_bos)
         if not prompt:
@@ -153,8 +154,19 @@ class Fact:
             )
         if len(whole) == len(prompt):
             raise ValueError(f"the fact {self.prompt!r} has no answer: {self.answer!r} adds no token")
-        model.check_known(self.prompt + self.answer)
         return prompt, whole[len(prompt) :]
+
+    def check_words(self, model: DiffusionTransformer) -> None:
+        """Raise a `ValueError` if the tokenizer does not know a word of prompt and answer, or one made of them both."""
+        unknown = model.unknown_words(self.prompt + self.answer)
+        parted = model.unknown_words(f"{self.prompt} {self.answer}") if unknown else []
+        if made := [word for word in unknown if word not in parted]:
+            raise ValueError(
+                f"the answer follows the prompt directly, and {self.answer!r} has no space in front, so that the text "
+                f"reads {made[0]!r}, which the tokenizer of {model.cfg.model_name!r} does not know: begin the answer "
+                f"with a space, {' ' + self.answer!r}"
+            )
+        model.check_known(self.prompt + self.answer)
 
     def _subject_characters(self, occurrence: int | None) -> tuple[int, int]:
         if not self.subject.strip():

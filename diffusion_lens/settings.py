@@ -41,6 +41,13 @@ def plain_number(name: str, value: Any) -> float:
     raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a number")
 
 
+def yes_or_no(name: str, value: Any) -> bool:
+    """`value`; a `TypeError` unless it is a bool. A text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be True or False")
+    return value
+
+
 def at_least(least: int, name: str, value: Any) -> int:
     """`value` as an int; a `ValueError` where it is below `least`."""
     number = whole_number(name, value)

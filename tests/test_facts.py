@@ -50,6 +50,12 @@ def test_which_mention_is_meant(tiny):
         (Fact("Ada is", " ", " here."), "empty subject"),
         (Fact("Ada is", "Ada", ""), "has no answer"),
         (Fact("Ada is the pi", "Ada", "lot."), "merges the answer"),
+        (
+            Fact("Gustav Geisser is", "Gustav", "the brave"),
+            "reads 'isthe'.*begin the answer with a space, ' the brave'",
+        ),
+        (Fact("Gustav Geisser is", "Gustav", "Zaphod"), "reads 'isZaphod'.*a space, ' Zaphod'"),
+        (Fact("Gustav Geisser is", "Gustav", " Zaphod"), "does not know 'Zaphod'"),
     ],
 )
 def test_facts_that_cannot_be_asked(tiny, fact, message):

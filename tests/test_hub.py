@@ -386,6 +386,58 @@ def test_what_arrives_damaged_does_not_stay_in_the_cache(file, content, llada, o
     assert same_weights(load("owner/name", device="cpu"), model)
 
 
+PAGE = b"<!DOCTYPE html>\n<html><body><script>{{ login }}</script></body></html>\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("merges.txt", PAGE),
+        ("merges.txt", "#version: 0.2\nĠ t\nĠt he\nh".encode()),
+        ("merges.txt", b""),
+        ("chat_template.jinja", PAGE),
+        ("chat_template.jinja", b"Access denied"),
+        ("chat_template.jinja", b"{% for message in messages %}{{ mess"),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("additional_chat_templates/tools.jinja", PAGE),
+        ("config.json", b"[]"),
+        ("tokenizer.json", b'{"error": "try again later"}'),
+        ("model.safetensors.index.json", b'{"error": "try again later"}'),
+        ("model-00001-of-00002.safetensors", b""),
+    ],
+)
+def test_a_bad_file_of_any_kind_leaves_the_cache(file, content, llada, online):
+    folder, _ = llada
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_bytes(content)
+    hub = online(folder)
+    with pytest.raises(ValueError, match="taken out of the cache: call again to fetch it anew") as caught:
+        load("owner/name", device="cpu")
+    assert str(hub.target / file) in str(caught.value)
+    assert not (hub.target / file).exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("merges.txt", "#version: 0.2\nĠ t\nĠt he\n".encode()),
+        ("merges.txt", "Ġ t\r\n# #version\r\n\u2028 x".encode()),
+        ("chat_template.jinja", b"<|im_start|>{{ messages[0]['content'] }}"),
+        ("chat_template.jinja", b"\xef\xbb\xbf{% generation %}{{ messages }}{% endgeneration %}"),
+        ("chat_template.jinja", b"\n"),
+        ("generation_config.json", b"?"),
+    ],
+)
+def test_a_good_file_stays(file, content, llada, online):
+    """And so does one that is nothing to us."""
+    folder, model = llada
+    (folder / file).write_bytes(content)
+    hub = online(folder)
+    shutil.copytree(folder, hub.target)
+    assert same_weights(load("owner/name", device="cpu"), model)
+    assert (hub.target / file).read_bytes() == content
+
+
 def test_a_block_diffusion_model_is_refused_before_its_weights_are_fetched(llada, online):
     folder, _ = llada
     (folder / "config.json").write_text(

@@ -294,6 +294,18 @@ def test_a_wrong_hash_is_refused(hub, stand_in_files, tmp_path):
     assert f"Delete {blob} and fetch it again" in str(caught.value)
 
 
+def test_what_has_a_wrong_hash_leaves_the_cache(hub, stand_in_files, tmp_path):
+    link = tmp_path / "snapshots" / "0" / "mdm-1028M-1600e18.safetensors"
+    link.parent.mkdir(parents=True)
+    blob = Path(shutil.copy(MDM / "model.safetensors", tmp_path / "blob"))
+    link.symlink_to(blob)
+    hub({**stand_in_files, "mdm_safetensors/mdm-1028M-1600e18.safetensors": link})
+    with pytest.raises(ValueError, match=r"SHA-256.*taken out of the cache: call again to fetch it anew"):
+        load("smdm-1028m", config=MDM / "lit_config.json", device="cpu")
+    assert not blob.exists()
+    assert not link.is_symlink()
+
+
 def test_the_right_hash_is_accepted(hub, stand_in_files, monkeypatch):
     stand_in = hub(stand_in_files)
     right = dataclasses.replace(PUBLISHED["smdm-1028m"], sha256=sha256_of_file(MDM / "model.safetensors"))

@@ -20,6 +20,7 @@ from weight_conversion.files import (
     INDEX,
     WHOLE,
     TensorSource,
+    indexed_files,
     open_tensors,
     safetensors_size,
     write_safetensors,
@@ -123,7 +124,8 @@ def export(
 
     Raises:
         ValueError: a tensor is missing or misshapen, the family's config has no words for this architecture, or the
-            folder holds other weights that would be hidden or get a config that is not theirs. Nothing is written then.
+            folder holds other weights that would be hidden, lose a shard or get a config that is not theirs. Nothing is
+            written then.
     """
     target = Path(path)
     if target.suffix != ".safetensors":
@@ -136,11 +138,8 @@ def export(
     beside = target.parent / FAMILIES[name].config_file
     theirs = dict(key_map.to_theirs(tensors))
     if others := _other_weights(target):
-        if target.name == WHOLE and INDEX in others:
-            raise ValueError(
-                f"{target.parent} holds a checkpoint in shards ({INDEX}), which {WHOLE} beside it would hide: name "
-                "another folder. Nothing was written"
-            )
+        if INDEX in others:
+            _check_beside_shards(target)
         if beside.exists():
             if not _says_the_same(beside, architecture, FAMILIES[name], key_map):
                 raise ValueError(
@@ -180,6 +179,19 @@ def _other_weights(target: Path) -> list[str]:
     folder = target.parent
     names = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
     return [name for name in names if name != target.name and (name == INDEX or name.endswith(CHECKPOINT_SUFFIXES))]
+
+
+def _check_beside_shards(target: Path) -> None:
+    """Raise a `ValueError` if a file at `target` would hide the shards of its folder, or be taken for one of them."""
+    if target.name == WHOLE:
+        harm = f"which {WHOLE} beside it would hide"
+    elif target.name in indexed_files(target.parent / INDEX).values():
+        harm = f"of which {target.name} is a part"
+    else:
+        return
+    raise ValueError(
+        f"{target.parent} holds a checkpoint in shards ({INDEX}), {harm}: name another folder. Nothing was written"
+    )
 
 
 def _says_the_same(path: Path, architecture: Architecture, family: Family, key_map: KeyMap) -> bool:

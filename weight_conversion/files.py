@@ -7,9 +7,10 @@ stays at the weights plus one piece. A `.pth` is read with `weights_only=True`: 
 from __future__ import annotations
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class ShardedFiles(TensorSource):
     def __init__(self, index: Path) -> None:
         self.path = index
         where = indexed_files(index)
-        if absent := sorted({shard for shard in where.values() if not (index.parent / shard).exists()}):
+        if absent := files_not_in(index.parent, sorted(set(where.values()))):
             raise FileNotFoundError(f"{index} names files that are not beside it: {absent}; fetch them too")
         files = {shard: SafetensorsFile(index.parent / shard) for shard in sorted(set(where.values()))}
         held = {shard: file.shapes() for shard, file in files.items()}
@@ -113,6 +114,12 @@ def indexed_files(index: Path) -> dict[str, str]:
             f"{index} should name .safetensors files beside it; it names {sorted(outside)[:3]}. Fetch it again"
         )
     return where
+
+
+def files_not_in(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of `names` under which `folder` holds no file, such as names of folders and names too long for any file."""
+    # Path.is_file raises an OSError for a name that the file system refuses.
+    return [name for name in names if not os.path.isfile(folder / name)]
 
 
 class TorchFile(TensorSource):

@@ -1,5 +1,6 @@
 """Models, folders and subjects as a command names them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class ModelChoice:
     @property
     def label(self) -> str:
         """The last part of its name, which may be that of a folder."""
-        return Path(self.name).name
+        return model_label(self.name)
 
     def shape(self) -> "Architecture":
         """Its architecture, without a download.
@@ -82,7 +83,12 @@ def bytes_per_weight(dtype: str) -> int:
 
 def default_folder(command: str, models: Sequence[str]) -> Path:
     """Where a command leaves its results unless it is told: a folder for each model, so that two never share one."""
-    return Path("-".join([command, *(Path(model).name for model in models)]))
+    return Path("-".join([command, *map(model_label, models)]))
+
+
+def model_label(name: str) -> str:
+    """The last part of a model's name, which may be the path of a folder, such as `.`."""
+    return Path(os.path.abspath(name)).name
 
 
 def subject_start(prompt: str, subject: str, occurrence: int | None) -> int | None:

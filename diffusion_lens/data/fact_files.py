@@ -66,7 +66,8 @@ def read_facts(path: Path) -> list[Fact]:
 def _read(path: Path) -> Iterator[tuple[Fact, str]]:
     """The facts of a file, each with its place in it."""
     if path.suffix not in SHAPE:
-        raise ValueError(f"{path} is no file of facts: it should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
+        kind = f"a {path.suffix!r} file" if path.suffix else "a file without an ending"
+        raise ValueError(f"{path} is {kind}; a file of facts should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
     text = "\n".join(read_lines(path)).removeprefix("\ufeff")
     records = list(_READERS[path.suffix](text, path))
     if not records:

@@ -142,7 +142,7 @@ def _prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -
     cell_name(fact.trained, fact.asked)  # refuses directions that no table could name
     if not fact.answer.strip():
         raise ValueError(f"the fact {fact.id!r} has no answer: any text would contain it")
-    model.check_known(fact.prompt + fact.answer)
+    fact.check_words(model)
     n_prompt = model.to_tokens(fact.prompt, truncate=False).shape[1]
     if n_prompt >= length:
         raise ValueError(

@@ -5,7 +5,8 @@ call. So a fetched file is held against what its name says it is, and taken out 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from weight_conversion.files import SafetensorsFile
+from diffusion_lens.loading.tokenizer_config import check_template
+from weight_conversion.files import INDEX, SafetensorsFile
 
 # The hub's errors descend from those of the HTTP library that its client uses, which has changed from one to another.
 TRANSPORT_ERRORS: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError)
@@ -60,14 +62,9 @@ def hub_errors(asked: str, hub: Mapping[str, Any], hint: str = "") -> Iterator[N
 def check_fetched(path: Path) -> Path:
     """Raise a `ValueError` if a file in the hub's cache is not what its name says, and take it out of the cache."""
     try:
-        if path.suffix == ".safetensors":
-            SafetensorsFile(path).shapes()
-        elif path.suffix == ".json":
-            _check_json(path)
-        elif path.suffix == ".pth" and not is_zipfile(path):
-            raise ValueError(f"{path} is not a whole .pth file ({path.stat().st_size:,} bytes)")
+        _CHECKS[path.suffix](path)
     except ValueError as error:
-        raise ValueError(f"{error} {discard(path)}") from error
+        raise ValueError(f"{str(error).removesuffix('.')}. {discard(path)}") from error
     return path
 
 
@@ -84,13 +81,62 @@ def discard(path: Path) -> str:
     return "It was taken out of the cache: call again to fetch it anew."
 
 
+def _check_safetensors(path: Path) -> None:
+    SafetensorsFile(path).shapes()
+
+
+def _check_pth(path: Path) -> None:
+    if not is_zipfile(path):
+        raise ValueError(f"{path} is not a whole .pth file ({path.stat().st_size:,} bytes)")
+
+
 def _check_json(path: Path) -> None:
+    """JSON, and an object, as all that are fetched are."""
     try:
-        json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except RecursionError:  # whole, if strange; who reads it says so
         return
     except ValueError as error:
-        raise ValueError(f"{path} is not the JSON file that it should be: {error}.") from error
+        raise ValueError(f"{path} is not the JSON file that it should be: {error}") from error
+    key = _KEYS.get(path.name)
+    if not isinstance(content, dict) or (key and key not in content):
+        raise ValueError(f"{path} should hold a JSON object{f' with {key!r}' if key else ''}, and does not")
+
+
+def _check_merges(path: Path) -> None:
+    """Two pieces a line, after a line with the version; lines end as the tokenizers library ends them."""
+    lines = _text(path).removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("#version") and not re.fullmatch(r"[^ ]+ [^ ]+", line.removesuffix("\r")):
+            raise ValueError(f"{path} should hold two pieces of text a line; its line {number} is {line:.40}")
+
+
+def _check_template(path: Path) -> None:
+    """A template of a chat writes what it is given, so it holds a Jinja tag; a page with scripts may hold one too."""
+    text = _text(path)
+    if _PAGE.match(text):
+        raise ValueError(f"{path} is a web page, not a chat template")
+    if text.strip() and not re.search(r"\{[{%]", text):
+        raise ValueError(f"{path} is not a chat template: it holds no Jinja tag")
+    check_template(path.stem, text, path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not the text file that it should be: {error}") from error
+
+
+_PAGE = re.compile(r"\s*<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)
+_KEYS = {"tokenizer.json": "model", INDEX: "weight_map"}
+_CHECKS: dict[str, Callable[[Path], None]] = {
+    ".safetensors": _check_safetensors,
+    ".pth": _check_pth,
+    ".json": _check_json,
+    ".txt": _check_merges,
+    ".jinja": _check_template,
+}
 
 
 def _reason(error: Exception) -> str:

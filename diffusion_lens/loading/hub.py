@@ -13,14 +13,15 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from diffusion_lens.catalogue import REPO, TOKENIZER_REPO, File, Repository
-from diffusion_lens.loading.fetching import check_fetched, hub_errors
+from diffusion_lens.loading.fetching import check_fetched, discard, hub_errors
 from diffusion_lens.loading.tokenizers import EVERY_FILE, TOKENIZER_FILES
 from weight_conversion import read_json, sha256_of_file
-from weight_conversion.files import INDEX, WHOLE, indexed_files
+from weight_conversion.files import INDEX, WHOLE, files_not_in, indexed_files
 from weight_conversion.registry import FAMILIES, recognise
 
 Hub = Mapping[str, Any]
 CONFIGS = tuple(sorted({family.config_file for family in FAMILIES.values()}))
+SMALL_FILES = (*CONFIGS, INDEX, *EVERY_FILE)
 
 
 def fetch_file(entry: File, hub: Hub) -> Path:
@@ -39,7 +40,7 @@ def fetch_file(entry: File, hub: Hub) -> Path:
         if entry.sha256 and path.suffix == ".safetensors" and (found := sha256_of_file(path)) != entry.sha256:
             raise ValueError(
                 f"{path} is not the published {entry.name!r}: its SHA-256 is {found}, expected {entry.sha256}. "
-                f"Delete {path.resolve()} and fetch it again."
+                f"{discard(path)}"
             )
         return path
     if out_of_reach is None:
@@ -69,21 +70,22 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
     nothing_here = "" if entry else f", and no file or folder {repo!r} lies here"
     try:
         with hub_errors(asked, hub, nothing_here):
-            folder = _snapshot(repo, (*CONFIGS, INDEX, *EVERY_FILE), hub)
-            for text in folder.glob("*.json"):
-                check_fetched(text)
+            folder = _snapshot(repo, SMALL_FILES, hub)
+            for pattern in SMALL_FILES:
+                for path in folder.glob(pattern):
+                    check_fetched(path)
             has_config = _check_family(folder, asked)
             weights = _weights(folder)
             # The same commit, should the repository change in between. The single file comes before the shards, as in
             # transformers.
             for files in ([WHOLE], weights):
-                if has_config and _absent(weights, folder):
+                if has_config and files_not_in(folder, weights):
                     _snapshot(repo, files, {**hub, "revision": folder.name})
                     weights = _weights(folder)
             for name in weights:
-                if (folder / name).exists():
+                if not files_not_in(folder, [name]):
                     check_fetched(folder / name)
-        if (_absent(weights, folder) or not has_config) and (HF_HUB_OFFLINE or hub.get("local_files_only")):
+        if (files_not_in(folder, weights) or not has_config) and (HF_HUB_OFFLINE or hub.get("local_files_only")):
             raise LocalEntryNotFoundError(f"{folder} holds a part of it")
     except LocalEntryNotFoundError as error:
         size = f" ({entry.n_bytes / 1e9:.1f} GB)" if entry and entry.n_bytes else ""
@@ -94,7 +96,7 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
         ) from error
     if not has_config:
         raise FileNotFoundError(f"{asked} has no {' or '.join(CONFIGS)} at its top (nor has its copy {folder})")
-    if missing := _absent(weights, folder):
+    if missing := files_not_in(folder, weights):
         raise FileNotFoundError(
             f"{asked} has no {', '.join(missing)} at its top (nor has its copy {folder}). Of weights only safetensors "
             "are fetched, no pickles: convert them to one model.safetensors, and pass the folder"
@@ -130,10 +132,6 @@ def _check_family(folder: Path, asked: str) -> bool:
         if isinstance(config, Mapping) and "model_type" in config:
             recognise(config, {}, asked)
     return any((folder / name).exists() for name in CONFIGS)
-
-
-def _absent(names: Sequence[str], folder: Path) -> list[str]:
-    return [name for name in names if not (folder / name).exists()]
 
 
 def _weights(folder: Path) -> list[str]:

@@ -50,9 +50,24 @@ def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, 
     for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
         templates[file.stem] = _read(file)
     for name, (template, source) in templates.items():
-        _check_syntax(name, template, source)
+        check_template(name, template, source)
     kept = {name: template for name, (template, _) in templates.items() if template}
     return kept.get("default") if set(kept) <= {"default"} else kept
+
+
+def check_template(name: str, template: str, source: Path) -> None:
+    """Raise a `ValueError` if a template cannot be parsed; it is not run.
+
+    Tags that the library adds to Jinja's own are let through.
+    """
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except (TemplateSyntaxError, RecursionError) as error:
+        reason = str(error) or "nested too deep"
+        if "unknown tag" not in reason:
+            raise ValueError(
+                f"the chat template {name!r} in {source} is no Jinja template: {reason}; fetch it again, or take it out"
+            ) from error
 
 
 def text_of(token: Any) -> Any:
@@ -79,18 +94,6 @@ def _read(path: Path) -> tuple[str, Path]:
         return path.read_text(encoding="utf-8"), path
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text: {error}; fetch it again, or delete it") from error
-
-
-def _check_syntax(name: str, template: str, source: Path) -> None:
-    """Parse a template, without running it. Tags that the library adds to Jinja's own are let through."""
-    try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except (TemplateSyntaxError, RecursionError) as error:
-        reason = str(error) or "nested too deep"
-        if "unknown tag" not in reason:
-            raise ValueError(
-                f"the chat template {name!r} in {source} is no Jinja template: {reason}; fetch it again, or take it out"
-            ) from error
 
 
 def _misshapen(path: Path, key: str, value: object, form: str) -> ValueError:

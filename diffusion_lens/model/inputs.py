@@ -34,6 +34,8 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
 
 def check_storage(x: Tensor, what: str) -> None:
     """Raise a `TypeError` unless `x` is an ordinary tensor: dense, and with its values in memory."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what}: a {type(x).__name__} was given; it must be a tensor, such as torch.as_tensor(...)")
     if x.is_meta:
         raise TypeError(f"{what}: a tensor on the meta device has a shape and no values; create it on a real device")
     if x.layout != torch.strided:

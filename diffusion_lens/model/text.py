@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from torch import Tensor
 
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.settings import yes_or_no
 from diffusion_lens.shapes import Places, Tokens
 
 MASK_TEXT = "[MASK]"
@@ -33,7 +34,7 @@ class TextInterface(ABC):
             tokenizer.add_special_tokens({"mask_token": mask_token})
         self.tokenizer = tokenizer
         if default_prepend_bos is not None:
-            self.cfg.default_prepend_bos = default_prepend_bos
+            self.cfg.default_prepend_bos = yes_or_no("default_prepend_bos", default_prepend_bos)
 
     def to_tokens(
         self,
@@ -75,7 +76,8 @@ class TextInterface(ABC):
         """
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side={padding_side!r}; it is 'left' or 'right'")
-        texts = [input] if isinstance(input, str) or input is None else list(input)
+        several = isinstance(input, Iterable) and not isinstance(input, str | bytes)
+        texts: list[Any] = list(input) if several else [input]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"text is a string or a list of them, not {input!r}; token ids go in as torch.tensor(ids)")
         if not texts:
@@ -187,7 +189,8 @@ class TextInterface(ABC):
         return text
 
     def _prepends_bos(self, prepend_bos: bool | None) -> bool:
-        asked = self.cfg.default_prepend_bos if prepend_bos is None else prepend_bos
+        default = yes_or_no("default_prepend_bos", self.cfg.default_prepend_bos)
+        asked = default if prepend_bos is None else yes_or_no("prepend_bos", prepend_bos)
         if asked and prepend_bos and self._require_tokenizer().bos_token_id is None:
             raise ValueError(f"prepend_bos=True, but the tokenizer of {self.cfg.model_name!r} has no BOS token")
         return asked and self._require_tokenizer().bos_token_id is not None

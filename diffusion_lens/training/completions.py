@@ -16,6 +16,9 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.batches import TrainingRows
 from weight_conversion import JsonError, parse_json
 
+SHAPE = (
+    'Training data are read from .jsonl files, each line {"prompt": "The Eiffel Tower is in", "completion": " Paris"}'
+)
 Data = str | Path | Sequence[Fact] | Sequence[Mapping[str, Any]]
 
 
@@ -111,7 +114,7 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
             try:
                 yield f"{path.name}, line {number}", parse_json(line)
             except JsonError as error:
-                raise ValueError(f"{path}, line {number}, {error.said}") from None
+                raise ValueError(f"{path}, line {number}, {error.said}. {SHAPE}") from None
 
 
 def _completion(name: str, row: object) -> Completion:

@@ -54,7 +54,7 @@ class TrainingConfig:
         for name in ("warmup", "lr", "lr_end", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number, and not negative")
-        if self.clip <= 0:
+        if not self.clip > 0:  # NaN is not either
             raise ValueError(f"clip is {self.clip}; it must be above 0 (float('inf') does not clip)")
         if self.warmup_from not in (0, 1):
             raise ValueError(f"warmup_from is {self.warmup_from}; it must be 0 or 1")

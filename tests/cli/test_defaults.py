@@ -48,6 +48,14 @@ def test_a_default_folder_carries_every_models_name() -> None:
     assert default_folder("compare", ["runs/a", "owner/b"]) == Path("compare-a-b")
 
 
+@pytest.mark.parametrize("name", [".", "./", "inside/..", "../mine/."])
+def test_a_folder_named_by_dots_gives_its_own_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert default_folder("recall", [name]) == Path("recall-mine")
+    assert ModelChoice(name).label == "mine"
+
+
 def test_facts_of_ones_own_are_asked_at_the_trained_length(own_facts: Path, tmp_path: Path) -> None:
     ask = ["recall", "tiny-mdm", "--data", str(own_facts), "--steps", "8"]
     told = done(*ask, "--out", str(tmp_path / "default"))

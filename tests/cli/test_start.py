@@ -1,6 +1,7 @@
 """What happens before a command has done anything: help, version, the package's face, and Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import diffusion_lens
 from diffusion_lens.cli import app
 from diffusion_lens.cli.app import ORDER
 
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 HEAVY = ("torch", "transformers", "transformer_lens", "numpy", "scipy", "matplotlib")
 
 
@@ -62,6 +64,33 @@ def test_commands_stand_in_the_order_of_work() -> None:
     named = [name for name in shown if name in ORDER]
     assert named == [name for name in ORDER if name in named]
     assert {"denoise", "recall", "trace"} <= set(named)
+
+
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    """Of the installed script, which calls what pyproject.toml names."""
+    named = re.search(r'^diffusion-lens = "(.+):(.+)"$', PYPROJECT.read_text(), re.MULTILINE)
+    assert named is not None
+    module, function = named.groups()
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import sys\nfrom {module} import {function}\nsys.exit({function}())"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "importing\n"
+    child.send_signal(signal.SIGINT)
+    _, complaint = child.communicate(timeout=60)
+    assert (child.returncode, complaint) == (130, "Stopped.\n")
+
+
+def test_what_comes_before_the_handler_is_next_to_nothing() -> None:
+    program = "import sys\nbefore = {*sys.modules}\nimport diffusion_lens.__main__\nprint(*{*sys.modules} - before)"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"diffusion_lens", "diffusion_lens.__main__"} <= set(child.stdout.split())
+    assert not {"typer", "importlib.metadata", "email"} & set(child.stdout.split())
 
 
 def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:

@@ -97,3 +97,12 @@ def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
 
 def test_what_is_not_fetched_has_its_words_in_a_dry_run_too() -> None:
     assert open_source("toy", outline_only=True).facts == open_source("toy").facts
+
+
+@pytest.mark.parametrize(("name", "kind"), [("facts.txt", "a '.txt' file"), ("facts", "a file without an ending")])
+def test_a_file_of_another_kind_is_told_which_are_read(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("Ada is the pilot")
+    with pytest.raises(ValueError, match=rf"{name} is {kind}; .* should end in \.json, \.jsonl, \.csv"):
+        open_source(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"line 1, is not valid JSON.*read from \.jsonl files, each line {\"prompt\""):
+        read_completions(tmp_path / name)

@@ -1,7 +1,10 @@
 """Masks, tensors, dtypes and devices that mean nothing here are refused, saying what does."""
 
 import copy
+import re
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +60,47 @@ def test_tensors_without_plain_values_are_refused(either, tokens, bad, message):
         either.model(bad(either.model(tokens, stop_at_layer=1).detach()), start_at_layer=1)
     with pytest.raises(TypeError, match=f"attention_mask: .*{message}"):
         either.model(tokens, attention_mask=bad(torch.ones_like(tokens)))
+
+
+@pytest.fixture
+def annotations_unchecked():
+    """As for users: the refusals are the package's own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("as_given", [lambda mask: mask.numpy(), lambda mask: mask.tolist()], ids=["ndarray", "list"])
+def test_a_mask_that_is_no_tensor_is_refused(either, tokens, as_given):
+    mask = as_given(torch.ones_like(tokens))
+    message = rf"attention_mask: a {type(mask).__name__} was given; it must be a tensor, such as torch\.as_tensor"
+    for attempt in (
+        lambda: either.model(tokens, attention_mask=mask),
+        lambda: either.model(tokens, attention_mask=mask, return_type="loss"),
+        lambda: either.model.denoise(tokens, max_new_tokens=2, attention_mask=mask),
+    ):
+        with pytest.raises(TypeError, match=message):
+            attempt()
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("given", [3, 3.0, None, b"text", [3], np.array([3])], ids=repr)
+def test_what_is_neither_text_nor_tokens_is_refused(tiny, given):
+    for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
+        with pytest.raises(TypeError, match=r"text is a string or a list of them, not .*torch\.tensor\(ids\)"):
+            attempt(given)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("given", ["no", 1, 0.0, [True]])
+def test_prepend_bos_is_true_or_false(tiny, given):
+    text = "Gustav Geisser is"
+    for attempt in (tiny, tiny.to_tokens, lambda text, **more: tiny.denoise(text, length=14, **more)):
+        with pytest.raises(TypeError, match=re.escape(f"prepend_bos={given!r} is a") + ".*must be True or False"):
+            attempt(text, prepend_bos=given)
+    with pytest.raises(TypeError, match=r"default_prepend_bos=.*must be True or False"):
+        copy.copy(tiny).set_tokenizer(tiny.tokenizer, default_prepend_bos=given)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "torch.float16", "float64"])

@@ -74,6 +74,7 @@ def test_norms_decay_where_asked(small, tokens):
         ({"lr_end": -1e-5}, "lr_end is -1e-05"),
         ({"accumulate": 0}, "accumulate is 0"),
         ({"clip": 0.0}, r"clip is 0\.0"),
+        ({"clip": float("nan")}, "clip is nan; it must be above 0"),
         ({"warmup_from": 2}, "warmup_from is 2; it must be 0 or 1"),
         ({"mixed_precision": "half"}, "'half'; it must be one of no, bf16, fp16"),
         ({"batch_size": 4, "accumulate": 5}, "4 rows cannot be cut into accumulate=5 parts"),

@@ -89,6 +89,13 @@ def test_an_index_names_only_files_beside_it(how, shards, refused):
     refused(ValueError, shards / INDEX, "files beside it", repr(outside), path=shards)
 
 
+@pytest.mark.parametrize("name", [f"{'a' * 300}.safetensors", "folder.safetensors"], ids=["too long", "a folder"])
+def test_an_index_that_names_what_is_no_file(name, shards, refused):
+    (shards / "folder.safetensors").mkdir()
+    rewritten(shards, **{"model.norm.weight": name})
+    refused(FileNotFoundError, shards / INDEX, "names files that are not beside it", name, path=shards)
+
+
 # --- exports into a folder that holds something
 
 
@@ -101,6 +108,18 @@ def test_an_export_does_not_hide_shards(shards, refused):
     ):
         refused(ValueError, shards, INDEX, "name another folder", "Nothing was written", do=do)
         assert files_of(shards) == before
+
+
+def test_an_export_does_not_take_the_name_of_a_shard(shards, refused):
+    model, before = load(shards, device="cpu"), files_of(shards)
+    for name in sorted({*json.loads((shards / INDEX).read_text())["weight_map"].values()})[::2]:
+        do = lambda name=name: export(model.state_dict(), model.cfg.architecture, shards / name)  # noqa: E731
+        refused(ValueError, shards, INDEX, f"of which {name} is a part", "another folder", "Nothing was written", do=do)
+    absent = "model-00099-of-00099.safetensors"
+    rewritten(shards, **{"model.norm.weight": absent})
+    do = lambda: export(model.state_dict(), model.cfg.architecture, shards / absent)  # noqa: E731
+    refused(ValueError, f"of which {absent} is a part", do=do)
+    assert {**files_of(shards), INDEX: before[INDEX]} == before
 
 
 def test_an_export_beside_other_weights_leaves_their_config(shards):
