@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from diffusion_lens.loading.tokenizer_config import check_template
+from diffusion_lens.loading.tokenizer_config import CHAT_TEMPLATE, check_template
 from weight_conversion.files import INDEX, SafetensorsFile
 
 # The hub's errors descend from those of the HTTP library that its client uses, which has changed from one to another.
@@ -112,11 +112,11 @@ def _check_merges(path: Path) -> None:
 
 
 def _check_template(path: Path) -> None:
-    """A template of a chat writes what it is given, so it holds a Jinja tag; a page with scripts may hold one too."""
+    """The usual template writes out a chat, so it holds a Jinja tag; one with a name of its own may be plain text."""
     text = _text(path)
     if _PAGE.match(text):
         raise ValueError(f"{path} is a web page, not a chat template")
-    if text.strip() and not re.search(r"\{[{%]", text):
+    if path.name == CHAT_TEMPLATE and text.strip() and not re.search(r"\{[{%]", text):
         raise ValueError(f"{path} is not a chat template: it holds no Jinja tag")
     check_template(path.stem, text, path)
 
