@@ -12,7 +12,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.model.caching import take_places
+from diffusion_lens.model.caching import count_places, take_places
 from diffusion_lens.records import open_result, save_result
 from diffusion_lens.settings import whole_numbers
 
@@ -150,12 +150,7 @@ _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
     """Bytes that each hook point will take over all steps asked for."""
     width = (request.dtype or cfg.dtype).itemsize
-    try:
-        kept_pos = int(request.pos_slice.indices(pos).size)
-    except IndexError as error:
-        raise IndexError(
-            f"pos_slice={request.pos_slice.slice} reaches outside the {pos} places of the canvas"
-        ) from error
+    kept_pos = count_places(request.pos_slice, pos, "the canvas")
     sizes = {}
     for name in request.names:
         shape = activation_shape(name, cfg, batch, pos, kept_pos)

@@ -42,10 +42,20 @@ def caching_hooks(
 def take_places(x: Tensor, pos_slice: Slice, hook: HookPoint) -> Tensor:
     """Some places of what passes a hook point; of scores and patterns, the queries."""
     axis = position_axis(hook)
-    try:
-        taken: Tensor = pos_slice.apply(x, dim=axis)
-    except IndexError as error:
-        raise IndexError(
-            f"pos_slice={pos_slice.slice} reaches outside the {x.shape[axis]} places of {hook.name!r}"
-        ) from error
+    if pos_slice.mode != "identity":
+        count_places(pos_slice, x.shape[axis], repr(hook.name))
+    taken: Tensor = pos_slice.apply(x, dim=axis)
     return taken
+
+
+def count_places(pos_slice: Slice, n_pos: int, where: str) -> int:
+    """How many of the places of `where` are picked; an `IndexError` for one outside, or for none at all."""
+    try:
+        count = int(pos_slice.indices(n_pos).size)
+        if isinstance(pos_slice.slice, int) and not -n_pos <= pos_slice.slice < n_pos:
+            raise IndexError
+    except IndexError as error:
+        raise IndexError(f"pos_slice={pos_slice.slice} reaches outside the {n_pos} places of {where}") from error
+    if not count:
+        raise IndexError(f"pos_slice={pos_slice.slice} picks none of the {n_pos} places of {where}")
+    return count

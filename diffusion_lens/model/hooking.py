@@ -156,6 +156,9 @@ class Hooking(HookedRootModule, ABC):
 
     def _select(self, names_filter: NamesFilter) -> list[str]:
         """The hook points that a filter picks; one that no longer stands in the network is a `RuntimeError`."""
+        named = [names_filter] if isinstance(names_filter, str) else names_filter
+        for name in named if isinstance(named, Sequence) else ():
+            self._refuse_replaced(name)
         picked = select_names(names_filter, self.hook_dict)
         for name in picked:
             if not name.startswith(loop_hook("")) and not self._stands(name):
@@ -164,6 +167,23 @@ class Hooking(HookedRootModule, ABC):
                     "after putting modules in"
                 )
         return picked
+
+    def _refuse_replaced(self, name: str) -> None:
+        """Raise a `KeyError` where a hook point of the network has given way to a module of another kind."""
+        if name in self.hook_dict:
+            return
+        try:
+            there = self.get_submodule(name)
+        except AttributeError:
+            return
+        if not name.rpartition(".")[2].startswith("hook_") or isinstance(there, HookPoint):
+            return
+        inside = [known for known in self.hook_dict if known.startswith(f"{name}.")]
+        raise KeyError(
+            f"the hook point {name!r} is gone: a module {type(there).__name__} stands in its place, which has "
+            f"{'the hook points ' + ', '.join(inside) if inside else 'no hook points'}. Take another hook point, or "
+            "put a HookPoint back there and call model.setup()"
+        )
 
     def _stands(self, name: str) -> bool:
         try:

@@ -12,6 +12,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, Unembed
 from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.settings import Whole, pick_layer, whole_number
 
 
 class WeightViews(ABC):
@@ -126,9 +127,17 @@ class WeightViews(ABC):
         return FactoredMatrix(self._for_each_head(self.W_V), self.W_O)
 
     def accumulated_bias(
-        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+        self, layer: Whole, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, "d_model"]:
-        """Sum of the biases written into the residual stream before `layer`."""
+        """Sum of the biases written into the residual stream before `layer`.
+
+        Args:
+            layer: negative ones count from the end; `n_layers` is the stream after the last block.
+            mlp_input: count the bias of the attention of `layer` too.
+            include_mlp_biases: count those of MLPs.
+        """
+        after_all = not mlp_input and whole_number("layer", layer) == self.cfg.n_layers
+        layer = self.cfg.n_layers if after_all else pick_layer(layer, self.cfg.n_layers)
         total = self.W_E.new_zeros(self.cfg.d_model)
         for i in range(layer):
             total = total + self.blocks[i].attn.b_O

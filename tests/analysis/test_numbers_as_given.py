@@ -9,8 +9,16 @@ import torch
 
 from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace, key_value_study, patch_grid, temporal_effect, trace_trajectory
-from diffusion_lens.analysis.rome import RankOneEdit, ValueSettings, compute_key, optimize_value, second_moment
+from diffusion_lens.analysis.rome import (
+    RankOneEdit,
+    ValueSettings,
+    compute_key,
+    optimize_value,
+    sample_prefixes,
+    second_moment,
+)
 from diffusion_lens.data import toy_facts
+from diffusion_lens.evaluation import chain_rule_nll
 from diffusion_lens.settings import at_least, not_negative
 
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
@@ -78,6 +86,35 @@ def test_a_grid_takes_numpys_numbers(tiny, tmp_path):
         )
 
     same(grid(np.int64, -1), grid(int, LAST), tmp_path)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_places_come_in_any_container(tiny):
+    clean, corrupted = (tiny.to_tokens(FACT.prompt) for _ in range(2))
+    corrupted[0, 1] = 7
+
+    def grid(positions, **more):
+        return patch_grid(tiny, clean, corrupted, lambda x: x[0, -1, 7], "z", positions=positions, layers=[1], **more)
+
+    plain = grid([1, 2])
+    for positions in (np.array([1, -2]), torch.tensor([1, 2]), range(1, 3), iter([1, 2])):
+        found = grid(positions)
+        assert torch.equal(found.scores, plain.scores)
+        assert json.dumps(found.coordinates) == json.dumps(plain.coordinates)
+    with pytest.raises(TypeError, match=r"positions in the clean run=array\(\[1, 2\]\) is a"):
+        grid(np.array([[1, 2]]))
+    with pytest.raises(TypeError, match=r"check=True is a bool; it must be a whole number"):
+        grid([1], method="attribution", check=True)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_prefixes_take_numpys_numbers(tiny):
+    options = dict(start="people", seed=3)
+    assert sample_prefixes(tiny, np.array([2, 3]), **options) == sample_prefixes(tiny, [2, 3], **options)
+    with pytest.raises(ValueError, match="lengths is empty"):
+        sample_prefixes(tiny, np.array([], dtype=int), **options)
+    with pytest.raises(ValueError, match="lengths=0; it must be at least 1"):
+        sample_prefixes(tiny, [2, 0], **options)
 
 
 def test_a_query_takes_numpys_numbers(tiny):
@@ -156,6 +193,27 @@ def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
     torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=1e-4, equal_nan=True)
     torch.testing.assert_close(wide.clean.float(), narrow.clean, rtol=0, atol=1e-5)
     same(wide, wide, tmp_path)
+
+
+def test_no_score_of_a_float64_model_is_rounded(doubled):
+    model = doubled[0]
+    clean, corrupted = (model.to_tokens(FACT.prompt) for _ in range(2))
+    corrupted[0, 1] = 7
+    metric = lambda logits: logits[0, -1, 5]  # noqa: E731
+    for method in ("exact", "attribution"):
+        grid = patch_grid(model, clean, corrupted, metric, "resid_pre", layers=[0], method=method)
+        assert grid.clean.item() == metric(model(clean)).item()
+        assert grid.corrupted.item() == metric(model(corrupted)).item()
+        assert grid.scores.dtype == torch.float64
+    grid = patch_grid(model, clean, corrupted, metric, "resid_pre", layers=[0], positions="all")
+    assert grid.scores[0].item() == pytest.approx(metric(model(clean)).item(), abs=1e-13)
+    fact_tokens = model.to_tokens(FACT.prompt)[0], model.to_tokens(" brave")[0]
+    nll = chain_rule_nll(model, *fact_tokens)
+    query = torch.cat([*fact_tokens[:1], torch.full((1,), model.cfg.mask_token_id or 0)])[None]
+    row = len(fact_tokens[0]) - (model.cfg.mask_token_id is None)
+    by_hand = -model(query)[0, row].log_softmax(-1)[fact_tokens[1][0]]
+    assert nll.dtype == torch.float64
+    assert nll.item() == pytest.approx(by_hand.item(), abs=1e-12)
 
 
 def test_other_analyses_of_a_float64_model(doubled):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformer_lens.hook_points import HookPoint
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
@@ -252,3 +252,17 @@ def test_a_copy_taken_inside_a_run_belongs_to_no_thread(either):
     thread.start()
     thread.join()
     assert torch.equal(logits[0], either.model(PROMPT))
+
+
+def test_a_replaced_hook_point_is_said_to_be_gone(spliced):
+    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
+    message = (
+        r"'blocks\.0\.hook_mlp_out' is gone: a module Autoencoder stands in its place, which has the hook points "
+        r"blocks\.0\.hook_mlp_out\.hook_sae_acts\. Take another"
+    )
+    with pytest.raises(KeyError, match=message):
+        causal_trace(spliced, fact, "mlp", noise=0.1, samples=1)
+    with pytest.raises(KeyError, match=message):
+        spliced.run_with_cache(fact.prompt, names_filter="blocks.0.hook_mlp_out")
+    with pytest.raises(KeyError, match=r"there is no hook point 'blocks\.0\.mlp'; nearest are"):
+        spliced.run_with_cache(fact.prompt, names_filter=["blocks.0.mlp"])

@@ -74,3 +74,13 @@ def test_svd_interpreter_finds_the_weights(tiny):
         return
     vectors = SVDInterpreter(tiny).get_singular_vectors("OV", layer_index=1, num_vectors=3, head_index=0)
     assert vectors.shape[-1] == 3
+
+
+def test_accumulated_bias_counts_layers_as_everywhere(every):
+    model = every.model
+    last = model.cfg.n_layers - 1
+    assert torch.equal(model.accumulated_bias(-1), model.accumulated_bias(last))
+    assert torch.equal(model.accumulated_bias(-1, mlp_input=True), model.accumulated_bias(last, mlp_input=True))
+    for layer, mlp_input in ((last + 2, False), (-last - 2, False), (last + 1, True)):
+        with pytest.raises(ValueError, match=rf"layer={layer} is not one of the layers 0 to {last}"):
+            model.accumulated_bias(layer, mlp_input=mlp_input)

@@ -30,7 +30,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, pick_indices, whole_numbers
+from diffusion_lens.settings import Whole, at_least, pick_indices, whole_numbers
 
 Patchable = str | Sequence[str] | Tensor | Query | Trajectory
 METHODS = ("exact", "attribution")
@@ -65,7 +65,7 @@ def patch_grid(
     logits_at: Sequence[int] | Tensor | None = None,
     source_model: DiffusionTransformer | None = None,
     method: str = "exact",
-    check: int = 8,
+    check: Whole = 8,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> Any:
@@ -103,8 +103,7 @@ def patch_grid(
     reading, chosen = Reading.of(metric, logits_at), resolve_sites(sites)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; it is one of {', '.join(METHODS)}")
-    if check < 0:
-        raise ValueError(f"check={check}; it must be at least 0")
+    check = at_least(0, "check", check)
     blocks = _pick_layers(layers, source, model)
     of_steps = None if steps is None else whole_numbers("steps", steps)
     sides = _sides(source, clean, model, corrupted, of_steps, reading)
@@ -112,7 +111,9 @@ def patch_grid(
     heads = None if heads is None else list(heads)
     if heads is not None and not any(site.n_heads for site in chosen):
         raise ValueError(f"heads={heads}, but {', '.join(site.name for site in chosen)} has no heads")
-    sweeps = [Sweep(site, blocks, groups, positions == "all", site.pick_heads(heads, model.cfg)) for site in chosen]
+    sweeps = [
+        Sweep(site, blocks, groups, isinstance(positions, str), site.pick_heads(heads, model.cfg)) for site in chosen
+    ]
 
     baselines, labels = [], []
     found: list[list[tuple[Tensor, EstimateError | None]]] = []
@@ -136,10 +137,8 @@ def patch_grid(
         "source": None if source is model else provenance(source, source.cfg),
         **provenance(model, model.cfg),
     }
-    if of_steps is None:
-        clean_score, corrupted_score = torch.tensor(baselines[0])
-    else:
-        clean_score, corrupted_score = torch.tensor(baselines).unbind(dim=1)
+    measured = torch.tensor(baselines, dtype=torch.promote_types(model.cfg.dtype, torch.float32))
+    clean_score, corrupted_score = measured[0] if of_steps is None else measured.unbind(dim=1)
     grids = {}
     for sweep, by_step in zip(sweeps, zip(*found, strict=True), strict=True):
         coordinates, (scores, error) = sweep.coordinates, by_step[0]

@@ -232,7 +232,7 @@ class Pair:
         Where both runs hold the same state there is nothing to run.
         """
         clean, corrupted = self.states(site, layer)
-        scores = torch.full((cells.n,), math.nan)
+        scores = torch.full((cells.n,), math.nan, dtype=torch.promote_types(self.logits.dtype, torch.float32))
         scores[cells.present.cpu()] = self.corrupted_score
         differs = (cells.from_clean(clean) != cells.from_corrupted(corrupted)).flatten(1).any(dim=1)
         changed: list[int] = cells.cell[differs].unique().tolist()
@@ -243,7 +243,7 @@ class Pair:
             return [float(self.side.reading(each)) for each in logits.split(len(self.side.tokens))]
 
         for done, values in in_batches(run, changed, self.cells_at_once(site)):
-            scores[list(done)] = torch.tensor(values)
+            scores[list(done)] = torch.tensor(values, dtype=scores.dtype)
         return scores
 
     def _run_patched(self, site: Site, layer: int, cells: Cells, clean: Tensor) -> Tensor:

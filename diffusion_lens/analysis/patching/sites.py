@@ -14,7 +14,7 @@ from diffusion_lens.hook_names import nearest
 from diffusion_lens.settings import Whole, pick_indices
 
 Place = Whole | tuple[Whole, Whole]
-Positions = str | Sequence[Place | list[Whole] | list[tuple[Whole, Whole]]] | None
+Positions = str | Iterable[Place | list[Whole] | list[tuple[Whole, Whole]]] | None
 Group = list[tuple[int, int]]
 
 
@@ -208,14 +208,15 @@ def resolve_groups(positions: Positions, n_clean: int, n_corrupted: int) -> list
             )
         everywhere = [(place, place) for place in range(n_corrupted)]
         return [everywhere] if positions == "all" else [[pair] for pair in everywhere]
+    positions = list(positions)
     entries = [entry if isinstance(entry, list) else [entry] for entry in positions]
     if not all(entries) or not entries:
-        raise ValueError(f"positions={list(positions)} holds no place, or an empty group of them")
+        raise ValueError(f"positions={positions} holds no place, or an empty group of them")
     groups = [[_pair(place, n_clean, n_corrupted) for place in entry] for entry in entries]
     if len({frozenset(group) for group in groups}) < len(groups):
-        raise ValueError(f"positions={list(positions)} names one twice; give each once")
+        raise ValueError(f"positions={positions} names one twice; give each once")
     if any(len({target for _, target in group}) < len(group) for group in groups):
-        raise ValueError(f"positions={list(positions)} patches a place twice in one cell; give it one state")
+        raise ValueError(f"positions={positions} patches a place twice in one cell; give it one state")
     return groups
 
 

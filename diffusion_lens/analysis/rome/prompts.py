@@ -5,7 +5,7 @@ ROME averages key and value over contexts: the request itself, and the request a
 is hidden by an attention mask, so that a row computes what it computes alone, on a bidirectional model too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.seeds import own_seed
+from diffusion_lens.settings import Whole, at_least, whole_numbers
 from diffusion_lens.shapes import Places, Tokens
 
 Request = Query | Sequence[Query]
@@ -52,7 +53,7 @@ class PromptBatch:
 
 def sample_prefixes(
     model: DiffusionTransformer,
-    lengths: Sequence[int] = (5,) * 10 + (10,) * 10,
+    lengths: Iterable[Whole] = (5,) * 10 + (10,) * 10,
     *,
     start: str = "The",
     temperature: float = 1.0,
@@ -66,6 +67,7 @@ def sample_prefixes(
         temperature: of the sampling; 0 would write one text again and again.
         seed: text i is drawn with a seed of its own, made of this one and i: no other seed gives the same text again.
     """
+    lengths = [at_least(1, "lengths", length) for length in whole_numbers("lengths", lengths)]
     if not lengths:
         raise ValueError("lengths is empty: name the length of each prefix, or go without prefixes")
     texts: dict[int, str] = {}

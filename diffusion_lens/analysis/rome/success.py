@@ -7,7 +7,8 @@
 
 Each probe is a query whose answer should win after the edit and, where there is one, the rival that should lose: the
 old object against the new one, for neighbourhood the other way round. The answer wins when the mean log-probability of
-its tokens is above the rival's, as ROME's code compares; without a rival, when each token is the model's first choice.
+its tokens is above the rival's, as ROME's code compares; without a rival, when each token is the model's first choice
+of those that it may write ([MASK] is none).
 """
 
 from collections.abc import Mapping, Sequence
@@ -169,7 +170,7 @@ def _judge(
 
 
 def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[Tensor, bool]]:
-    """Log-probability of each answer's tokens, and whether each is the model's first choice."""
+    """Log-probability of each answer's tokens, and whether each is the first choice of those that may be written."""
     answers = [Answer.of(model, query) for query in queries]
     counts = [len(answer.tokens) for answer in answers]
     batch = PromptBatch.of(model, [query.tokens for query in queries])
@@ -178,6 +179,5 @@ def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[T
     logits = model(batch.tokens, attention_mask=batch.real, logits_at=(canvas, rows))
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probs = torch.log_softmax(wide, dim=-1).gather(-1, tokens[:, None])[:, 0]
-    is_first = wide.argmax(dim=-1) == tokens
-    pairs = zip(log_probs.split(counts), is_first.split(counts), strict=True)
-    return [(each, bool(first.all())) for each, first in pairs]
+    parts = zip(answers, log_probs.split(counts), wide.split(counts), strict=True)
+    return [(each, answer.is_likeliest(model, of_answer[None])) for answer, each, of_answer in parts]

@@ -94,3 +94,22 @@ def test_bad_probes(either, edit, probes):
         edit_success(either.model, edit, probes)
     with pytest.raises(ValueError, match="the edit is of another model object"):
         edit_success(type(either)("gqa", either.kind).model, edit, probes)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream"])
+def test_mask_is_nobodys_first_choice(specimen, configs, name):
+    model = specimen(configs[name]).model
+    query = ask(model, [51, 20, 21, 11], [31])
+    rows = model.readout.rows(torch.tensor(query.answer_positions))
+    _, cache = model.run_with_cache(query.tokens[None], names_filter="ln_final.hook_normalized")
+    likeliest = cache["ln_final.hook_normalized"][0, rows][0].detach()
+    with torch.no_grad():  # a head that prefers [MASK], and after it the answer
+        model.unembed.weight[model.cfg.mask_token_id] = 100 * likeliest
+        model.unembed.weight[31] = 50 * likeliest
+    edit = RankOneEdit(
+        model, LAYER, compute_key(model, query, LAYER), optimize_value(model, query, LAYER, steps=1, kl_factor=0.0)
+    )
+    assert model(query.tokens[None])[0, rows].argmax() == model.cfg.mask_token_id
+    assert edit_success(model, edit, {"efficacy": [query]}).wins[0].item() == 1
+    other = ask(model, [51, 20, 21, 11], [32])
+    assert edit_success(model, edit, {"efficacy": [other]}).wins[0].item() == 0
