@@ -5,10 +5,14 @@ Two runs with the same settings give the same numbers only if both agree in thes
 inside, its own hooks, edits that it tries out, other public functions that it calls, the record names what the caller
 handed in, and the weights are read once a call, however many facts it asks.
 
-A hook is told by its point, its direction and its name. Its name is its attribute `hook_name`, which
-`interventions.named` gives, otherwise the name of its function and a digest of the function's code and of the values
-that it holds (`function_digest`), "steer #1f0c22ab": so a steering at two strengths is two hooks. A hook whose own
-values change from call to call, such as one that collects what it sees, needs a name to be known again.
+A hook is told by its point, its direction and its name: the one that `interventions.named` gives, otherwise the name
+of its function and a digest of its code and of everything that it reaches (`function_digest`), "steer #1f0c22ab": so a
+steering at two strengths is two hooks. A hook whose own values change from call to call, such as one that collects what
+it sees, needs a name to be known again. Of a hook that reaches what no digest can tell, such as a generator, the record
+says so, and `require_told` refuses it where results are kept for later calls.
+
+Modules decide the numbers beside the weights: their classes, their attributes (the eps of a norm), their buffers, and
+what a user has put in their place. `describe_modules` tells them.
 """
 
 import functools
@@ -24,11 +28,28 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from diffusion_lens.function_digest import function_digest
+from diffusion_lens.function_digest import MODULE_HOOKS, Teller, attributes
 from diffusion_lens.hook_names import select_names
+from diffusion_lens.hook_naming import UNTOLD, told_name, with_gaps
+from diffusion_lens.hook_naming import name_of as name_of
+from diffusion_lens.hook_naming import named as named
+from diffusion_lens.hook_naming import named_after as named_after
+from diffusion_lens.model.hook_points import StepHookPoint
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+OWN_MODULES = "of this library and torch"
+# Of a module's attributes: what the record holds elsewhere, what belongs to a run, and what torch keeps of its hooks.
+_NOT_ITS_OWN = (
+    frozenset(
+        ("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict", "name", "ctx")
+    )
+    | {"fwd_hooks", "bwd_hooks", "_last_points", "_inside"}
+    | MODULE_HOOKS
+)
+
+_SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 
 _ROW = 1 << 13  # words of 8 bytes that are summed into one
 _ROWS = 1 << 10  # rows at once, 64 MiB
@@ -42,10 +63,12 @@ class Identity:
     Attributes:
         weights_sha256: as `weights_sha256` gives it.
         hooks: as `describe_hooks` gives them.
+        modules: as `describe_modules` gives them.
     """
 
     weights_sha256: str
     hooks: dict[str, list[str]]
+    modules: dict[str, str]
 
 
 _BEGUN: ContextVar[Mapping[int, Identity]] = ContextVar("_BEGUN", default={})  # noqa: B039
@@ -96,39 +119,73 @@ def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) 
     """
     points: Mapping[str, Any] = getattr(model, "hook_dict", {})
     names = {id(point): name for name, point in points.items()}
-    held = {names.get(id(module), path): _attached(module) for path, module in model.named_modules()}
+    teller = _teller(model)
+    held = {names.get(id(module), path): _attached(module, teller) for path, module in model.named_modules()}
     for name, hook in fwd_hooks:
         for point in select_names(name, points):
-            held[point].append(f"forward: {name_of(hook)}")
+            held[point].append(f"forward: {told_name(hook, teller)}")
     return {name: hooks for name, hooks in sorted(held.items()) if hooks}
 
 
-def named(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same hook under a name, by which records and folders of results tell it from other hooks.
+def describe_modules(model: nn.Module) -> dict[str, str]:
+    """What the modules of a model are beside their weights: a digest of all that are of this library and of torch.
 
-    Give what distinguishes it, such as "steer(refusal) at strength 4". Name the outermost function: what is put around
-    a named hook is another hook.
+    By its path, the class and the digest of each module that is of neither. Hooks and the config are told elsewhere.
     """
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"a hook is named by a text; {name!r} was given")
-
-    @functools.wraps(hook)
-    def under_its_name(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
-
-    under_its_name.__dict__["hook_name"] = name
-    return under_its_name
-
-
-def name_of(hook: Any) -> str:
-    """The name that a hook was given, or that of its function with a digest of what the function does."""
-    if isinstance(given := getattr(hook, "hook_name", None), str):
-        return given
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return f"{getattr(function, '__qualname__', None) or type(hook).__qualname__} #{function_digest(hook)}"
+    teller = _teller(model)
+    own, described = [], {}
+    for path, module in model.named_modules():
+        held = teller.combine(_parts(module))
+        if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
+            own.append((path, held.digest))
+        else:
+            described[path] = with_gaps(f"{type(module).__qualname__} #{held}", held)
+    return {OWN_MODULES: f"#{teller.tell(own)}", **described}
 
 
-def _attached(module: nn.Module) -> list[str]:
+def require_told(record: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` where a hook or module of a record cannot be told from another one."""
+    for point, hooks in record.get("hooks", {}).items():
+        for hook in hooks:
+            if UNTOLD in hook:
+                raise ValueError(
+                    f"{where} keeps results for later calls under the same hooks, and whether the hook at {point!r} is "
+                    f"the same cannot be told: {hook}. Give it a name that says what it does, "
+                    'interventions.named(hook, "..."), or run without a folder'
+                )
+    for path, module in record.get("modules", {}).items():
+        if UNTOLD in module:
+            raise ValueError(
+                f"{where} keeps results for later calls of the same model, and whether its module {path!r} is the same "
+                f"cannot be told: {module}. Let it hold plain values, or run without a folder"
+            )
+
+
+def _teller(model: nn.Module) -> Teller:
+    """What a hook reaches of the model that is run is in the record beside the hooks."""
+    return Teller({id(module): f"the model's {path!r}" for path, module in model.named_modules()})
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's attributes and buffers, without its weights and the modules in it."""
+    yield "class", type(module)
+    if type(module) is StepHookPoint:  # the many, so without asking what cannot be
+        yield "hook point", f"{module.pos_dim} {module.backward_scale} {'forward' in vars(module)}"
+        if (
+            module.hook_conversion is None
+            and "forward" not in vars(module)
+            and not (module._buffers or module._modules)
+        ):
+            return
+    yield "children", " ".join(module._modules)
+    for name, held in attributes(module):
+        if name.removeprefix(".") not in _NOT_ITS_OWN and (held or name != "._buffers"):
+            yield name, held
+    if not (type(module).__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
+        yield "training", module.training
+
+
+def _attached(module: nn.Module, teller: Teller) -> list[str]:
     # TransformerLens hands torch a function of its own around the caller's.
     handles = [*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ())]
     given = {handle.hook.id: handle.user_hook for handle in handles}
@@ -138,7 +195,9 @@ def _attached(module: nn.Module) -> list[str]:
         "before backward": module._backward_pre_hooks,
         "backward": module._backward_hooks,
     }
-    return [f"{kind}: {name_of(given.get(i, hook))}" for kind, hooks in kinds.items() for i, hook in hooks.items()]
+    return [
+        f"{kind}: {told_name(given.get(i, hook), teller)}" for kind, hooks in kinds.items() for i, hook in hooks.items()
+    ]
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -185,7 +244,7 @@ def fingerprint(weight: Tensor) -> bytes:
 
 
 def _taken(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Identity:
-    return Identity(weights_sha256(model), describe_hooks(model, fwd_hooks))
+    return Identity(weights_sha256(model), describe_hooks(model, fwd_hooks), describe_modules(model))
 
 
 def _digest(weight: Tensor, name: str, known: dict[str, tuple[bytes, str]]) -> str:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.identity import identity_of
+from diffusion_lens.identity import identity_of, require_told
 from diffusion_lens.identity import weights_sha256 as weights_sha256
 from weight_conversion import from_json, read_json, restore_numbers, to_json, write_safetensors
 
@@ -29,15 +29,16 @@ _PART: ContextVar[str | None] = ContextVar("_PART", default=None)
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
-    """Model name, hash of its weights, hooks, dtype, device, versions: what every result records beside its settings.
+    """Model name, its weights, hooks and modules, dtype, device, versions: what every result records beside settings.
 
-    Weights and hooks are those at the beginning of the run (`identity.begins_run`).
+    Weights, hooks and modules are those at the beginning of the run (`identity.begins_run`).
     """
     found = identity_of(model)
     return {
         "model": cfg.model_name,
         "weights_sha256": found.weights_sha256,
         "hooks": found.hooks,
+        "modules": found.modules,
         "dtype": str(cfg.dtype).removeprefix("torch."),
         "device": str(cfg.device),
         "versions": {
@@ -160,6 +161,9 @@ def read_run(path: Path) -> dict[str, Any]:
 def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
     """Raise a `ValueError` that says how two runs differ, unless they are one; `NOT_COMPARED` may differ."""
     made, asked = {"hooks": {}, **made}, {"hooks": {}, **asked}
+    require_told(made, where)
+    if "modules" not in made or "modules" not in asked:  # a record of before it held them
+        made, asked = ({key: held for key, held in each.items() if key != "modules"} for each in (made, asked))
     compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
     if different := [name for name in compared if made.get(name) != asked.get(name)]:
         described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)

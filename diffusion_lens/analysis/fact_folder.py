@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from tqdm.auto import tqdm
 
 from diffusion_lens.facts import Fact
+from diffusion_lens.identity import require_told
 from diffusion_lens.records import NOT_COMPARED, mark_of, part_of_run, read_run, require_same_run
 from diffusion_lens.seeds import own_seed
 from weight_conversion import as_json, write_json
@@ -60,9 +61,11 @@ class FactFolder:
         """Make a folder for this run, or go on with the one that is there.
 
         Raises:
-            ValueError: the folder holds another run; the text says in what it differs.
+            ValueError: the folder holds another run; the text says in what it differs. Or a hook cannot be told from
+                others.
             TypeError: the run is told by something that no JSON holds.
         """
+        require_told(run, str(path))
         record, asked = Path(path) / "run.json", as_json(run)
         if not record.exists():
             write_json(asked, record)

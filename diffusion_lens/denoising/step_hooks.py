@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from diffusion_lens.identity import name_of, named
+from diffusion_lens.identity import named_after
 from diffusion_lens.settings import whole_numbers
 from diffusion_lens.step_state import StepState
 
@@ -62,7 +62,7 @@ def while_masked(hook_fn: Hook) -> Hook:
         changed = handed if returned is None else returned
         return torch.where(masked.view(*masked.shape, *[1] * (activation.dim() - 2)), changed, activation)
 
-    return named(wrapped, f"{name_of(hook_fn)} while masked")
+    return named_after(wrapped, hook_fn, "while masked")
 
 
 def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
@@ -71,4 +71,4 @@ def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
             return None
         return hook_fn(activation, hook)
 
-    return named(wrapped, f"{name_of(hook_fn)} {when}")
+    return named_after(wrapped, hook_fn, when)

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
-from diffusion_lens.identity import begins_run
+from diffusion_lens.identity import begins_run, require_told
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
@@ -125,6 +125,8 @@ def second_moment(
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
     rows = _rows(model, corpus)
     record = _describe(model, rows, layer, seed)
+    if folder is not None:
+        require_told(record, str(folder))
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
     so_far = _held(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
     so_far = replace(so_far, total=so_far.total.to(_home(model)))  # d_mlp² numbers do not travel with every batch
@@ -200,6 +202,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
     content = {
         "weights_sha256": origin["weights_sha256"],
         "hooks": origin["hooks"],
+        "modules": origin["modules"],
         "layer": layer,
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
