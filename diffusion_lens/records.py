@@ -3,6 +3,7 @@
 One safetensors file a result: its tensors, and a JSON record in the metadata. Nothing is pickled.
 """
 
+import hashlib
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,18 +27,21 @@ PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
 
 _START_ANEW = "Delete the folder's files and start the run anew, or name another folder"
+_TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 _PART: ContextVar[str | None] = ContextVar("_PART", default=None)
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
-    """Model name, its weights, hooks and modules, dtype, device, versions: what every result records beside settings.
+    """Model, its weights, tokenizer, hooks and modules, dtype, device, versions: what results record beside settings.
 
     Weights, hooks and modules are those at the beginning of the run (`identity.begins_run`).
     """
     found = identity_of(model)
     return {
         "model": cfg.model_name,
+        "architecture": cfg.architecture.to_dict(),
         "weights_sha256": found.weights_sha256,
+        "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
         "hooks": found.hooks,
         "modules": found.modules,
         "dtype": str(cfg.dtype).removeprefix("torch."),
@@ -48,6 +53,18 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:
+    """SHA-256 of a fast tokenizer, its normaliser, added tokens and all, and of whether texts begin with BOS."""
+    if tokenizer is None:
+        return None
+    # Of a large vocabulary the text takes a tenth of a second, so it is taken again only if tokens were added.
+    held = _TOKENIZERS.get(tokenizer)
+    if held is None or held[0] != len(tokenizer):
+        text = tokenizer.backend_tokenizer.to_str()
+        held = _TOKENIZERS[tokenizer] = (len(tokenizer), hashlib.sha256(text.encode()).hexdigest())
+    return hashlib.sha256(f"{held[1]} {prepend_bos}".encode()).hexdigest()
 
 
 def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:

@@ -60,6 +60,11 @@ def without(a: Architecture, block: int, part: str | None = None) -> Alternative
         return {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.startswith(zeroed)}
 
     cause = f"the weights of {what} are foreign to the others: of another checkpoint or seed, or damaged"
+    if part is None and block:
+        # What comes after a foreign block reads what is wrong, so leaving it out may help as much.
+        cause = (
+            f"the weights of block {block}, or of one before it, are foreign: of another checkpoint or seed, or damaged"
+        )
     return Alternative(f"without {what}", cause, a, change)
 
 
@@ -76,13 +81,15 @@ def vocabulary_ends(a: Architecture) -> dict[str, str]:
     return {"embed": "embedding"} if a.tied else {"embed": "embedding", "unembed": "head"}
 
 
-def moved_from(a: Architecture, end: str, shift: int, first: int) -> Alternative:
-    """The rows of one end of the vocabulary, from an id on, moved by one."""
+def moved_from(a: Architecture, end: str, shift: int, first: int, round_the_end: bool) -> Alternative:
+    """The rows of one end of the vocabulary, from an id on, moved by one; the last row stays, or comes round."""
     word = vocabulary_ends(a)[end]
     cause = (
         f"the rows of the {word} stand one too {WAYS[shift]} from about id {first} on: an off-by-one in the vocabulary"
     )
-    return Alternative(f"with {word} rows from {first} on moved by {shift:+d}", cause, a, _rolled((end,), shift, first))
+    change = _rolled((end,), shift, first) if round_the_end else _moved_along(end, shift, first)
+    way = " round the end" if round_the_end else ""
+    return Alternative(f"with {word} rows from {first} on moved by {shift:+d}{way}", cause, a, change)
 
 
 def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]:
@@ -248,10 +255,25 @@ def _resplit(
 
 
 def _rolled(ends: Iterable[str], shift: int, first: int = 0) -> Change:
-    """Rows from `first` on moved round by some."""
+    """Rows from `first` on moved by some, round the end."""
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         names = [f"{end}.weight" for end in ends]
         return {name: torch.cat([tensors[name][:first], tensors[name][first:].roll(shift, dims=0)]) for name in names}
+
+    return change
+
+
+def _moved_along(end: str, shift: int, first: int) -> Change:
+    """Rows from `first` on moved by one; the last, which is often [MASK]'s, and the one left over stay as they are."""
+
+    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
+        rows = tensors[f"{end}.weight"]
+        moved = rows.clone()
+        if shift < 0:
+            moved[first:-2] = rows[first + 1 : -1]
+        else:
+            moved[first + 1 : -1] = rows[first:-2]
+        return {f"{end}.weight": moved}
 
     return change

@@ -70,6 +70,8 @@ def diagnose(
         config_known: whether every number of the config is the catalogue's, so that no text need tell it.
     """
     trials = try_alternatives(model, measure, before, mask_ids)
+    # What explains may be no more than what helps most, so what may help more is tried.
+    something_off = something_off or any(trial.verdict == "explains" for trial in trials)
     if something_off and not measure.found(trials):
         trials = sorted(trials + try_parts(model, measure, before), key=_order)
     return _conclude(measure, before, trials, something_off, config_known)
@@ -123,24 +125,27 @@ def _without_each(model: DiffusionTransformer, measure: Measure, before: Parts) 
 
 
 def _moved(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
-    """Rows of one end of the vocabulary moved back from some id on: by quarters, then from the id where it helps most.
+    """Rows of one end of the vocabulary moved back from some id on: a few ids, then those around the best of them.
 
     The nearer the first id is to the true one, the fewer tokens are read wrongly: there is one minimum to search.
     """
     a = model.cfg.architecture
-    tried: dict[tuple[str, int, int], Trial] = {}
+    tried: dict[tuple[str, int, bool, int], Trial] = {}
 
-    def at(end: str, shift: int, first: int) -> tuple[bool, float]:
-        if (end, shift, first) not in tried:
-            (tried[end, shift, first],) = _try(model, measure, before, [moved_from(a, end, shift, first)])
-        return _order(tried[end, shift, first])
+    def at(end: str, shift: int, round_the_end: bool, first: int) -> tuple[bool, float]:
+        cut = end, shift, round_the_end, first
+        if cut not in tried:
+            (tried[cut],) = _try(model, measure, before, [moved_from(a, end, shift, first, round_the_end)])
+        return _order(tried[cut])
 
-    for end in vocabulary_ends(a):
-        for shift, quarter in product((-1, 1), (1, 2, 3)):
-            at(end, shift, quarter * a.d_vocab // 4)
-    end, shift, first = min(tried, key=lambda cut: _order(tried[cut]))
-    if tried[end, shift, first].verdict in ("helps", "explains"):
-        _minimum(partial(at, end, shift), first - a.d_vocab // 4, first + a.d_vocab // 4)
+    eighth = a.d_vocab // 8
+    for end, shift, round_the_end, n in product(vocabulary_ends(a), (-1, 1), (False, True), (0, 2, 4, 6, 7)):
+        at(end, shift, round_the_end, n * eighth)
+    end, shift, round_the_end, first = min(tried, key=lambda cut: _order(tried[cut]))
+    if tried[end, shift, round_the_end, first].verdict in ("helps", "explains"):
+        _minimum(
+            partial(at, end, shift, round_the_end), max(0, first - 2 * eighth), min(first + 2 * eighth, a.d_vocab - 2)
+        )
     return list(tried.values())
 
 

@@ -20,9 +20,11 @@ Verdict = Literal["explains", "helps", "same", "worse"]
 # Standard errors of the difference of two losses on the same tokens under the same noise.
 LEAST_Z = 3.0
 # Of the loss. A right model may gain a little from a reading that is not its own, so a mistake that nothing else shows
-# must cost a hundredth. Where much is tried because something is off, the best of it falls by some percent by chance.
+# must cost a hundredth. A model that is wrong elsewhere may gain a fifth from another wrong reading.
 QUIET_SHARE = 0.01
-LEAST_SHARE = 0.1
+LEAST_SHARE = 0.3
+# Of the way to the right loss.
+MOST_OF_IT = 0.95
 # What a machine rounds, of a loss.
 ROUNDING = 1e-5
 # Of the spread of logits. Without a foreign block a reference is nearer; leaving out a right one takes it farther away.
@@ -110,7 +112,10 @@ class PageMeasure(Measure):
         # A loss that was no number compares with nothing, and any number is better.
         if was - now < max(noise, self.share * was):
             return "same"
-        return "explains" if self.right is None else "helps"
+        if self.right is None:
+            return "explains"
+        # Rows of a vocabulary that were lost in a mistake do not come back when the others are put right.
+        return "explains" if was - now > MOST_OF_IT * (was - self.right[1]) else "helps"
 
     def _is_right(self, loss: float) -> bool:
         return self.right is not None and self.right[0] <= loss <= self.right[1]

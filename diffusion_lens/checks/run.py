@@ -102,7 +102,7 @@ class _Run:
         begun = time.perf_counter()
         try:
             self.findings += ask()
-        except (ValueError, RuntimeError, IndexError) as error:
+        except (ValueError, RuntimeError, IndexError, ArithmeticError) as error:
             self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
         self.seconds[check] = round(time.perf_counter() - begun, 3)
 

@@ -88,7 +88,6 @@ class Run:
             "temperature": self.temperature,
             "seeds": self.seeds,
             "blank": self.canvas.blank,
-            "architecture": self.model.cfg.architecture.to_dict(),
             **provenance(self.model, self.model.cfg),
         }
 

@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[Callable[[Any, dict[str, torch.Tensor]], Made], str]] = 
     "readout shifted": (shifted_readout, "readout is off by one"),
     "causal for bidirectional": (other_direction, "attention"),
     "a norm left out": (norm_left_out, "blocks.1.ln2.weight"),
-    "a layer of another seed": (layer_of_another_seed, "of block 1 are foreign"),
+    "a layer of another seed": (layer_of_another_seed, "of block 1"),
     "embedding rows off by one": (rows_off_by_one, "rows of the embedding"),
     "head rows off by one": (head_off_by_one, "rows of the head"),
 }

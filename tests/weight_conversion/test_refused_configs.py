@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from weight_conversion import published_architecture
+from weight_conversion.registry import recognise
 
 MDM = Path(__file__).parents[1] / "golden" / "lit_gpt" / "gqa" / "mdm"
 CONFIG = json.loads((MDM / "lit_config.json").read_text())
@@ -157,3 +158,21 @@ def test_a_config_that_is_no_object(folder, refused):
 
 def test_a_config_that_is_not_there(folder, refused):
     refused(FileNotFoundError, folder / "no.json", "pass the path", path=folder, config=folder / "no.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("qwen3", "Qwen3BlockDiffusionForCausalLM"),
+        ("qwen3", "WeDLMForCausalLM"),
+        ("qwen3", "Qwen3ForMaskedLM"),
+        ("llama", "LlamaForDiffusionLM"),
+        ("qwen2", "TraDoForCausalLM"),
+    ],
+)
+def test_a_diffusion_class_is_refused_though_its_model_type_is_that_of_a_causal_model(model_type, name, configs):
+    config = {**next(each for each in configs.values() if each["model_type"] == model_type), "architectures": [name]}
+    with pytest.raises(
+        ValueError, match=f"a diffusion model under a causal model's config .its config says architectures=.*{name}"
+    ):
+        recognise(config, {}, "the config")

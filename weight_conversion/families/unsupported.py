@@ -117,7 +117,8 @@ KINDS = (
     ),
     Kind(
         "a diffusion model under a causal model's config",
-        "it sees both ways and is read shifted, and its config describes a causal model",
+        "it sees both ways or by blocks, and its config describes a causal model",
+        classes=r"(?<!A2D)Diffusion(?!Gemma)|DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
     ),
 )

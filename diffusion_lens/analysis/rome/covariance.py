@@ -200,6 +200,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         digest.update(len(row).to_bytes(8, "little") + row.numpy().tobytes())
     origin = provenance(model, model.cfg)
     content = {
+        "architecture": origin["architecture"],
         "weights_sha256": origin["weights_sha256"],
         "hooks": origin["hooks"],
         "modules": origin["modules"],
@@ -218,8 +219,8 @@ def _held(path: Path, record: dict[str, Any]) -> SecondMoment:
     held = SecondMoment.load(path)
     if held.record.get("key") != record["key"]:
         raise ValueError(
-            f"{path} holds another run than its name says: weights, hooks, layer, corpus or seed differ. Delete the "
-            "file, and the moment is computed again, or name another folder"
+            f"{path} holds another run than its name says: network, weights, hooks, layer, corpus or seed differ. "
+            "Delete the file, and the moment is computed again, or name another folder"
         )
     return held
 
