@@ -320,9 +320,9 @@ def test_text_and_tokens_do_not_mix():
 
 def test_text_that_does_not_split_into_prompt_and_answer_is_an_error(tiny):
     with pytest.raises(ValueError, match="has no answer"):
-        chain_rule_nll(tiny, "Ada Brook is", "")
+        chain_rule_nll(tiny, "the brave drummer of Rolsen is", "")
     with pytest.raises(ValueError, match="the tokenizer merges the answer"):
-        chain_rule_nll(tiny, "Ada Brook is the pain", "ter")
+        chain_rule_nll(tiny, "the brave drum", "mer")
 
 
 def test_what_a_causal_model_cannot_be_asked():
