@@ -76,11 +76,6 @@ def foreign_parts(scores: list[Composition]) -> list[Composition]:
     return found
 
 
-def foreign_blocks(scores: list[Composition]) -> list[int]:
-    """The blocks that do not belong to the others, wholly or in part."""
-    return sorted({score.block for score in foreign_parts(scores)})
-
-
 def _parts(block: Block) -> Iterator[tuple[Tensor, Tensor]]:
     """The directions that attention reads and writes, then those of the MLP."""
     attn, mlp = block.attn, block.mlp

@@ -21,7 +21,7 @@ from diffusion_lens.checks.alternatives import (
     vocabulary_ends,
     without,
 )
-from diffusion_lens.checks.composition import compositions, foreign_parts
+from diffusion_lens.checks.composition import Composition
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.checks.measures import Measure, Parts, ReferenceMeasure, Trial, Verdict
 from diffusion_lens.config import DiffusionConfig
@@ -33,31 +33,13 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 DIGITS = 4
 
 
-def try_alternatives(model: DiffusionTransformer, measure: Measure, before: Parts, mask_ids: list[int]) -> list[Trial]:
-    """What may be wrong in all of the model, and the parts that look foreign left out; the best first."""
-    trials = _try(model, measure, before, alternatives(model.cfg.architecture, mask_ids))
-    if not measure.found(trials):
-        trials += _without_foreign(model, measure, before)
-    return sorted(trials, key=_order)
-
-
-def try_parts(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
-    """What may be wrong in one block, or in part of the vocabulary; the best first."""
-    a = model.cfg.architecture
-    trials = _try(model, measure, before, [exchanged_in(a, block) for block in range(a.n_layers)])
-    if not measure.found(trials):
-        trials += _moved(model, measure, before)
-    if not measure.found(trials):
-        trials += _without_each(model, measure, before)
-    return sorted(trials, key=_order)
-
-
 def diagnose(
     model: DiffusionTransformer,
     measure: Measure,
     before: Parts,
     *,
     mask_ids: list[int],
+    foreign: list[Composition],
     something_off: bool,
     config_known: bool,
 ) -> Finding:
@@ -66,15 +48,22 @@ def diagnose(
     Args:
         before: what the measure says of the model as it is.
         mask_ids: ids that may be [MASK]'s.
+        foreign: the parts that look foreign by their weights.
         something_off: whether there is something to explain; then mistakes in parts of the model are tried, too.
         config_known: whether every number of the config is the catalogue's, so that no text need tell it.
     """
-    trials = try_alternatives(model, measure, before, mask_ids)
+    a = model.cfg.architecture
+    trials = _try(model, measure, before, alternatives(a, mask_ids))
+    if not measure.found(trials):
+        trials += _without_foreign(model, measure, before, foreign)
     # What explains may be no more than what helps most, so what may help more is tried.
     something_off = something_off or any(trial.verdict == "explains" for trial in trials)
     if something_off and not measure.found(trials):
-        trials = sorted(trials + try_parts(model, measure, before), key=_order)
-    return _conclude(measure, before, trials, something_off, config_known)
+        trials += _try(model, measure, before, [exchanged_in(a, block) for block in range(a.n_layers)])
+        for try_parts in (_moved, _without_each):
+            if not measure.found(trials):
+                trials += try_parts(model, measure, before)
+    return _conclude(measure, before, sorted(trials, key=_order), something_off, config_known)
 
 
 def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_off: bool, config_known: bool) -> Finding:
@@ -102,12 +91,12 @@ def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_of
     return Finding(name, "noted", said, numbers=numbers)
 
 
-def _without_foreign(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+def _without_foreign(
+    model: DiffusionTransformer, measure: Measure, before: Parts, foreign: list[Composition]
+) -> list[Trial]:
     """Left out what the weights accuse. A part belongs to the model after all if it is worse without it."""
     a = model.cfg.architecture
-    trials = _try(
-        model, measure, before, [without(a, each.block, each.part) for each in foreign_parts(compositions(model))]
-    )
+    trials = _try(model, measure, before, [without(a, each.block, each.part) for each in foreign])
     return [trial if trial.verdict == "worse" else replace(trial, verdict="explains") for trial in trials]
 
 

@@ -46,10 +46,9 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "r
     n_row, n_pos = asked.tokens.shape
     size = max(1, MAX_PLACES // n_pos)
     parts = [asked.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
-    whole = [model.whole(part.tokens) for part in parts]
     losses = [
-        part.by_place(model(part.tokens, attention_mask=mask, logits_at=part.rows))
-        for part, mask in zip(parts, whole, strict=True)
+        part.by_place(model(part.tokens, attention_mask=model.whole(part.tokens), logits_at=part.rows))
+        for part in parts
     ]
     return torch.cat(losses).cpu() / asked.counted
 

@@ -4,12 +4,14 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_lens.checks.agreement import check_half_precision, check_padding
+from diffusion_lens.checks.composition import Composition, compositions, foreign_parts
 from diffusion_lens.checks.diagnosis import diagnose
 from diffusion_lens.checks.expected import Expected, check_config, check_hash
 from diffusion_lens.checks.facts import check_facts
@@ -59,7 +61,7 @@ def check_model(
     run = _Run(model, expected, only)
     run.guard("hash", lambda: [check_hash(expected, file)])
     run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
-    run.guard("weights", lambda: [check_weights(model)])
+    run.guard("weights", lambda: [check_weights(model, run.compositions)])
     if reference is not None:
         run.guard("reference", lambda: run.compare(reference))
     if model.tokenizer is None:
@@ -94,6 +96,11 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
     page: Any = None
     reference: Reference | None = None
+
+    @cached_property
+    def compositions(self) -> list[Composition]:
+        """How the parts of the blocks read and write one another; on a large network it takes a while."""
+        return compositions(self.model)
 
     def guard(self, check: str, ask: Callable[[], list[Finding]]) -> None:
         """Run a check; a model that cannot be asked is off, and the others go on."""
@@ -149,8 +156,17 @@ class _Run:
         if not off and isinstance(measure, PageMeasure):
             measure = replace(measure, share=QUIET_SHARE)
         known = any(finding.check == "config" and finding.outcome == "ok" for finding in self.findings)
-        ids = self._mask_ids()
-        return [diagnose(self.model, measure, before, mask_ids=ids, something_off=off, config_known=known)]
+        return [
+            diagnose(
+                self.model,
+                measure,
+                before,
+                mask_ids=self._mask_ids(),
+                foreign=foreign_parts(self.compositions),
+                something_off=off,
+                config_known=known,
+            )
+        ]
 
     def _mask_ids(self) -> list[int]:
         """Ids that may be [MASK]'s, of a model that has one."""

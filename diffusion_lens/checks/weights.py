@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.checks.composition import compositions, foreign_parts
+from diffusion_lens.checks.composition import Composition, foreign_parts
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.model.transformer import DiffusionTransformer
 
@@ -13,7 +13,7 @@ SHOWN = 4
 
 
 @torch.no_grad()
-def check_weights(model: DiffusionTransformer) -> Finding:
+def check_weights(model: DiffusionTransformer, scores: list[Composition]) -> Finding:
     """Finite numbers everywhere, no matrix or norm that is one constant; whether a block looks foreign to the others.
 
     A foreign look is a suspicion, which the diagnosis tests: leaving out what belongs to the model makes its texts less
@@ -39,7 +39,6 @@ def check_weights(model: DiffusionTransformer) -> Finding:
     if wild:
         cause = f"the weights of {_named(wild)} are not finite: a diverged training run, or damaged in transfer"
         return Finding(name, "off", f"{_named(wild)} hold numbers that are not finite", cause, numbers)
-    scores = compositions(model)
     numbers["composition"] = [asdict(score) for score in scores]
     folded = bool(constant) and constant == norms
     if constant and not folded:

@@ -183,7 +183,7 @@ def test_random_weights_have_no_foreign_blocks(every):
 def test_a_part_that_looks_foreign_is_right_if_texts_get_less_likely_without_it(tiny, monkeypatch):
     """The weights' look is a suspicion; here of an MLP that the right model needs."""
     scores = [Composition(1, "MLP", 1.0, 1.0)]
-    monkeypatch.setattr("diffusion_lens.checks.diagnosis.foreign_parts", lambda _: scores)
+    monkeypatch.setattr("diffusion_lens.checks.run.foreign_parts", lambda _: scores)
     monkeypatch.setattr("diffusion_lens.checks.weights.foreign_parts", lambda _: scores)
     report = check_model(tiny, expected=Expected.of(tiny.cfg.model_name), only=(*BRIEFLY, "config"))
     assert outcomes(report) == {"config": "ok", "weights": "noted", "page loss": "ok", "diagnosis": "ok"}

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -66,24 +67,31 @@ def test_commands_stand_in_the_order_of_work() -> None:
     assert {"denoise", "recall", "trace"} <= set(named)
 
 
-def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
-    """Of the installed script, which calls what pyproject.toml names."""
-    named = re.search(r'^diffusion-lens = "(.+):(.+)"$', PYPROJECT.read_text(), re.MULTILINE)
-    assert named is not None
-    module, function = named.groups()
-    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+def stopped_while_importing(module: str, arguments: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Exit code and complaint of a Python that gets Ctrl-C in the middle of an import that takes its time."""
+    (folder / f"{module}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     child = subprocess.Popen(
-        [sys.executable, "-c", f"import sys\nfrom {module} import {function}\nsys.exit({function}())"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "importing\n"
+    time.sleep(0.1)
     child.send_signal(signal.SIGINT)
     _, complaint = child.communicate(timeout=60)
-    assert (child.returncode, complaint) == (130, "Stopped.\n")
+    return child.returncode, complaint
+
+
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    """Of the installed script, which calls what pyproject.toml names."""
+    named = re.search(r'^diffusion-lens = "(.+):(.+)"$', PYPROJECT.read_text(), re.MULTILINE)
+    assert named is not None
+    module, function = named.groups()
+    program = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
+    assert stopped_while_importing("typer", ["-c", program], tmp_path) == (130, "Stopped.\n")
 
 
 def test_what_comes_before_the_handler_is_next_to_nothing() -> None:
@@ -94,19 +102,6 @@ def test_what_comes_before_the_handler_is_next_to_nothing() -> None:
 
 
 def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
-    """A torch that takes its time, and a signal in the middle of it."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "diffusion_lens", "info", "tiny-mdm"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "importing\n"
-    time.sleep(0.1)
-    child.send_signal(signal.SIGINT)
-    _, complaint = child.communicate(timeout=60)
-    assert child.returncode == 130
+    code, complaint = stopped_while_importing("torch", ["-m", "diffusion_lens", "info", "tiny-mdm"], tmp_path)
+    assert code == 130
     assert complaint.splitlines() == ["Stopped."]
