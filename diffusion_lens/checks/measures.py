@@ -109,8 +109,10 @@ class PageMeasure(Measure):
             return "worse"
         if self.right is not None and self._is_right(was) != self._is_right(now):
             return "explains" if self._is_right(now) else "worse"
-        # A loss that was no number compares with nothing, and any number is better.
-        if was - now < max(noise, self.share * was):
+        # A loss that was no number compares with nothing, and any number is better. Where the right one is known, what
+        # gains little is no explanation anyway.
+        least = self.share * was if self.right is None else 0.0
+        if was - now < max(noise, least):
             return "same"
         if self.right is None:
             return "explains"
