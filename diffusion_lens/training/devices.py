@@ -59,8 +59,9 @@ def plain_forward(model: DiffusionTransformer) -> Iterator[None]:
 
 
 def unpatched(model: DiffusionTransformer) -> dict[str, Any]:
-    """Take accelerate's patches off the model, and return them."""
-    return {name: vars(model).pop(name) for name in ("forward", "_original_forward") if name in vars(model)}
+    """Take accelerate's patches and its mark off the model, and return them."""
+    patches = ("forward", "_original_forward", "_is_accelerate_prepared")
+    return {name: vars(model).pop(name) for name in patches if name in vars(model)}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.identity import describe_modules
 from diffusion_lens.training import (
     TrainingConfig,
     TrainingRecord,
@@ -95,6 +96,16 @@ def test_mode_and_gradients_are_put_back(training, small, tokens):
     train(model, tokens, CONFIG, progress=False)
     assert model.training is training
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_training_leaves_nothing_on_the_model_but_its_weights(precision, small, tokens):
+    """A run on a model just trained is the run on the same weights, read from the folder."""
+    model = small()
+    held, modules = set(vars(model)), describe_modules(model)
+    train(model, tokens, replace(CONFIG, steps=1, warmup=0, mixed_precision=precision), progress=False)
+    assert set(vars(model)) - {"_weight_digests"} == held
+    assert describe_modules(model) == modules
 
 
 def test_it_trains_where_gradients_are_off(small, tokens):
