@@ -45,7 +45,7 @@ _NOT_ITS_OWN = (
     frozenset(
         ("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict", "name", "ctx")
     )
-    | {"fwd_hooks", "bwd_hooks", "_last_points", "_inside"}
+    | {"fwd_hooks", "bwd_hooks"}
     | MODULE_HOOKS
 )
 

@@ -83,7 +83,10 @@ class Conditional(Predictor):
 
 @dataclass
 class Guided(Predictor):
-    """Guidance around a `Conditional`: both branches run as one batch, and hooks are shown one branch at a time."""
+    """Guidance around a `Conditional`: both branches run as one batch, and hook points show one branch at a time.
+
+    Hooks of torch on other modules would be shown both at once, so with these the branches run one after the other.
+    """
 
     inner: Conditional
     scale: float
@@ -94,9 +97,16 @@ class Guided(Predictor):
 
     def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
         canvas, clock = self.inner.canvas, self.inner.model.clock
-        unprompted = state.tokens.masked_fill(canvas.given, canvas.blank)
+        unprompted, other = state.tokens.masked_fill(canvas.given, canvas.blank), replace(state, branch="unconditional")
+        if self.inner.model.is_hooked_beside_points:
+            conditional = self.inner(state, places)
+            try:
+                unconditional = self.inner.predict(other, unprompted, places, canvas.real)
+            finally:
+                clock.step = state
+            return guide(conditional, unconditional, self.scale)
         real = None if canvas.real is None else canvas.real.repeat(2, 1)
-        clock.branches = (state, replace(state, branch="unconditional"))
+        clock.branches = (state, other)
         try:
             both = self.inner.predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
         finally:

@@ -1,6 +1,6 @@
 """A TransformerLens hook point that knows the denoising step, and refuses what a hook may not return."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, Literal
 
@@ -109,13 +109,28 @@ class StepHookPoint(HookPoint):
 
 def is_hooked(point: nn.Module) -> bool:
     """Whether anything listens at a hook point of any kind; a module that acts by itself in its place counts."""
-    return bool(
-        not isinstance(point, HookPoint)
-        or point._forward_hooks
-        or point._backward_hooks
-        or point._forward_pre_hooks
-        or point._backward_pre_hooks
-    )
+    return not isinstance(point, HookPoint) or _listens(point)
+
+
+def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator[nn.Module]:
+    """The modules of a network at which anything listens: hook points, and others that carry a hook of torch.
+
+    Read off the network as it stands, at every step of the loop, so without `nn.Module.modules`, which is slower.
+
+    Args:
+        skip: a part that is left out.
+    """
+    waiting = [("", within)]
+    while waiting:
+        name, module = waiting.pop()
+        if is_hooked(module) if name.startswith("hook_") else _listens(module):
+            yield module
+        waiting += [(name, part) for name, part in module._modules.items() if part is not None and part is not skip]
+
+
+def anything_listens(within: nn.Module) -> bool:
+    """Whether there are `hooked_modules`."""
+    return any(True for _ in hooked_modules(within))
 
 
 def lend_clock(point: HookPoint, clock: StepClock) -> None:
@@ -131,6 +146,12 @@ def lend_clock(point: HookPoint, clock: StepClock) -> None:
 def position_axis(point: HookPoint) -> int:
     """Axis of the places in what passes a hook point: 1, but 2 (the query) for scores and patterns."""
     return 1 if point.pos_dim is None else point.pos_dim
+
+
+def _listens(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._backward_hooks or module._forward_pre_hooks or module._backward_pre_hooks
+    )
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from transformer_lens.utilities.slice import Slice
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
-from diffusion_lens.model.hook_points import StepHookPoint, is_hooked, lend_clock
+from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, is_hooked, lend_clock
 from diffusion_lens.step_state import StepClock
 
 
@@ -59,9 +59,6 @@ class Hooking(HookedRootModule, ABC):
             self.hook_dict[point.name] = self.mod_dict[point.name] = point
         for hook_point in self.hook_points():
             lend_clock(hook_point, self.clock)
-        last = (f"blocks.{self.cfg.n_layers - 1}.", "ln_final.")
-        self._last_points = [point for name, point in self.hook_dict.items() if name.startswith(last)]
-        self._inside = [point for name, point in self.hook_dict.items() if not name.startswith(loop_hook(""))]
 
     def run_with_cache(
         self,
@@ -86,8 +83,16 @@ class Hooking(HookedRootModule, ABC):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether anything listens anywhere inside the network; the loop's own hook points do not count."""
-        return any(is_hooked(point) for point in self._inside)
+        """Whether anything listens anywhere inside the network; the loop's own hook points do not count.
+
+        A hook of torch on a module, `model.blocks[0].mlp.register_forward_hook(...)`, listens as one at a hook point.
+        """
+        return any(True for _ in hooked_modules(self, skip=self.loop_hooks))
+
+    @property
+    def is_hooked_beside_points(self) -> bool:
+        """Whether a hook of torch listens at a module that is no hook point, and so shows it no branch of guidance."""
+        return any(not isinstance(each, StepHookPoint) for each in hooked_modules(self, skip=self.loop_hooks))
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that picks nothing is an error with the nearest names."""

@@ -15,7 +15,7 @@ from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import PATTERNS
-from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
+from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
@@ -119,7 +119,9 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
                 picked = PickedRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
             # A hook in the last block or after it sees every row, as everywhere.
             early = (
-                picked is not None and picked.saves_work and not any(is_hooked(point) for point in self._last_points)
+                picked is not None
+                and picked.saves_work
+                and not any(map(anything_listens, (self.blocks[-1], self.ln_final, self.unembed)))
             )
             past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
             context = self._context(resid.shape[1], real, self._n_past(past, resid.shape[1], real))
@@ -133,10 +135,10 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
             normalized = self.ln_final(resid)
             if return_type is None:
                 return None
-            if picked is not None:
-                normalized = picked.flat(normalized if early else picked.of(normalized))
+            if picked is not None and not anything_listens(self.unembed):
+                normalized, picked = picked.flat(normalized if early else picked.of(normalized)), None
             logits: Tensor = self.unembed(normalized)
-            return logits
+            return logits if picked is None else picked.flat(picked.of(logits))
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result [batch pos head d_model] at `attn.hook_result` (large), as in TransformerLens."""
