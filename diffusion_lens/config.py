@@ -162,19 +162,20 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def device_named(device: str | torch.device) -> torch.device:
-    """A device, whether or not this machine has it; a `ValueError` for a name that is none."""
+    """A device, whether or not this machine has it; a `ValueError` for a name that is none, or where nothing runs."""
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
+    if found.type == "meta":
+        raise ValueError("the device 'meta' holds no values, so nothing can run there; use 'cpu' or 'cuda'")
+    return found
 
 
 def as_device(device: str | torch.device) -> torch.device:
     """A device of this machine, by itself or by its name; anything else is a `ValueError`."""
     found = device_named(device)
     there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if found.type == "meta":
-        raise ValueError("the device 'meta' holds no values, so nothing can run there; use 'cpu' or 'cuda'")
     if found.type in there and (found.index or 0) >= there[found.type]:
         raise ValueError(
             f"device {str(found)!r} is not there: torch finds {there['cuda']} GPUs on this machine, and 'cpu'"

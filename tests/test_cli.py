@@ -334,13 +334,16 @@ def test_parts_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["aie", "compare", "recall"])
-def test_a_dry_run_counts_only_what_is_asked_of_it(name: str) -> None:
+def test_a_dry_run_counts_only_what_is_asked_of_it(name: str, tmp_path: Path) -> None:
     def passes(*more: str) -> int:
         told = json.loads(done(name, *QUICK[name], "--dry-run", "--json", *more).stdout)
         return int(told["results"]["forward_passes"])
 
     assert passes("--shard", "0/2") == pytest.approx(passes() / 2, rel=0.1)
-    assert passes("--merge", "elsewhere") == 0
+    for part in ("replies", "facts", "tiny-mdm"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "run.json").write_text("{}")
+    assert passes("--merge", str(tmp_path)) == 0
 
 
 def test_a_causal_model_computes_each_place_once() -> None:

@@ -5,7 +5,7 @@
 """
 
 from weight_conversion.architecture import Architecture, tensor_shapes
-from weight_conversion.convert import Checkpoint, export, export_size, open_checkpoint
+from weight_conversion.convert import Checkpoint, check_export, export, export_size, open_checkpoint, require_config
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
 from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
@@ -19,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "JsonError",
     "as_json",
+    "check_export",
     "decode_json",
     "export",
     "export_size",
@@ -29,6 +30,7 @@ __all__ = [
     "read_json",
     "read_json_object",
     "renamed_when_whole",
+    "require_config",
     "restore_numbers",
     "sha256_of_file",
     "tensor_shapes",

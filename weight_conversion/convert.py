@@ -128,6 +128,31 @@ def export(
             written then.
     """
     target = Path(path)
+    layout, key_map, config = _plan(architecture, target, family)
+    theirs = dict(key_map.to_theirs(tensors))
+    beside = target.parent / layout.config_file
+    if _other_weights(target) and beside.exists():
+        write_safetensors(theirs, target)
+        return target
+    # The config waits under its temporary name until the weights stand: the two change together.
+    with renamed_when_whole(beside) as config_part:
+        write_json(config, config_part)
+        write_safetensors(theirs, target)
+    return target
+
+
+def check_export(architecture: Architecture, path: str | Path, family: str | None = None) -> None:
+    """Raise the `ValueError` that `export` would, as far as it needs no tensors to tell."""
+    _plan(architecture, Path(path), family)
+
+
+def export_size(architecture: Architecture) -> int:
+    """Bytes of the float32 safetensors file that the architecture's own family keeps, to the byte."""
+    return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)
+
+
+def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple[Family, KeyMap, dict[str, Any]]:
+    """The format of an export, its names of the tensors, and its config."""
     if target.suffix != ".safetensors":
         raise ValueError(f"{target} should end in .safetensors")
     name = family or architecture.family
@@ -136,28 +161,15 @@ def export(
     key_map = KeyMap(FAMILIES[name].rules, architecture)
     config = _config_of(architecture, FAMILIES[name], key_map)
     beside = target.parent / FAMILIES[name].config_file
-    theirs = dict(key_map.to_theirs(tensors))
-    if others := _other_weights(target):
-        if INDEX in others:
-            _check_beside_shards(target)
-        if beside.exists():
-            if not _says_the_same(beside, architecture, FAMILIES[name], key_map):
-                raise ValueError(
-                    f"{target.parent} holds other weights ({', '.join(others[:3])}), whose {beside.name} the export "
-                    "would replace by another: name another folder. Nothing was written"
-                )
-            write_safetensors(theirs, target)
-            return target
-    # The config waits under its temporary name until the weights stand: the two change together.
-    with renamed_when_whole(beside) as config_part:
-        write_json(config, config_part)
-        write_safetensors(theirs, target)
-    return target
-
-
-def export_size(architecture: Architecture) -> int:
-    """Bytes of the float32 safetensors file that the architecture's own family keeps, to the byte."""
-    return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)
+    others = _other_weights(target)
+    if INDEX in others:
+        _check_beside_shards(target)
+    if others and beside.exists() and not _says_the_same(beside, architecture, FAMILIES[name], key_map):
+        raise ValueError(
+            f"{target.parent} holds other weights ({', '.join(others[:3])}), whose {beside.name} the export "
+            "would replace by another: name another folder. Nothing was written"
+        )
+    return FAMILIES[name], key_map, config
 
 
 def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> dict[str, Any]:
@@ -203,13 +215,18 @@ def _says_the_same(path: Path, architecture: Architecture, family: Family, key_m
     return replace(said, name=architecture.name, family=architecture.family) == architecture
 
 
+def require_config(path: Path) -> None:
+    """Raise a `FileNotFoundError` where a config was promised and no file is."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no config file at {path}; pass the path of the checkpoint's JSON config")
+
+
 def _given(config: str | Path | Config) -> tuple[Config, str]:
     """A config passed by the caller, and how to call it in an error."""
     if isinstance(config, Mapping):
         return config, "the mapping that was passed"
     path = Path(config).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no config file at {path}; pass the path of the checkpoint's JSON config")
+    require_config(path)
     return read_json_object(path), str(path)
 
 

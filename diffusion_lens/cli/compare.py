@@ -85,10 +85,10 @@ def compare(
         )
     mine = share_of_work(len(facts), shard, merge)
     report = Report("compare", {**given, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
+    require_parts(merge, names)
     if dry_run:
         cost.show(report, chosen[0], _searches(chosen, mine, layers, max(each or 32 for each in lengths)), flops)
 
-    require_parts(merge, chosen)
     axes: Any = None
     done = 0
     results, record = {}, {}

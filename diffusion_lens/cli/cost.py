@@ -82,19 +82,23 @@ def show(report: Report, model: ModelChoice, cost: Cost, flops: float | None = N
 
 
 def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
-    """Refuse blocks that the model does not have; of one that has to be fetched first nothing is known yet.
+    """Refuse blocks that are named twice or that a model does not have, if it need not be fetched to know that.
 
     Raises:
         ValueError: one of them.
     """
-    try:
-        depth = model.shape().n_layers
-    except FileNotFoundError:
+    shape = model.known_shape()
+    if shape is None:
         return
-    if outside := [layer for layer in layers if not -depth <= layer < depth]:
-        raise ValueError(
-            f"layer={outside[0]}; the blocks of {model.name} are 0 to {depth - 1}, or negative from the end"
-        )
+    depth, seen = shape.n_layers, set()
+    for layer in layers:
+        if not -depth <= layer < depth:
+            raise ValueError(
+                f"layer={layer}; the blocks of {model.name} are 0 to {depth - 1}, or negative from the end"
+            )
+        if layer % depth in seen:
+            raise ValueError(f"layer={layer} names a block twice; give each once")
+        seen.add(layer % depth)
 
 
 def _readable(seconds: float) -> str:

@@ -44,11 +44,16 @@ def denoise(
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     given = dict(locals())
+    from diffusion_lens.denoising.predictor import require_mask
     from diffusion_lens.denoising.samplers import resolve_sampler
 
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
-    if length is None and max_new_tokens is None:
-        length = chosen.length(None, otherwise=52)
+    if length is not None and max_new_tokens is not None:
+        raise ValueError("give length= (places in all) or max_new_tokens= (blanks after the prompt), not both")
+    if max_new_tokens is None:
+        length = chosen.length(length, otherwise=52)
+    else:
+        chosen.check_places(max_new_tokens)
     settings: dict[str, Any] = {
         "length": length,
         "max_new_tokens": max_new_tokens,
@@ -58,13 +63,16 @@ def denoise(
         "temperature": temperature,
         "seed": seed,
     }
+    shape = chosen.known_shape()
+    if shape is not None:
+        resolve_sampler(sampler, shape.attention_dir)
+        require_mask(settings["cfg_scale"], shape.mask_token_id, model)
     report = Report("denoise", {**given, **settings}, out, json)
-    if dry_run:
-        resolve_sampler(sampler, chosen.shape().attention_dir)
-        places = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
-        cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
     if out is not None:
         require("pictures")
+    if dry_run:
+        places = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
+        cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
 
     trajectory = chosen.load().denoise(prompt, progress=progress(), **settings)
     canvases = trajectory.str_canvases()

@@ -11,6 +11,7 @@ from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.cli.report import Report, progress
+from diffusion_lens.cli.speed import kind_of_device
 
 
 @app.command()
@@ -72,8 +73,12 @@ def finetune(
     from diffusion_lens.training import finetune as train
     from diffusion_lens.training import smdm_reverse
     from diffusion_lens.training.completions import read_completions
+    from diffusion_lens.training.devices import require_gpu
+    from diffusion_lens.training.finetune import require_own_folder
 
     chosen = ModelChoice(model, config, tokenizer, device)
+    require_own_folder(out.expanduser())
+    require_gpu(precision, kind_of_device(device) == "cpu")
     rows: Any
     longest = 52
     questions: list[Fact] = []

@@ -15,13 +15,17 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model by its name or path, and how it is to be loaded.
+    """A model by its name or path, and how it is to be loaded. What can be refused without loading it is refused here.
 
     Attributes:
         name: a published name, a repository, a file or a folder.
         config, tokenizer: where they are, if not beside the checkpoint.
         device: by default the best there is.
         dtype: of the weights, "float32", "bfloat16" or "float16".
+
+    Raises:
+        ValueError: an unknown dtype, or no name of a device. Whether this machine has it counts only when loading.
+        FileNotFoundError: a config or tokenizer that is not there.
     """
 
     name: str
@@ -29,6 +33,21 @@ class ModelChoice:
     tokenizer: Path | None = None
     device: str | None = None
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        bytes_per_weight(self.dtype)
+        if self.device is not None:
+            from diffusion_lens.config import device_named
+
+            device_named(self.device)
+        if self.config is not None:
+            from weight_conversion import require_config
+
+            require_config(self.config.expanduser())
+        if self.tokenizer is not None:
+            from diffusion_lens.loading.tokenizers import require_tokenizer
+
+            require_tokenizer(self.tokenizer.expanduser())
 
     @property
     def label(self) -> str:
@@ -46,24 +65,41 @@ class ModelChoice:
 
         return shape_of(self.name, self.config)
 
+    def known_shape(self) -> "Architecture | None":
+        """Its architecture, or `None` of a model that has to be fetched first."""
+        try:
+            return self.shape()
+        except FileNotFoundError:
+            return None
+
     def length(self, asked: int | None, otherwise: int | None = None) -> int | None:
-        """Places of the canvas: those asked for, those the model was trained on, or others."""
+        """Places of the canvas: those asked for, those the model was trained on, or others.
+
+        Raises:
+            ValueError: more than the model's context holds.
+        """
         from diffusion_lens.loading import trained_length_of
 
-        if asked is not None:
-            return asked
-        return trained_length_of(self.name, self.config) or otherwise
+        if asked is None:
+            return trained_length_of(self.name, self.config) or otherwise
+        self.check_places(asked)
+        return asked
+
+    def check_places(self, places: int) -> None:
+        """Raise a `ValueError` if so many do not fit into the context, as far as that is known without a download."""
+        shape = self.known_shape()
+        if shape is not None and places > shape.n_ctx:
+            raise ValueError(f"{places} places do not fit into the context of {self.name!r}, which holds {shape.n_ctx}")
 
     def load(self) -> "HookedDiffusionTransformer":
         """The model on its device.
 
         Raises:
-            ValueError: an unknown name, device or dtype.
+            ValueError: an unknown name, or a device that is not there.
         """
         from diffusion_lens.config import as_device
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
-        bytes_per_weight(self.dtype)
         where = None if self.device is None else as_device(self.device)
         return HookedDiffusionTransformer.from_pretrained(
             self.name, config=self.config, tokenizer=self.tokenizer, device=where, dtype=self.dtype

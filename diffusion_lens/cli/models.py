@@ -89,11 +89,14 @@ def convert(
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
     from diffusion_lens.loading import trained_length_of, write_trained_length
-    from weight_conversion import export, open_checkpoint
+    from weight_conversion import check_export, export, open_checkpoint
 
     checkpoint = open_checkpoint(source, config)
     shape = checkpoint.architecture
     report = Report("convert", {"source": source, "target": target, "to": to}, None, json)
+    if target.exists():
+        raise ValueError(f"{target} is there already; name a file that is not")
+    check_export(shape, target, to)
     results: dict[str, Any] = {"family": shape.family, "parameters": shape.n_params}
     if dry_run:
         report.say(
@@ -102,8 +105,6 @@ def convert(
         report.say(f"memory: the weights, once ({4 * shape.n_params / 1e9:.2f} GB in float32)")
         report.finish({**results, "forward_passes": 0, "memory_bytes": 4 * shape.n_params})
         return
-    if target.exists():
-        raise ValueError(f"{target} is there already; name a file that is not")
     written = export(dict(checkpoint.tensors()), shape, target, to)
     length = trained_length_of(source, config)
     if length is not None and all(path == written for path in written.parent.glob("*.safetensors")):

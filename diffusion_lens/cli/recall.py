@@ -55,11 +55,12 @@ def recall(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     require("pictures", *({score} & set(EXTRAS)))
-    from diffusion_lens.cli.shards import require_model, share_of_work
+    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.denoising.samplers import resolve_sampler
     from diffusion_lens.evaluation import Recall, recall_by_steps
     from diffusion_lens.evaluation.naming import cell_name
+    from diffusion_lens.evaluation.recall_by_steps import step_columns
     from diffusion_lens.evaluation.scores import check_score
 
     check_score(score)
@@ -74,11 +75,15 @@ def recall(
         "seed": seed,
     }
     columns = tuple(steps or source.steps)
+    step_columns(columns)
+    shape = chosen.known_shape()
+    if shape is not None:
+        resolve_sampler(sampler, shape.attention_dir)
     mine = share_of_work(len(facts), shard, merge)
+    require_parts(merge, ["replies"])
     told = {**given, "data": source.name, "facts": len(facts), "steps": columns, **settings}
     report = Report("recall", told, out, json)
     if dry_run:
-        resolve_sampler(sampler, chosen.shape().attention_dir)
         work = cost.denoising(chosen, columns, settings["length"], settings["cfg_scale"], mine, rows=32)
         cost.show(report, chosen, work, flops)
 

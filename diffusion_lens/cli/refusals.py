@@ -13,8 +13,14 @@ from typing import Any
 OURS = {"diffusion_lens", "weight_conversion"}
 REFUSED, FAILED = 2, 1
 
-# Arguments that the library calls otherwise than the option that gives them.
-CALLED = {"mixed_precision": "precision", "max_bytes": "largest"}
+# Arguments that the library calls otherwise than the option that gives them, where a command has it.
+CALLED = {
+    "mixed_precision": "precision",
+    "max_bytes": "largest",
+    "loop": "steps",
+    "steps": "iterations",
+    "family": "to",
+}
 # What the library advises in Python, and what the command line has for it.
 ADVICE = (
     (r"diffusion_lens\.list_pretrained\(\)", "diffusion-lens models"),
@@ -75,11 +81,13 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     for said, meant in ADVICE:
         message = re.sub(said, meant, message)
     named = {called: options[ours] for called, ours in CALLED.items() if ours in options}
-    for argument, option in {**options, **named}.items():
-        message = re.sub(rf"(?<![\w.]){argument}=(?=\S)", f"{option} ", message)
-        message = re.sub(rf"(?<![\w.]){argument}=(?!\S)", option, message)
+    for argument, option in {**named, **options}.items():
+        message = re.sub(rf"(?<![\w.]){argument}=(?=[^\s),.;:])", f"{option} ", message)
+        message = re.sub(rf"(?<![\w.]){argument}=(?=[\s),.;:]|$)", option, message)
         message = re.sub(rf"(?<![\w.-]){argument} (is|masks|compares) ", rf"{option} \1 ", message)
         message = re.sub(rf"(?<![\w.-])(?<!the ){argument} (?=')", f"{option} ", message)
+        if "_" in argument:  # such a word is no English one
+            message = re.sub(rf"(?<![\w./'\"-]){argument}(?![\w/'\"-]|\.\w)", option, message)
     return message
 
 

@@ -60,7 +60,7 @@ def rome(
     import torch
 
     from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success, optimize_value
-    from diffusion_lens.analysis.rome import Probe, ask_with_prefixes, sample_prefixes
+    from diffusion_lens.analysis.rome import Probe, ValueSettings, ask_with_prefixes, sample_prefixes
     from diffusion_lens.facts import Fact
 
     fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
@@ -73,15 +73,16 @@ def rome(
         require_folder(export, "--export")
     search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
+    ValueSettings(**search)
     report = Report("rome", {**given, **layout}, out, json)
+    if out is not None:
+        require("pictures")
     if dry_run:
         depth = chosen.shape().n_layers
         share = 1 - (layer % depth + 1) / depth
         places = length or len(f"{prompt}{answer}".split()) * 2
         work = (prefixes + 2) * (1 + iterations * share)
         cost.show(report, chosen, cost.Cost(work, places, prefixes + 2, backward=work), flops)
-    if out is not None:
-        require("pictures")
 
     loaded = chosen.load()
     layer %= loaded.cfg.n_layers

@@ -19,18 +19,20 @@ def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None)
     return 0 if merge else len(pick_shard(range(n_facts), "0/1" if shard is None else shard))
 
 
-def require_parts(merge: Sequence[Path] | None, models: Sequence[ModelChoice]) -> None:
-    """Refuse folders to join that hold nothing of one of the models, before anything is joined.
+def require_parts(merge: Sequence[Path] | None, parts: Sequence[str]) -> None:
+    """Refuse folders to join that lack a part, before anything is joined.
+
+    Args:
+        parts: folders of results in each of them, of the facts or of the models.
 
     Raises:
         FileNotFoundError: one of them, by its name.
     """
     for folder in merge or ():
-        for model in models:
-            if not (folder / model.label / "run.json").is_file():
+        for part in parts:
+            if not (folder / part / "run.json").is_file():
                 raise FileNotFoundError(
-                    f"--merge {folder} holds nothing of {model.label} to join: name the folders that were --out of "
-                    "its shards"
+                    f"--merge {folder} holds nothing of {part} to join: name the folders that were --out of its shards"
                 )
 
 

@@ -54,15 +54,18 @@ def operations_per_second(device: str | None, dtype: str, width: int, flops: flo
         if not 0 < flops < float("inf"):
             raise ValueError(f"flops={flops}; it is a number of operations a second, such as 3e14")
         return flops, f"a device of {flops:.3g} operations a second, as --flops says"
-    kind = _kind(device)
+    kind = kind_of_device(device)
     if kind == "cpu":
         return _measured(width), "this machine's CPU (work divided by the speed of one matrix product)"
+    if kind not in ("cuda", "mps"):
+        raise ValueError(f"nothing is known of how fast {device!r} is: say so with --flops, operations a second")
     peak, which = (APPLE, "an Apple M1") if kind == "mps" else _gpu(device)
     rate = peak.float32 if dtype == "float32" else peak.half
     return rate, f"{which} at its peak of {rate:.3g} operations a second in {dtype} (--flops names another)"
 
 
-def _kind(device: str | None) -> str:
+def kind_of_device(device: str | None) -> str:
+    """Of a device by its name, "cuda", or of the one that is taken by default."""
     import torch
 
     from diffusion_lens.config import device_named
@@ -71,10 +74,7 @@ def _kind(device: str | None) -> str:
         if torch.cuda.is_available():
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
-    kind = device_named(device).type
-    if kind not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"nothing is known of how fast {device!r} is: say so with --flops, operations a second")
-    return kind
+    return device_named(device).type
 
 
 def _gpu(device: str | None) -> tuple[Peak, str]:

@@ -44,9 +44,21 @@ def trace(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     from diffusion_lens.analysis import causal_trace, noise_scale
+    from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS, Corruption
     from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
+    from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.facts import Fact
 
+    taken = [each for each in CORRUPTIONS if each != "swap"]  # it takes another subject, which no option names
+    if corruption not in taken:
+        raise ValueError(f"corruption={corruption!r} is unknown here; it is one of {', '.join(taken)}")
+    Corruption.of(corruption, noise or 0.0, samples, seed)
+    Restoration.of(kind, window)
+    shape = chosen.known_shape()
+    if corruption == "mask" and shape is not None and shape.mask_token_id is None:
+        raise ValueError(
+            f"corruption='mask' hides the subject behind [MASK], which {model!r} has not; take {', '.join(taken[:-1])}"
+        )
     fact = Fact(prompt, subject, answer, subject_start=subject_start(prompt, subject, occurrence))
     _ = fact.subject_span
     length = chosen.length(length)
@@ -59,11 +71,11 @@ def trace(
     }
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
     report = Report("trace", {**given, **layout}, out, json)
+    if out is not None:
+        require("pictures")
     if dry_run:
         places = length or len(f"{prompt}{answer}".split()) * 2
         cost.show(report, chosen, _grid(chosen, places, samples, 1), flops)
-    if out is not None:
-        require("pictures")
 
     loaded = chosen.load()
     query = CanvasLayout(**layout).query(loaded, fact)
@@ -153,8 +165,10 @@ def aie(
     require("pictures")
     from diffusion_lens.analysis import LoopSettings, average_indirect_effect
     from diffusion_lens.analysis import merge as join
+    from diffusion_lens.analysis.average_effects.known import Known, default_rule
+    from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.analysis.usable_facts import say_set_aside
-    from diffusion_lens.cli.shards import require_model, share_of_work
+    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
 
     out = out or default_folder("aie", [model])
@@ -167,10 +181,13 @@ def aie(
         "noise": noise,
         "samples": samples,
         "first_tokens": first_tokens,
-        "known": None if known is None else known.replace("-", "_"),
+        "known": default_rule(first_tokens) if known is None else known.replace("-", "_"),
         "loop": None if steps is None else LoopSettings(steps=steps),
     }
+    Restoration.of(kind, window)
+    Known.of(settings["known"], ()).check_loop(settings["loop"])
     mine = share_of_work(len(facts), shard, merge)
+    require_parts(merge, ["facts"])
     report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
         cost.show(report, chosen, _grid(chosen, length or 32, samples, mine), flops)

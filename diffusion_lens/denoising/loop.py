@@ -15,7 +15,7 @@ from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheRequest, TrajectoryCache, check_budget, estimate_bytes, resolve_steps
 from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.predictor import check_cfg_scale
+from diffusion_lens.denoising.predictor import check_cfg_scale, require_mask
 from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.run import Run, execute
 from diffusion_lens.denoising.sampler import Sampler
@@ -118,10 +118,7 @@ def prepare(
     if asked is not None and asked < 1:
         raise ValueError(f"steps={asked}: at least one step is needed to reveal anything")
     weight, heat = check_cfg_scale(cfg_scale), plain_number("temperature", temperature)
-    if weight and model.cfg.mask_token_id is None:
-        raise ValueError(
-            f"cfg_scale={weight} masks the prompt, and {model.cfg.model_name!r} has no [MASK]; use 0 there"
-        )
+    require_mask(weight, model.cfg.mask_token_id, model.cfg.model_name)
     if not math.isfinite(heat) or heat < 0:
         raise ValueError(f"temperature={heat}; it must be a finite number, 0 (the likeliest token) or more")
     canvas = lay_out(model, prompt, length, max_new_tokens, attention_mask, prepend_bos)

@@ -37,6 +37,12 @@ def check_cfg_scale(scale: SupportsFloat) -> float:
     return scale
 
 
+def require_mask(scale: float, mask_token_id: int | None, name: str) -> None:
+    """Raise a `ValueError` at guidance of a model without [MASK]."""
+    if scale and mask_token_id is None:
+        raise ValueError(f"cfg_scale={scale} masks the prompt, and {name!r} has no [MASK]; use 0 there")
+
+
 class Predictor(ABC):
     """Logits for marked places."""
 

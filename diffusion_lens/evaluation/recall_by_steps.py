@@ -81,7 +81,7 @@ def recall_by_steps(
     check_cfg_scale(cfg_scale)
     masked = model.cfg.mask_token_id is not None
     chosen = resolve_sampler(sampler, model.cfg.attention_dir)
-    columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else _columns(steps)
+    columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else step_columns(steps)
     if isinstance(chosen, Confidence) and chosen.scope != "row":
         batch_size = 1
     if length is None:
@@ -129,7 +129,7 @@ def recall_by_steps(
     return Recall.of({fact_id: replies[fact_id] for fact_id in prompts if fact_id in replies}, run)
 
 
-def _columns(steps: Sequence[int]) -> list[int | None]:
+def step_columns(steps: Sequence[int]) -> list[int | None]:
     """The columns of a table, in the order given."""
     given = whole_numbers("steps", steps)
     if not given or min(given) < 1 or len(set(given)) < len(given):

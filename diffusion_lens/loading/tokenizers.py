@@ -40,6 +40,13 @@ _QWEN2_SPLIT = (
 )
 
 
+def require_tokenizer(folder: Path) -> None:
+    """Raise a `FileNotFoundError` that names what a folder lacks to hold a tokenizer."""
+    needed = TOKENIZER_FILES if not has_parts(folder) else (*PARTS, TOKENIZER_FILES[1])
+    if missing := [name for name in needed if not (folder / name).exists()]:
+        raise FileNotFoundError(f"the tokenizer folder {folder} lacks {' and '.join(missing)}; put it there")
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """A fast tokenizer from `tokenizer.json`, or of Qwen2's kind from `vocab.json` and `merges.txt`.
 
@@ -50,9 +57,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         FileNotFoundError: a file is missing (named).
         ValueError: a file is not what its name says.
     """
-    needed = TOKENIZER_FILES if not has_parts(folder) else (*PARTS, TOKENIZER_FILES[1])
-    if missing := [name for name in needed if not (folder / name).exists()]:
-        raise FileNotFoundError(f"the tokenizer folder {folder} lacks {' and '.join(missing)}; put it there")
+    require_tokenizer(folder)
     settings = read_settings(folder)
     special = {key: text_of(settings[key]) for key in SPECIAL_TOKENS if settings.get(key)}
     backend = _from_parts(folder, settings) if has_parts(folder) else _from_file(folder / TOKENIZER_FILES[0])

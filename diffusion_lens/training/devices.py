@@ -17,6 +17,12 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 Accelerator = Any  # accelerate's; the library is imported when something is trained
 
 
+def require_gpu(mixed_precision: str, on_cpu: bool) -> None:
+    """Raise a `ValueError` at a precision that a CPU does not have."""
+    if mixed_precision == "fp16" and on_cpu:
+        raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU take 'no' or 'bf16'")
+
+
 @contextmanager
 def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Iterator[Accelerator]:
     """An `accelerate.Accelerator` for `model`; accelerate's own state is put back afterwards.
@@ -27,8 +33,7 @@ def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Ite
     import accelerate  # type: ignore[import-untyped]
 
     on_cpu = torch.device(model.cfg.device or "cpu").type == "cpu"
-    if mixed_precision == "fp16" and on_cpu:
-        raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU take 'no' or 'bf16'")
+    require_gpu(mixed_precision, on_cpu)
     if mixed_precision != "no" and model.cfg.dtype != torch.float32:
         raise ValueError(
             f"mixed_precision={mixed_precision!r} computes in half precision on float32 weights; those of "

@@ -55,10 +55,9 @@ def finetune(
     """
     rows = encode_completions(model, read_completions(data), answer_only=answer_only, prepend_bos=prepend_bos)
     target = Path(out).expanduser()
+    require_own_folder(target)
     home = RunFolder(target / RUN)
-    if not home.run.exists():
-        _require_no_checkpoint(target)
-    elif (home.path / RECORD).exists():
+    if home.run.exists() and (home.path / RECORD).exists():
         home.start(describe_run(model, rows, config), write=False)
         home.checkpoint.unlink(missing_ok=True)  # a run may be killed between its record and this
         load_weights(model, target / WEIGHTS)
@@ -93,6 +92,9 @@ def load_weights(model: DiffusionTransformer, path: Path) -> None:
             weights[name].copy_(tensor)
 
 
-def _require_no_checkpoint(target: Path) -> None:
+def require_own_folder(target: Path) -> None:
+    """Raise a `ValueError` at a folder with weights that no run of `finetune` wrote."""
+    if RunFolder(target / RUN).run.exists():
+        return
     if held := sorted(file.name for file in target.glob("*") if file.suffix in CHECKPOINT_SUFFIXES):
         raise ValueError(f"{target} holds {', '.join(held)}, which no run here wrote; pass another folder as out=")

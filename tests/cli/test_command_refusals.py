@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from diffusion_lens import Fact
@@ -80,6 +81,33 @@ def test_python_arguments_become_options(said: str, meant: str) -> None:
         "layers": "--layer",
         "layer": "--layer",
     }
+    assert in_options(said, options) == meant
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "meant"),
+    [
+        ("aie", "loop= goes with known='recalled'", "--steps goes with --known 'recalled'"),
+        (
+            "aie",
+            "or other settings of the loop (loop=), or average",
+            "or other settings of the loop (--steps), or average",
+        ),
+        ("rome", "steps=0; it must be at least 1", "--iterations 0; it must be at least 1"),
+        ("recall", "steps=0; it must be at least 1", "--steps 0; it must be at least 1"),
+        ("models", "max_bytes=3", "--largest 3"),
+        ("convert", "unknown family 'x'; known are", "unknown --to 'x'; known are"),
+        ("convert", "cannot say this: pass family='diffusion_lens'", "cannot say this: pass --to 'diffusion_lens'"),
+        ("models", "family='x' is unknown", "--family 'x' is unknown"),
+        ("finetune", "cannot be cut; take a larger batch_size", "cannot be cut; take a larger --batch-size"),
+        ("finetune", "mixed_precision is 'x'", "--precision is 'x'"),
+        ("denoise", "without cfg_scale there is no such branch.", "without --cfg-scale there is no such branch."),
+        ("denoise", "the folder runs/cfg_scale/1 is empty", "the folder runs/cfg_scale/1 is empty"),
+        ("denoise", "the config has no field 'cfg_scale'", "the config has no field 'cfg_scale'"),
+    ],
+)
+def test_arguments_that_the_library_calls_otherwise(command: str, said: str, meant: str) -> None:
+    options = get_command(app)._options([command])
     assert in_options(said, options) == meant
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
-from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule, warn_of_none
+from diffusion_lens.analysis.average_effects.known import LoopSettings, default_rule, say_rule, warn_of_none
 from diffusion_lens.analysis.average_effects.survey import Survey
 from diffusion_lens.analysis.average_effects.token_roles import pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
@@ -204,7 +204,7 @@ def average_indirect_effect(
         seed=seed,
         roles=pick_roles(roles),
         layers=layers,
-        known=("one_canvas" if first_tokens == 1 else "recalled") if known is None else known,
+        known=default_rule(first_tokens) if known is None else known,
         loop=loop,
         max_bytes=max_bytes,
     )

@@ -31,7 +31,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import plain_number, whole_number
+from diffusion_lens.settings import Whole, plain_number, whole_number
 
 RULES = ("recalled", "one_canvas", "all")
 _CURES = {
@@ -176,9 +176,19 @@ class Known:
             raise ValueError(f"known= names {len(strangers)} ids that no fact has: {strangers[0]!r}, nearest is {near}")
         return cls("ids", frozenset(asked))
 
+    def check_loop(self, loop: LoopSettings | None) -> None:
+        """Raise a `ValueError` at settings of the loop where nothing asks it."""
+        if loop is not None and self.rule != "recalled":
+            raise ValueError(f"loop= goes with known='recalled'; with {self.rule!r} nothing asks the loop")
+
     def describe(self) -> dict[str, Any]:
         """For a record."""
         return {"known": self.rule, **({"known_ids": sorted(self.ids)} if self.rule == "ids" else {})}
+
+
+def default_rule(first_tokens: Whole | None) -> str:
+    """Of a question for one token, as ROME asks, what one canvas tells; of a longer answer, what the loop writes."""
+    return "one_canvas" if first_tokens == 1 else "recalled"
 
 
 def recalled_facts(

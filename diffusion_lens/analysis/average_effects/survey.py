@@ -74,8 +74,8 @@ class Survey:
         blocks = pick_indices("layers", layers, model.cfg.n_layers)
         named = name_facts(facts)
         layout, rule = layout.on(model), Known.of(known, named)
-        if loop is not None and rule.rule != "recalled" and canvas is None:
-            raise ValueError(f"loop= goes with known='recalled'; with {rule.rule!r} nothing asks the loop")
+        if canvas is None:
+            rule.check_loop(loop)
         loop = (loop or LoopSettings()) if canvas is not None or rule.rule == "recalled" else None
         queries, set_aside = sort_out(named, lambda fact: layout.query(model, fact, loop.check if loop else None))
         if noise is None and "noise" in corrupt.describe():

@@ -1,0 +1,162 @@
+"""A dry run refuses what the run itself would refuse before it loads a model, and in the same words."""
+
+import json
+from functools import cache
+from inspect import get_annotations
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from diffusion_lens.catalogue import embedded_folder
+from diffusion_lens.cli import app
+from diffusion_lens.data.sources import SOURCES
+
+COMMANDS = get_command(app).commands
+ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
+TINY = str(embedded_folder() / "tiny-mdm.safetensors")
+NEEDS = {
+    "denoise": ["{model}", "Gustav"],
+    "recall": ["{model}"],
+    "trace": ["{model}", *ASK],
+    "aie": ["{model}"],
+    "rome": ["{model}", *ASK, "--layer", "0"],
+    "compare": ["{model}"],
+    "finetune": ["{model}", "--out", "out"],
+    "convert": [TINY, "new.safetensors"],
+}
+# What no text of an option may be, with what stands here beside it (see `beside`).
+WRONG = {
+    "--kind": "foo",
+    "--corruption": "foo",
+    "--known": "foo",
+    "--sampler": "foo",
+    "--score": "foo",
+    "--over-states": "foo",
+    "--vectors": "foo",
+    "--against": "foo",
+    "--statistic": "foo",
+    "--precision": "foo",
+    "--to": "foo",
+    "--device": "foo",
+    "--dtype": "foo",
+    "--data": "nowhere",
+    "--trained": "foo",
+    "--asked": "foo",
+    "--shard": "4/3",
+    "--merge": "nowhere",
+    "--config": "nowhere.json",
+    "--tokenizer": "nowhere",
+    "--out": "file",
+    "--export": "file",
+}
+FREE = {"--prompt", "--subject", "--answer", "--target"}  # any text may be meant
+# Options that fit alone and not together, or not with this model.
+TOGETHER: list[tuple[str, str, list[str], str]] = [
+    ("denoise", "tiny-mdm", ["--length", "9", "--max-new-tokens", "3"], "--length"),
+    ("denoise", "tiny-mdm", ["--max-new-tokens", "9000"], "9000 places do not fit into the context of 'tiny-mdm'"),
+    ("denoise", "tiny-ar", ["--cfg-scale", "1"], "--cfg-scale 1.0 masks the prompt, and 'tiny-ar' has no [MASK]"),
+    ("denoise", "tiny-ar", ["--sampler", "confidence"], "which a causal model cannot"),
+    ("recall", "tiny-ar", ["--sampler", "confidence"], "which a causal model cannot"),
+    ("recall", "tiny-mdm", ["--steps", "2", "--steps", "2"], "--steps [2, 2]"),
+    ("trace", "tiny-ar", ["--corruption", "mask"], "--corruption 'mask' hides the subject behind [MASK]"),
+    ("trace", "tiny-mdm", ["--corruption", "swap"], "it is one of gaussian, uniform, replace, mask"),
+    ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps goes with --known 'recalled'"),
+    ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; with 'one_canvas'"),
+    ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
+    ("rome", "tiny-mdm", ["--export", "new"], "without --target nothing is edited"),
+    ("rome", "tiny-mdm", ["--layer", "4"], "--layer 4"),
+    ("compare", "tiny-mdm", ["--layer", "1", "--layer", "-3"], "--layer -3 names a block twice"),
+    ("finetune", "tiny-mdm", ["--accumulate", "64"], "--accumulate 64"),
+    ("finetune", "tiny-mdm", ["--precision", "fp16", "--device", "cpu"], "--precision 'fp16' needs a GPU"),
+    ("finetune", "tiny-mdm", ["--out", "others"], "holds other.safetensors"),
+    *(
+        (command, "tiny-mdm", ["--length", "9000"], "9000 places do not fit")
+        for command in ("denoise", "recall", "trace", "aie", "rome", "compare")
+    ),
+    *(
+        (command, "tiny-mdm", ["--flops", "1e12", "--device", device], device)
+        for command in NEEDS
+        for device in ("foo", "meta")
+        if command != "convert"
+    ),
+]
+
+
+toy_once = cache(SOURCES["toy"])
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to run in, with files in the way; loading a model there fails the test."""
+
+    def loaded(*_: Any) -> NoReturn:
+        pytest.fail("a model was loaded")
+
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "other.safetensors").write_text("of somebody else")
+    monkeypatch.setattr("diffusion_lens.cli.loaded.ModelChoice.load", loaded)
+    monkeypatch.setitem(SOURCES, "toy", toy_once)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def complaint(command: str, model: str, *more: str) -> str:
+    arguments = [each.format(model=model) for each in NEEDS[command]]
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, [command, *arguments, *more])
+    assert result.exit_code == 2, f"{more} was not refused: {result.output}"
+    assert not result.stdout
+    (line,) = result.stderr.splitlines()
+    return str(line)
+
+
+def texts() -> list[tuple[str, str]]:
+    """Every option of every command with a dry run that takes a text or a path."""
+    found = []
+    for registered in app.registered_commands:
+        name = registered.callback.__name__
+        options = {parameter.name: max(parameter.opts, key=len) for parameter in COMMANDS[name].params}
+        for argument, annotation in get_annotations(registered.callback).items():
+            if "dry_run" not in options or not options.get(argument, "").startswith("--"):
+                continue
+            kinds = {annotation.__origin__, *get_args(annotation.__origin__)}
+            if (kinds | {each for kind in kinds for each in get_args(kind)}) & {str, Path}:
+                found.append((name, options[argument]))
+    return found
+
+
+def test_every_command_with_a_dry_run_is_asked() -> None:
+    assert {name for name, _ in texts()} == set(NEEDS)
+    assert {option for _, option in texts()} == set(WRONG) | FREE
+
+
+@pytest.mark.parametrize(("command", "option"), [each for each in texts() if each[1] not in FREE])
+def test_a_text_that_cannot_be_is_refused_alike(command: str, option: str, beside: Path) -> None:
+    asked = [option, WRONG[option], *(["--target", " x"] if option == "--export" else [])]
+    said = complaint(command, "tiny-mdm", *asked)
+    assert complaint(command, "tiny-mdm", *asked, "--dry-run") == said
+    assert WRONG[option] in said
+    assert {path.name for path in beside.iterdir()} == {"file", "others"}
+
+
+@pytest.mark.parametrize(("command", "model", "asked", "said"), TOGETHER)
+def test_what_does_not_fit_together_is_refused_alike(
+    command: str, model: str, asked: list[str], said: str, beside: Path
+) -> None:
+    line = complaint(command, model, *asked)
+    assert said in line
+    assert complaint(command, model, *asked, "--dry-run") == line
+
+
+@pytest.mark.parametrize("target", [["file"], ["new.pth"], ["others/new.safetensors", "--to", "llada"]])
+def test_a_dry_conversion_refuses_its_target(target: list[str], beside: Path) -> None:
+    def complaint_of(*more: str) -> str:
+        result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["convert", TINY, *target, *more])
+        assert result.exit_code == 2, result.output
+        return str(result.stderr)
+
+    (beside / "others" / "config.json").write_text(json.dumps({"model_type": "llada"}))
+    assert complaint_of("--dry-run") == complaint_of()
