@@ -10,6 +10,7 @@ import torch
 from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, REPOSITORIES, File, Repository, embedded_folder
 from diffusion_lens.checks.expected import Expected, check_hash
 from diffusion_lens.checks.finding import CheckReport, Finding
+from diffusion_lens.checks.recall import open_questions
 from diffusion_lens.checks.reference import Reference
 from diffusion_lens.checks.run import check_model
 from diffusion_lens.config import as_device
@@ -43,7 +44,7 @@ def check_checkpoint(
             where none lies beside the file.
 
     Raises:
-        ValueError: an unknown name, dtype or device, or a reference that is none.
+        ValueError: an unknown name, dtype or device, a reference that is none, or data that cannot be asked.
         FileNotFoundError: nothing there.
     """
     if dtype not in DTYPES:
@@ -54,6 +55,8 @@ def check_checkpoint(
         claimed = known
     expected = None if claimed is None else Expected.of(claimed)
     recorded = None if reference is None else Reference.load(reference)
+    if data is not None:
+        open_questions(data)  # refused before a download
     where = None if device is None else as_device(device)
     begun = time.perf_counter()
     try:

@@ -18,7 +18,7 @@ from diffusion_lens.checks.facts import check_facts
 from diffusion_lens.checks.finding import COMPUTED, CheckReport, Finding
 from diffusion_lens.checks.measures import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure
 from diffusion_lens.checks.page import check_page, page_losses, right_loss
-from diffusion_lens.checks.recall import check_recall
+from diffusion_lens.checks.recall import check_recall, open_questions, require_askable
 from diffusion_lens.checks.reference import Reference, check_reference
 from diffusion_lens.checks.texts import read_page, texts_for
 from diffusion_lens.checks.weights import check_weights
@@ -52,12 +52,16 @@ def check_model(
         only: the checks to run, of `CHECKS`. A diagnosis tries to explain what the others that ran found off.
 
     Raises:
-        ValueError: a reference that does not fit the model, or a check that is none.
+        ValueError: a reference or data that do not fit the model, data that are no such facts, or a check that is none.
+        FileNotFoundError: data that are neither here nor to be fetched.
     """
     if unknown := sorted(set(only) - set(CHECKS)):
         raise ValueError(f"there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
     if reference is not None:
         reference.check_fits(model.cfg.architecture)
+    questions = None if data is None else open_questions(data)
+    if questions is not None and model.tokenizer is not None:
+        require_askable(model, questions)
     run = _Run(model, expected, only)
     run.guard("hash", lambda: [check_hash(expected, file)])
     run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
@@ -70,7 +74,7 @@ def check_model(
     else:
         run.guard("page loss", run.read)
         run.guard("facts", lambda: check_facts(model, texts_for(model)))
-        run.guard("recall", lambda: [check_recall(model, expected, data, recall)])
+        run.guard("recall", lambda: [check_recall(model, expected, questions, recall)])
     run.guard("padding", lambda: [check_padding(model, run.rows()[0])])
     run.guard("bfloat16", lambda: [check_half_precision(model, run.rows()[:2])])
     run.guard("diagnosis", run.diagnose)

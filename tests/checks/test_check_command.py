@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.catalogue import PUBLISHED, embedded_folder
-from diffusion_lens.checks import CheckReport, Expected, Finding, Reference
+from diffusion_lens.checks import CheckReport, Expected, Finding, Reference, check_model
 from diffusion_lens.checks.expected import check_config, check_hash
 from diffusion_lens.checks.recall import binomial_interval
 from diffusion_lens.cli import app
@@ -164,3 +164,62 @@ def test_numbers_that_are_none_become_null(tmp_path):
     assert told["findings"][0]["numbers"] == {"loss": None}
     assert math.isnan(CheckReport.load(tmp_path / "report.json").findings[0].numbers["loss"])
     assert not report.passed
+
+
+TOLD_IN = [(trained, asked) for trained in ("p2d", "d2p") for asked in ("p2d", "d2p")]
+
+
+def as_lines(prompt, subject, answer, directions):
+    rows = ({"prompt": prompt, "subject": subject, "answer": answer, "trained": t, "asked": a} for t, a in directions)
+    return "\n".join(json.dumps({**row, "id": str(i)}) for i, row in enumerate(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("f.txt", b"just a text", "a file of facts should end in .json, .jsonl, .csv"),
+        ("empty.jsonl", b"", "holds no facts"),
+        ("binary.jsonl", b"\x00\x01\xff\xfe", "is not UTF-8 text"),
+        ("broken.json", b"[1", "line 1 is not valid JSON"),
+        ("folder", None, "holds no .json, .jsonl, .csv file of facts"),
+        (
+            "one.jsonl",
+            b'{"prompt": "Ada is", "subject": "Ada", "answer": " in"}',
+            "has no fact trained p2d and asked p2d",
+        ),
+        ("a.jsonl", as_lines("Ada", "Ada", " x", TOLD_IN[:3]).encode(), "has no fact trained d2p and asked d2p"),
+        ("nowhere.jsonl", None, "is no data set, file or folder"),
+    ],
+)
+def test_data_that_hold_no_such_facts_are_refused_at_once(name, content, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(HookedDiffusionTransformer, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    elif name == "folder":
+        (tmp_path / name).mkdir()
+    result = check("tiny-mdm", "--data", tmp_path / name)
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: --data '")
+    assert said in line
+    assert "It has to hold facts with a prompt, a subject, an answer and two directions" in line
+
+
+def test_data_that_the_model_has_no_words_for_are_refused(tmp_path):
+    (tmp_path / "facts.jsonl").write_text(as_lines("Ada", "Ada", " x", TOLD_IN))
+    result = check("tiny-mdm", "--data", tmp_path / "facts.jsonl")
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert "holds no fact that 'tiny-mdm' can be asked: the tokenizer of 'tiny-mdm' does not know 'x'" in line
+
+
+def test_facts_of_ones_own_are_not_held_against_what_is_known_of_others(tmp_path):
+    (tmp_path / "facts.jsonl").write_text(as_lines("Gustav", "Gustav", ".", TOLD_IN))
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    report = check_model(
+        model, expected=Expected.of("tiny-mdm"), data=str(tmp_path / "facts.jsonl"), recall=True, only=["recall"]
+    )
+    (found,) = report.findings
+    assert found.outcome == "noted"
+    assert found.said.count("nothing to compare") == 4
