@@ -26,6 +26,11 @@ def named_after(wrapper: Callable[..., Any], hook: Callable[..., Any], when: str
     return _noting(wrapper, hook, (hook, when))
 
 
+def hook_within(hook: Any) -> Any:
+    """What stands under a name, the hook that was named or a wrapper; `None` of a hook that has no name."""
+    return getattr(hook, "__dict__", {}).get("hook_within")
+
+
 def name_of(hook: Any) -> str:
     """The name that a hook was given, or that of its function with a digest of what the function does."""
     return told_name(hook, Teller())
@@ -54,5 +59,5 @@ def _noting(function: Callable[..., Any], like: Callable[..., Any], name: Any) -
         return function(*args, **kwargs)
 
     del under_its_name.__wrapped__  # `own_name` asks it whose name was copied
-    under_its_name.__dict__["hook_name"] = name
+    under_its_name.__dict__ |= {"hook_name": name, "hook_within": function}
     return under_its_name

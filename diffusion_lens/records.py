@@ -5,7 +5,7 @@ One safetensors file a result: its tensors, and a JSON record in the metadata. N
 
 import hashlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
@@ -182,12 +182,18 @@ def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: s
     if "modules" not in made or "modules" not in asked:  # a record of before it held them
         made, asked = ({key: held for key, held in each.items() if key != "modules"} for each in (made, asked))
     compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
-    if different := [name for name in compared if made.get(name) != asked.get(name)]:
-        described = "; ".join(_difference(name, made.get(name), asked.get(name)) for name in different)
+    if different := "; ".join(differences(made, asked, compared)):
         raise ValueError(
-            f"{where} holds another run ({described}). The parts of one run share settings, data, weights and hooks: "
+            f"{where} holds another run ({different}). The parts of one run share settings, data, weights and hooks: "
             "go on with it as it was begun, or name another folder"
         )
+
+
+def differences(made: Mapping[str, Any], asked: Mapping[str, Any], compared: Iterable[str]) -> list[str]:
+    """How two records differ in the settings named, a text for each that does; `made` is "there", `asked` is "here"."""
+    return [
+        _difference(name, made.get(name), asked.get(name)) for name in compared if made.get(name) != asked.get(name)
+    ]
 
 
 def _difference(name: str, made: Any, asked: Any) -> str:

@@ -1,20 +1,36 @@
 """Wrap a hook so that it acts only at some steps, at masked places, or in one branch of guidance.
 
 The wrapped function is still a plain `fn(activation, hook)`. Outside the denoising loop, where `hook.step` is `None`,
-it looks away.
+it does nothing; `acts_by_step` tells such a hook.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from diffusion_lens.identity import named_after
+from diffusion_lens.hook_naming import hook_within, named_after
 from diffusion_lens.settings import whole_numbers
 from diffusion_lens.step_state import StepState
 
 Hook = Callable[..., Any]
+
+
+_MARK = "acts_by_step"  # among a function's attributes, so that `functools.wraps` hands it on
+
+
+def acts_by_step(hook_fn: Any) -> bool:
+    """Whether a hook does nothing outside the loop, as one that `at_steps`, `on_branch` or `while_masked` made.
+
+    It is found under a name too, in a `functools.partial`, and in a function that `functools.wraps` it. A hook that
+    asks `hook.step` itself is not: nothing tells what it does where that is `None`.
+    """
+    if isinstance(hook_fn, functools.partial):
+        return any(map(acts_by_step, (hook_fn.func, *hook_fn.args, *hook_fn.keywords.values())))
+    within = hook_within(hook_fn)
+    return _MARK in getattr(hook_fn, "__dict__", ()) or (within is not None and acts_by_step(within))
 
 
 def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> Hook:
@@ -62,7 +78,7 @@ def while_masked(hook_fn: Hook) -> Hook:
         changed = handed if returned is None else returned
         return torch.where(masked.view(*masked.shape, *[1] * (activation.dim() - 2)), changed, activation)
 
-    return named_after(wrapped, hook_fn, "while masked")
+    return _marked(named_after(wrapped, hook_fn, "while masked"))
 
 
 def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
@@ -71,4 +87,9 @@ def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
             return None
         return hook_fn(activation, hook)
 
-    return named_after(wrapped, hook_fn, when)
+    return _marked(named_after(wrapped, hook_fn, when))
+
+
+def _marked(hook_fn: Hook) -> Hook:
+    vars(hook_fn)[_MARK] = True
+    return hook_fn

@@ -12,6 +12,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.denoising.html import canvas_table
 from diffusion_lens.denoising.run import Run, begin_again, execute
+from diffusion_lens.denoising.same_network import writer_of
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -38,8 +39,8 @@ class Trajectory:
         real: Bool[batch pos], false at padding.
         text: the final canvas as text, a string a row; empty strings when the model has no tokenizer.
         words: the text of every id that occurs.
-        record: sampler, steps, times, guidance, temperature, seeds, model, weights' hash, versions, forward passes,
-            seconds, tokens per second.
+        record: sampler, steps, times, guidance, temperature, seeds, model, weights' hash, hooks, modules, versions,
+            forward passes, seconds; of a replay also which, and by what network the replayed canvases were written.
     """
 
     tokens: Tokens
@@ -152,7 +153,10 @@ class Trajectory:
         seeds: Sequence[SupportsIndex] | SupportsIndex | None = None,
         progress: bool = False,
     ) -> "Trajectory":
-        """The same steps again, under intervention.
+        """The same steps again, under intervention; the network may also have been edited since.
+
+        The record holds the weights, hooks and modules of the network as it is now, and under "trajectory" those of the
+        network that wrote this trajectory's canvases.
 
         Args:
             canvas: "forced" runs the network on the recorded canvases: the tokens stay, their confidence changes.
@@ -180,7 +184,8 @@ class Trajectory:
         )
         with run_of(model, fwd_hooks):
             record = execute(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
-            return Trajectory.of(run, {**self.record, **run.settings(), **record, "replay": canvas})
+            wrote = {"replay": canvas, "trajectory": writer_of(self.record)}
+            return Trajectory.of(run, {**self.record, **run.settings(), **record, **wrote})
 
     def diff(self, other: "Trajectory") -> "TrajectoryDiff":
         """Where two runs of the same prompt part."""

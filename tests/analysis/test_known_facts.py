@@ -1,8 +1,10 @@
 """Which facts are averaged: asked of the loop fact by fact, on one canvas, by id; and those that cannot be asked."""
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +25,9 @@ from diffusion_lens.analysis.fact_folder import fact_seed
 from diffusion_lens.data.toy_facts import load
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
+from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
+from diffusion_lens.identity import name_of
+from diffusion_lens.interventions import named, zero_ablate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places:UserWarning")
 over_nothing = pytest.mark.filterwarnings("ignore:the average is over nothing:UserWarning")
@@ -305,3 +310,58 @@ def test_without_a_fact_that_can_be_asked_there_is_no_run(tiny, spoilt, tmp_path
     with pytest.raises(ValueError, match="'Ada' is not in"):
         recalled_facts(tiny, [replace(FACTS[0], subject="Ada")])
     assert not list(tmp_path.iterdir())
+
+
+STEP_AWARE = {
+    "at_steps": at_steps(zero_ablate(), 0),
+    "on_branch": on_branch(zero_ablate(), "conditional"),
+    "while_masked": while_masked(zero_ablate()),
+    "named": named(at_steps(zero_ablate(), 0), "early"),
+    "partial": partial(on_branch(zero_ablate(), "conditional")),
+}
+POINT = "blocks.0.hook_attn_out"
+
+
+@pytest.mark.parametrize("hook", STEP_AWARE.values(), ids=STEP_AWARE)
+def test_a_hook_of_some_steps_does_not_decide_what_is_traced_without_it(tiny, hook):
+    ran = []
+    tiny.add_hook("hook_embed", lambda activation, hook: ran.append(hook.name))
+    tiny.add_hook(POINT, hook)
+    try:
+        with pytest.raises(ValueError, match=f"{re.escape(name_of(hook))} at '{POINT}'") as refused:
+            average_indirect_effect(tiny, FACTS, **QUICK)
+        for cure in ("average_trajectory_effect", "a hook that acts at every step", "known="):
+            assert cure in str(refused.value)
+    finally:
+        tiny.reset_hooks()
+    assert ran == []
+
+
+@over_nothing
+def test_a_hook_that_acts_everywhere_or_decides_nothing_is_welcome(tiny):
+    at_step = (POINT, at_steps(zero_ablate(), 0))
+    facts, loop = FACTS[:2], LoopSettings(steps=2)
+    plain = average_indirect_effect(tiny, facts, known="all", **QUICK)
+    for known in ("all", "one_canvas", [facts[0].id]):
+        with tiny.hooks(fwd_hooks=[at_step]):
+            found = average_indirect_effect(tiny, facts, known=known, **QUICK)
+        rows = [plain.ids.index(fact_id) for fact_id in found.ids]
+        torch.testing.assert_close(found.effects, plain.effects[rows], equal_nan=True)
+    with tiny.hooks(fwd_hooks=[(POINT, scale_by_1)]):
+        found = average_indirect_effect(tiny, facts, loop=loop, **QUICK)
+        assert found.ids == recalled_facts(tiny, facts, loop, length=LENGTH)
+    with tiny.hooks(fwd_hooks=[at_step]):
+        found = average_trajectory_effect(tiny, facts[:1], loop=loop, noise=0.1, **QUICK)
+    assert [*found.ids, *found.unknown] == [facts[0].id]
+
+
+@over_nothing
+def test_hooks_on_the_loop_alone_decide_what_is_known_as_its_settings_do(tiny):
+    """They never pass in a trace, at whatever steps they act."""
+    nothing = at_steps(lambda reveal, hook: torch.zeros_like(reveal), [0, 1])
+    with tiny.hooks(fwd_hooks=[("denoise.hook_reveal", nothing)]):
+        assert average_indirect_effect(tiny, MIXED, loop=LoopSettings(steps=2), **QUICK).ids == []
+
+
+def scale_by_1(activation, hook):
+    return activation * 1

@@ -8,7 +8,7 @@ import torch
 from diffusion_lens.analysis import answer_probability, noise_scale, patch_grid, temporal_effect, trace_trajectory
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
-from diffusion_lens.interventions import freeze, swap, zero_ablate
+from diffusion_lens.interventions import freeze, named, swap, zero_ablate
 
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
 POINT = "blocks.0.hook_attn_out"
@@ -22,11 +22,18 @@ guided_or_not = pytest.mark.parametrize(
     ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
 )
 
+on_another_networks_canvases = pytest.mark.filterwarnings("ignore:the .* was written by another network:UserWarning")
 
-def denoise(model, fact, cfg_scale=0.0):
+
+def looking(hook=lambda activation, hook: None):
+    """The hooks of a run that is looked at; by their name they are one network's, whatever is seen there."""
+    return [(POINT, named(hook, "looks"))]
+
+
+def denoise(model, fact, cfg_scale=0.0, hooks=()):
     """A run, and the query whose answer is what this run writes, right or wrong."""
     prompt = model.to_tokens(fact.prompt)
-    run = model.denoise(prompt, length=14, steps=4, cfg_scale=cfg_scale)
+    run = model.denoise(prompt, length=14, steps=4, cfg_scale=cfg_scale, fwd_hooks=hooks)
     query = fact.to_query(model)
     n_prompt, answer = prompt.shape[1], run.tokens[0, list(query.answer_positions)]
     shown = torch.cat([prompt[0], answer[:-1]])
@@ -86,7 +93,10 @@ def test_a_hook_of_some_steps_moves_these_steps_alone(tiny, cfg_scale):
     run, query = denoise(tiny, FACTS[0], cfg_scale)
     settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
     plain = trace_trajectory(tiny, query, **settings)
-    with tiny.hooks(fwd_hooks=[(POINT, at_steps(zero_ablate(), plain.steps[0]))]):
+    with (
+        tiny.hooks(fwd_hooks=[(POINT, at_steps(zero_ablate(), plain.steps[0]))]),
+        pytest.warns(UserWarning, match="written by another network"),
+    ):
         hooked = trace_trajectory(tiny, query, **settings)
     moved = (hooked.clean_token_scores - plain.clean_token_scores).abs().amax(dim=1) > 1e-6
     assert moved.tolist() == [True] + [False] * (len(plain.steps) - 1)
@@ -95,9 +105,9 @@ def test_a_hook_of_some_steps_moves_these_steps_alone(tiny, cfg_scale):
 @guided_or_not
 @pytest.mark.parametrize("canvas", ["forced", "free"])
 def test_every_run_of_a_trace_stands_at_its_step(tiny, canvas, cfg_scale):
-    run, query = denoise(tiny, FACTS[0], cfg_scale)
+    run, query = denoise(tiny, FACTS[0], cfg_scale, looking())
     loop, witness = Witness().of_loop(tiny, run), Witness()
-    with tiny.hooks(fwd_hooks=[(POINT, witness)]):
+    with tiny.hooks(fwd_hooks=looking(witness)):
         trace = trace_trajectory(
             tiny, query, canvas=canvas, trajectory=run, noise=1.0, samples=3, layers=[0, 2], positions=[1, 3]
         )
@@ -119,11 +129,11 @@ def test_without_noise_no_cell_of_a_temporal_effect_differs(tiny, cfg_scale):
 @guided_or_not
 @pytest.mark.parametrize("method", ["exact", "attribution"])
 def test_every_run_of_a_grid_stands_at_its_step(tiny, cfg_scale, method):
-    (clean, _), (corrupted, query) = (denoise(tiny, fact, cfg_scale) for fact in (FACTS[0], FACTS[5]))
+    (clean, _), (corrupted, query) = (denoise(tiny, fact, cfg_scale, looking()) for fact in (FACTS[0], FACTS[5]))
     metrics = answer_probability(tiny, query), lambda logits: logits[0, -1, 7]
     for metric in metrics:
         witness, loops = Witness(), [Witness().of_loop(tiny, run) for run in (clean, corrupted)]
-        with tiny.hooks(fwd_hooks=[(POINT, witness)]):
+        with tiny.hooks(fwd_hooks=looking(witness)):
             patch_grid(tiny, clean, corrupted, metric, "mlp_out", [0, 2], positions=[1, 2], layers=[0], method=method)
         for run, loop in zip((clean, corrupted), loops, strict=True):
             of_run = [state for state in witness.states if (state.tokens == run.canvases[state.index]).all()]
@@ -153,6 +163,7 @@ def test_a_grid_reads_what_the_loop_reads_under_the_same_hook(tiny, name, cfg_sc
             torch.testing.assert_close(grid.scores, grid.clean.expand_as(grid.scores), rtol=0, atol=1e-5)
 
 
+@on_another_networks_canvases
 @pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_a_hook_sees_the_whole_canvas_of_the_twin_in_a_grid_too(tiny):
     """Rows that the metric counts from the end stay those of the places reached."""
@@ -171,13 +182,13 @@ def test_a_hook_sees_the_whole_canvas_of_the_twin_in_a_grid_too(tiny):
 
 
 def test_the_step_is_given_back_after_an_exception(tiny):
-    run, query = denoise(tiny, FACTS[0])
+    run, query = denoise(tiny, FACTS[0], hooks=looking())
 
     def fails(activation, hook):
         raise RuntimeError("a hook of the caller's")
 
     settings = dict(noise=noise_scale(tiny, [query]), samples=2)
-    with tiny.hooks(fwd_hooks=[(POINT, at_steps(fails, 1))]):
+    with tiny.hooks(fwd_hooks=looking(at_steps(fails, 1))):
         for analysis in (
             lambda: trace_trajectory(tiny, query, trajectory=run, steps=[1], **settings),
             lambda: temporal_effect(tiny, query, trajectory=run, steps=[1], **settings),
@@ -188,6 +199,7 @@ def test_the_step_is_given_back_after_an_exception(tiny):
             assert (tiny.clock.step, tiny.clock.branches) == (None, None)
 
 
+@on_another_networks_canvases
 def test_a_hook_that_remembers_an_earlier_step_is_refused_and_its_cache_serves(tiny):
     run, query = denoise(tiny, FACTS[0])
     settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])

@@ -1,5 +1,7 @@
 """Inside the loop a hook knows where it is, and what it returns is what the loop uses."""
 
+from functools import partial, wraps
+
 import pytest
 import torch
 
@@ -119,3 +121,26 @@ def test_the_mask_is_never_written_unless_a_hook_insists(every, run):
     insisted = run(("denoise.hook_candidates", lambda a, hook: torch.where(hook.step.masked, mask, a)))
     assert (insisted.tokens[0, 8:] == mask).all()
     assert (insisted.confidence[0, 8:] == 0).all()
+
+
+def test_hooks_that_need_the_step_are_told_from_others():
+    from diffusion_lens.denoising.step_hooks import acts_by_step, at_steps, on_branch, while_masked
+    from diffusion_lens.interventions import freeze, named, steer, zero_ablate
+
+    def scaled(activation, hook, by, inner=None):
+        return by * activation if inner is None else inner(activation, hook)
+
+    made = [at_steps(zero_ablate(), 0), on_branch(zero_ablate(), "conditional"), while_masked(zero_ablate())]
+
+    def around(hook_fn):
+        return wraps(hook_fn)(lambda activation, hook: hook_fn(activation, hook))
+
+    for hook in made:
+        held = partial(scaled, by=2, inner=named(hook, "inner"))
+        for needs in (hook, named(hook, "a name"), at_steps(named(hook, "a"), 1), partial(hook), around(hook), held):
+            assert acts_by_step(needs)
+            assert acts_by_step(named(partial(needs), "a name"))
+    plain = [zero_ablate(), steer(torch.ones(3)), freeze(), partial(scaled, by=2), torch.nn.Identity(), around(scaled)]
+    for hook in plain:
+        assert not acts_by_step(hook)
+        assert not acts_by_step(named(hook, "a name"))

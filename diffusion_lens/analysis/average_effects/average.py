@@ -177,7 +177,11 @@ def average_indirect_effect(
         known: which facts are averaged: "recalled", whose answer the loop writes; "one_canvas", whose answer's tokens
             are the likeliest at all places of the canvas at once; "all"; or the ids of facts, such as those that both
             models of a pair recall (`recalled_facts`). By default "recalled"; with `first_tokens=1` "one_canvas", since
-            that question is asked of the one canvas that is traced.
+            that question is asked of the one canvas that is traced. "recalled" is refused under a hook of the network
+            that acts at some steps only (`at_steps`, `on_branch`, `while_masked`): it would act in the loop and not in
+            the traces. Of a hook of your own that asks `hook.step`, see to it yourself that it does the same where that
+            is `None`. Hooks on the loop's own points (`denoise.hook_*`) pass in the loop alone, and decide what is
+            recalled as `loop` does.
         loop: for "recalled", how the loop writes; by default with the settings of `denoise`.
         out: a folder for a file a fact, `CausalTrace.load` reads it. A run that finds its facts there goes on after
             them. By default nothing is written.
@@ -186,9 +190,9 @@ def average_indirect_effect(
         progress: show a bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, a folder that holds another run, or no fact that can
-            be asked. A single one that cannot (its answer is merged into the prompt, its sentence does not fit, ...) is
-            set aside, with the reason in `AverageEffect.set_aside`.
+        ValueError: a setting out of range, two facts with one id, a folder that holds another run, a hook that acts by
+            step with "recalled", or no fact that can be asked. A single one that cannot (its answer is merged into the
+            prompt, its sentence does not fit, ...) is set aside, with the reason in `AverageEffect.set_aside`.
 
     Warns:
         UserWarning: no fact is averaged, since the rule leaves out all of them.

@@ -17,6 +17,7 @@ from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, trace_trajectory
 from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.denoising.same_network import writer_of
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
@@ -163,7 +164,12 @@ class FactTracer:
             subject=run.query.subject,
             positions=[],
             layers=list(self.layers),
-            record={**run.trajectory.record, **self._record(run.query), "canvas": self.canvas},
+            record={
+                **run.trajectory.record,
+                **self._record(run.query),
+                "canvas": self.canvas,
+                "trajectory": writer_of(run.trajectory.record),
+            },
         )
 
     def _nothing_restored(self, scores: Float[Tensor, "place"]) -> dict[str, Any]:

@@ -27,9 +27,11 @@ from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.denoising.loop import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler
+from diffusion_lens.denoising.step_hooks import acts_by_step
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
-from diffusion_lens.hook_names import nearest
+from diffusion_lens.hook_names import loop_hook, nearest
+from diffusion_lens.identity import name_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, plain_number, whole_number
 
@@ -94,6 +96,20 @@ class LoopSettings:
         """Raise a `ValueError` unless the loop can be run on this canvas."""
         given, length = loop_prompt(model, query)
         prepare(model, given[None], length=length, **self.on(model))
+
+
+def require_hooks_outside_the_loop(model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` where a hook of the network acts by step, and so in the loop but not on a canvas alone."""
+    for name, point in model.hook_dict.items():
+        for handle in () if name.startswith(loop_hook("")) else point.fwd_hooks:
+            if acts_by_step(handle.user_hook):
+                raise ValueError(
+                    f"known='recalled' asks the loop, in which the hook {name_of(handle.user_hook)} at {name!r} acts, "
+                    "and the traces are of one canvas outside the loop, where such a hook does nothing: facts would be "
+                    "chosen by one network and traced in another. Trace the steps of the loop, each of which the hook "
+                    "is told (average_trajectory_effect), give the model a hook that acts at every step, or say which "
+                    "facts to average without it (known= with their ids, 'all' or 'one_canvas')"
+                )
 
 
 class LoopRuns:

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diffusion_lens.analysis.average_effects.fact_tracer import FactTracer
-from diffusion_lens.analysis.average_effects.known import Known, LoopRuns, LoopSettings
+from diffusion_lens.analysis.average_effects.known import (
+    Known,
+    LoopRuns,
+    LoopSettings,
+    require_hooks_outside_the_loop,
+)
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
@@ -66,7 +71,8 @@ class Survey:
             canvas: "forced" or "free" where the runs of the loop are traced; they are needed then, whatever `known` is.
 
         Raises:
-            ValueError: a setting out of range, two facts with one id, or no fact that can be asked.
+            ValueError: a setting out of range, two facts with one id, a hook that would choose facts by another network
+                than is traced, or no fact that can be asked.
         """
         if corruption == "swap":
             raise ValueError("corruption='swap' needs another subject for each fact: call causal_trace fact by fact")
@@ -76,6 +82,8 @@ class Survey:
         layout, rule = layout.on(model), Known.of(known, named)
         if canvas is None:
             rule.check_loop(loop)
+            if rule.rule == "recalled":
+                require_hooks_outside_the_loop(model)
         loop = (loop or LoopSettings()) if canvas is not None or rule.rule == "recalled" else None
         queries, set_aside = sort_out(named, lambda fact: layout.query(model, fact, loop.check if loop else None))
         if noise is None and "noise" in corrupt.describe():

@@ -22,6 +22,7 @@ from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
+from diffusion_lens.denoising.same_network import require_same_network, writer_of
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -47,7 +48,7 @@ class TemporalEffect:
         layers: the layer of each column.
         str_tokens: the clean run's final canvas, a string a place.
         subject: first and one past the last place of the subject.
-        record: the settings, model, weights' hash, versions.
+        record: as in `TrajectoryTrace`.
     """
 
     scores: Float[Tensor, "step pos layer"]
@@ -104,11 +105,16 @@ def temporal_effect(
 
     Args:
         steps: steps at which states are restored; by default all up to the one that reveals the answer's last token.
-        trajectory: the clean run, as in `trace_trajectory`.
+        trajectory: the clean run, as in `trace_trajectory`, made under the hooks, weights and modules that the model
+            has now: its ending is compared with the model's corrupted runs.
 
     The other arguments are those of `causal_trace`.
+
+    Raises:
+        ValueError: as in `trace_trajectory`, or a trajectory made under other hooks, weights or modules.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
+    require_same_network(run.trajectory.record, model, "temporal_effect")
     restoration = Restoration.of(kind, window)
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     rows = run.loop_rows(corrupt, max_bytes)
@@ -150,6 +156,7 @@ def temporal_effect(
             **corrupt.describe(),
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
+            "trajectory": writer_of(run.trajectory.record),
         },
     )
 

@@ -31,6 +31,7 @@ from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.denoising.same_network import require_same_network, warn_of_another_network, writer_of
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
@@ -62,7 +63,8 @@ class TrajectoryTrace:
         subject: first and one past the last place of the subject.
         positions: the place of each row of the grids.
         layers: the layer of each column.
-        record: the settings of the trace and of the run, model, weights' hash, versions.
+        record: the settings of the trace and of the run, model, weights' hash, hooks, modules, versions; under
+            "trajectory", by what weights, hooks and modules the clean run's canvases were written.
     """
 
     scores: Float[Tensor, "step pos layer"]
@@ -171,17 +173,28 @@ def trace_trajectory(
         steps: which steps; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
         canvas: "forced" or "free", what the corrupted run sees.
         trajectory: the clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal
-            model of the prompt); by default with those of `denoise`.
+            model of the prompt); by default with those of `denoise`. Forced canvases may be another network's, such as
+            the plain run's for a model under a hook: all scores are then of the model as it is now, but `known`,
+            `revealed_at` and the canvases are of the one that wrote them.
 
     The other arguments are those of `causal_trace`.
 
     Raises:
         ValueError: a setting out of range, a trajectory of another prompt, a step at which no answer token is open.
+            With canvas="free", a trajectory made under other hooks, weights or modules: the free runs are those of the
+            model as it is now, which may write something else without any corruption.
+
+    Warns:
+        UserWarning: forced canvases that were made under other hooks, weights or modules.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
     restoration = Restoration.of(kind, window, severed)
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     check_canvas(canvas)
+    if canvas == "free":
+        require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
+    else:
+        warn_of_another_network(run.trajectory.record, model, "trajectory")
     chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
     places = pick_indices("positions", positions, run.n_pos)
     blocks = pick_indices("layers", layers, model.cfg.n_layers)
@@ -240,6 +253,7 @@ def trace_trajectory(
             "canvas": canvas,
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
+            "trajectory": writer_of(run.trajectory.record),
         },
     )
 

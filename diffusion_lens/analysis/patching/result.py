@@ -32,7 +32,9 @@ class PatchGrid:
             [clean, corrupted] pairs that are patched together.
         labels: the text at each entry of "pos", in the batch's first row, for each step.
         error: with method "attribution", how the estimate compares with exact patching.
-        record: method, metric, rows, guidance, both runs' tokens (of each step), models, weights' hashes, versions.
+        record: method, metric, rows, guidance, both runs' tokens (of each step), models, weights' hashes, hooks,
+            modules, versions; with steps, under "trajectory", by what network the clean and the corrupted canvases were
+            written.
     """
 
     scores: Float[Tensor, "*axes"]

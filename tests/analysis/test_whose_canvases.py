@@ -1,0 +1,258 @@
+"""Results on a trajectory say which network wrote its canvases, and which one reads them."""
+
+import copy
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens.analysis import (
+    LoopSettings,
+    TrajectoryTrace,
+    average_trajectory_effect,
+    patch_grid,
+    temporal_effect,
+    trace_trajectory,
+)
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.identity import OWN_MODULES, describe_hooks, describe_modules, weights_sha256
+from diffusion_lens.interventions import named, zero_ablate
+from diffusion_lens.records import tokenizer_sha256
+
+FACTS = toy_facts.load().facts("both", "p2d")
+POINT = "blocks.0.hook_attn_out"
+HOOKS = [(POINT, named(zero_ablate(), "no attention"))]
+QUIET = dict(noise=0.0, samples=1, layers=[1], positions=[1])
+ONCE = dict(QUIET, steps=[2])
+
+either_way = pytest.mark.parametrize(
+    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
+)
+
+
+def denoise(model, fact=FACTS[0], **settings):
+    return model.denoise(fact.prompt, length=14, steps=4, **settings)
+
+
+def asked(model, run, fact=FACTS[0]):
+    """The query whose answer is what a run writes, right or wrong."""
+    query, prompt = fact.to_query(model), model.to_tokens(fact.prompt)[0]
+    answer = run.tokens[0, list(query.answer_positions)]
+    shown = torch.cat([prompt, answer[:-1]])
+    if model.cfg.mask_token_id is not None:
+        shown = torch.nn.functional.pad(prompt, (0, 14 - len(prompt)), value=model.cfg.mask_token_id)
+    return replace(query, tokens=shown, answer_tokens=tuple(answer.tolist()))
+
+
+def network(model):
+    """What records hold of a network, as it is now."""
+    return {
+        "weights_sha256": weights_sha256(model),
+        "hooks": describe_hooks(model),
+        "modules": describe_modules(model),
+        "tokenizer_sha256": tokenizer_sha256(model.tokenizer, model.cfg.default_prepend_bos),
+    }
+
+
+def held(record):
+    return {name: record[name] for name in ("weights_sha256", "hooks", "modules", "tokenizer_sha256")}
+
+
+def hook_now(model):
+    model.add_hook(*HOOKS[0])
+    return rf"hooks: {POINT} none there, \[forward: no attention\] here"
+
+
+def edit_weights(model):
+    model.blocks[0].mlp.down.weight.data.neg_()
+    return f"weights_sha256: '[0-9a-f]+' there, '{weights_sha256(model)}' here"
+
+
+def change_a_norm(model):
+    model.ln_final.eps *= 2
+    return f"modules.of this library and torch: '#[0-9a-f]+' there, '{describe_modules(model)[OWN_MODULES]}' here"
+
+
+def put_in_a_module(model):
+    class Halved(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            return self.inner(*args, **kwargs) / 2
+
+    model.blocks[0].mlp = Halved(model.blocks[0].mlp)
+    return r"modules\.blocks\.0\.mlp: None there, '\S*Halved #[0-9a-f]+' here"
+
+
+CHANGES = [hook_now, edit_weights, change_a_norm, put_in_a_module]
+every_change = pytest.mark.parametrize("change", CHANGES)
+
+
+@every_change
+def test_the_end_of_another_networks_run_is_not_compared_with_this_ones(tiny, change):
+    model = copy.deepcopy(tiny)
+    run = denoise(model)
+    query, difference = asked(model, run), change(model)
+    for analysis in (temporal_effect, lambda *args, **more: trace_trajectory(*args, canvas="free", **more)):
+        with pytest.raises(ValueError, match=difference) as refused:
+            analysis(model, query, trajectory=run, **QUIET)
+        assert re.search("denoise .* again under the same hooks.*trajectory=None", str(refused.value))
+
+
+@either_way
+def test_hooks_of_the_run_that_are_gone_are_named(tiny, cfg_scale):
+    run = denoise(tiny, cfg_scale=cfg_scale, fwd_hooks=HOOKS)
+    query = asked(tiny, run)
+    with pytest.raises(ValueError, match=rf"hooks: {POINT} \[forward: no attention\] there, none here"):
+        temporal_effect(tiny, query, trajectory=run, **ONCE)
+    with tiny.hooks(fwd_hooks=HOOKS):
+        effect, present = temporal_effect(tiny, query, trajectory=run, **ONCE), network(tiny)
+    assert effect.clean == effect.corrupted == 1
+    assert effect.record["trajectory"] == held(effect.record) == present
+
+
+@every_change
+def test_a_trace_on_another_networks_canvases_says_so_and_records_both(tiny, change):
+    model = copy.deepcopy(tiny)
+    run, wrote = denoise(model), network(model)
+    query, difference = asked(model, run), change(model)
+    with pytest.warns(UserWarning, match=difference) as warned:
+        trace = trace_trajectory(model, query, trajectory=run, **QUIET)
+    assert len(warned) == 1
+    assert re.search(
+        r"canvases.*\(`known`, `revealed_at`\).*denoise .* again under the same hooks", str(warned[0].message)
+    )
+    assert trace.record["trajectory"] == wrote
+    assert held(trace.record) == network(model) != wrote
+
+
+@every_change
+def test_a_grid_on_another_networks_canvases_says_so_and_records_both(tiny, change):
+    model = copy.deepcopy(tiny)
+    old, wrote = denoise(model), network(model)
+    difference = change(model)
+    new = denoise(model, FACTS[1])
+    for runs, sides in (((old, new), ["clean"]), ((new, old), ["corrupted"]), ((old, old), ["clean", "corrupted"])):
+        with pytest.warns(UserWarning, match=difference) as warned:
+            grid = patch_grid(
+                model, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0, 2], layers=[0], positions=[1]
+            )
+        assert [str(each.message).split()[1] for each in warned] == sides
+        wrote_side = grid.record["trajectory"]
+        assert wrote_side == {side: wrote if side in sides else network(model) for side in ("clean", "corrupted")}
+        assert held(grid.record) == network(model)
+
+
+def test_each_side_of_a_grid_is_held_against_its_own_model(tiny):
+    model = copy.deepcopy(tiny)
+    edit_weights(model)
+    runs = denoise(tiny), denoise(model, FACTS[1])
+    settings = dict(metric=lambda logits: logits[0, -1, 3], sites="mlp_out", steps=[0], layers=[0], positions=[1])
+    grid = patch_grid(model, *runs, source_model=tiny, **settings)
+    assert grid.record["trajectory"] == {"clean": network(tiny), "corrupted": network(model)}
+    with pytest.warns(UserWarning, match="weights_sha256") as warned:
+        patch_grid(tiny, *runs, source_model=model, **settings)
+    assert len(warned) == 2
+
+
+def test_a_grid_without_steps_stands_on_no_trajectory(tiny):
+    grid = patch_grid(tiny, FACTS[0].prompt, FACTS[0].prompt, lambda logits: logits[0, -1, 3], "mlp_out", layers=[0])
+    assert grid.record["trajectory"] is None
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+@pytest.mark.parametrize("side", ["clean", "corrupted"])
+def test_a_grid_refuses_canvases_that_mean_something_else(tiny, side):
+    run = denoise(tiny)
+    other = replace(run, record={**run.record, "model": "another"})
+    runs = (other, run) if side == "clean" else (run, other)
+    with pytest.raises(ValueError, match="made by 'another'"):
+        patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
+
+
+def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(tiny):
+    model = copy.deepcopy(tiny)
+    run, wrote = denoise(model), network(model)
+    forced = run.replay(model, fwd_hooks=HOOKS)
+    assert held(forced.record) == {**wrote, "hooks": {POINT: ["forward: no attention"]}}
+    assert forced.record["trajectory"] == wrote
+    edit_weights(model)
+    for canvas in ("forced", "free"):
+        again = forced.replay(model, canvas=canvas)
+        assert held(again.record) == network(model)
+        assert again.record["trajectory"] == wrote
+
+
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_a_forced_replay_keeps_its_writer_and_a_free_one_writes(tiny, first_step):
+    run = denoise(tiny).from_step(first_step)
+    forced, free = (run.replay(tiny, canvas=canvas, fwd_hooks=HOOKS) for canvas in ("forced", "free"))
+    query = asked(tiny, free)
+    effect = temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
+    assert effect.record["trajectory"] == network(tiny)
+    with tiny.hooks(fwd_hooks=HOOKS):
+        with pytest.raises(ValueError, match=POINT):
+            temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
+        effect = temporal_effect(tiny, query, trajectory=free, **ONCE)
+        assert effect.record["trajectory"] == network(tiny)
+    assert effect.clean == effect.corrupted == 1
+
+
+def test_a_saved_run_is_held_against_what_its_record_has(tiny, tmp_path):
+    model = copy.deepcopy(tiny)
+    run = denoise(model)
+    query = asked(model, run)
+    old = replace(run, record={name: held for name, held in run.record.items() if name not in ("hooks", "modules")})
+    paths = [each.save(tmp_path / f"{name}.safetensors") for name, each in {"run": run, "old": old}.items()]
+    run, old = map(Trajectory.load, paths)
+    temporal_effect(model, query, trajectory=run, **ONCE)
+    with model.hooks(fwd_hooks=HOOKS):
+        effect = temporal_effect(model, query, trajectory=old, **ONCE)
+    assert effect.record["trajectory"] == {**network(model), "hooks": None, "modules": None}
+    edit_weights(model)
+    for each in (run, old):
+        with pytest.raises(ValueError, match="weights_sha256"):
+            temporal_effect(model, query, trajectory=each, **ONCE)
+
+
+def test_a_hook_that_collects_is_the_same_one_under_a_name(tiny):
+    def collector():
+        seen = []
+        return lambda activation, hook: seen.append(activation.sum())
+
+    for hook, same in ((collector(), False), (named(collector(), "collect"), True)):
+        with tiny.hooks(fwd_hooks=[(POINT, hook)]):
+            run = denoise(tiny)
+            query = asked(tiny, run)
+            if same:
+                temporal_effect(tiny, query, trajectory=run, **ONCE)
+                continue
+            with pytest.raises(ValueError, match=r"interventions\.named"):
+                temporal_effect(tiny, query, trajectory=run, **ONCE)
+
+
+def test_an_average_over_steps_stands_on_its_own_networks_runs(tiny, tmp_path):
+    with warnings.catch_warnings(), tiny.hooks(fwd_hooks=HOOKS):
+        warnings.simplefilter("error")
+        average_trajectory_effect(
+            tiny,
+            FACTS[:2],
+            noise=0.0,
+            samples=1,
+            layers=[0],
+            roles=["subject_last"],
+            length=14,
+            known="all",
+            loop=LoopSettings(steps=4),
+            out=tmp_path,
+        )
+        present = network(tiny)
+    traces = [TrajectoryTrace.load(path) for path in tmp_path.rglob("*.safetensors")]
+    assert len(traces) == 2
+    for trace in traces:
+        assert trace.record["trajectory"] == held(trace.record) == present
