@@ -8,6 +8,7 @@ from diffusion_lens.analysis import TemporalEffect, noise_scale, temporal_effect
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.hook_names import resid_post
+from diffusion_lens.interventions import named
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
 
@@ -93,8 +94,8 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
 
     def counted(**options):
         widest.append(0)
-        with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", count)]):
-            return temporal_effect(tiny, query, trajectory=run, **settings, **options)
+        with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named(count, "count"))]):
+            return temporal_effect(tiny, query, trajectory=run.replay(tiny, canvas="free"), **settings, **options)
 
     wide, narrow = counted(), counted(max_bytes=2_500_000)
     assert widest[0] > widest[1] >= 2
