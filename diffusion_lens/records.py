@@ -25,6 +25,7 @@ from weight_conversion import from_json, read_json, restore_numbers, to_json, wr
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
+NETWORK = ("weights_sha256", "hooks", "modules", "tokenizer_sha256")
 
 _START_ANEW = "Delete the folder's files and start the run anew, or name another folder"
 _TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
@@ -53,6 +54,11 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def network_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a record, which network it is of: for the record of a result that stands on another one."""
+    return {name: record.get(name) for name in NETWORK}
 
 
 def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import differences, provenance
+from diffusion_lens.records import differences, network_of, provenance
 
 COMPARED = ("weights_sha256", "hooks", "modules")
 _AGAIN = (
@@ -27,8 +27,7 @@ def writer_of(record: Mapping[str, Any]) -> dict[str, Any]:
     A forced replay writes nothing: its canvases are those of the run that it replays. `None` stands for what the record
     of an older file does not hold.
     """
-    written = record.get("trajectory", {}) if record.get("replay") == "forced" else record
-    return {name: written.get(name) for name in (*COMPARED, "tokenizer_sha256")}
+    return network_of(record.get("trajectory", {}) if record.get("replay") == "forced" else record)
 
 
 def require_same_network(record: Mapping[str, Any], model: DiffusionTransformer, where: str) -> None:

@@ -14,7 +14,7 @@ from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.fact_folder import FactFolder, join_parts
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.facts import Direction
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, network_of, save_fields
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
@@ -156,7 +156,11 @@ class KeyValueStudy:
             self._by_layer(forward),
             self._by_layer(reverse),
             names=[f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)],
-            source={"model": self.record["model"], "vectors": list(kinds)},
+            source={
+                "model": self.record["model"],
+                "networks": [network_of(self.record)] * 2,
+                "vectors": list(kinds),
+            },
             groups=self._told(),
             shared_axes=kinds[0] == kinds[1],
             progress=progress,
@@ -187,7 +191,8 @@ class KeyValueStudy:
         models = [self.record["model"], other.record["model"]]
         if not mine.keys() & theirs.keys():
             raise ValueError(f"{models[0]} was asked at the layers {self.layers}, {models[1]} at {other.layers}")
-        source = {"model": " and ".join(models), "vectors": [vectors, vectors]}
+        networks = [network_of(study.record) for study in (self, other)]
+        source = {"model": " and ".join(models), "networks": networks, "vectors": [vectors, vectors]}
         return _compare(
             mine,
             theirs,

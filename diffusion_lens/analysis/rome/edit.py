@@ -7,9 +7,11 @@ answers v* exactly. Keys orthogonal to C⁻¹ k* are answered as before. As in R
 and the plain one the length. Without a second moment C = I.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,6 +21,7 @@ from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
 from diffusion_lens.analysis.rome.keys import KeyResult
 from diffusion_lens.analysis.rome.values import ValueResult
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import network_of
 from diffusion_lens.settings import Whole, pick_layer
 from weight_conversion import export
 
@@ -36,9 +39,13 @@ class RankOneEdit:
         value: v*, with k_p.
         covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp].
 
+    Attributes:
+        taken_from: by what weights, hooks and modules key, value and covariance were taken; `None` for a bare C. They
+            may be others than those that are edited, as where edits nest.
+
     Raises:
-        ValueError: key, value and layer that do not belong together, a C that cannot be solved with, keys of which one
-            says nothing about the other.
+        ValueError: key, value, covariance and layer that do not belong together or were taken from another model, a C
+            that cannot be solved with, keys of which one says nothing about the other.
     """
 
     def __init__(
@@ -54,6 +61,11 @@ class RankOneEdit:
         for name, of_layer in (("key", key.layer), ("value", value.layer), ("covariance", moment_layer)):
             if of_layer != layer:
                 raise ValueError(f"the edit is of layer {layer}, but the {name} was taken at layer {of_layer}")
+        moment = covariance.record if isinstance(covariance, SecondMoment) else None
+        records = {"key": key.record, "value": value.record, "covariance": moment}
+        for name, record in records.items():
+            _require_same_model(name, record, model)
+        self.taken_from = {name: None if record is None else network_of(record) for name, record in records.items()}
         self.model, self.layer = model, layer
         self._target = value.vector.cpu().double()
         self._plain_key = value.key.cpu().double()
@@ -161,6 +173,17 @@ class RankOneEdit:
         mlp = self.model.blocks[self.layer].mlp
         missing: Tensor = self._target - self.weight.cpu().double() @ self._plain_key - mlp.b_out.cpu().double()
         return missing
+
+
+def _require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` where a part was taken from another model; its weights may have been edited since."""
+    own = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
+    if record is not None and any(record.get(word, here) != here for word, here in own.items()):
+        raise ValueError(
+            f"the {name} was taken from another model ({record.get('model')!r}) than is edited "
+            f"({model.cfg.model_name!r}), or from one of another architecture: its numbers mean nothing there. Take it "
+            "from the model that you edit"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,8 @@ class EditReport:
         wins: Float[state probe], 1 where the answer wins; state 0 is without the edit, 1 with it.
         probabilities: Float[state probe], p(answer).
         groups: the group of each probe.
-        record: prompts and answers, layer, ridge, model, hash of the unedited weights, versions.
+        record: prompts and answers, layer, ridge, model, hash of the unedited weights, hooks, modules, versions; under
+            "taken_from", the network that key, value and covariance were taken from.
     """
 
     wins: Float[Tensor, "state probe"]
@@ -145,6 +146,7 @@ def edit_success(
         "answers": [model.words(probe.query.answer_tokens) for _, probe in asked],
         "layer": edit.layer,
         "ridge": edit.ridge,
+        "taken_from": edit.taken_from,
         **provenance(model, model.cfg),
     }
     everybody = [probe for _, probe in asked]

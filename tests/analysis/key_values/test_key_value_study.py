@@ -12,6 +12,7 @@ from diffusion_lens.analysis.fact_folder import FactFolder
 from diffusion_lens.analysis.key_values import FactVectors, run
 from diffusion_lens.analysis.rome import ValueSettings, ask_with_prefixes
 from diffusion_lens.data import toy_facts
+from diffusion_lens.records import NETWORK
 
 GENTLE = ValueSettings(lr=0.05, steps=3)  # steps small enough that round-off stays small
 FACTS = [fact for fact in toy_facts.load().facts() if fact.id.endswith("-held-out-0")]
@@ -179,6 +180,19 @@ def test_two_models_are_compared_without_shared_axes(pair):
     torch.testing.assert_close(found.at[1].values, alone.values)
     with pytest.raises(ValueError, match="tiny-ar at"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
+
+
+def test_a_comparison_records_the_network_of_each_set(pair):
+    """Two studies of one model under other hooks or weights have one name."""
+    hooked = replace(pair[0], record={**pair[0].record, "hooks": {"hook_embed": ["forward: half"]}})
+    told = [{name: each.record[name] for name in NETWORK} for each in (pair[0], hooked)]
+    assert told[0]["hooks"] == {}
+    settings = dict(only=["cka"], draws=9)
+    for found, networks in (
+        (pair[0].compare_with(hooked, **settings), told),
+        (hooked.compare(**settings), told[1:] * 2),
+    ):
+        assert [found.at[layer].record["source"]["networks"] for layer in (0, 1)] == [networks] * 2
 
 
 def test_keys_at_denoising_steps():

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from diffusion_lens import Query
-from diffusion_lens.analysis.rome import EditReport, Probe, RankOneEdit, compute_key, edit_success, optimize_value
+from diffusion_lens.analysis.rome import (
+    EditReport,
+    Probe,
+    RankOneEdit,
+    compute_key,
+    edit_success,
+    optimize_value,
+    second_moment,
+)
+from diffusion_lens.interventions import named
 
 LAYER = 1
 
@@ -113,3 +122,22 @@ def test_mask_is_nobodys_first_choice(specimen, configs, name):
     assert edit_success(model, edit, {"efficacy": [query]}).wins[0].item() == 1
     other = ask(model, [51, 20, 21, 11], [32])
     assert edit_success(model, edit, {"efficacy": [other]}).wins[0].item() == 0
+
+
+def test_the_report_says_by_what_network_each_part_of_the_edit_was_taken(either, edit, probes):
+    """They may be older than the weights that are edited, as in nested edits."""
+    model, request = either.model, probes["efficacy"][0].query
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named(lambda out, hook: out / 2, "half"))]):
+        key = compute_key(model, request, LAYER)
+    value = optimize_value(model, request, LAYER, kl_factor=0.0, steps=2)
+    alone = edit_success(model, RankOneEdit(model, LAYER, key, value), {"efficacy": [request]})
+    with edit:
+        moment = second_moment(model, [torch.arange(5, 15)] * 2, LAYER)
+        nested = edit_success(model, RankOneEdit(model, LAYER, key, value, moment), {"efficacy": [request]})
+    parts = nested.record["taken_from"]
+    assert alone.record["taken_from"] == {**parts, "covariance": None}
+    assert parts["key"]["hooks"] == {"blocks.0.hook_mlp_out": ["forward: half"]}
+    assert parts["value"]["hooks"] == alone.record["hooks"] == {}
+    assert parts["value"]["weights_sha256"] == parts["key"]["weights_sha256"] == alone.record["weights_sha256"]
+    assert parts["covariance"]["weights_sha256"] == nested.record["weights_sha256"]
+    assert nested.record["weights_sha256"] != alone.record["weights_sha256"]

@@ -232,3 +232,13 @@ def test_what_does_not_belong_together(tiny, gustav, moment):
     with pytest.raises(ValueError, match="would not be finite"):
         RankOneEdit(tiny, LAYER, key, replace(value, delta=value.delta * float("inf"))).apply()
     assert tiny(PROBE).isfinite().all()
+
+
+@pytest.mark.parametrize("part", ["key", "value", "covariance"])
+@pytest.mark.parametrize("fact", ["model", "architecture"])
+def test_parts_of_another_model_of_the_same_sizes_are_refused(tiny, gustav, moment, part, fact):
+    parts = {"key": gustav[0], "value": gustav[1], "covariance": moment}
+    RankOneEdit(tiny, LAYER, **parts)
+    parts[part] = replace(parts[part], record={**parts[part].record, fact: "another"})
+    with pytest.raises(ValueError, match=f"the {part} was taken from another model"):
+        RankOneEdit(tiny, LAYER, **parts)
