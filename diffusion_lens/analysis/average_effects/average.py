@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
-from diffusion_lens.analysis.average_effects.known import LoopSettings, default_rule, say_rule, warn_of_none
+from diffusion_lens.analysis.average_effects.known import LoopSettings, default_rule, say_rule, warned
 from diffusion_lens.analysis.average_effects.survey import Survey
 from diffusion_lens.analysis.average_effects.token_roles import pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
@@ -212,9 +212,7 @@ def average_indirect_effect(
         loop=loop,
         max_bytes=max_bytes,
     )
-    found = _average(survey.work(survey.tracer.on_canvas, CausalTrace.load, out, shard, progress), survey.run)
-    warn_of_none(survey.run, len(found.ids), len(found.unknown))
-    return found
+    return warned(_average(survey.work(survey.tracer.on_canvas, CausalTrace.load, out, shard, progress), survey.run))
 
 
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:
@@ -227,9 +225,7 @@ def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffec
         ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
     """
     run, effects = join(parts, _read)
-    found = AverageEffect.of(effects, run)
-    warn_of_none(run, len(found.ids), len(found.unknown))
-    return found
+    return warned(AverageEffect.of(effects, run))
 
 
 def _average(traces: Iterable[tuple[str, CausalTrace]], run: dict[str, Any]) -> AverageEffect:

@@ -26,7 +26,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.average import AverageEffect
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
-from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule, warn_of_none
+from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule, warned
 from diffusion_lens.analysis.average_effects.survey import Survey
 from diffusion_lens.analysis.average_effects.token_roles import STEP_ROLES, pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
@@ -164,9 +164,7 @@ class AverageTrajectoryEffect:
             ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
         """
         run, effects = join(parts, cls.load)
-        found = cls.of(effects, run)
-        warn_of_none(run, len(found.ids), len(found.unknown))
-        return found
+        return warned(cls.of(effects, run))
 
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """The AIE of one role: steps down, the one that reveals the answer at the bottom, layers across.
@@ -283,9 +281,7 @@ def average_trajectory_effect(
         max_bytes=max_bytes,
     )
     traces = survey.work(survey.tracer.on_trajectory, TrajectoryTrace.load, out, shard, progress)
-    found = _average(traces, survey.run)
-    warn_of_none(survey.run, len(found.ids), len(found.unknown))
-    return found
+    return warned(_average(traces, survey.run))
 
 
 def _average(traces: Iterable[tuple[str, TrajectoryTrace]], run: dict[str, Any]) -> AverageTrajectoryEffect:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -252,15 +252,33 @@ def say_rule(record: Mapping[str, Any], averaged: int, left_out: int) -> str:
     return chosen + (f" ({not_asked} set aside)" if not_asked else "")
 
 
-def warn_of_none(record: Mapping[str, Any], averaged: int, left_out: int) -> None:
-    """Warn where a whole run leaves out every fact; a shard alone may."""
-    if averaged or left_out < len(record["facts"]):
-        return
-    warnings.warn(
-        f"the average is over nothing: {say_rule(record, averaged, left_out)}. {_CURES[record['known']]}",
-        UserWarning,
-        stacklevel=3,
-    )
+@runtime_checkable
+class Averaged(Protocol):
+    """What `warned` asks of an average."""
+
+    @property
+    def record(self) -> dict[str, Any]: ...
+
+    @property
+    def ids(self) -> list[str]: ...
+
+    @property
+    def unknown(self) -> dict[str, float]: ...
+
+
+A = TypeVar("A", bound=Averaged)
+
+
+def warned(average: A) -> A:
+    """An average, with a warning where a whole run leaves out every fact; a shard alone may."""
+    record, averaged, left_out = average.record, len(average.ids), len(average.unknown)
+    if not averaged and left_out >= len(record["facts"]):
+        warnings.warn(
+            f"the average is over nothing: {say_rule(record, averaged, left_out)}. {_CURES[record['known']]}",
+            UserWarning,
+            stacklevel=3,
+        )
+    return average
 
 
 def _equally_long(ids: Collection[str], shape: Any, size: int) -> list[list[str]]:
