@@ -7,12 +7,15 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import MethodType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
@@ -355,6 +358,71 @@ def test_modules_are_part_of_what_a_model_is(tiny):
         assert describe_modules(again) == found[-1]
     assert all(one != other for one, other in itertools.combinations(found, 2))
     assert found[1]["blocks.0.hook_attn_out"].startswith("Buffered #")
+
+
+class Added(Scale):
+    def forward(self, activation, hook=None):
+        return activation + self.value
+
+
+def closed_in(value):
+    class Closed(nn.Module):
+        def forward(self, x):
+            return x * value
+
+    return Closed()
+
+
+def parametrized(*made, name="weight"):
+    def change(layer):
+        for each in made:
+            register_parametrization(layer, name, each, unsafe=True)
+
+    return change
+
+
+def bound_forward(factor):
+    def forward(self, x):
+        return nn.functional.linear(x * factor, self.weight, self.bias)
+
+    def change(layer):
+        layer.forward = MethodType(forward, layer)
+
+    return change
+
+
+# No two of these layers compute the same.
+PARAMETRIZED = {
+    "as it is": lambda layer: None,
+    "a factor": parametrized(Scale(0.5)),
+    "another factor": parametrized(Scale(2.0)),
+    "a summand": parametrized(Added(2.0)),
+    "a factor, then a summand": parametrized(Scale(0.5), Added(2.0)),
+    "a summand, then a factor": parametrized(Added(2.0), Scale(0.5)),
+    "a factor of the bias": parametrized(Scale(0.5), name="bias"),
+    "a closure": parametrized(closed_in(0.5)),
+    "another closure": parametrized(closed_in(2.0)),
+    "a buffer": parametrized(Buffered(0.5)),
+    "another buffer": parametrized(Buffered(2.0)),
+    "torch's function": parametrized(nn.Softplus(1.0)),
+    "torch's function with another constant": parametrized(nn.Softplus(2.0)),
+    "a bound forward": bound_forward(0.5),
+    "another bound forward": bound_forward(2.0),
+    "weight norm": partial(weight_norm, dim=0),
+    "weight norm of columns": partial(weight_norm, dim=1),
+}
+
+
+def test_what_is_computed_of_a_weight_is_part_of_what_a_model_is():
+    def described(change):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        change(model[1])
+        return str(describe_modules(model))
+
+    found = {name: described(change) for name, change in PARAMETRIZED.items()}
+    assert {name for name in found if described(PARAMETRIZED[name]) != found[name]} == set()
+    alike = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
+    assert alike == []
 
 
 @on_mdm
