@@ -27,6 +27,8 @@ LEAST_SHARE = 0.3
 MOST_OF_IT = 0.95
 # What a machine rounds, of a loss.
 ROUNDING = 1e-5
+# How near the right loss a change that gains little must come: what two machines round.
+EXACT = 3 * ROUNDING
 # Of the spread of logits. Without a foreign block a reference is nearer; leaving out a right one takes it farther away.
 NEARER = 0.02
 
@@ -108,7 +110,13 @@ class PageMeasure(Measure):
         if was - now < -max(noise, ROUNDING * was):
             return "worse"
         if self.right is not None and self._is_right(was) != self._is_right(now):
-            return "explains" if self._is_right(now) else "worse"
+            if not self._is_right(now):
+                return "worse"
+            # Out of many small changes some come near the right loss by chance. What gains little has to meet it.
+            little = was - now < min(noise, QUIET_SHARE * was)
+            return "same" if little and not self._meets(now) else "explains"
+        if self.right is not None and was < self.right[0]:
+            return "same"
         # A loss that was no number compares with nothing, and any number is better. Where the right one is known, what
         # gains little is no explanation anyway.
         least = self.share * was if self.right is None else 0.0
@@ -118,6 +126,9 @@ class PageMeasure(Measure):
             return "explains"
         # Rows of a vocabulary that were lost in a mistake do not come back when the others are put right.
         return "explains" if was - now > MOST_OF_IT * (was - self.right[1]) else "helps"
+
+    def _meets(self, loss: float) -> bool:
+        return self.right is not None and abs(2 * loss / sum(self.right) - 1) <= EXACT
 
     def _is_right(self, loss: float) -> bool:
         return self.right is not None and self.right[0] <= loss <= self.right[1]
