@@ -179,7 +179,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
             return
     yield "children", " ".join(module._modules)
     for name, held in attributes(module):
-        if name.removeprefix(".") not in _NOT_ITS_OWN and (held or name != "._buffers"):
+        if name.removeprefix(".") not in _NOT_ITS_OWN and (name != "._buffers" or held):
             yield name, held
     if not (type(module).__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
         yield "training", module.training

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.prune import l1_unstructured
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
@@ -391,6 +392,17 @@ def bound_forward(factor):
     return change
 
 
+def pruned(amount):
+    return lambda layer: l1_unstructured(layer, "weight", amount)  # what is left stands in a plain tensor
+
+
+def with_attribute(value):
+    def change(layer):
+        layer.by = torch.full((2,), value)
+
+    return change
+
+
 # No two of these layers compute the same.
 PARAMETRIZED = {
     "as it is": lambda layer: None,
@@ -408,6 +420,10 @@ PARAMETRIZED = {
     "torch's function with another constant": parametrized(nn.Softplus(2.0)),
     "a bound forward": bound_forward(0.5),
     "another bound forward": bound_forward(2.0),
+    "a tensor of its own": with_attribute(1.0),
+    "another tensor of its own": with_attribute(2.0),
+    "pruned": pruned(1),
+    "pruned further": pruned(2),
     "weight norm": partial(weight_norm, dim=0),
     "weight norm of columns": partial(weight_norm, dim=1),
 }
@@ -416,6 +432,7 @@ PARAMETRIZED = {
 def test_what_is_computed_of_a_weight_is_part_of_what_a_model_is():
     def described(change):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         change(model[1])
         return str(describe_modules(model))
 

@@ -104,7 +104,7 @@ class Guided(Predictor):
     def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
         canvas, clock = self.inner.canvas, self.inner.model.clock
         unprompted, other = state.tokens.masked_fill(canvas.given, canvas.blank), replace(state, branch="unconditional")
-        if self.inner.model.is_hooked_beside_points:
+        if self.inner.model.has_module_hooks:
             conditional = self.inner(state, places)
             try:
                 unconditional = self.inner.predict(other, unprompted, places, canvas.real)

@@ -115,22 +115,25 @@ def is_hooked(point: nn.Module) -> bool:
 def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator[nn.Module]:
     """The modules of a network at which anything listens: hook points, and others that carry a hook of torch.
 
-    Read off the network as it stands, at every step of the loop, so without `nn.Module.modules`, which is slower.
+    It is asked at every step of the loop, and `nn.Module.modules`, which also makes names, takes several times as long.
 
     Args:
         skip: a part that is left out.
     """
-    waiting = [("", within)]
+    seen, waiting = {id(skip), id(None)}, [within]
     while waiting:
-        name, module = waiting.pop()
-        if is_hooked(module) if name.startswith("hook_") else _listens(module):
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if _listens(module):
             yield module
-        waiting += [(name, part) for name, part in module._modules.items() if part is not None and part is not skip]
+        waiting.extend(module._modules.values())  # type: ignore[arg-type]  # None is among those seen
 
 
-def anything_listens(within: nn.Module) -> bool:
+def anything_listens(within: nn.Module, skip: nn.Module | None = None) -> bool:
     """Whether there are `hooked_modules`."""
-    return any(True for _ in hooked_modules(within))
+    return any(True for _ in hooked_modules(within, skip))
 
 
 def lend_clock(point: HookPoint, clock: StepClock) -> None:

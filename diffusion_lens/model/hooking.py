@@ -13,7 +13,7 @@ from transformer_lens.utilities.slice import Slice
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
-from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, is_hooked, lend_clock
+from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, is_hooked, lend_clock
 from diffusion_lens.step_state import StepClock
 
 
@@ -87,11 +87,11 @@ class Hooking(HookedRootModule, ABC):
 
         A hook of torch on a module, `model.blocks[0].mlp.register_forward_hook(...)`, listens as one at a hook point.
         """
-        return any(True for _ in hooked_modules(self, skip=self.loop_hooks))
+        return anything_listens(self, skip=self.loop_hooks)
 
     @property
-    def is_hooked_beside_points(self) -> bool:
-        """Whether a hook of torch listens at a module that is no hook point, and so shows it no branch of guidance."""
+    def has_module_hooks(self) -> bool:
+        """Whether a hook of torch is on a module that is no hook point."""
         return any(not isinstance(each, StepHookPoint) for each in hooked_modules(self, skip=self.loop_hooks))
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:

@@ -135,10 +135,11 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
             normalized = self.ln_final(resid)
             if return_type is None:
                 return None
-            if picked is not None and not anything_listens(self.unembed):
-                normalized, picked = picked.flat(normalized if early else picked.of(normalized)), None
-            logits: Tensor = self.unembed(normalized)
-            return logits if picked is None else picked.flat(picked.of(logits))
+            if picked is None or anything_listens(self.unembed):
+                every: Tensor = self.unembed(normalized)
+                return every if picked is None else picked.flat(picked.of(every))
+            logits: Tensor = self.unembed(picked.flat(normalized if early else picked.of(normalized)))
+            return logits
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result [batch pos head d_model] at `attn.hook_result` (large), as in TransformerLens."""

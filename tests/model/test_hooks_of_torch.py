@@ -168,16 +168,28 @@ def test_a_module_put_in_since_is_heard(own):
 def test_every_kind_counts_until_it_is_removed(own, attach):
     handle = getattr(own.blocks[2].mlp, attach)(lambda *given: None)
     assert own.is_hooked
-    assert own.is_hooked_beside_points
+    assert own.has_module_hooks
     handle.remove()
     assert not own.is_hooked
     with own.hooks(fwd_hooks=[("denoise.hook_logits", lambda activation, hook: None)]):
         assert not own.is_hooked
     with own.hooks(fwd_hooks=[("blocks.2.hook_mlp_out", lambda activation, hook: None)]):
         assert own.is_hooked
-        assert not own.is_hooked_beside_points
+        assert not own.has_module_hooks
 
 
-def test_a_module_at_a_hook_point_that_acts_by_itself_counts(own):
-    own.blocks[0].hook_mlp_out = nn.Identity()
+class Probe(nn.Module):
+    """Holds the model that it belongs to, a list with a gap, and a name that a hook point might have."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.register_module("later", None)
+        self.hook_here = nn.Linear(2, 2)
+
+
+def test_modules_of_the_users_in_the_model_are_no_hooks(own):
+    own.probe = Probe(own)
+    assert not own.is_hooked
+    own.probe.hook_here.register_forward_hook(lambda module, given, out: None)
     assert own.is_hooked
