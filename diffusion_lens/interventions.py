@@ -40,6 +40,7 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.identity import named as named
+from diffusion_lens.loop_only import in_loop_only
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.step_state import RunIdentity, StepState
 
@@ -165,8 +166,7 @@ def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
             )
         return held.setdefault(step.run, {}).setdefault((hook.name, step.branch), old)
 
-    frozen = _edit(first, places, heads)
-    return lambda activation, hook: None if hook.step is None else frozen(activation, hook)
+    return _called("freeze", in_loop_only(_edit(first, places, heads)))
 
 
 def _edit(new: Callable[[Tensor, Any], Tensor], places: Indices, heads: Indices) -> Hook:

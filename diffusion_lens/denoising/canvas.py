@@ -3,7 +3,6 @@
 On a masked diffusion model a blank place holds [MASK]; on a causal model it holds -1, "not reached yet".
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
@@ -16,6 +15,7 @@ from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.user_warnings import warn_user
 
 Prompt = str | Sequence[str] | Tensor
 
@@ -128,11 +128,9 @@ def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:
 def _warn_beyond_training(model: DiffusionTransformer, longest: int) -> None:
     trained = model.cfg.trained_length
     if trained is not None and longest > trained:
-        warnings.warn(
+        warn_user(
             f"the canvas has {longest} places, and {model.cfg.model_name!r} was trained on texts of {trained}: what it "
-            f"writes beyond them is likely to be wrong. length={trained} is what it knows",
-            UserWarning,
-            stacklevel=1,
+            f"writes beyond them is likely to be wrong. length={trained} is what it knows"
         )
 
 

@@ -1,36 +1,22 @@
 """Wrap a hook so that it acts only at some steps, at masked places, or in one branch of guidance.
 
 The wrapped function is still a plain `fn(activation, hook)`. Outside the denoising loop, where `hook.step` is `None`,
-it does nothing; `acts_by_step` tells such a hook.
+it does nothing; `acts_by_step` tells such a hook, and `interventions.freeze` is another one.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from diffusion_lens.hook_naming import hook_within, named_after
+from diffusion_lens.hook_naming import named_after
+from diffusion_lens.loop_only import acts_by_step as acts_by_step
+from diffusion_lens.loop_only import in_loop_only
 from diffusion_lens.settings import whole_numbers
 from diffusion_lens.step_state import StepState
 
 Hook = Callable[..., Any]
-
-
-_MARK = "acts_by_step"  # among a function's attributes, so that `functools.wraps` hands it on
-
-
-def acts_by_step(hook_fn: Any) -> bool:
-    """Whether a hook does nothing outside the loop, as one that `at_steps`, `on_branch` or `while_masked` made.
-
-    It is found under a name too, in a `functools.partial`, and in a function that `functools.wraps` it. A hook that
-    asks `hook.step` itself is not: nothing tells what it does where that is `None`.
-    """
-    if isinstance(hook_fn, functools.partial):
-        return any(map(acts_by_step, (hook_fn.func, *hook_fn.args, *hook_fn.keywords.values())))
-    within = hook_within(hook_fn)
-    return _MARK in getattr(hook_fn, "__dict__", ()) or (within is not None and acts_by_step(within))
 
 
 def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> Hook:
@@ -67,9 +53,7 @@ def while_masked(hook_fn: Hook) -> Hook:
     used at the masked places. On a causal model these are the places not reached yet, which nothing that is read sees.
     """
 
-    def wrapped(activation: Tensor, hook: Any) -> Tensor | None:
-        if hook.step is None:
-            return None
+    def wrapped(activation: Tensor, hook: Any) -> Tensor:
         if hook.name.endswith(("hook_attn_scores", "hook_pattern")):
             raise ValueError(f"{hook.name} is [batch head query key]: while_masked needs [batch pos ...]")
         masked = hook.step.masked
@@ -78,18 +62,11 @@ def while_masked(hook_fn: Hook) -> Hook:
         changed = handed if returned is None else returned
         return torch.where(masked.view(*masked.shape, *[1] * (activation.dim() - 2)), changed, activation)
 
-    return _marked(named_after(wrapped, hook_fn, "while masked"))
+    return named_after(in_loop_only(wrapped), hook_fn, "while masked")
 
 
 def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
     def wrapped(activation: Tensor, hook: Any) -> Any:
-        if hook.step is None or not acts(hook.step):
-            return None
-        return hook_fn(activation, hook)
+        return hook_fn(activation, hook) if acts(hook.step) else None
 
-    return _marked(named_after(wrapped, hook_fn, when))
-
-
-def _marked(hook_fn: Hook) -> Hook:
-    vars(hook_fn)[_MARK] = True
-    return hook_fn
+    return named_after(in_loop_only(wrapped), hook_fn, when)

@@ -27,7 +27,7 @@ from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.identity import name_of
-from diffusion_lens.interventions import named, zero_ablate
+from diffusion_lens.interventions import freeze, named, zero_ablate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places:UserWarning")
 over_nothing = pytest.mark.filterwarnings("ignore:the average is over nothing:UserWarning")
@@ -318,6 +318,8 @@ STEP_AWARE = {
     "while_masked": while_masked(zero_ablate()),
     "named": named(at_steps(zero_ablate(), 0), "early"),
     "partial": partial(on_branch(zero_ablate(), "conditional")),
+    "freeze": freeze(),
+    "early freeze": named(freeze(), "held"),
 }
 POINT = "blocks.0.hook_attn_out"
 
@@ -330,7 +332,7 @@ def test_a_hook_of_some_steps_does_not_decide_what_is_traced_without_it(tiny, ho
     try:
         with pytest.raises(ValueError, match=f"{re.escape(name_of(hook))} at '{POINT}'") as refused:
             average_indirect_effect(tiny, FACTS, **QUICK)
-        for cure in ("average_trajectory_effect", "a hook that acts at every step", "known="):
+        for cure in ("average_trajectory_effect", "attach a hook that acts outside the loop too", "known="):
             assert cure in str(refused.value)
     finally:
         tiny.reset_hooks()
@@ -353,6 +355,22 @@ def test_a_hook_that_acts_everywhere_or_decides_nothing_is_welcome(tiny):
     with tiny.hooks(fwd_hooks=[at_step]):
         found = average_trajectory_effect(tiny, facts[:1], loop=loop, noise=0.1, **QUICK)
     assert [*found.ids, *found.unknown] == [facts[0].id]
+
+
+@over_nothing
+@pytest.mark.parametrize("cfg_scale", [0.0, 0.8])
+def test_one_canvas_is_asked_with_the_hooks_under_which_the_steps_are_traced(tiny, cfg_scale):
+    settings = dict(QUICK, known="one_canvas", loop=LoopSettings(steps=4, cfg_scale=cfg_scale), noise=0.1)
+    plain = average_trajectory_effect(tiny, MIXED, **settings)
+    everywhere = [(f"blocks.{block}.hook_attn_out", zero_ablate()) for block in range(tiny.cfg.n_layers)]
+    in_the_loop = [(point, on_branch(hook, "conditional")) for point, hook in everywhere]
+    with tiny.hooks(fwd_hooks=everywhere):
+        ablated = average_trajectory_effect(tiny, MIXED, **settings)
+    with tiny.hooks(fwd_hooks=in_the_loop):
+        by_step = average_trajectory_effect(tiny, MIXED, **settings)
+    assert by_step.ids == ablated.ids != plain.ids
+    with tiny.hooks(fwd_hooks=[(POINT, while_masked(scale_by_1))]):
+        assert average_trajectory_effect(tiny, MIXED, **settings).ids == plain.ids
 
 
 @over_nothing

@@ -130,7 +130,14 @@ def test_hooks_that_need_the_step_are_told_from_others():
     def scaled(activation, hook, by, inner=None):
         return by * activation if inner is None else inner(activation, hook)
 
-    made = [at_steps(zero_ablate(), 0), on_branch(zero_ablate(), "conditional"), while_masked(zero_ablate())]
+    made = [
+        at_steps(zero_ablate(), 0),
+        on_branch(zero_ablate(), "conditional"),
+        while_masked(zero_ablate()),
+        freeze(),
+        freeze(0, heads=[0]),
+        at_steps(freeze(), 0),
+    ]
 
     def around(hook_fn):
         return wraps(hook_fn)(lambda activation, hook: hook_fn(activation, hook))
@@ -140,7 +147,7 @@ def test_hooks_that_need_the_step_are_told_from_others():
         for needs in (hook, named(hook, "a name"), at_steps(named(hook, "a"), 1), partial(hook), around(hook), held):
             assert acts_by_step(needs)
             assert acts_by_step(named(partial(needs), "a name"))
-    plain = [zero_ablate(), steer(torch.ones(3)), freeze(), partial(scaled, by=2), torch.nn.Identity(), around(scaled)]
+    plain = [zero_ablate(), steer(torch.ones(3)), partial(scaled, by=2), torch.nn.Identity(), around(scaled)]
     for hook in plain:
         assert not acts_by_step(hook)
         assert not acts_by_step(named(hook, "a name"))

@@ -251,7 +251,8 @@ def average_trajectory_effect(
         canvas: "forced" or "free", what the corrupted runs see, as in `trace_trajectory`.
         roles: the roles to trace, "answer_revealed" among them; by default all.
         known: as in `average_indirect_effect`; by default the facts whose answer the traced run itself writes. Of
-            others p(answer) is 0 once a wrong token stands in a place of the answer.
+            others p(answer) is 0 once a wrong token stands in a place of the answer. "one_canvas" asks the canvas of
+            the run's first step, and hooks are told that step, as in the traces.
         loop: how the runs that are traced write; by default with the settings of `denoise`.
         out: a folder for a file a fact, `TrajectoryTrace.load` reads it.
 

@@ -12,7 +12,6 @@ at all places at once, and the other way round. On a causal model that writes th
 canvas holds the answer's earlier tokens already.
 """
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,6 +33,7 @@ from diffusion_lens.hook_names import loop_hook, nearest
 from diffusion_lens.identity import name_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, plain_number, whole_number
+from diffusion_lens.user_warnings import warn_user
 
 RULES = ("recalled", "one_canvas", "all")
 _CURES = {
@@ -98,17 +98,16 @@ class LoopSettings:
         prepare(model, given[None], length=length, **self.on(model))
 
 
-def require_hooks_outside_the_loop(model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` where a hook of the network acts by step, and so in the loop but not on a canvas alone."""
+def refuse_step_hooks(model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` where a hook of the network acts in the loop only, and so not on a canvas outside it."""
     for name, point in model.hook_dict.items():
         for handle in () if name.startswith(loop_hook("")) else point.fwd_hooks:
             if acts_by_step(handle.user_hook):
                 raise ValueError(
-                    f"known='recalled' asks the loop, in which the hook {name_of(handle.user_hook)} at {name!r} acts, "
-                    "and the traces are of one canvas outside the loop, where such a hook does nothing: facts would be "
-                    "chosen by one network and traced in another. Trace the steps of the loop, each of which the hook "
-                    "is told (average_trajectory_effect), give the model a hook that acts at every step, or say which "
-                    "facts to average without it (known= with their ids, 'all' or 'one_canvas')"
+                    f"known='recalled' chooses facts by the loop, in which the hook {name_of(handle.user_hook)} at "
+                    f"{name!r} acts, and their traces run outside it, where it does nothing. Trace the loop's steps "
+                    "(average_trajectory_effect), attach a hook that acts outside the loop too, or choose facts "
+                    "without the loop (known= with their ids, 'all' or 'one_canvas')"
                 )
 
 
@@ -273,11 +272,7 @@ def warned(average: A) -> A:
     """An average, with a warning where a whole run leaves out every fact; a shard alone may."""
     record, averaged, left_out = average.record, len(average.ids), len(average.unknown)
     if not averaged and left_out >= len(record["facts"]):
-        warnings.warn(
-            f"the average is over nothing: {say_rule(record, averaged, left_out)}. {_CURES[record['known']]}",
-            UserWarning,
-            stacklevel=3,
-        )
+        warn_user(f"the average is over nothing: {say_rule(record, averaged, left_out)}. {_CURES[record['known']]}")
     return average
 
 

@@ -10,7 +10,7 @@ from diffusion_lens.analysis.average_effects.known import (
     Known,
     LoopRuns,
     LoopSettings,
-    require_hooks_outside_the_loop,
+    refuse_step_hooks,
 )
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
@@ -83,7 +83,7 @@ class Survey:
         if canvas is None:
             rule.check_loop(loop)
             if rule.rule == "recalled":
-                require_hooks_outside_the_loop(model)
+                refuse_step_hooks(model)
         loop = (loop or LoopSettings()) if canvas is not None or rule.rule == "recalled" else None
         queries, set_aside = sort_out(named, lambda fact: layout.query(model, fact, loop.check if loop else None))
         if noise is None and "noise" in corrupt.describe():

@@ -1,0 +1,34 @@
+"""Hooks that act in the denoising loop only: outside it, where `hook.step` is `None`, they do nothing."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from diffusion_lens.hook_naming import hook_within
+
+Hook = Callable[..., Any]
+
+_MARK = "acts_by_step"  # among a function's attributes, so that `functools.wraps` hands it on
+
+
+def in_loop_only(hook_fn: Hook) -> Hook:
+    """The same hook, which does nothing outside the loop; `acts_by_step` tells it."""
+
+    def in_loop(activation: Any, hook: Any) -> Any:
+        return None if hook.step is None else hook_fn(activation, hook)
+
+    vars(in_loop)[_MARK] = True
+    return in_loop
+
+
+def acts_by_step(hook_fn: Any) -> bool:
+    """Whether a hook acts in the loop only, as those of `at_steps`, `on_branch`, `while_masked` and `freeze` do.
+
+    It is found under a name too, in a `functools.partial`, and in a function that `functools.wraps` it. A hook that
+    asks `hook.step` itself is not: nothing tells what it does where that is `None`. Nor is a `swap` with a cache by
+    step, which raises outside the loop.
+    """
+    if isinstance(hook_fn, functools.partial):
+        return any(map(acts_by_step, (hook_fn.func, *hook_fn.args, *hook_fn.keywords.values())))
+    within = hook_within(hook_fn)
+    return _MARK in getattr(hook_fn, "__dict__", ()) or (within is not None and acts_by_step(within))
