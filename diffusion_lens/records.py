@@ -25,7 +25,7 @@ from weight_conversion import from_json, read_json, restore_numbers, to_json, wr
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
-NETWORK = ("weights_sha256", "hooks", "modules", "tokenizer_sha256")
+NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 
 _START_ANEW = "Delete the folder's files and start the run anew, or name another folder"
 _TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()

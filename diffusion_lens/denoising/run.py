@@ -222,10 +222,16 @@ def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -
             f"the trajectory was made by {record['model']!r} and cannot be taken up by {model.cfg.model_name!r}: its "
             "tokens and steps mean nothing there. Load that model, or denoise the prompt anew"
         )
-    if record["architecture"] != model.cfg.architecture.to_dict():
+    require_same_architecture(record, model)
+
+
+def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` unless a run was made by this model or by another checkpoint of its architecture."""
+    recorded, current = record["architecture"], model.cfg.architecture.to_dict()
+    if {**recorded, "name": None} != {**current, "name": None}:
         raise ValueError(
-            f"the trajectory was made by another {record['model']!r}, of another architecture: its tokens and steps "
-            "mean nothing here. Load the model it was made by, or denoise the prompt anew"
+            f"the trajectory was made by {record['model']!r}, of another architecture than {model.cfg.model_name!r} "
+            "here, where its tokens and steps mean nothing. Load the model it was made by, or denoise the prompt anew"
         )
 
 

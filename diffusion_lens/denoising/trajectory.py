@@ -12,7 +12,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.denoising.html import canvas_table
 from diffusion_lens.denoising.run import Run, begin_again, execute
-from diffusion_lens.denoising.same_network import writer_of
+from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -156,7 +156,8 @@ class Trajectory:
         """The same steps again, under intervention; the network may also have been edited since.
 
         The record holds the weights, hooks and modules of the network as it is now, and under "trajectory" those of the
-        network that wrote this trajectory's canvases.
+        network that wrote this trajectory's canvases. A free replay from the middle (`from_step`) keeps what was
+        written before; under another network its canvases are then those of two.
 
         Args:
             canvas: "forced" runs the network on the recorded canvases: the tokens stay, their confidence changes.
@@ -184,8 +185,12 @@ class Trajectory:
         )
         with run_of(model, fwd_hooks):
             record = execute(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
-            wrote = {"replay": canvas, "trajectory": writer_of(self.record)}
-            return Trajectory.of(run, {**self.record, **run.settings(), **record, **wrote})
+            of_replay = {
+                "replay": canvas,
+                "replayed_from": self.first_step,
+                "trajectory": canvas_provenance(self.record),
+            }
+            return Trajectory.of(run, {**self.record, **run.settings(), **record, **of_replay})
 
     def diff(self, other: "Trajectory") -> "TrajectoryDiff":
         """Where two runs of the same prompt part."""

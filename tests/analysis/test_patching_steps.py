@@ -216,7 +216,8 @@ def test_a_run_that_cannot_be_asked(tiny, asked):
         run,
         answer_probability(tiny, replace(asked[1], answer_positions=(3, 4), answer_tokens=(7, 8), tokens=earlier)),
     )
-    refused("made by 'another'", replace(run, record={**run.record, "model": "another"}))
+    other = replace(run, record={**run.record, "architecture": {**run.record["architecture"], "d_model": 7}})
+    refused("of another architecture", other)
     refused(r"steps=\[0, 0\] names one twice", run, steps=(0, 0))
     short = tiny.denoise(asked[1].tokens[None, : asked[1].answer_positions[0]], max_new_tokens=2)
     refused("the answer positions .* are outside the 6 places", short)

@@ -22,7 +22,9 @@ guided_or_not = pytest.mark.parametrize(
     ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
 )
 
-on_another_networks_canvases = pytest.mark.filterwarnings("ignore:the .* was written by another network:UserWarning")
+on_another_networks_canvases = pytest.mark.filterwarnings(
+    "ignore:the .* (was|were) written by another network:UserWarning"
+)
 
 
 def looking(hook=lambda activation, hook: None):

@@ -258,8 +258,8 @@ def test_bad_settings(tiny, query, run, noise):
     padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), query.tokens[None, : query.answer_positions[0]]], dim=1)
     real = torch.arange(padded.shape[1])[None] >= 2
     refused("with padding", trajectory=tiny.denoise(padded, max_new_tokens=5, attention_mask=real))
-    record = {**run.record, "model": "another"}
-    refused("made by 'another'", trajectory=replace(run, record=record))
+    other = replace(run, record={**run.record, "architecture": {**run.record["architecture"], "d_model": 7}})
+    refused("of another architecture", trajectory=other)
     with pytest.raises(ValueError, match="has no answer"):
         trace_trajectory(tiny, Query(query.tokens, query.subject, (), ()), **noise)
     with pytest.raises(KeyError, match="step 77 was not traced"):

@@ -11,6 +11,7 @@ import torch
 from diffusion_lens.analysis import (
     LoopSettings,
     TrajectoryTrace,
+    answer_probability,
     average_trajectory_effect,
     patch_grid,
     temporal_effect,
@@ -19,7 +20,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.identity import OWN_MODULES, describe_hooks, describe_modules, weights_sha256
-from diffusion_lens.interventions import named, zero_ablate
+from diffusion_lens.interventions import named, swap, zero_ablate
 from diffusion_lens.records import tokenizer_sha256
 
 FACTS = toy_facts.load().facts("both", "p2d")
@@ -50,6 +51,8 @@ def asked(model, run, fact=FACTS[0]):
 def network(model):
     """What records hold of a network, as it is now."""
     return {
+        "model": model.cfg.model_name,
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "weights_sha256": weights_sha256(model),
         "hooks": describe_hooks(model),
         "modules": describe_modules(model),
@@ -58,7 +61,8 @@ def network(model):
 
 
 def held(record):
-    return {name: record[name] for name in ("weights_sha256", "hooks", "modules", "tokenizer_sha256")}
+    names = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
+    return {name: record[name] for name in names}
 
 
 def hook_now(model):
@@ -134,15 +138,22 @@ def test_a_trace_on_another_networks_canvases_says_so_and_records_both(tiny, cha
 @every_change
 def test_a_grid_on_another_networks_canvases_says_so_and_records_both(tiny, change):
     model = copy.deepcopy(tiny)
-    old, wrote = denoise(model), network(model)
+    old, also_old, wrote = denoise(model), denoise(model, FACTS[1]), network(model)
     difference = change(model)
     new = denoise(model, FACTS[1])
-    for runs, sides in (((old, new), ["clean"]), ((new, old), ["corrupted"]), ((old, old), ["clean", "corrupted"])):
+    both = "the clean trajectory and the corrupted trajectory were"
+    for runs, sides, said in (
+        ((old, new), ["clean"], "the clean trajectory was"),
+        ((new, old), ["corrupted"], "the corrupted trajectory was"),
+        ((old, old), ["clean", "corrupted"], both),
+        ((old, also_old), ["clean", "corrupted"], both),
+    ):
         with pytest.warns(UserWarning, match=difference) as warned:
             grid = patch_grid(
                 model, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0, 2], layers=[0], positions=[1]
             )
-        assert [str(each.message).split()[1] for each in warned] == sides
+        assert len(warned) == 1
+        assert str(warned[0].message).startswith(f"{said} written by another network")
         wrote_side = grid.record["trajectory"]
         assert wrote_side == {side: wrote if side in sides else network(model) for side in ("clean", "corrupted")}
         assert held(grid.record) == network(model)
@@ -165,14 +176,67 @@ def test_a_grid_without_steps_stands_on_no_trajectory(tiny):
     assert grid.record["trajectory"] is None
 
 
+def sibling(model, name="sibling"):
+    """Another checkpoint of the same architecture and tokenizer, as the fine-tuned one of a base model is."""
+    other = copy.deepcopy(model)
+    other.cfg.model_name = name
+    edit_weights(other)
+    return other
+
+
+def test_a_grid_patches_siblings_into_each_other_on_one_set_of_canvases(tiny):
+    other, runs = sibling(tiny), (denoise(tiny), denoise(tiny, FACTS[1]))
+    query = asked(tiny, runs[1], FACTS[1])
+    settings = dict(sites="mlp_out", steps=[0], layers=[0], positions=[1])
+    for source, model in ((other, tiny), (tiny, other)):
+        for metric in (lambda logits: logits[0, -1, 3], answer_probability(model, query)):
+            with pytest.warns(UserWarning, match=r"model: 'tiny-\w+' there, 'sibling' here; weights_sha256") as warned:
+                grid = patch_grid(model, *runs, metric, source_model=source, **settings)
+            assert [str(each.message).split()[1] for each in warned] == ["clean" if source is other else "corrupted"]
+            assert grid.record["trajectory"] == {"clean": network(tiny), "corrupted": network(tiny)}
+    canvases = [run.canvases[0].clamp(min=0) for run in runs]
+    with torch.no_grad():
+        patch = other.run_with_cache(canvases[0], names_filter="blocks.0.hook_mlp_out")[1]["blocks.0.hook_mlp_out"]
+        put = ("blocks.0.hook_mlp_out", swap({"blocks.0.hook_mlp_out": patch}, 1))
+        if tiny.cfg.mask_token_id is not None:
+            expected = tiny.run_with_hooks(canvases[1], fwd_hooks=[put])[0, -1, 3]
+            with pytest.warns(UserWarning, match="sibling"):
+                grid = patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], source_model=other, **settings)
+            assert grid.scores.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(tiny):
+    other, run = sibling(tiny), denoise(tiny)
+    query = asked(tiny, run)
+    with pytest.warns(UserWarning, match="model: 'tiny-.*' there, 'sibling' here"):
+        trace_trajectory(other, query, trajectory=run, **QUIET)
+    for analysis in (temporal_effect, lambda *args, **more: trace_trajectory(*args, canvas="free", **more)):
+        with pytest.raises(ValueError, match=r"model: 'tiny-.*' there, 'sibling' here"):
+            analysis(other, query, trajectory=run, **QUIET)
+
+
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 @pytest.mark.parametrize("side", ["clean", "corrupted"])
-def test_a_grid_refuses_canvases_that_mean_something_else(tiny, side):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: {"architecture": {**record["architecture"], "n_layers": 7}}, "of another architecture"),
+        (lambda record: {"tokenizer_sha256": "0" * 64}, "another tokenizer.*other words"),
+    ],
+)
+def test_a_grid_refuses_canvases_that_mean_something_else(tiny, side, change, message):
     run = denoise(tiny)
-    other = replace(run, record={**run.record, "model": "another"})
+    other = replace(run, record={**run.record, **change(run.record)})
     runs = (other, run) if side == "clean" else (run, other)
-    with pytest.raises(ValueError, match="made by 'another'"):
+    with pytest.raises(ValueError, match=message):
         patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_grid_takes_canvases_of_which_no_tokenizer_is_told(tiny):
+    run = denoise(tiny)
+    other = replace(run, record={**run.record, "tokenizer_sha256": None})
+    patch_grid(tiny, other, run, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
 
 
 def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(tiny):
@@ -188,19 +252,73 @@ def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(tiny):
         assert again.record["trajectory"] == wrote
 
 
-@pytest.mark.parametrize("first_step", [0, 2])
-def test_a_forced_replay_keeps_its_writer_and_a_free_one_writes(tiny, first_step):
-    run = denoise(tiny).from_step(first_step)
-    forced, free = (run.replay(tiny, canvas=canvas, fwd_hooks=HOOKS) for canvas in ("forced", "free"))
-    query = asked(tiny, free)
+def test_a_forced_replay_keeps_its_provenance(tiny):
+    forced = denoise(tiny).from_step(2).replay(tiny, canvas="forced", fwd_hooks=HOOKS)
     effect = temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
     assert effect.record["trajectory"] == network(tiny)
+    with tiny.hooks(fwd_hooks=HOOKS), pytest.raises(ValueError, match=POINT):
+        temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
+
+
+def test_a_free_replay_from_the_start_is_of_the_new_network_alone(tiny):
+    free = denoise(tiny).replay(tiny, canvas="free", fwd_hooks=HOOKS)
+    for held_from in (0, 2):  # what the branch holds was written by the replay, from wherever it is branched off
+        branch = free.from_step(held_from)
+        with tiny.hooks(fwd_hooks=HOOKS):
+            effect = temporal_effect(tiny, asked(tiny, branch), trajectory=branch, **ONCE)
+            assert effect.record["trajectory"] == network(tiny)
+        assert effect.clean == effect.corrupted == 1
+
+
+def test_a_free_replay_from_the_middle_is_of_two_networks(tiny, tmp_path):
+    plain = network(tiny)
+    run = denoise(tiny).from_step(2)
+    same = run.replay(tiny, canvas="free")
+    assert trace_trajectory(tiny, asked(tiny, same), trajectory=same, **QUIET).record["trajectory"] == plain
+    free = run.replay(tiny, canvas="free", fwd_hooks=HOOKS)
+    free = Trajectory.load(free.save(tmp_path / "free.safetensors"))
+    query = asked(tiny, free)
+    with pytest.raises(ValueError, match="was written by another network"):
+        temporal_effect(tiny, query, trajectory=free, **ONCE)
+    with pytest.warns(UserWarning, match=rf"than '\S+' is now: hooks: {POINT} \[.*there, none here; model|none here\."):
+        trace_trajectory(tiny, query, trajectory=free, **QUIET)
     with tiny.hooks(fwd_hooks=HOOKS):
-        with pytest.raises(ValueError, match=POINT):
-            temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
-        effect = temporal_effect(tiny, query, trajectory=free, **ONCE)
-        assert effect.record["trajectory"] == network(tiny)
-    assert effect.clean == effect.corrupted == 1
+        both = {**network(tiny), "earlier": {**plain, "before_step": 2}}
+        again = free.from_step(3).replay(tiny, canvas="forced")
+        for each in (free, free.from_step(3), again):
+            with pytest.warns(UserWarning, match=f"before step 2, hooks: {POINT} none there") as warned:
+                trace = trace_trajectory(tiny, query, trajectory=each, **{**QUIET, "steps": [3]})
+            assert len(warned) == 1
+            assert trace.record["trajectory"] == both
+        # New runs begin with the same canvas, so what another network wrote on it is no effect.
+        with pytest.warns(UserWarning, match="before step 2"):
+            effect = temporal_effect(tiny, query, trajectory=free, **ONCE)
+        assert effect.clean == effect.corrupted == 1
+        assert effect.record["trajectory"] == both
+
+
+def test_another_dtype_is_named_before_the_hash_of_its_weights(tiny):
+    run = denoise(tiny)
+    model = copy.deepcopy(tiny).to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="now: dtype: 'float32' there, 'bfloat16' here; weights_sha256"):
+        trace_trajectory(model, asked(tiny, run), trajectory=run, **QUIET)
+
+
+def test_a_warning_names_the_line_that_called(tiny):
+    run = denoise(tiny)
+    query = asked(tiny, run)
+    settings = dict(metric=lambda logits: logits[0, -1, 3], sites="mlp_out", steps=[0], layers=[0], positions=[1])
+    with tiny.hooks(fwd_hooks=HOOKS):
+        for analysis in (
+            lambda: trace_trajectory(tiny, query, trajectory=run, **QUIET),
+            lambda: patch_grid(tiny, run, run, **settings),
+            lambda: tiny.denoise(FACTS[0].prompt, **({"length": 20} if tiny.cfg.trained_length else {})),
+        ):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                analysis()
+            assert {each.filename for each in warned} <= {__file__}
+        assert len(warned) == (tiny.cfg.trained_length is not None)
 
 
 def test_a_saved_run_is_held_against_what_its_record_has(tiny, tmp_path):
@@ -232,7 +350,8 @@ def test_a_hook_that_collects_is_the_same_one_under_a_name(tiny):
             if same:
                 temporal_effect(tiny, query, trajectory=run, **ONCE)
                 continue
-            with pytest.raises(ValueError, match=r"interventions\.named"):
+            cure = r"\. The hooks at .* differ by their digests only, .* name it .*: interventions\.named\(hook, "
+            with pytest.raises(ValueError, match=cure):
                 temporal_effect(tiny, query, trajectory=run, **ONCE)
 
 

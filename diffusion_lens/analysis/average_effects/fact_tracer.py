@@ -17,7 +17,7 @@ from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, trace_trajectory
 from diffusion_lens.analysis.fact_folder import fact_seed
-from diffusion_lens.denoising.same_network import writer_of
+from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
@@ -72,7 +72,7 @@ class FactTracer:
         assert self.canvas is not None
         query = self.queries[fact_id]
         run = TracedRun.of(self.model, query, self.runs[fact_id])
-        known = self.known.rule == "one_canvas" and self._clean_run(query).known
+        known = self.known.rule == "one_canvas" and self._knows(run)
         if min(run.revealed_at) >= 0 and self._averaged(fact_id, known):
             trace = trace_trajectory(
                 self.model,
@@ -143,6 +143,14 @@ class FactTracer:
         )
 
     @torch.no_grad()
+    def _knows(self, run: TracedRun) -> bool:
+        """Whether the answer is the likeliest on a run's first canvas; hooks are told its step, as in the traces."""
+        step, answer = run.trajectory.first_step, Answer.of(self.model, run.query)
+        shown = run.canvas(step)[None]
+        with self.model.clock.at(run.state(step, shown)):
+            return answer.is_likeliest(self.model, self.model(run.seen(shown), logits_at=answer.rows))
+
+    @torch.no_grad()
     def _first_canvas(self, run: TracedRun) -> TrajectoryTrace:
         """A trace of the run's first step without rows."""
         step = run.trajectory.first_step
@@ -168,7 +176,7 @@ class FactTracer:
                 **run.trajectory.record,
                 **self._record(run.query),
                 "canvas": self.canvas,
-                "trajectory": writer_of(run.trajectory.record),
+                "trajectory": canvas_provenance(run.trajectory.record),
             },
         )
 

@@ -12,7 +12,7 @@ from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.layout import as_query
 from diffusion_lens.denoising.loop import denoise
-from diffusion_lens.denoising.run import require_same_model
+from diffusion_lens.denoising.run import require_same_architecture
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -43,14 +43,14 @@ class TracedRun:
         A fact is laid out as many places long as the trajectory that is given, or as in `average_indirect_effect`.
 
         Raises:
-            ValueError: no answer, or a trajectory of another model or prompt, of several rows, or padded.
+            ValueError: no answer, or a trajectory of another architecture or prompt, of several rows, or padded.
         """
         query = as_query(model, asked, None if trajectory is None else trajectory.tokens.shape[1])
         Answer.of(model, query)
         given, length = loop_prompt(model, query)
         if trajectory is None:
             trajectory = denoise(model, given[None], length=length)
-        require_same_model(trajectory.record, model)
+        require_same_architecture(trajectory.record, model)
         n_rows, n_pos = trajectory.tokens.shape
         if n_rows != 1 or not bool(trajectory.real.all()):
             raise ValueError(

@@ -22,7 +22,7 @@ from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
-from diffusion_lens.denoising.same_network import require_same_network, writer_of
+from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -111,7 +111,12 @@ def temporal_effect(
     The other arguments are those of `causal_trace`.
 
     Raises:
-        ValueError: as in `trace_trajectory`, or a trajectory made under other hooks, weights or modules.
+        ValueError: as in `trace_trajectory`, or a trajectory made by another checkpoint or under other hooks, weights
+            or modules.
+
+    Warns:
+        UserWarning: a trajectory that begins on a canvas which another network wrote (a free replay from the middle).
+            The corrupted runs begin on it too, so the scores are of this network alone.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
     require_same_network(run.trajectory.record, model, "temporal_effect")
@@ -156,7 +161,7 @@ def temporal_effect(
             **corrupt.describe(),
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
-            "trajectory": writer_of(run.trajectory.record),
+            "trajectory": canvas_provenance(run.trajectory.record),
         },
     )
 

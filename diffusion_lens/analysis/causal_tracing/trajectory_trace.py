@@ -31,7 +31,7 @@ from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.denoising.same_network import require_same_network, warn_of_another_network, writer_of
+from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
@@ -180,12 +180,13 @@ def trace_trajectory(
     The other arguments are those of `causal_trace`.
 
     Raises:
-        ValueError: a setting out of range, a trajectory of another prompt, a step at which no answer token is open.
-            With canvas="free", a trajectory made under other hooks, weights or modules: the free runs are those of the
-            model as it is now, which may write something else without any corruption.
+        ValueError: a setting out of range, a trajectory of another prompt or architecture, a step at which no answer
+            token is open. With canvas="free", a trajectory made by another checkpoint or under other hooks, weights or
+            modules: the free runs are those of the model as it is now, which may write something else without any
+            corruption.
 
     Warns:
-        UserWarning: forced canvases that were made under other hooks, weights or modules.
+        UserWarning: canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
     """
     run = TracedRun.of(model, fact_or_query, trajectory)
     restoration = Restoration.of(kind, window, severed)
@@ -194,7 +195,7 @@ def trace_trajectory(
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
-        warn_of_another_network(run.trajectory.record, model, "trajectory")
+        warn_of_another_network({"trajectory": (run.trajectory.record, model)})
     chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
     places = pick_indices("positions", positions, run.n_pos)
     blocks = pick_indices("layers", layers, model.cfg.n_layers)
@@ -253,7 +254,7 @@ def trace_trajectory(
             "canvas": canvas,
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
-            "trajectory": writer_of(run.trajectory.record),
+            "trajectory": canvas_provenance(run.trajectory.record),
         },
     )
 

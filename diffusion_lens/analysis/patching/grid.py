@@ -25,8 +25,7 @@ from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, 
 from diffusion_lens.analysis.patching.result import PatchGrid
 from diffusion_lens.analysis.patching.runs import Pair, Side, stream_entering, sweep_exactly
 from diffusion_lens.analysis.patching.sites import Group, Positions, Sweep, resolve_groups, resolve_sites
-from diffusion_lens.denoising.run import require_same_model
-from diffusion_lens.denoising.same_network import warn_of_another_network, writer_of
+from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
@@ -93,8 +92,9 @@ def patch_grid(
         max_bytes: memory to use beside the weights. The one backward pass of "attribution" is not counted.
         progress: show a bar.
 
-    The canvases of `steps` may be another network's, such as a plain run's for a model under a hook: both sides are
-    read by their models as they are now, and the record's "trajectory" holds by what each was written.
+    The canvases of `steps` may be another network's, such as a plain run's for a model under a hook, or another
+    checkpoint's of the same architecture and tokenizer: both sides are read by their models as they are now, and the
+    record's "trajectory" holds the network that wrote each.
 
     Returns:
         A `PatchGrid`; for a list of sites, a dictionary with one for each.
@@ -102,10 +102,10 @@ def patch_grid(
     Raises:
         ValueError: an unknown site or method, runs of different lengths without pairs, states that do not fit, a place,
             layer, head or step that is not there or named twice, a metric that returns no scalar, a budget too small
-            for one cell, a trajectory of another model than the one that reads it.
+            for one cell, a trajectory of another architecture or tokenizer than those of the model that reads it.
 
     Warns:
-        UserWarning: a trajectory that was made under other hooks, weights or modules than its model has now.
+        UserWarning: a trajectory that was made by another checkpoint, or under other hooks, weights, modules or dtype.
     """
     source = model if source_model is None else source_model
     reading, chosen = Reading.of(metric, logits_at), resolve_sites(sites)
@@ -114,7 +114,7 @@ def patch_grid(
     check = at_least(0, "check", check)
     blocks = _pick_layers(layers, source, model)
     of_steps = None if steps is None else whole_numbers("steps", steps)
-    wrote = _writers(source, clean, model, corrupted)
+    provenances = _canvas_provenances(source, clean, model, corrupted)
     sides = _sides(source, clean, model, corrupted, of_steps, reading)
     groups = resolve_groups(positions, *(max(side.n_held for side in run) for run in zip(*sides, strict=True)))
     heads = None if heads is None else list(heads)
@@ -143,7 +143,7 @@ def patch_grid(
         "cfg_scale": corrupted.record["cfg_scale"] if isinstance(corrupted, Trajectory) else 0.0,
         "clean_tokens": [side.tokens.tolist() for side, _ in sides],
         "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
-        "trajectory": wrote,
+        "trajectory": provenances,
         "source": None if source is model else provenance(source, source.cfg),
         **provenance(model, model.cfg),
     }
@@ -170,16 +170,18 @@ def patch_grid(
     return grids[sites] if isinstance(sites, str) else grids
 
 
-def _writers(
+def _canvas_provenances(
     source: DiffusionTransformer, clean: Patchable, model: DiffusionTransformer, corrupted: Patchable
 ) -> dict[str, Any] | None:
-    """For the record, the networks that wrote two trajectories; `None` where nothing stands on trajectories."""
+    """For the record, the networks that wrote two trajectories; `None` where the grid is of other inputs."""
     if not (isinstance(clean, Trajectory) and isinstance(corrupted, Trajectory)):
         return None
-    for name, reader, side in (("clean", source, clean), ("corrupted", model, corrupted)):
-        require_same_model(side.record, reader)
-        warn_of_another_network(side.record, reader, f"{name} trajectory")
-    return {"clean": writer_of(clean.record), "corrupted": writer_of(corrupted.record)}
+    for reader, side in ((source, clean), (model, corrupted)):
+        require_same_tokens(side.record, reader)
+    warn_of_another_network(
+        {"clean trajectory": (clean.record, source), "corrupted trajectory": (corrupted.record, model)}
+    )
+    return {"clean": canvas_provenance(clean.record), "corrupted": canvas_provenance(corrupted.record)}
 
 
 def _pick_layers(
