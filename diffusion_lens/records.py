@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.identity import identity_of, require_told
 from diffusion_lens.identity import weights_sha256 as weights_sha256
-from weight_conversion import from_json, read_json, restore_numbers, to_json, write_safetensors
+from weight_conversion import as_json, from_json, read_json, restore_numbers, to_json, write_safetensors
 
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
@@ -193,6 +193,14 @@ def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: s
             f"{where} holds another run ({different}). The parts of one run share settings, data, weights and hooks: "
             "go on with it as it was begun, or name another folder"
         )
+
+
+def require_same_settings(folder: Path, asked: Mapping[str, Any]) -> None:
+    """`require_same_run` before the model is there: of the run that a folder holds, if any, the settings in `asked`."""
+    record = folder / "run.json"
+    if record.exists():
+        made = read_run(record)
+        require_same_run(made, {**made, **as_json(asked)}, str(folder))
 
 
 def differences(made: Mapping[str, Any], asked: Mapping[str, Any], compared: Iterable[str]) -> list[str]:

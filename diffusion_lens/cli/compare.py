@@ -1,5 +1,6 @@
 """`diffusion-lens compare`: keys and values of many facts, asked both ways."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,9 +59,11 @@ def compare(
     from diffusion_lens.analysis.key_values.result import DIRECTIONS, check_vectors
     from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
     from diffusion_lens.analysis.representations.similarity import statistics
+    from diffusion_lens.analysis.rome import ask_with_prefixes
     from diffusion_lens.analysis.usable_facts import say_set_aside
-    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
+    from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.records import require_same_settings
 
     chosen = [ModelChoice(model, config, tokenizer, device, dtype) for model in models]
     out = out or default_folder("compare", models)
@@ -86,6 +89,14 @@ def compare(
     mine = share_of_work(len(facts), shard, merge)
     report = Report("compare", {**given, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
     require_parts(merge, names)
+    for model, places in [] if merge else zip(chosen, lengths, strict=True):
+        layout: dict[str, Any] = {"length": places, "first_tokens": first_tokens}
+        compared, folder = {**layout, "dtype": dtype}, out / model.label
+        if (shape := model.known_shape()) is not None:
+            compared["layers"] = [layer % shape.n_layers for layer in layers or range(shape.n_layers - 1)]
+        if dry_run and (blank := model.without_weights()) is not None:
+            compared |= asked_facts(blank, facts, partial(ask_with_prefixes, blank, prefixes=[], **layout), folder)
+        require_same_settings(folder, compared)
     if dry_run:
         cost.show(report, chosen[0], _searches(chosen, mine, layers, max(each or 32 for each in lengths)), flops)
 

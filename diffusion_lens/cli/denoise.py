@@ -44,6 +44,7 @@ def denoise(
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     given = dict(locals())
+    from diffusion_lens.denoising.loop import prepare
     from diffusion_lens.denoising.predictor import require_mask
     from diffusion_lens.denoising.samplers import resolve_sampler
 
@@ -72,6 +73,10 @@ def denoise(
         require("pictures")
     if dry_run:
         places = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
+        if shape is not None:
+            places = min(places, shape.n_ctx)
+        if (blank := chosen.without_weights()) is not None:
+            places = prepare(blank, prompt, **settings).tokens.shape[1]
         cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
 
     trajectory = chosen.load().denoise(prompt, progress=progress(), **settings)

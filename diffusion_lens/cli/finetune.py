@@ -1,7 +1,7 @@
 """`diffusion-lens finetune`: teach either variant facts, with the authors' settings."""
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,11 +70,12 @@ def finetune(
     from diffusion_lens.evaluation.naming import cell_name
     from diffusion_lens.facts import Fact
     from diffusion_lens.model.transformer import DiffusionTransformer
+    from diffusion_lens.records import require_same_settings
     from diffusion_lens.training import finetune as train
     from diffusion_lens.training import smdm_reverse
     from diffusion_lens.training.completions import read_completions
     from diffusion_lens.training.devices import require_gpu
-    from diffusion_lens.training.finetune import require_own_folder
+    from diffusion_lens.training.finetune import RUN, require_own_folder
 
     chosen = ModelChoice(model, config, tokenizer, device)
     require_own_folder(out.expanduser())
@@ -101,6 +102,7 @@ def finetune(
     if lr is not None:
         recipe = replace(recipe, lr=lr, lr_end=lr / 10)
     recipe = replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))
+    require_same_settings(out.expanduser() / RUN, {"config": asdict(recipe)})
     report = Report("finetune", {**given, "data": data, "rows": count, **vars(recipe)}, out, json)
     if dry_run:
         work = recipe.steps * batch_size

@@ -91,6 +91,32 @@ class ModelChoice:
         if shape is not None and places > shape.n_ctx:
             raise ValueError(f"{places} places do not fit into the context of {self.name!r}, which holds {shape.n_ctx}")
 
+    def without_weights(self) -> "HookedDiffusionTransformer | None":
+        """The model without its weights, to lay out canvases in a dry run; `None` of one that is not on this machine.
+
+        Raises:
+            ValueError: what loading refuses before it reads the weights.
+        """
+        from diffusion_lens.catalogue import EMBEDDED
+
+        if self.name.lower() not in EMBEDDED and not Path(self.name).expanduser().exists():
+            return None
+        import torch
+
+        from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+        from diffusion_lens.loading import open_pretrained
+        from weight_conversion import tensor_shapes
+
+        cfg, checkpoint, tokenizer = open_pretrained(
+            self.name, config=self.config, tokenizer=self.tokenizer, device="cpu", dtype=self.dtype
+        )
+        shapes = tensor_shapes(checkpoint.architecture)
+        cfg.device = "meta"
+        empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+        model = HookedDiffusionTransformer(cfg, tokenizer, tensors=empty)
+        cfg.device = "cpu"  # of the canvases, which do have numbers
+        return model
+
     def load(self) -> "HookedDiffusionTransformer":
         """The model on its device.
 

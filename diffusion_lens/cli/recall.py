@@ -55,13 +55,14 @@ def recall(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     require("pictures", *({score} & set(EXTRAS)))
-    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
+    from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
-    from diffusion_lens.denoising.samplers import resolve_sampler
+    from diffusion_lens.denoising.samplers import LeftToRight, describe_sampler, resolve_sampler
     from diffusion_lens.evaluation import Recall, recall_by_steps
     from diffusion_lens.evaluation.naming import cell_name
-    from diffusion_lens.evaluation.recall_by_steps import step_columns
+    from diffusion_lens.evaluation.recall_by_steps import prompt_length, step_columns
     from diffusion_lens.evaluation.scores import check_score
+    from diffusion_lens.records import require_same_settings
 
     check_score(score)
     out = out or default_folder("recall", [model])
@@ -74,13 +75,24 @@ def recall(
         "temperature": temperature,
         "seed": seed,
     }
-    columns = tuple(steps or source.steps)
-    step_columns(columns)
+    columns = step_columns(steps or source.steps)
+    compared = {**settings, "dtype": dtype}
+    del compared["sampler"], compared["cfg_scale"]
     shape = chosen.known_shape()
     if shape is not None:
-        resolve_sampler(sampler, shape.attention_dir)
+        writes = resolve_sampler(sampler, shape.attention_dir)
+        compared |= {
+            "steps": [None] if isinstance(writes, LeftToRight) else columns,
+            "cfg_scale": 0.0 if shape.mask_token_id is None else settings["cfg_scale"],
+            "sampler": describe_sampler(writes),
+        }
     mine = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["replies"])
+    if not merge:
+        replies, length = out / "replies", settings["length"]
+        if dry_run and (blank := chosen.without_weights()) is not None:
+            compared |= asked_facts(blank, facts, lambda fact: prompt_length(blank, fact, length), replies)
+        require_same_settings(replies, compared)
     told = {**given, "data": source.name, "facts": len(facts), "steps": columns, **settings}
     report = Report("recall", told, out, json)
     if dry_run:

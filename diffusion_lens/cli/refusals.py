@@ -35,6 +35,7 @@ ADVICE = (
     (r"subject_start=, one of \[[^\]]*\], or with ", ""),
     (r" or \(\d+, \d+\)", ""),
     (r", or a collection of fact ids", ""),
+    (r"\bone_canvas\b", "one-canvas"),
     (r"pass another folder as out=", "name another folder with --out"),
     (r"pass tokenizer='folder' to from_pretrained", "name one with --tokenizer"),
     (r"tokenizer='that folder'", "it as --tokenizer"),

@@ -64,7 +64,7 @@ def rome(
     from diffusion_lens.facts import Fact
 
     fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span
+    _ = fact.subject_span  # refuses what the run would
     length = chosen.length(length)
     cost.check_layers(chosen, [layer])
     if export is not None and target is None:
@@ -73,7 +73,7 @@ def rome(
         require_folder(export, "--export")
     search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    ValueSettings(**search)
+    ValueSettings(**search)  # refuses what the run would
     report = Report("rome", {**given, **layout}, out, json)
     if out is not None:
         require("pictures")
@@ -81,6 +81,10 @@ def rome(
         depth = chosen.shape().n_layers
         share = 1 - (layer % depth + 1) / depth
         places = length or len(f"{prompt}{answer}".split()) * 2
+        if (blank := chosen.without_weights()) is not None:
+            places = len(ask_with_prefixes(blank, fact, [], **layout)[0].tokens)
+            if target is not None:
+                ask_with_prefixes(blank, replace(fact, answer=answer), [], **layout)
         work = (prefixes + 2) * (1 + iterations * share)
         cost.show(report, chosen, cost.Cost(work, places, prefixes + 2, backward=work), flops)
 

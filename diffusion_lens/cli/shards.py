@@ -1,11 +1,14 @@
 """Work split among processes: what --shard and --merge may ask, and how much of the work they leave."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.analysis.fact_folder import pick_shard
+from diffusion_lens.analysis.fact_folder import content, name_facts, pick_shard
+from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.cli.loaded import ModelChoice
+from diffusion_lens.facts import Fact
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 
 def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None) -> int:
@@ -17,6 +20,34 @@ def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None)
     if merge and shard is not None:
         raise ValueError("--shard does a part of the work and --merge joins what is done; give one of them")
     return 0 if merge else len(pick_shard(range(n_facts), "0/1" if shard is None else shard))
+
+
+def asked_facts(
+    model: HookedDiffusionTransformer, facts: Sequence[Fact], lay_out: Callable[[Fact], object], folder: Path
+) -> dict[str, Any]:
+    """What the run of a folder records of its facts and its model, weights apart; nothing where no run was begun.
+
+    An outline of facts, which has no words, says nothing.
+
+    Raises:
+        ValueError: two facts with one id, or none that can be asked.
+    """
+    if not any(fact.prompt for fact in facts):
+        return {}
+    named = name_facts(facts)
+    if not (folder / "run.json").exists() and any(_can_be_asked(fact, lay_out) for fact in named.values()):
+        return {}
+    usable, set_aside = sort_out(named, lay_out)
+    kept = {fact_id: content(named[fact_id]) for fact_id in usable}
+    return {"facts": kept, "set_aside": set_aside, "model": model.cfg.model_name}
+
+
+def _can_be_asked(fact: Fact, lay_out: Callable[[Fact], object]) -> bool:
+    try:
+        lay_out(fact)
+    except ValueError:
+        return False
+    return True
 
 
 def require_parts(merge: Sequence[Path] | None, parts: Sequence[str]) -> None:

@@ -50,17 +50,18 @@ def trace(
     from diffusion_lens.facts import Fact
 
     taken = [each for each in CORRUPTIONS if each != "swap"]  # it takes another subject, which no option names
+    others = [each for each in taken if each != "mask"]
     if corruption not in taken:
         raise ValueError(f"corruption={corruption!r} is unknown here; it is one of {', '.join(taken)}")
-    Corruption.of(corruption, noise or 0.0, samples, seed)
-    Restoration.of(kind, window)
+    Corruption.of(corruption, noise or 0.0, samples, seed)  # refuses what the run would
+    Restoration.of(kind, window)  # likewise
     shape = chosen.known_shape()
     if corruption == "mask" and shape is not None and shape.mask_token_id is None:
         raise ValueError(
-            f"corruption='mask' hides the subject behind [MASK], which {model!r} has not; take {', '.join(taken[:-1])}"
+            f"corruption='mask' hides the subject behind [MASK], which {model!r} has not; take {', '.join(others)}"
         )
     fact = Fact(prompt, subject, answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span
+    _ = fact.subject_span  # refuses what the run would
     length = chosen.length(length)
     settings: dict[str, Any] = {
         "kind": kind,
@@ -75,6 +76,8 @@ def trace(
         require("pictures")
     if dry_run:
         places = length or len(f"{prompt}{answer}".split()) * 2
+        if (blank := chosen.without_weights()) is not None:
+            places = len(CanvasLayout(**layout).query(blank, fact).tokens)
         cost.show(report, chosen, _grid(chosen, places, samples, 1), flops)
 
     loaded = chosen.load()
@@ -166,10 +169,13 @@ def aie(
     from diffusion_lens.analysis import LoopSettings, average_indirect_effect
     from diffusion_lens.analysis import merge as join
     from diffusion_lens.analysis.average_effects.known import Known, default_rule
+    from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+    from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.analysis.usable_facts import say_set_aside
-    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
+    from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.records import require_same_settings
 
     out = out or default_folder("aie", [model])
     source = open_source(data or default_source(model), outline_only=dry_run)
@@ -181,13 +187,31 @@ def aie(
         "noise": noise,
         "samples": samples,
         "first_tokens": first_tokens,
-        "known": default_rule(first_tokens) if known is None else known.replace("-", "_"),
+        "known": default_rule(first_tokens) if known is None else {"one-canvas": "one_canvas"}.get(known, known),
         "loop": None if steps is None else LoopSettings(steps=steps),
     }
-    Restoration.of(kind, window)
-    Known.of(settings["known"], ()).check_loop(settings["loop"])
+    rule, loop = Known.of(settings["known"], ()), settings["loop"]
+    rule.check_loop(loop)
+    restoration = Restoration.of(kind, window)
     mine = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["facts"])
+    if not merge:
+        corrupt = Corruption.of("gaussian", noise or 0.0, samples, seed).describe()
+        compared: dict[str, Any] = {
+            **restoration.describe(),
+            **{name: value for name, value in corrupt.items() if name != "noise" or noise is not None},
+            **rule.describe(),
+            **({} if length is None else {"length": length}),
+            "first_tokens": first_tokens,
+            "dtype": dtype,
+        }
+        if dry_run and (blank := chosen.without_weights()) is not None:
+            layout, writes = CanvasLayout(length, first_tokens=first_tokens), loop or LoopSettings()
+            asks_loop = rule.rule == "recalled"
+            check = writes.check if asks_loop else None
+            compared |= {"loop": writes.describe(blank)} if asks_loop else {}
+            compared |= asked_facts(blank, facts, lambda fact: layout.query(blank, fact, check), out / "facts")
+        require_same_settings(out / "facts", compared)
     report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
         cost.show(report, chosen, _grid(chosen, length or 32, samples, mine), flops)

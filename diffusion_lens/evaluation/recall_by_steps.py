@@ -81,7 +81,7 @@ def recall_by_steps(
     check_cfg_scale(cfg_scale)
     masked = model.cfg.mask_token_id is not None
     chosen = resolve_sampler(sampler, model.cfg.attention_dir)
-    columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else step_columns(steps)
+    columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else [*step_columns(steps)]
     if isinstance(chosen, Confidence) and chosen.scope != "row":
         batch_size = 1
     if length is None:
@@ -92,7 +92,7 @@ def recall_by_steps(
         "temperature": float(temperature),
     }
     named = name_facts(data)
-    prompts, set_aside = sort_out(named, lambda fact: _prompt_length(model, fact, length))
+    prompts, set_aside = sort_out(named, lambda fact: prompt_length(model, fact, length))
     # Sorted by id first, so that the batches do not depend on the order in which the facts came.
     batches = by_length(sorted(prompts), prompts.__getitem__, batch_size, mixed=masked)
     mine = pick_shard(batches, (0, 1) if shard is None else shard)
@@ -129,7 +129,7 @@ def recall_by_steps(
     return Recall.of({fact_id: replies[fact_id] for fact_id in prompts if fact_id in replies}, run)
 
 
-def step_columns(steps: Sequence[int]) -> list[int | None]:
+def step_columns(steps: Sequence[int]) -> list[int]:
     """The columns of a table, in the order given."""
     given = whole_numbers("steps", steps)
     if not given or min(given) < 1 or len(set(given)) < len(given):
@@ -137,7 +137,7 @@ def step_columns(steps: Sequence[int]) -> list[int | None]:
     return list(given)
 
 
-def _prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:
+def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:
     """Tokens of a prompt that can be asked."""
     cell_name(fact.trained, fact.asked)  # refuses directions that no table could name
     if not fact.answer.strip():

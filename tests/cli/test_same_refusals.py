@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from diffusion_lens.catalogue import embedded_folder
 from diffusion_lens.cli import app
+from diffusion_lens.cli.loaded import ModelChoice
 from diffusion_lens.data.sources import SOURCES
 
 COMMANDS = get_command(app).commands
@@ -64,7 +65,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("trace", "tiny-ar", ["--corruption", "mask"], "--corruption 'mask' hides the subject behind [MASK]"),
     ("trace", "tiny-mdm", ["--corruption", "swap"], "it is one of gaussian, uniform, replace, mask"),
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps goes with --known 'recalled'"),
-    ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; with 'one_canvas'"),
+    ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; with 'one-canvas'"),
     ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
     ("rome", "tiny-mdm", ["--export", "new"], "without --target nothing is edited"),
     ("rome", "tiny-mdm", ["--layer", "4"], "--layer 4"),
@@ -160,3 +161,114 @@ def test_a_dry_conversion_refuses_its_target(target: list[str], beside: Path) ->
 
     (beside / "others" / "config.json").write_text(json.dumps({"model_type": "llada"}))
     assert complaint_of("--dry-run") == complaint_of()
+
+
+# What the tokenizer tells; the embedded pair's lies beside its weights.
+LAID_OUT: list[tuple[str, str, list[str], str]] = [
+    ("denoise", "tiny-mdm", ["--max-new-tokens", "64"], "65 places do not fit into the context of 'tiny-mdm'"),
+    ("denoise", "tiny-ar", ["--max-new-tokens", "64"], "places do not fit into the context of 'tiny-ar'"),
+    ("denoise", "tiny-mdm", ["--length", "1"], "there is nothing to fill: give --length"),
+    ("trace", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
+    ("trace", "tiny-mdm", ["--first-tokens", "9"], "--first-tokens 9, but"),
+    ("trace", "tiny-ar", ["--answer", " xyzzy"], "does not know 'xyzzy'"),
+    ("rome", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
+    ("rome", "tiny-mdm", ["--target", " xyzzy"], "does not know 'xyzzy'"),
+    ("recall", "tiny-mdm", ["--length", "3", "--limit", "1"], "--length 3 counts the prompt too"),
+    ("aie", "tiny-mdm", ["--length", "3", "--limit", "1"], "--length 3 counts the prompt too"),
+    ("aie", "tiny-mdm", ["--first-tokens", "20", "--limit", "1"], "--first-tokens 20, but"),
+    ("compare", "tiny-mdm", ["--length", "3", "--limit", "7"], "--length 3 counts the prompt too"),
+]
+
+
+@pytest.mark.parametrize(("command", "model", "asked", "said"), LAID_OUT)
+def test_what_the_tokenizer_tells_is_refused_alike(
+    command: str, model: str, asked: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SOURCES, "toy", toy_once)
+    line = complaint(command, model, *asked)
+    assert said in line
+    assert complaint(command, model, *asked, "--dry-run") == line
+
+
+# Of each command that goes on in a folder: a quick run, and one that is another in the same folder.
+KEPT = {
+    "recall": (
+        ["--limit", "1", "--steps", "2", "--length", "14"],
+        [
+            (["--steps", "1"], "steps: [2] there, [2, 1] here"),
+            (["--temperature", "0.5"], "temperature: 0.0 there, 0.5 here"),
+            (["--cfg-scale", "2"], "--cfg-scale: 0.0 there, 2.0 here"),
+            (["--sampler", "ancestral"], "sampler.name: 'confidence' there, 'ancestral' here"),
+            (["--length", "13"], "length: 14 there, 13 here"),
+            (["--seed", "3"], "seed: 1234 there, 3 here"),
+            (["--limit", "2"], "facts: "),
+        ],
+    ),
+    "aie": (
+        ["--limit", "1", "--samples", "1", "--noise", "1", "--known", "recalled", "--steps", "2"],
+        [
+            (["--samples", "2"], "samples: 1 there, 2 here"),
+            (["--noise", "2"], "noise: 1.0 there, 2.0 here"),
+            (["--kind", "mlp"], "kind: 'resid' there, 'mlp' here"),
+            (["--first-tokens", "2"], "--first-tokens: 1 there, 2 here"),
+            (["--steps", "3"], "loop.steps: 2 there, 3 here"),
+            (["--limit", "2"], "facts: "),
+        ],
+    ),
+    "compare": (
+        ["--limit", "7", "--layer", "1", "--draws", "9"],
+        [
+            (["--layer", "0"], "layers: [1] there, [1, 0] here"),
+            (["--first-tokens", "2"], "--first-tokens: 1 there, 2 here"),
+            (["--length", "13"], "length: 14 there, 13 here"),
+            (["--limit", "8"], "facts: "),
+        ],
+    ),
+    "finetune": (["--data", "rows.jsonl", "--epochs", "1", "--batch-size", "2"], [(["--lr", "1e-3"], "config.lr: ")]),
+}
+
+
+@pytest.mark.parametrize("command", KEPT)
+def test_a_folder_of_another_run_is_refused_alike(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SOURCES, "toy", toy_once)
+    row = {"prompt": "Gustav Geisser is", "completion": " the brave drummer of Rolsen."}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    first, others = KEPT[command]
+    begun = ["tiny-mdm", *first, "--out", "out"]
+    nothing = [] if command == "finetune" else ["--shard", "98/99"]  # the folder is begun, and its work left
+    CliRunner().invoke(app, [command, *begun, *nothing])
+    assert list(Path("out").rglob("run.json"))
+    dry = CliRunner().invoke(app, [command, *begun, "--dry-run"])
+    assert dry.exit_code == 0, dry.output
+    for other, said in others:
+        asked = [*first, "--out", "out", *other]
+        line = complaint(command, "tiny-mdm", *asked)
+        assert "holds another run" in line
+        assert said in line
+        assert complaint(command, "tiny-mdm", *asked, "--dry-run") == line
+
+
+@pytest.mark.parametrize("known", ["one-canvas", "one_canvas"])
+def test_a_rule_of_averages_is_named_as_its_option_is_typed(known: str, beside: Path) -> None:
+    assert "with 'one-canvas'" in complaint("aie", "tiny-mdm", "--known", known, "--steps", "4")
+    line = complaint("aie", "tiny-mdm", "--known", "two-canvases")
+    assert "'two-canvases'" in line
+    assert "recalled, one-canvas, all" in line
+
+
+@pytest.mark.parametrize(("asked", "places"), [(["--max-new-tokens", "6"], 10), (["--length", "14"], 14), ([], 14)])
+def test_a_dry_run_prices_the_canvas_that_the_run_lays_out(asked: list[str], places: int) -> None:
+    result = CliRunner().invoke(app, ["denoise", "tiny-mdm", "Gustav Geisser is the", *asked, "--dry-run", "--json"])
+    assert json.loads(result.stdout)["results"]["places"] == places
+
+
+def test_a_model_without_weights_is_one_that_lies_on_this_machine() -> None:
+    assert ModelChoice("smdm-1028m").without_weights() is None
+    blank = ModelChoice("tiny-ar").without_weights()
+    assert blank is not None
+    assert {parameter.device.type for parameter in blank.parameters()} == {"meta"}
+    assert blank.to_tokens("Gustav").device.type == "cpu"
