@@ -30,7 +30,7 @@ bench: $(READY)  ## run every script of benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 tiny: $(READY)  ## train the embedded pair again (about a quarter of an hour)
-	$(BIN)/python -m diffusion_lens.training.tiny --out diffusion_lens/assets/tiny
+	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
 
 docs: $(READY)  ## build the site, warnings as errors, offline; open docs/_build/index.html
 	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs docs/_build

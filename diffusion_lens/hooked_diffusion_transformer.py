@@ -13,14 +13,14 @@ from diffusion_lens.denoising.loop import denoise, denoise_with_cache
 from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.forward import Forward
 from diffusion_lens.hook_names import NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
-from diffusion_lens.training.loss_interface import LossInterface
 
 
-class HookedDiffusionTransformer(LossInterface):
+class HookedDiffusionTransformer(Forward):
     """A masked diffusion language model, or its autoregressive twin, as TransformerLens users know models.
 
     `model(tokens)`, `run_with_cache` and `run_with_hooks` are TransformerLens's; `denoise` runs the denoising loop, in

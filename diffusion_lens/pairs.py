@@ -61,7 +61,7 @@ def _smdm() -> list[Pair]:
 PAIRS: dict[str, Pair] = {
     pair.diffusion: pair
     for pair in (
-        Pair("tiny-mdm", "tiny-ar", "network, tokenizer, sentences and recipe", "training.tiny"),
+        Pair("tiny-mdm", "tiny-ar", "network, tokenizer, sentences and recipe", "tiny_pair"),
         *_smdm(),
         Pair("llada-8b-base", "llama-3-8b", _NO_WEIGHTS, _LLADA_PAPER),
         Pair("llada-8b-instruct", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_PAPER),

@@ -5,12 +5,33 @@ NumPy's and torch's scalars are taken too; as they are, no result could record t
 
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any, SupportsFloat, SupportsIndex
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
 # What annotations say of such settings: Python's own numbers, NumPy's, a tensor of one number.
 Whole = SupportsIndex
 Real = SupportsFloat
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the `TypeError` of a misspelt keyword name the nearest one, as Python 3.13 does."""
+    known = list(signature(function).parameters)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if unknown := [name for name in kwargs if name not in known]:
+            near = get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
+            called = function.__qualname__
+            raise TypeError(f"{called}() got an unexpected keyword argument {unknown[0]!r}; the nearest is {near!r}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.checks.texts import Page, Texts
+from diffusion_lens.losses import LossQuestion, ask_next, hide
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.training.objectives import LossQuestion, ask_next, hide
 
 NOISE_SEED = 0
 # Draws of noise a row: t then covers (0, 1) evenly in four parts.

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
-from diffusion_lens.model.key_values import KeyValueCache
+from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import plain_number

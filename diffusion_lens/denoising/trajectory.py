@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.denoising.html import canvas_table
 from diffusion_lens.denoising.run import Run, begin_again, execute
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.sampler import Sampler
@@ -235,7 +234,7 @@ class Trajectory:
     def to_html(self, row: int = 0) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
         title = f"{self.record['model']}: {self.text[row] or 'a run'}"
-        return canvas_table(
+        return plots.canvas_table(
             title,
             self.str_canvases(row),
             self._hidden(row),

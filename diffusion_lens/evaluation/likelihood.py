@@ -30,12 +30,12 @@ from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.refusals import require_logits
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
+from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
 from diffusion_lens.settings import at_least
 from diffusion_lens.shapes import Places
-from diffusion_lens.training.objectives import hide
 
 Text = str | Tensor
 
@@ -151,7 +151,7 @@ def monte_carlo_nll(
     Args:
         prompt, answer, cfg_scale, max_batch: as in `chain_rule_nll`.
         samples: draws in all; a draw is one forward pass of one row (two with guidance).
-        batch_size: draws that cover the range of p evenly together (see `training.objectives.hide`). Larger batches
+        batch_size: draws that cover the range of p evenly together (see `losses.hide`). Larger batches
             scatter less, and leave fewer of them to judge the scatter by.
         seed: of the noise, or a `torch.Generator` to take the seed from.
         noisy: canvases to use instead of drawing any: prompt and answer, some places of the answer masked. Its rows

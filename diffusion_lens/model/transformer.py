@@ -18,7 +18,7 @@ from diffusion_lens.model.attention_patterns import PATTERNS
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
-from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.picked_rows import PickedRows, Rows
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
@@ -78,10 +78,9 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         """Where each place's token is predicted."""
         return READOUTS[self.cfg.readout]
 
-    def forward(
+    def run_layers(
         self,
         input: Input,
-        return_type: str | None = "logits",
         *,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
@@ -89,28 +88,13 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         stop_at_layer: int | None = None,
         logits_at: Rows | None = None,
         past_kv_cache: KeyValueCache | None = None,
+        unembed: bool = True,
     ) -> Tensor | None:
-        """Run the network.
+        """Compute logits, or the residual stream at `stop_at_layer`. See `Forward.forward`.
 
         Args:
-            input: text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
-            return_type: "logits", or `None` to run for the hooks alone.
-            attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
-                padded row computes what it computes alone. By default it is read off tokens that begin or end with a
-                padding token of the tokenizer's own (`model.own_pad_id`); a residual stream says nothing of padding.
-            start_at_layer: first block to run (negative: from the end).
-            stop_at_layer: block to stop before; the residual stream there is returned.
-            logits_at: compute the logits of these rows only. Int[place] picks `logits[:, rows]`; a pair (Int[place],
-                Int[place]) of batch and row indices, or Bool[batch pos], picks `logits[batch, rows]`, flattened to
-                [place d_vocab_out].
-            past_kv_cache: on a causal model, keys and values of the places before `input`, in the layers that run; the
-                new ones are appended.
-
-        Returns:
-            Float[batch pos d_vocab_out], the picked rows of it, or Float[batch pos d_model] with `stop_at_layer`.
+            unembed: whether to go on from the last norm to the logits; without, nothing is returned.
         """
-        if return_type not in ("logits", None):
-            raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
         with self.clock.passing():
             start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
             resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
@@ -133,7 +117,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
             if picked is not None and early and start == self.cfg.n_layers:
                 resid = picked.of(resid)
             normalized = self.ln_final(resid)
-            if return_type is None:
+            if not unembed:
                 return None
             if picked is None or anything_listens(self.unembed):
                 every: Tensor = self.unembed(normalized)

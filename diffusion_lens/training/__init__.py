@@ -1,8 +1,8 @@
 """Losses, and a trainer for either variant, on one device or many."""
 
+from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss, own_loss
 from diffusion_lens.training.batches import TrainingRows
 from diffusion_lens.training.finetune import finetune
-from diffusion_lens.training.objectives import autoregressive_loss, masked_diffusion_loss, own_loss
 from diffusion_lens.training.recipes import TrainingConfig, smdm_reverse
 from diffusion_lens.training.trainer import TrainingRecord, train
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from diffusion_lens.losses import LossQuestion, ask_masked, ask_next
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Places, Tokens
-from diffusion_lens.training.objectives import LossQuestion, ask_masked, ask_next
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,7 +97,7 @@ def smdm_reverse(
     64, the paper's (Nie et al. 2024, arXiv 2410.18514, appendix B.5) 32. The authors published no such script for the
     twin; the one that they have for it (`sft/finetune_ar.py`, on other data) takes the same settings.
 
-    What differs here: the rows' t are stratified (see `objectives.hide`) where theirs are independent; a batch may
+    What differs here: the rows' t are stratified (see `losses.hide`) where theirs are independent; a batch may
     straddle two passes where theirs drops a pass's last rows; rows are cut to the longest of the whole batch where they
     cut each device's part of it; and their learning rate is half a step ahead where they accumulate two parts (1028M,
     batch 64, 8 devices).

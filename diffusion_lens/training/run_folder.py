@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffusion_lens.losses import Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import open_result, provenance, read_run, require_same_run, save_result
 from diffusion_lens.training.batches import RowOrder, TrainingRows
-from diffusion_lens.training.objectives import Objective
 from diffusion_lens.training.recipes import TrainingConfig
 from weight_conversion import as_json, write_json
 

@@ -23,11 +23,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.losses import LossQuestion, Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, TrainingRows
 from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
-from diffusion_lens.training.objectives import LossQuestion, Objective
 from diffusion_lens.training.recipes import TrainingConfig
 from diffusion_lens.training.run_folder import RunFolder, RunState, describe_run
 

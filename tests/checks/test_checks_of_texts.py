@@ -11,7 +11,7 @@ from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, check_model
 from diffusion_lens.checks.composition import Composition
 from diffusion_lens.checks.page import KNOWN_LOSS
-from diffusion_lens.training.objectives import autoregressive_loss, masked_diffusion_loss
+from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
 
 # So that only behaviour is judged: neither hash nor the catalogue's numbers.
 UNKNOWN = dict(architecture=None, sha256=None)
@@ -137,7 +137,7 @@ def test_a_trained_layer_of_another_model_is_foreign_too(layer_of):
 def test_the_page_loss_is_the_training_loss():
     """The same noise, passed to the trainer's own objective."""
     from diffusion_lens.checks.page import DRAWS, NOISE_SEED, page_loss
-    from diffusion_lens.training.objectives import hide
+    from diffusion_lens.losses import hide
 
     rows = torch.randint(430, (3, 14), generator=torch.Generator().manual_seed(1))
     model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")

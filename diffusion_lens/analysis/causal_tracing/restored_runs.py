@@ -30,7 +30,7 @@ from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
-from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import StepState

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens import pages
+from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
@@ -36,7 +36,6 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.plots import readable
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Real, Whole, pick_indices
 
@@ -119,8 +118,8 @@ class TrajectoryTrace:
         return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
 
     def page(self, title: str | None = None) -> Any:
-        """The heat maps with a slider over the steps, as a plotly figure; `pages.write_page` writes it."""
-        return pages.step_slider(
+        """The heat maps with a slider over the steps, as a plotly figure; `plots.write_page` writes it."""
+        return plots.step_slider(
             self.scores,
             str_canvases=self.str_canvases,
             subject=self.subject,
@@ -131,7 +130,7 @@ class TrajectoryTrace:
             answer=self.record["answer"],
             clean=self.clean,
             corrupted=self.corrupted,
-            title=title or f"{self.record['model']}: {' '.join(map(readable, self.str_canvases[-1]))}",
+            title=title or f"{self.record['model']}: {' '.join(map(plots.readable, self.str_canvases[-1]))}",
         )
 
     def save(self, path: str | Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens import representation_plots
+from diffusion_lens import plots
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.fact_folder import FactFolder, join_parts
 from diffusion_lens.analysis.representations import Comparisons, compare_along
@@ -245,7 +245,7 @@ class KeyValueStudy:
         rows: dict[str, list[int]] = {}
         for row, fact_id in enumerate(self.ids):
             rows.setdefault(DIRECTIONS.get(self.record["facts"][fact_id]["asked"], "all facts"), []).append(row)
-        return representation_plots.probability_by_layer(
+        return plots.probability_by_layer(
             {
                 way: (self.after[own].mean(dim=0), *bootstrap_interval(self.after[own], level, seed=0))
                 for way, own in rows.items()

@@ -23,7 +23,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
-from diffusion_lens.model.key_values import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable

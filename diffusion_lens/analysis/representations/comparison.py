@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens import representation_plots
+from diffusion_lens import plots
 from diffusion_lens.analysis.representations.similarity import NEVER_NEGATIVE, effective_rank
 from diffusion_lens.records import load_result, save_result
 
@@ -103,13 +103,11 @@ class Comparison:
         """
         if self.coordinates is None or self.explained is None:
             raise ValueError("these two sets of vectors have no axes in common to draw them in")
-        return representation_plots.paired_scatter(
-            self.coordinates, self.explained, self.names, ax=ax, title=title or self._title()
-        )
+        return plots.paired_scatter(self.coordinates, self.explained, self.names, ax=ax, title=title or self._title())
 
     def plot_spectra(self, ax: Any = None, title: str | None = None) -> Any:
         """The singular values of both sets. Returns the matplotlib axes."""
-        return representation_plots.spectra(
+        return plots.spectra(
             self.singular_values, self.effective_ranks, self.names, ax=ax, title=title or self._title()
         )
 
@@ -181,7 +179,7 @@ class Comparisons:
         Args:
             label: of the curve; draw a second model into the axes that the first returned.
         """
-        return representation_plots.similarity_curve(
+        return plots.similarity_curve(
             self.table(statistic, level), self.axis, statistic, ax=ax, label=label, title=title
         )
 

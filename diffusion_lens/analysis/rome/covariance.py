@@ -4,7 +4,7 @@ ROME's edit changes W along (C⁻¹ k*)ᵀ: of all changes that give k* its new 
 keys of the corpus least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix A).
 
 Keys are taken at every real place of a corpus. A masked diffusion model is shown it as in training: each text draws
-t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps (`training.objectives.hide`), so
+t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps (`losses.hide`), so
 that keys of masked and of unmasked places enter in the proportion in which the model met them. Noise belongs to the
 text: text i draws with its own seed, made of the run's and i, whatever its batch.
 
@@ -32,12 +32,12 @@ from tqdm.auto import tqdm
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.identity import begins_run, require_told
+from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
-from diffusion_lens.training.objectives import hide
 from weight_conversion import as_json
 
 RIDGE = 1e-4  # of the mean of C's diagonal

@@ -10,8 +10,8 @@ from diffusion_lens.analysis.rome import SecondMoment, covariance, second_moment
 from diffusion_lens.analysis.rome.covariance import RIDGE, solve
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.data import toy_facts
+from diffusion_lens.losses import hide
 from diffusion_lens.seeds import own_seed
-from diffusion_lens.training.objectives import hide
 
 LAYER = 1
 

@@ -1,7 +1,4 @@
-"""Pictures, as matplotlib axes: drawn, returned, never shown. Needs the extra `plot`.
-
-The numbers of a picture lie in the result that drew it: every result has a `save` of its own.
-"""
+"""Heat maps: of scores over layers and positions, of several traces on one scale, of a run over its steps."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,16 +7,18 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Figure = Any  # matplotlib's; the library is imported when something is drawn
-
-# One hue a kind, as in ROME's figures.
-HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
-RESTORED = {
-    "resid": "layer (hidden state restored)",
-    "mlp": "centre of the layers (MLP outputs restored)",
-    "attn": "centre of the layers (attention outputs restored)",
-}
-ABSENT = "#ededed"  # where there is no number; white is a low probability
+from diffusion_lens.plots.axes import (
+    ABSENT,
+    HUES,
+    RESTORED,
+    Figure,
+    one_axes,
+    panels,
+    readable,
+    row_labels,
+    short_answer,
+    spaced,
+)
 
 
 @runtime_checkable
@@ -85,13 +84,13 @@ def labelled_map(
     ax: Any = None,
 ) -> Any:
     """A grid over layers: a label a row, layers across, a named colour bar; NaN is grey."""
-    ax = _axes(ax, *_map_size(*values.shape))
+    ax = one_axes(ax, *_map_size(*values.shape))
     ax.set_facecolor(ABSENT)
     highest = max(limits[1], limits[0] + 1e-6)  # a scale has an extent even where there is nothing to see
     image = ax.imshow(values.numpy(), cmap=hue, vmin=limits[0], vmax=highest, aspect="auto")
     # Tokens are text and never markup: a "$" would begin a formula.
     ax.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
-    columns = _spaced(len(layers))
+    columns = spaced(len(layers))
     ax.set_xticks(columns, [str(layers[column]) for column in columns], fontsize=8)
     ax.set_xlabel(xlabel, fontsize=9)
     ax.set_title(title, fontsize=10)
@@ -153,48 +152,6 @@ def trace_panels(
     return figure
 
 
-def effect_curves(
-    mean: Float[Tensor, "role layer"],
-    low: Float[Tensor, "role layer"],
-    high: Float[Tensor, "role layer"],
-    roles: Sequence[str],
-    layers: Sequence[int],
-    kind: str,
-    ax: Any = None,
-    title: str | None = None,
-) -> Any:
-    """Average indirect effect over layers, a curve with its interval for each role that a token can have.
-
-    A role keeps its colour whichever others occur.
-
-    Args:
-        mean: the effect, a difference of probabilities; NaN where a role does not occur.
-        low, high: ends of the interval drawn as a band.
-        roles: the name of each row.
-        layers: the layer of each column.
-        kind: what was restored, as in `heat_map`.
-
-    Raises:
-        ValueError: no role occurs.
-    """
-    occurring = [row for row in range(len(roles)) if not mean[row].isnan().all()]
-    if not occurring:
-        raise ValueError(f"there is no curve to draw: the effect is NaN in every role of {', '.join(roles)}")
-    ax = _axes(ax, width=6.0, height=3.2)
-    ax.axhline(0, color="0.8", linewidth=0.8)
-    for row in occurring:
-        colour = f"C{row}"
-        ax.plot(layers, mean[row].numpy(), color=colour, label=roles[row], marker="o", markersize=3)
-        ax.fill_between(layers, low[row].numpy(), high[row].numpy(), color=colour, alpha=0.2, linewidth=0)
-    ax.set_xticks([layers[column] for column in _spaced(len(layers))])
-    ax.tick_params(labelsize=8)
-    ax.set_xlabel(RESTORED[kind], fontsize=9)
-    ax.set_ylabel("average indirect effect", fontsize=9)
-    ax.set_title(title or "Average effect of restoring a state", fontsize=10)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    return ax
-
-
 def denoising_grid(
     words: Sequence[Sequence[str]],
     hidden: Sequence[Sequence[bool]],
@@ -213,7 +170,7 @@ def denoising_grid(
         confidence: probability of the token when it was revealed.
     """
     n_canvases, n_pos = len(words), len(revealed_at)
-    ax = _axes(ax, width=0.85 * n_pos + 1.6, height=0.36 * n_canvases + 1.0)
+    ax = one_axes(ax, width=0.85 * n_pos + 1.6, height=0.36 * n_canvases + 1.0)
     shade = np.full((n_canvases, n_pos), np.nan)
     for place in range(n_pos):
         if revealed_at[place] >= 0:
@@ -246,55 +203,6 @@ def denoising_grid(
     return ax
 
 
-def panels(
-    rows: int,
-    columns: int,
-    width: float,
-    height: float,
-    *,
-    width_ratios: Sequence[int] | None = None,
-    height_ratios: Sequence[int] | None = None,
-) -> tuple[Figure, list[Any]]:
-    """A figure that no window manager knows, and its axes in reading order."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'diffusion-lens[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios, height_ratios=height_ratios)
-    return figure, list(grid.flat)
-
-
-def row_labels(str_tokens: Sequence[str], subject: tuple[int, int], positions: Sequence[int]) -> list[str]:
-    """The readable token of each position, the subject's starred."""
-    start, stop = subject
-    return [readable(str_tokens[place]) + ("*" if start <= place < stop else "") for place in positions]
-
-
-def readable(word: str) -> str:
-    """A token as a label: without outer spaces, SentencePiece's "▁" among them, and with no character invisible."""
-    spaced = word.replace("▁", " ")
-    text = spaced.strip(" ") or "␣" * len(spaced)
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def short_answer(answer: Sequence[str]) -> str:
-    """The answer token by token, cut where it would outgrow the name of a colour bar."""
-    text = " ".join(map(readable, answer))
-    return text if len(text) <= 18 else f"{text[:17].rstrip()}…"
-
-
-def _axes(ax: Any, width: float, height: float) -> Any:
-    return panels(1, 1, width, height)[1][0] if ax is None else ax
-
-
 def _map_size(n_pos: int, n_layers: int) -> tuple[float, float]:
     """Inches of a heat map in which every token can be read, with its labels and its bar."""
     return 2.2 + max(2.0, 0.17 * n_layers), 1.0 + max(0.8, 0.2 * n_pos)
-
-
-def _spaced(n: int) -> range:
-    """At most a dozen of n columns to write a number under."""
-    return range(0, n, -(-n // 12))

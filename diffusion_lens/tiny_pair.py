@@ -1,6 +1,6 @@
 """The tiny pair: a masked diffusion model and its autoregressive twin, trained on the toy facts from one seed.
 
-`python -m diffusion_lens.training.tiny --out FOLDER` trains both (about a quarter of an hour on one core) and writes
+`python -m diffusion_lens.tiny_pair --out FOLDER` trains both (about a quarter of an hour on one core) and writes
 `tiny-mdm.safetensors`, `tiny-ar.safetensors`, the config that serves both, their tokenizer, and `results.json` with the
 recipe and what they know. The pair shows the reversal curse: asked in the direction that training left out, the MDM
 answers and the twin does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514). Interrupted,
@@ -147,7 +147,7 @@ def make_pair(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m diffusion_lens.training.tiny", description="Train the tiny pair.")
+    parser = argparse.ArgumentParser(prog="python -m diffusion_lens.tiny_pair", description="Train the tiny pair.")
     parser.add_argument("--out", default="tiny", help="folder to write to (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=SHIPPED_SEED, help="of weights, batches and noise")
     parser.add_argument("--corpus-seed", type=int, default=toy_facts.SHIPPED_SEED, help="of the people")

@@ -1,11 +1,14 @@
 """The loss that a model gives of itself: which noise it is taken under, and how it splits into places."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from diffusion_lens.training.objectives import autoregressive_loss, hide, masked_diffusion_loss
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss
 
 
 @pytest.fixture
@@ -193,3 +196,17 @@ def test_samples_is_a_whole_number_of_any_kind_but_no_bool(either):
             either.model(tokens, return_type="loss", samples=wrong)
     with pytest.raises(ValueError, match=r"samples=2 with return_type='both'.*it is 1 there"):
         either.model(tokens, return_type="both", samples=2)
+
+
+def test_a_misspelt_argument_is_told_the_nearest(tiny):
+    with pytest.raises(TypeError, match=r"argument 'stop_at_layr'; the nearest is 'stop_at_layer'"):
+        tiny(torch.tensor([[1, 2]]), stop_at_layr=1)
+    with pytest.raises(TypeError, match=r"argument 'atention_mask'; the nearest is 'attention_mask'"):
+        tiny.run_with_hooks(torch.tensor([[1, 2]]), return_type="loss", atention_mask=None, fwd_hooks=[])
+
+
+def test_the_signature_that_users_see_names_every_argument():
+    told = inspect.signature(HookedDiffusionTransformer.forward).parameters
+    assert not [name for name, each in told.items() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    lens = {"input", "return_type", "loss_per_token", "prepend_bos", "start_at_layer", "attention_mask"}
+    assert lens | {"stop_at_layer", "past_kv_cache", "logits_at", "samples", "generator"} <= set(told)

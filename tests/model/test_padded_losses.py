@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.training.objectives import ask_masked
+from diffusion_lens.losses import ask_masked
 
 DREAM = Path(__file__).parents[1] / "golden" / "dream"
 

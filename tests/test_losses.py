@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.training.objectives import autoregressive_loss, hide, masked_diffusion_loss, own_loss
+from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss, own_loss
 from weight_conversion import Architecture
 
 

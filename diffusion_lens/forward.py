@@ -1,4 +1,4 @@
-"""The losses of `training.objectives` as a model's own, under TransformerLens's names."""
+"""`model(...)`: the logits, or the loss, under TransformerLens's names."""
 
 from abc import ABC
 from typing import Any
@@ -6,56 +6,123 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion_lens.losses import LossQuestion, ask, ask_masked, ask_next, hide, noise_of
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
+from diffusion_lens.model.kv_cache import KeyValueCache
+from diffusion_lens.model.picked_rows import Rows
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
-from diffusion_lens.settings import Whole, at_least
-from diffusion_lens.training.objectives import LossQuestion, ask, ask_masked, ask_next, hide, noise_of
+from diffusion_lens.settings import Whole, at_least, naming_the_nearest
 
 
-class LossInterface(DiffusionTransformer, ABC):
-    """A model that gives its own loss: `return_type="loss"`, `loss_fn`, and the noise that both are taken under."""
+class Forward(DiffusionTransformer, ABC):
+    """A model that can be called, and that gives its own loss: `loss_fn`, and the noise that losses are taken under."""
 
+    @naming_the_nearest
     def forward(
         self,
         input: Input,
         return_type: str | None = "logits",
         *,
+        attention_mask: Tensor | None = None,
+        prepend_bos: bool | None = None,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        logits_at: Rows | None = None,
+        past_kv_cache: KeyValueCache | None = None,
         loss_per_token: bool = False,
         samples: Whole = 1,
         generator: torch.Generator | None = None,
-        **kwargs: Any,
     ) -> Any:
-        """Run the network; the arguments are those of `DiffusionTransformer.forward`, and:
+        """Run the network.
 
         Args:
-            return_type: also "loss", the loss the model is trained by, or "both", (logits, loss). A masked diffusion
-                model masks the tokens first, as `hide` does: its logits are then those of the masked canvas.
+            input: text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
+            return_type: "logits"; `None` to run for the hooks alone; "loss", the loss the model is trained by, or
+                "both", (logits, loss). For a loss a masked diffusion model masks the tokens first, as `hide` does: its
+                logits are then those of the masked canvas.
+            attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
+                padded row computes what it computes alone. By default it is read off tokens that begin or end with a
+                padding token of the tokenizer's own (`model.own_pad_id`); a residual stream says nothing of padding.
+            prepend_bos: whether text begins with BOS; by default as the tokenizer does (`cfg.default_prepend_bos`).
+            start_at_layer: first block to run (negative: from the end).
+            stop_at_layer: block to stop before; the residual stream there is returned.
+            logits_at: compute the logits of these rows only. Int[place] picks `logits[:, rows]`; a pair (Int[place],
+                Int[place]) of batch and row indices, or Bool[batch pos], picks `logits[batch, rows]`, flattened to
+                [place d_vocab_out].
+            past_kv_cache: on a causal model, keys and values of the places before `input`, in the layers that run; the
+                new ones are appended.
             loss_per_token: give what each place adds instead of the mean over the places that count: of an
                 autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion model
                 Float[batch pos], its weighted surprise (cross-entropy / p) where the token was hidden. Places that do
                 not count hold 0.
-            samples: on a masked diffusion model, take the mean over that many noises (as many forward passes).
-            generator: source of the noise. By default it is fixed in eval mode, the same for every call with tokens of
-                one shape, so that the losses of an original and an ablated run compare; in train mode it is drawn from
-                torch's global generator.
+            samples: on a masked diffusion model, take the mean of the loss over that many noises (as many forward
+                passes).
+            generator: source of the loss's noise. By default it is fixed in eval mode, the same for every call with
+                tokens of one shape, so that the losses of an original and an ablated run compare; in train mode it is
+                drawn from torch's global generator.
+
+        Returns:
+            Float[batch pos d_vocab_out], the picked rows of it, Float[batch pos d_model] with `stop_at_layer`; the
+            loss, Float[]; or `None`.
+
+        Raises:
+            TypeError: an argument that is none; the nearest one is named.
+            ValueError: tokens, layers, rows or a mask that do not fit the model, or arguments that exclude each other.
         """
-        if return_type not in ("loss", "both"):
+        if return_type not in ("logits", "loss", "both", None):
+            raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
+        if return_type in ("logits", None):
             if loss_per_token or samples != 1 or generator is not None:
                 raise ValueError(
                     "loss_per_token=, samples= and generator= belong to return_type='loss' or 'both', not to "
                     f"{return_type!r}"
                 )
-            return super().forward(input, return_type, **kwargs)
-        real = kwargs.pop("attention_mask", None)
-        if not isinstance(input, Tensor):
-            input, padded = self.tokenize(input, kwargs.pop("prepend_bos", None))
-            real = padded if real is None else real
-        if kwargs:
-            raise ValueError(
-                f"return_type={return_type!r} runs the whole network; it does not go with {sorted(kwargs)}"
+            return self.run_layers(
+                input,
+                attention_mask=attention_mask,
+                prepend_bos=prepend_bos,
+                start_at_layer=start_at_layer,
+                stop_at_layer=stop_at_layer,
+                logits_at=logits_at,
+                past_kv_cache=past_kv_cache,
+                unembed=return_type is not None,
             )
+        parts = {
+            "start_at_layer": start_at_layer,
+            "stop_at_layer": stop_at_layer,
+            "logits_at": logits_at,
+            "past_kv_cache": past_kv_cache,
+        }
+        if given := [name for name, value in parts.items() if value is not None]:
+            raise ValueError(f"return_type={return_type!r} runs the whole network; it does not go with {given}")
+        return self.own_loss(
+            input,
+            attention_mask=attention_mask,
+            prepend_bos=prepend_bos,
+            loss_per_token=loss_per_token,
+            samples=samples,
+            generator=generator,
+            return_logits=return_type == "both",
+        )
+
+    def own_loss(
+        self,
+        input: Input,
+        *,
+        attention_mask: Tensor | None = None,
+        prepend_bos: bool | None = None,
+        loss_per_token: bool = False,
+        samples: Whole = 1,
+        generator: torch.Generator | None = None,
+        return_logits: bool = False,
+    ) -> Any:
+        """The loss that the model is trained by, with `return_logits` (logits, loss); `forward` says the rest."""
+        real = attention_mask
+        if not isinstance(input, Tensor):
+            input, padded = self.tokenize(input, prepend_bos)
+            real = padded if real is None else real
         samples = at_least(1, "samples", samples)
-        if samples > 1 and return_type == "both":
+        if samples > 1 and return_logits:
             raise ValueError(
                 f"samples={samples} with return_type='both': each noise has logits of its own, so it is 1 there"
             )
@@ -66,10 +133,10 @@ class LossInterface(DiffusionTransformer, ABC):
         starts = range(0, len(asked.tokens), len(tokens))
         for start in starts:
             part = asked.part(start, start + len(tokens))
-            if return_type == "both":
-                logits: Any = super().forward(part.tokens, attention_mask=mask)
+            if return_logits:
+                logits: Any = self.run_layers(part.tokens, attention_mask=mask)
                 return logits, self._loss(part, logits[part.rows], loss_per_token)
-            picked: Any = super().forward(part.tokens, attention_mask=mask, logits_at=part.rows)
+            picked: Any = self.run_layers(part.tokens, attention_mask=mask, logits_at=part.rows)
             total = total + self._loss(part, picked, loss_per_token)
         # The loss of each part is a share of the whole's already; a place has its mean over all parts.
         return total / len(starts) if loss_per_token else total

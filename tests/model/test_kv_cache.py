@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.model.key_values import KeyValueCache
+from diffusion_lens.model.kv_cache import KeyValueCache
 
 
 @pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [4, 9, 10], [16]])

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.plots import panels
+from diffusion_lens.plots.axes import panels
 
 
 def paired_scatter(
