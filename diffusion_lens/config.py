@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from transformer_lens.config import TransformerLensConfig
 
-from weight_conversion import Architecture
+from weight_conversion import Architecture, Variant
 
+# No id: a position of a causal canvas that the text has not reached.
+UNREACHED = -1
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -19,7 +21,7 @@ ROTARY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(repr=False)
-class DiffusionConfig(TransformerLensConfig):
+class DiffusionConfig(Variant, TransformerLensConfig):
     """Facts of a model, under TransformerLens's names.
 
     Attributes:
@@ -143,6 +145,11 @@ class DiffusionConfig(TransformerLensConfig):
             qk_norm=self.qk_norm,
             tied=self.tied,
         )
+
+    @property
+    def blank(self) -> int:
+        """What a canvas holds at a position still to be written: the id of [MASK], or `UNREACHED`."""
+        return UNREACHED if self.mask_token_id is None else self.mask_token_id
 
     def writable(self, tokens: Tensor) -> Tensor:
         """Which of these ids a text of this model may hold: those with a column in the head, [MASK] excepted."""

@@ -172,7 +172,7 @@ class Forward(DiffusionTransformer, ABC):
             raise ValueError(
                 f"the logits are {list(logits.shape)}; of these tokens they are {[*tokens.shape, self.cfg.d_vocab_out]}"
             )
-        if self.cfg.mask_token_id is None:
+        if not self.cfg.has_mask:
             asked = ask_next(self, tokens, real=real)
         elif noisy is None or p_mask is None:
             raise ValueError(
@@ -209,4 +209,4 @@ class Forward(DiffusionTransformer, ABC):
         if not per_token:
             return asked.loss(logits)
         by_place = asked.by_place(logits)
-        return by_place[:, 1:] if self.cfg.mask_token_id is None else by_place
+        return by_place[:, 1:] if not self.cfg.has_mask else by_place

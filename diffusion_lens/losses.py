@@ -192,7 +192,7 @@ def ask(
     Without a generator the noise is fixed in eval mode, and drawn from torch's global one in train mode. There is none
     on an autoregressive model, which is asked once.
     """
-    if model.cfg.mask_token_id is None:
+    if not model.cfg.has_mask:
         return ask_next(model, tokens, real=real)
     # As one batch, so that the samples' times are spread evenly too.
     copies = None if real is None else real.repeat(samples, 1)

@@ -38,8 +38,30 @@ _CHOICES = {
 _FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied")
 
 
+class Variant:
+    """What follows for a text from the kind of attention and from whether there is a [MASK]."""
+
+    attention_dir: str
+    mask_token_id: int | None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether [MASK] stands at positions still to be written; otherwise a text grows at its end."""
+        return self.mask_token_id is not None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees a later one, so that what was computed of a text stays right when it grows."""
+        return self.attention_dir == "causal"
+
+    @property
+    def reveals_in_order(self) -> bool:
+        """Whether positions are written from left to right, each predicted from those before it."""
+        return self.is_causal
+
+
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(Variant):
     """A pre-norm Llama-style transformer: RMSNorm, rotary positions, grouped heads, gated MLP.
 
     `d_vocab` counts embedding rows, `d_vocab_out` columns of the head: a masked diffusion model of the lit-gpt family

@@ -86,13 +86,13 @@ def check_recall(
         "length": source.length or model.cfg.trained_length or 52,
         "cfg_scale": source.cfg_scale,
     }
-    if model.cfg.mask_token_id is None:
+    if not model.cfg.has_mask:
         settings["cfg_scale"] = 0.0
     found = recall_by_steps(model, source.facts, [STEPS], **settings)
     cells: dict[Cell, tuple[int, int]] = {}
     for cell, rows in found.cells.items():
         cells[cell] = (int(found.contained[rows, 0].sum()), len(rows))
-    known = _known(expected, model.cfg.mask_token_id is not None) if _is_theirs(source, expected) else {}
+    known = _known(expected, model.cfg.has_mask) if _is_theirs(source, expected) else {}
     told, numbers, wrong = [], {}, []
     for cell, (right, n) in cells.items():
         low, high = binomial_interval(right, n)
@@ -103,7 +103,7 @@ def check_recall(
         told.append(f"{label} {right}/{n} ({100 * low:.0f}-{100 * high:.0f} %), {beside}")
         if there is not None and not low - BETWEEN_RUNS <= there <= high + BETWEEN_RUNS:
             wrong.append(label)
-    how = f"in {STEPS} steps" if model.cfg.mask_token_id is not None else "from left to right"
+    how = f"in {STEPS} steps" if model.cfg.has_mask else "from left to right"
     said = f"{how}: " + "; ".join(told)
     if not wrong:
         return Finding(name, "ok" if known else "noted", said, numbers=numbers)

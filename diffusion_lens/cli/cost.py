@@ -41,7 +41,7 @@ def denoising(
     model: ModelChoice, steps: Iterable[int], length: int, cfg_scale: float, facts: int = 1, rows: int = 1
 ) -> Cost:
     """Facts asked in runs of so many steps, `rows` of them together; a causal model writes token by token."""
-    if model.shape().attention_dir == "causal":
+    if model.shape().is_causal:
         return Cost(facts * length, length, rows, cached=True)
     branches = 2 if cfg_scale else 1
     return Cost(facts * sum(steps) * branches, length, rows * branches)

@@ -66,8 +66,8 @@ def denoise(
     }
     shape = chosen.known_shape()
     if shape is not None:
-        resolve_sampler(sampler, shape.attention_dir)
-        require_mask(settings["cfg_scale"], shape.mask_token_id, model)
+        resolve_sampler(sampler, shape)
+        require_mask(settings["cfg_scale"], shape, model)
     report = Report("denoise", {**given, **settings}, out, json)
     if out is not None:
         require("pictures")

@@ -80,10 +80,10 @@ def recall(
     del compared["sampler"], compared["cfg_scale"]
     shape = chosen.known_shape()
     if shape is not None:
-        writes = resolve_sampler(sampler, shape.attention_dir)
+        writes = resolve_sampler(sampler, shape)
         compared |= {
             "steps": [None] if isinstance(writes, LeftToRight) else columns,
-            "cfg_scale": 0.0 if shape.mask_token_id is None else settings["cfg_scale"],
+            "cfg_scale": settings["cfg_scale"] if shape.has_mask else 0.0,
             "sampler": describe_sampler(writes),
         }
     mine = share_of_work(len(facts), shard, merge)

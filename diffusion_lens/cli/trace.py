@@ -56,7 +56,7 @@ def trace(
     Corruption.of(corruption, noise or 0.0, samples, seed)  # refuses what the run would
     Restoration.of(kind, window)  # likewise
     shape = chosen.known_shape()
-    if corruption == "mask" and shape is not None and shape.mask_token_id is None:
+    if corruption == "mask" and shape is not None and not shape.has_mask:
         raise ValueError(
             f"corruption='mask' hides the subject behind [MASK], which {model!r} has not; take {', '.join(others)}"
         )

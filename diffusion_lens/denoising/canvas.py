@@ -10,8 +10,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from diffusion_lens.config import UNREACHED
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
-from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import Places, Tokens
@@ -35,6 +35,11 @@ class Canvas:
     given: Places
     real: Places | None
     blank: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether blanks are positions that the text has not reached, which nothing sees, instead of [MASK]s."""
+        return self.blank == UNREACHED
 
     @property
     def positions(self) -> Tokens:
@@ -76,7 +81,7 @@ def lay_out(
         real = model.told_places(tokens) if attention_mask is None else None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-        if real is not None and model.cfg.attention_dir == "causal" and bool((real.long().diff(dim=1) < 0).any()):
+        if real is not None and model.cfg.is_causal and bool((real.long().diff(dim=1) < 0).any()):
             raise ValueError("a causal model continues from the place before: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:
@@ -85,7 +90,7 @@ def lay_out(
         tokens, padded = model.tokenize(prompt, prepend_bos)
         real = None
         ends = padded.sum(dim=1).cpu()
-    blank = UNREACHED if model.cfg.mask_token_id is None else model.cfg.mask_token_id
+    blank = model.cfg.blank
     if length is None and max_new_tokens is None and not bool((tokens == blank).any()):
         length = _trained_length(model, int(ends.max()))
     totals = _totals(

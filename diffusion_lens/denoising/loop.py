@@ -113,12 +113,12 @@ def prepare(
     prepend_bos: bool | None = None,
 ) -> Run:
     """A checked run that has not begun."""
-    chosen = resolve_sampler(sampler, model.cfg.attention_dir)
+    chosen = resolve_sampler(sampler, model.cfg)
     asked = None if steps is None else whole_number("steps", steps)
     if asked is not None and asked < 1:
         raise ValueError(f"steps={asked}: at least one step is needed to reveal anything")
     weight, heat = check_cfg_scale(cfg_scale), plain_number("temperature", temperature)
-    require_mask(weight, model.cfg.mask_token_id, model.cfg.model_name)
+    require_mask(weight, model.cfg, model.cfg.model_name)
     if not math.isfinite(heat) or heat < 0:
         raise ValueError(f"temperature={heat}; it must be a finite number, 0 (the likeliest token) or more")
     canvas = lay_out(model, prompt, length, max_new_tokens, attention_mask, prepend_bos)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.model.kv_cache import KeyValueCache
-from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import plain_number
 from diffusion_lens.shapes import Places, Tokens
 from diffusion_lens.step_state import StepState
+from weight_conversion import Variant
 
 
 def guide(
@@ -37,9 +37,9 @@ def check_cfg_scale(scale: SupportsFloat) -> float:
     return scale
 
 
-def require_mask(scale: float, mask_token_id: int | None, name: str) -> None:
+def require_mask(scale: float, variant: Variant, name: str) -> None:
     """Raise a `ValueError` at guidance of a model without [MASK]."""
-    if scale and mask_token_id is None:
+    if scale and not variant.has_mask:
         raise ValueError(f"cfg_scale={scale} masks the prompt, and {name!r} has no [MASK]; use 0 there")
 
 
@@ -76,7 +76,7 @@ class Conditional(Predictor):
     ) -> Float[Tensor, "place d_vocab_out"]:
         """Logits of `places` on `tokens`, which the hooks see as `state`."""
         batch, rows = self.model.readout.locate(places, real)
-        if self.canvas.blank == UNREACHED:
+        if self.canvas.grows:
             # What a causal row cannot see yet need not be run; but a hook sees the whole canvas.
             reach = tokens.shape[1] if self.model.is_hooked else int(rows.max()) + 1
             tokens = tokens[:, :reach].clamp(min=0)
@@ -159,6 +159,6 @@ def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float)
     """The predictor of a run: guided, cached on a causal model, or plain."""
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
-    if canvas.blank == UNREACHED:
+    if canvas.grows:
         return LeftToRightCached(Conditional(model, canvas))
     return Conditional(model, canvas)

@@ -57,7 +57,7 @@ def require_ids(name: str, ids: Tensor, state: StepState, places: Places, model:
     """Raise an error unless a hook returned token ids, or the blank of the canvas, at the marked places."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} returned {ids.dtype}; token ids are integers, as they were handed over")
-    blank = -1 if model.cfg.mask_token_id is None else model.cfg.mask_token_id
+    blank = model.cfg.blank
     wrong = (((ids < 0) | (ids >= model.cfg.d_vocab)) & (ids != blank))[places]
     where = _first(wrong, state, places)
     if where is not None:

@@ -42,7 +42,6 @@ from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, resolve_sampler, sampler_from
 from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import LoopHooks
-from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.shapes import Places, Tokens
@@ -103,7 +102,7 @@ class Run:
             state = self.model.clock.step = self._state(index)
         plan = self._plan(state)
         watched = self.model.is_hooked or _watched(hooks)
-        places = state.masked if watched and self.canvas.blank != UNREACHED else plan.places
+        places = state.masked if watched and not self.canvas.grows else plan.places
         if watched or bool(plan.counts.any()):
             self._reveal(state, plan, places)
         if plan.remask is not None:
@@ -263,7 +262,7 @@ def begin_again(
     return Run(
         model=model,
         canvas=canvas,
-        sampler=resolve_sampler(sampler or sampler_from(record["sampler"]), model.cfg.attention_dir),
+        sampler=resolve_sampler(sampler or sampler_from(record["sampler"]), model.cfg),
         cfg_scale=record["cfg_scale"],
         temperature=record["temperature"],
         seeds=row_seeds(record["seeds"] if seeds is None else seeds, canvases.shape[1]),

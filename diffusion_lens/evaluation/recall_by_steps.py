@@ -79,8 +79,8 @@ def recall_by_steps(
             tokenizer does not know) is set aside, with the reason in `Recall.set_aside`.
     """
     check_cfg_scale(cfg_scale)
-    masked = model.cfg.mask_token_id is not None
-    chosen = resolve_sampler(sampler, model.cfg.attention_dir)
+    masked = model.cfg.has_mask
+    chosen = resolve_sampler(sampler, model.cfg)
     columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else [*step_columns(steps)]
     if isinstance(chosen, Confidence) and chosen.scope != "row":
         batch_size = 1
@@ -159,7 +159,7 @@ def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
 def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:
     """The text of what was written, special tokens left out; on a causal model it ends with the first end token."""
     end = model.tokenizer.eos_token_id
-    if model.cfg.mask_token_id is None and end in tokens:
+    if not model.cfg.has_mask and end in tokens:
         tokens = tokens[: tokens.index(end)]
     text: str = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text

@@ -10,12 +10,11 @@ from jaxtyping import Int
 from tokenizers import AddedToken
 from torch import Tensor
 
-from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.config import UNREACHED, DiffusionConfig
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.shapes import Places, Tokens
 
 MASK_TEXT = "[MASK]"
-UNREACHED = -1
 
 
 class TextInterface(ABC):
@@ -55,7 +54,7 @@ class TextInterface(ABC):
         """
         tokens, real = self.tokenize(input, prepend_bos, padding_side)
         if self.own_pad_id is None and not bool(real.all()):
-            unseen = self.cfg.attention_dir == "causal" and padding_side == "right"
+            unseen = self.cfg.is_causal and padding_side == "right"
             if not unseen:
                 raise ValueError(
                     f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
@@ -260,7 +259,7 @@ class TextInterface(ABC):
             at_edge = filler[:, column].any(dim=1)
             if bool(at_edge.any()) and not bool(at_edge.all()):
                 row, other = int(at_edge.long().argmax()), int((~at_edge).long().argmax())
-                side = " (with padding_side='left' before a continuation)" * (self.cfg.attention_dir == "causal")
+                side = " (with padding_side='left' before a continuation)" * self.cfg.is_causal
                 raise ValueError(
                     f"row {row} of the tokens {edge} with {self._word(self.pad_id)!r} and row {other} does not, and "
                     "the tokenizer has no padding token that is not also text: the tokens alone do not say what is "

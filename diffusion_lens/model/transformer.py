@@ -161,7 +161,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         held = {layer.n_pos for layer in past if layer is not None}
         if not held:
             return 0
-        if self.cfg.attention_dir != "causal":
+        if not self.cfg.is_causal:
             raise ValueError(f"{self.cfg.model_name!r} is bidirectional: earlier places change with every new token")
         if real is not None:
             raise ValueError("past_kv_cache goes with runs without padding")

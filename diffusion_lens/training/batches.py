@@ -32,7 +32,7 @@ class Batch:
         A masked diffusion model is also asked for the end tokens that fill a row, as in SMDM's fine-tuning; its twin
         for a row's own tokens, the first end token included.
         """
-        if model.cfg.mask_token_id is None:
+        if not model.cfg.has_mask:
             return ask_next(model, self.tokens, real=self.real, counted=self.answers)
         return ask_masked(model, self.tokens, real=self.answers, generator=generator)
 

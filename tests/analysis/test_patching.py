@@ -10,8 +10,8 @@ from diffusion_lens import Fact, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import answer_probability, patch_grid
 from diffusion_lens.analysis.patching import PatchGrid
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
+from diffusion_lens.config import UNREACHED
 from diffusion_lens.hook_names import resid_post, resid_pre
-from diffusion_lens.model.text import UNREACHED
 
 # Our sites by the names of TransformerLens's tools, by place and for all places of a head together.
 BY_PLACE = {

@@ -79,8 +79,8 @@ class LoopSettings:
         """The arguments of `denoise` on this model."""
         return {
             "steps": self.steps,
-            "sampler": resolve_sampler(self.sampler, model.cfg.attention_dir),
-            "cfg_scale": 0.0 if model.cfg.mask_token_id is None else self.cfg_scale,
+            "sampler": resolve_sampler(self.sampler, model.cfg),
+            "cfg_scale": self.cfg_scale if model.cfg.has_mask else 0.0,
             "temperature": self.temperature,
         }
 

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffusion_lens.config import UNREACHED
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.facts import Query
 from diffusion_lens.metrics import token_probabilities
-from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -92,7 +92,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
         )
     if twice := sorted({place for place in places if places.count(place) > 1}):
         raise ValueError(f"{name} names the answer positions {twice} twice; each holds one token")
-    if cfg.attention_dir == "causal" and 0 in places:
+    if cfg.is_causal and 0 in places:
         raise ValueError("nothing precedes place 0, so a causal model has no probability for an answer there")
     rows = model.readout.rows(torch.tensor(places)).tolist()
     if unread := [place for place, row in zip(places, rows, strict=True) if row >= len(query.tokens)]:
@@ -102,7 +102,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
         )
     on_canvas = dict(enumerate(query.tokens.tolist()))
     shown = {place: (on_canvas.get(place, UNREACHED), token) for place, token in zip(places, tokens, strict=True)}
-    if cfg.mask_token_id is not None:
+    if cfg.has_mask:
         if held := [place for place, (there, _) in shown.items() if there != cfg.mask_token_id]:
             raise ValueError(
                 f"the answer positions {held} hold no [MASK] on the canvas of {name}: a masked diffusion model is "

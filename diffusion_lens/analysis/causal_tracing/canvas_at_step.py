@@ -11,12 +11,12 @@ from diffusion_lens.analysis.batching import row_bytes, rows_at_once
 from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.layout import as_query
+from diffusion_lens.config import UNREACHED
 from diffusion_lens.denoising.loop import denoise
 from diffusion_lens.denoising.run import require_same_architecture
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
-from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, whole_numbers
 from diffusion_lens.shapes import Tokens
@@ -170,7 +170,7 @@ class TracedRun:
 
 def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:
     """What the loop is given, the canvas or on a causal model what precedes the answer, and the places in all."""
-    given = query.tokens[: min(query.answer_positions)] if model.cfg.mask_token_id is None else query.tokens
+    given = query.tokens[: min(query.answer_positions)] if not model.cfg.has_mask else query.tokens
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 

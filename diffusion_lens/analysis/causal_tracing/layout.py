@@ -38,7 +38,7 @@ class CanvasLayout:
         Without `length` and `answer_places`, and whatever `first_tokens` is, it is `cfg.trained_length` of a masked
         diffusion model, if it is known. Elsewhere a canvas has as many places as prompt and answer.
         """
-        if model.cfg.mask_token_id is None or self.length is not None or self.answer_places is not None:
+        if not model.cfg.has_mask or self.length is not None or self.answer_places is not None:
             return self
         return replace(self, length=model.cfg.trained_length)
 
@@ -89,4 +89,4 @@ def as_query(model: DiffusionTransformer, asked: Fact | Query, length: int | Non
     """
     if isinstance(asked, Query):
         return asked
-    return CanvasLayout(length if model.cfg.mask_token_id is not None else None).query(model, asked)
+    return CanvasLayout(length if model.cfg.has_mask else None).query(model, asked)

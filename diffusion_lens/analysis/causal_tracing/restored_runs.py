@@ -103,7 +103,7 @@ class RestoredRuns:
         self.watched = model.is_hooked
         self.mask = corrupted.mask
         # Kept keys and values go with runs without padding.
-        self.causal = model.cfg.attention_dir == "causal" and not self.watched and corrupted.real is None
+        self.causal = model.cfg.is_causal and not self.watched and corrupted.real is None
         n_pos, last = clean.tokens.shape[1], int(self.answer.rows.max())
         self.reaching = range(touched.start, last + 1) if self.causal else range(n_pos)
         self.n_pos = max(last + 1, touched.stop) if self.causal else n_pos

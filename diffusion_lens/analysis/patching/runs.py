@@ -19,12 +19,12 @@ from tqdm.auto import tqdm
 from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
+from diffusion_lens.config import UNREACHED
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
-from diffusion_lens.model.text import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
 from diffusion_lens.shapes import Places, Resid, Tokens
@@ -131,7 +131,7 @@ class Side:
     @property
     def resumes(self) -> bool:
         """Whether places before a patched one stay as they are, so that they need not run again."""
-        return self.model.cfg.attention_dir == "causal" and self.real is None and not self.model.is_hooked
+        return self.model.cfg.is_causal and self.real is None and not self.model.is_hooked
 
     @property
     def past_points(self) -> list[str]:

@@ -207,7 +207,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "layer": layer,
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
-        "seed": None if model.cfg.mask_token_id is None else seed,
+        "seed": seed if model.cfg.has_mask else None,
     }
     drawn = {**content, "noise": "by own_seed"}  # how texts are given their seeds decides the numbers too
     key = hashlib.sha256(json.dumps(as_json(drawn), sort_keys=True).encode()).hexdigest()

@@ -104,7 +104,7 @@ def _masked(model: DiffusionTransformer, query: Query) -> list[Query]:
 
 def _partial(model: DiffusionTransformer, query: Query) -> list[Query]:
     n_tokens = len(query.answer_tokens)
-    if model.cfg.mask_token_id is None:
+    if not model.cfg.has_mask:
         return [query]  # teacher forcing passes through every state already
     hidden = [range(n_revealed, n_tokens) for n_revealed in range(n_tokens)]
     hidden += [range(n_tokens - n_revealed) for n_revealed in range(1, n_tokens)]

@@ -13,6 +13,7 @@ from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
 from diffusion_lens.denoising.samplers.presets import dream, llada, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
+from weight_conversion import Variant
 
 SAMPLERS: dict[str, Sampler] = {
     sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight(), ReMDM(), Blocks())
@@ -37,10 +38,10 @@ def sampler_from(description: Mapping[str, Any]) -> Sampler:
     return type(SAMPLERS[name])(**settings)
 
 
-def resolve_sampler(sampler: str | Sampler | None, attention_dir: str) -> Sampler:
+def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
     """A sampler from its name or its preset's, itself, or the default of the variant."""
     if sampler is None:
-        sampler = "left_to_right" if attention_dir == "causal" else "confidence"
+        sampler = "left_to_right" if variant.reveals_in_order else "confidence"
     if isinstance(sampler, str):
         known = [*SAMPLERS, *PRESETS]
         if sampler not in known:
@@ -51,7 +52,7 @@ def resolve_sampler(sampler: str | Sampler | None, attention_dir: str) -> Sample
         raise TypeError(
             f"sampler={sampler!r} is neither a name nor a Sampler object; write Confidence(), with brackets"
         )
-    if attention_dir == "causal" and not isinstance(sampler, LeftToRight):
+    if variant.reveals_in_order and not isinstance(sampler, LeftToRight):
         raise ValueError(
             f"the sampler {sampler.name!r} fills places in any order, which a causal model cannot; use 'left_to_right'"
         )
