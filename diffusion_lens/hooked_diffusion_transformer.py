@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt
-from diffusion_lens.denoising.loop import denoise, denoise_with_cache
+from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
 from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -168,7 +168,7 @@ class HookedDiffusionTransformer(Forward):
             attention_mask: [batch pos], 0 at the padding of a token prompt.
             prepend_bos: for text; as in TransformerLens.
             fwd_hooks: (name or predicate, function) pairs, on any hook point, the loop's own (`denoise.hook_*`, see
-                `diffusion_lens.denoising.run`) included. Inside, `hook.step` is a `StepState`.
+                `diffusion_lens.denoising.loop`) included. Inside, `hook.step` is a `StepState`.
             progress: show a bar.
 
         Raises:

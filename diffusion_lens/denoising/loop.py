@@ -1,136 +1,83 @@
-"""The denoising loop (Nie et al. 2024, arXiv 2410.18514, section 2): from a canvas of blanks to text.
+"""The denoising loop: from a canvas of blanks to text.
 
-`denoise` lays out the canvas, takes the steps of `diffusion_lens.denoising.run`, and returns the trajectory;
-`denoise_with_cache` also keeps activations by step.
+A step takes the canvas x_t at time t to x_s at s < t by the reverse process of Nie et al. 2024 (arXiv 2410.18514,
+section 2): the network predicts all masked tokens at once, p(x_0 | x_t), and some of the predictions are written. The
+sampler plans which, and how many. Hook points, all over the whole canvas, in the order in which they pass:
+
+    denoise.hook_tokens      Int[batch pos]                the canvas going in
+    denoise.hook_logits      Float[batch pos d_vocab_out]  after guidance, by place; zeros where nothing is proposed
+    denoise.hook_candidates  Int[batch pos]                the tokens proposed; the canvas's own elsewhere
+    denoise.hook_confidence  Float[batch pos]              how sure the model is of them; zero elsewhere. By this they
+                                                           are ranked: their probability, unless the sampler's
+                                                           `proposal` says otherwise
+    denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
+
+What a hook returns there is what the loop uses; only masked places can be revealed, and one where [MASK] itself is
+proposed stays masked. Logits that are NaN or +inf, or -inf for every token that may be written, are refused at any
+place where a token is proposed, and so are ids that are no tokens: they would pass for confident text. While anything
+is hooked, the network runs at every step and tokens are proposed at every masked place (on a causal model: at the next
+one), so that a hook may change the order; otherwise a step that reveals nothing costs nothing.
+
+With a `script`, the canvases of an earlier run, the run is forced: the network and its hooks see those canvases, their
+tokens are revealed (nothing passes `hook_candidates` and `hook_reveal`), and what changes under a hook is how probable
+they are.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformer_lens.utilities.slice import Slice
+from tqdm.auto import tqdm
 
-from diffusion_lens.denoising.cache import CacheRequest, TrajectoryCache, check_budget, estimate_bytes, resolve_steps
-from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.predictor import check_cfg_scale, require_mask
-from diffusion_lens.denoising.randomness import Seed, row_seeds
-from diffusion_lens.denoising.run import Run, execute
-from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import resolve_sampler
-from diffusion_lens.denoising.schedule import linear_times
-from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
-from diffusion_lens.identity import run_of
-from diffusion_lens.model.caching import PosSlice
-from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import plain_number, whole_number
+from diffusion_lens.denoising.run import Run
 
 
-def denoise(
-    model: DiffusionTransformer,
-    prompt: Prompt,
+def run_loop(
+    run: Run,
+    first_step: int = 0,
     *,
     fwd_hooks: Sequence[tuple[Any, Any]] = (),
+    around: Callable[[int], AbstractContextManager[Any]] | None = None,
     progress: bool = False,
-    **settings: Any,
-) -> Trajectory:
-    """Run the loop; see `HookedDiffusionTransformer.denoise` for the arguments."""
-    with run_of(model, fwd_hooks):
-        run = prepare(model, prompt, **settings)
-        record = execute(run, fwd_hooks=fwd_hooks, progress=progress)
-        return Trajectory.of(run, {**run.settings(), **record})
+) -> dict[str, Any]:
+    """Take every step from `first_step` on; returns what the record keeps of it.
 
+    Args:
+        around: a context for each step, such as one that caches.
 
-def denoise_with_cache(
-    model: DiffusionTransformer,
-    prompt: Prompt,
-    names_filter: NamesFilter,
-    *,
-    steps_filter: SupportsIndex | Iterable[SupportsIndex] | None = None,
-    pos_slice: PosSlice = None,
-    branch: str = "conditional",
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    max_bytes: int | None = None,
-    fwd_hooks: Sequence[tuple[Any, Any]] = (),
-    progress: bool = False,
-    **settings: Any,
-) -> tuple[Trajectory, TrajectoryCache]:
-    """Run the loop and keep activations; see `HookedDiffusionTransformer.denoise_with_cache` for the arguments."""
-    if names_filter is None:
-        raise ValueError("name the activations to keep: everything at every step is a question about your disk")
-    if branch not in ("conditional", "unconditional"):
-        raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
-    run = prepare(model, prompt, **settings)
-    names = select_names(names_filter, model.hook_dict)
-    in_loop = [name for name in names if name.startswith(loop_hook(""))]
-    silent = {name: reason for name in names if name not in in_loop and (reason := model.why_silent(name))}
-    if silent and not callable(names_filter):
-        raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
-    if branch == "unconditional" and not run.cfg_scale:
-        raise ValueError("branch='unconditional' needs guidance: without cfg_scale there is no such branch")
-    if branch == "unconditional" and in_loop:
-        raise ValueError(
-            f"{in_loop} pass after guidance, which belongs to neither branch: keep them with 'conditional'"
-        )
-    n_steps = len(run.times) - 1
-    request = CacheRequest(
-        names=tuple(name for name in names if name not in silent),
-        steps=resolve_steps(steps_filter, n_steps),
-        branch=branch,
-        pos_slice=Slice.unwrap(pos_slice),
-        device=device,
-        dtype=dtype,
-    )
-    check_budget(estimate_bytes(request, model.cfg, *run.tokens.shape), max_bytes)
-    kept: dict[int, dict[str, Tensor]] = {}
+    Raises:
+        RuntimeError: another run of the loop is under way on this model.
+    """
+    begun = time.perf_counter()
+    model, steps = run.model, range(first_step, len(run.times) - 1)
+    with torch.no_grad(), model.clock.running(model.cfg.model_name), model.hooks(fwd_hooks=list(fwd_hooks)):
+        model.require_set_up()
+        for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
+            with around(index) if around else nullcontext():
+                # 1. Enter: the canvas x_t, which a hook may rewrite; `hook.step` says t, s and what is masked.
+                state = run.enter(index)
 
-    def around(step: int) -> AbstractContextManager[Any]:
-        # Attached step by step, after the caller's own hooks: a cache shows what really ran, and a step that nobody
-        # asked for costs what it costs without a cache.
-        return model.hooks(fwd_hooks=request.hooks(kept)) if step in request.steps else nullcontext()
+                # 2. Plan: at which places a token is proposed, and how many are revealed between t and s.
+                plan = run.plan(state)
+                places = run.proposed_places(state, plan)
 
-    with run_of(model, fwd_hooks):
-        record = execute(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
-        return Trajectory.of(run, {**run.settings(), **record}), TrajectoryCache(kept, n_steps, model)
+                if places is not None:
+                    # 3. Predict: logits of p(x_0 | x_t) at these places, guided if asked (eq. 9 of the paper).
+                    logits = run.predict(state, places)
 
+                    # 4. Propose: one token for each place, the likeliest or drawn at the temperature.
+                    candidates = run.propose(state, places, logits)
 
-def prepare(
-    model: DiffusionTransformer,
-    prompt: Prompt,
-    *,
-    length: SupportsIndex | None = None,
-    max_new_tokens: SupportsIndex | None = None,
-    steps: SupportsIndex | None = None,
-    sampler: str | Sampler | None = None,
-    cfg_scale: SupportsFloat = 0.0,
-    temperature: SupportsFloat = 0.0,
-    seed: Seed = 0,
-    attention_mask: Tensor | None = None,
-    prepend_bos: bool | None = None,
-) -> Run:
-    """A checked run that has not begun."""
-    chosen = resolve_sampler(sampler, model.cfg)
-    asked = None if steps is None else whole_number("steps", steps)
-    if asked is not None and asked < 1:
-        raise ValueError(f"steps={asked}: at least one step is needed to reveal anything")
-    weight, heat = check_cfg_scale(cfg_scale), plain_number("temperature", temperature)
-    require_mask(weight, model.cfg, model.cfg.model_name)
-    if not math.isfinite(heat) or heat < 0:
-        raise ValueError(f"temperature={heat}; it must be a finite number, 0 (the likeliest token) or more")
-    canvas = lay_out(model, prompt, length, max_new_tokens, attention_mask, prepend_bos)
-    blanks = canvas.blanks(canvas.tokens)
-    return Run(
-        model=model,
-        canvas=canvas,
-        sampler=chosen,
-        cfg_scale=weight,
-        temperature=heat,
-        seeds=row_seeds(seed, canvas.tokens.shape[0]),
-        times=linear_times(chosen.n_steps(asked, blanks), chosen.eps).tolist(),
-        revealed_at=torch.full_like(canvas.tokens, -1),
-        confidence=torch.full(blanks.shape, float("nan"), device=blanks.device),
-    )
+                    # 5. Rank: how sure the model is of each.
+                    confidence, ranking = run.rank(state, places, logits, candidates)
+
+                    # 6. Reveal: the planned number of the most confident are written.
+                    run.reveal(state, plan, places, candidates, confidence, ranking)
+
+                # 7. Remask: what the plan takes back. Then the canvas is x_s.
+                run.remask(plan)
+                run.leave()
+    seconds = time.perf_counter() - begun
+    return {"first_step": first_step, "forward_passes": run.predictor.passes, "seconds": seconds}

@@ -10,9 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.denoising.run import Run, begin_again, execute
+from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.loop import run_loop
+from diffusion_lens.denoising.randomness import Seed, row_seeds
+from diffusion_lens.denoising.run import Run, require_same_model
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.denoising.samplers import resolve_sampler, sampler_from
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
@@ -170,20 +174,9 @@ class Trajectory:
         """
         if canvas not in ("forced", "free"):
             raise ValueError(f"canvas={canvas!r}; it is 'forced' (the recorded canvases) or 'free' (they may change)")
-        run = begin_again(
-            model,
-            canvases=self.canvases,
-            given=self.given,
-            real=self.real,
-            revealed_at=self.revealed_at,
-            confidence=self.confidence,
-            record=self.record,
-            sampler=sampler,
-            seeds=seeds,
-            forced=canvas == "forced",
-        )
+        run = self._begin_again(model, sampler, seeds, forced=canvas == "forced")
         with run_of(model, fwd_hooks):
-            record = execute(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
+            record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             of_replay = {
                 "replay": canvas,
                 "replayed_from": self.first_step,
@@ -241,6 +234,32 @@ class Trajectory:
             self.revealed_at[row].tolist(),
             self.confidence[row].tolist(),
             self.first_step,
+        )
+
+    def _begin_again(
+        self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
+    ) -> Run:
+        """The run at its first canvas here, ready to be taken again."""
+        require_same_model(self.record, model)
+        if self.record.get("remasked") and self.first_step and not forced:
+            raise ValueError(
+                "a run that masked tokens again does not keep how sure each step was of tokens since rewritten, which "
+                "its sampler asks: replay it freely from its start, or forced from any step"
+            )
+        device = model.cfg.device
+        real = None if bool(self.real.all()) else self.real.to(device)
+        before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
+        return Run(
+            model=model,
+            canvas=Canvas(self.canvases[0].to(device), self.given.to(device), real, self.record["blank"]),
+            sampler=resolve_sampler(sampler or sampler_from(self.record["sampler"]), model.cfg),
+            cfg_scale=self.record["cfg_scale"],
+            temperature=self.record["temperature"],
+            seeds=row_seeds(self.record["seeds"] if seeds is None else seeds, self.canvases.shape[1]),
+            times=list(self.record["times"]),
+            revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
+            confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
+            script=self.canvases.to(device) if forced else None,
         )
 
     def _held(self, step: int) -> int:

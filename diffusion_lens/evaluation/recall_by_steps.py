@@ -22,7 +22,7 @@ from diffusion_lens.analysis.fact_folder import (
     work_through_batches,
 )
 from diffusion_lens.analysis.usable_facts import sort_out
-from diffusion_lens.denoising.loop import prepare
+from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.predictor import check_cfg_scale
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler

@@ -23,7 +23,7 @@ from diffusion_lens.analysis.causal_tracing.canvas_at_step import loop_prompt
 from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.fact_folder import fact_seed, name_facts
 from diffusion_lens.analysis.usable_facts import sort_out
-from diffusion_lens.denoising.loop import denoise, prepare
+from diffusion_lens.denoising.denoise import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler
 from diffusion_lens.denoising.step_hooks import acts_by_step

@@ -12,7 +12,7 @@ from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.layout import as_query
 from diffusion_lens.config import UNREACHED
-from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.run import require_same_architecture
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.causal_tracing.answer import check_answer
 from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
-from diffusion_lens.denoising.loop import denoise
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
