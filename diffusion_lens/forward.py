@@ -95,7 +95,7 @@ class Forward(DiffusionTransformer, ABC):
         }
         if given := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; it does not go with {given}")
-        return self.own_loss(
+        return self._own_loss(
             input,
             attention_mask=attention_mask,
             prepend_bos=prepend_bos,
@@ -105,7 +105,7 @@ class Forward(DiffusionTransformer, ABC):
             return_logits=return_type == "both",
         )
 
-    def own_loss(
+    def _own_loss(
         self,
         input: Input,
         *,

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
     """Let the `TypeError` of a misspelt keyword name the nearest one, as Python 3.13 does."""
-    known = list(signature(function).parameters)
+    known = [name for name in signature(function).parameters if name != "self"]
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

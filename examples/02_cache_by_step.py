@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, ax in zip(args.model, axes, strict=True):
         model = HookedDiffusionTransformer.from_pretrained(name)
         blank = model.to_tokens(args.prompt).shape[1]  # the first place after the prompt
-        read_at = blank if model.cfg.mask_token_id is not None else blank - 1
+        read_at = blank if model.cfg.has_mask else blank - 1
         run, cache = model.denoise_with_cache(
             args.prompt,
             names_filter=lambda point: point.endswith("hook_resid_post"),

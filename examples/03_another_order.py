@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     model = HookedDiffusionTransformer.from_pretrained(args.model)
-    if model.cfg.mask_token_id is None:
+    if not model.cfg.has_mask:
         parser.error(f"{args.model} is autoregressive: it can only write from left to right")
     figure, axes = plots.panels(2, 2, width=22.0, height=8.0)
     for (label, hooks), ax in zip(ORDERS.items(), axes, strict=True):

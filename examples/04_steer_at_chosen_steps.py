@@ -22,7 +22,7 @@ from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_maske
 
 def steering(model: HookedDiffusionTransformer, name: str, here: Fact, there: Fact, places: int) -> Callable[..., Any]:
     """A hook that adds what `there` has more than `here` at the hook point `name`, place by place."""
-    blanks = None if model.cfg.mask_token_id is None else places
+    blanks = places if model.cfg.has_mask else None
     canvases = [fact.to_query(model, answer_places=blanks, first_tokens=1).tokens[None] for fact in (here, there)]
     if canvases[0].shape != canvases[1].shape:
         raise SystemExit("the two prompts must have the same number of tokens")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for each in args.model:
         model = HookedDiffusionTransformer.from_pretrained(each)
-        guidance = 0.0 if model.cfg.mask_token_id is None else 0.5
+        guidance = 0.5 if model.cfg.has_mask else 0.0
         plain = model.denoise(args.prompt, max_new_tokens=args.places, steps=args.places, cfg_scale=guidance)
         steer = steering(model, name, here, there, args.places)
         print(f"{each}, guidance {guidance}\n  {'hook':22} {'parts at':9} {'p(unsteered)':13} text")

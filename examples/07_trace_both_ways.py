@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion_lens import Fact, HookedDiffusionTransformer, pages, plots
+from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale, trace_trajectory
 from diffusion_lens.data import toy_facts
 
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_traces(name, rows[-1])
             for trace in rows[-1]:
                 trace.save(folder / f"{name}_{trace.record['kind']}.safetensors")
-            if model.cfg.mask_token_id is not None:
+            if model.cfg.has_mask:
                 run = model.denoise(query.tokens[None], steps=blanks)  # a token a step
                 steps = range(int(run.revealed_at[0, query.answer_positions[0]]) + 1)
                 by_step = trace_trajectory(model, query, steps, trajectory=run, noise=noise)
                 by_step.save(folder / f"{name}_steps.safetensors")
                 print("    with noise, step by step:", " ".join(f"{p:.2f}" for p in by_step.corrupted.tolist()))
                 page = by_step.page(f"{name}, {way}: {fact.prompt} …")
-                print(f"wrote {pages.write_page(page, args.out / f'trace_{way}_{name}_steps.html')}")
+                print(f"wrote {plots.write_page(page, args.out / f'trace_{way}_{name}_steps.html')}")
         figure = plots.trace_panels(rows, limits=(0.0, 1.0))
         figure.suptitle(f"{way}: {fact.prompt} …")
         figure.savefig(args.out / f"trace_{way}.png", dpi=110)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens import Fact, HookedDiffusionTransformer, analysis, pages, plots
+from diffusion_lens import Fact, HookedDiffusionTransformer, analysis, plots
 from diffusion_lens.analysis.average_effects.token_roles import ROLES
 from diffusion_lens.analysis.fact_folder import FactFolder, content
 from diffusion_lens.data.sources import default_source, open_source
@@ -138,8 +138,8 @@ class Study:
                 shown = dict.fromkeys([found.steps[0], found.steps[best], found.steps[-1]])
                 panels.append([found.at_step(step) for step in shown])
                 titles.append([f"{name}, step {step}" for step in shown])
-                if model.cfg.mask_token_id is not None:
-                    page = pages.write_page(found.page(), self.out / f"trace_{name}_{way}.html")
+                if model.cfg.has_mask:
+                    page = plots.write_page(found.page(), self.out / f"trace_{name}_{way}.html")
                     self.add("a", f"{name}, {cell}: every step, with a slider", page.name)
             figure = plots.trace_panels(panels, titles, limits=(0.0, 1.0))
             self.picture(figure, f"trace_{way}.png", f"{cell}: the first step, that with the largest effect, the last.")
@@ -148,7 +148,7 @@ class Study:
         """About a token a step; the twin writes its own, from left to right."""
         blanks, written = self.layout["length"] - len(fact.tokenize(model)[0]), None
         query = fact.to_query(model, answer_places=blanks)
-        if model.cfg.mask_token_id is not None:
+        if model.cfg.has_mask:
             written = model.denoise(query.tokens[None], steps=blanks, cfg_scale=self.source.cfg_scale)
         noise = analysis.noise_scale(model, [query])
         return analysis.trace_trajectory(model, query, trajectory=written, noise=noise, seed=self.args.seed)

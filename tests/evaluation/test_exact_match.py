@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens import Fact, HookedDiffusionTransformer, tiny_pair
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import ExactMatch, exact_match
-from diffusion_lens.training import tiny
 from weight_conversion import read_json, sha256_of_file
 
 LENGTH = toy_facts.SENTENCE_LENGTH
@@ -30,7 +29,7 @@ def test_the_pair_shows_the_reversal_curse(pair, results):
     _, recorded = results
     toy = toy_facts.load()
     for name, model in pair.items():
-        cells = tiny.measure(model, toy)
+        cells = tiny_pair.measure(model, toy)
         assert len(cells) == 4
         for cell, then in zip(cells, recorded["twins"][name]["exact_match"], strict=True):
             # Another machine rounds differently, which may turn a question or two.
@@ -46,7 +45,7 @@ def test_the_pair_shows_the_reversal_curse(pair, results):
 
 def test_the_shipped_files_are_those_measured(results):
     folder, recorded = results
-    assert (recorded["corpus_seed"], recorded["seed"]) == (toy_facts.SHIPPED_SEED, tiny.SHIPPED_SEED)
+    assert (recorded["corpus_seed"], recorded["seed"]) == (toy_facts.SHIPPED_SEED, tiny_pair.SHIPPED_SEED)
     for name, twin in recorded["twins"].items():
         assert sha256_of_file(folder / f"{name}.safetensors") == twin["sha256"]
 

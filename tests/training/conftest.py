@@ -23,13 +23,14 @@ def tokens(toy):
 @pytest.fixture
 def small(toy):
     """`small("mdm")` or `small("ar")`: one layer over the words of the toy facts, the same weights each time."""
-    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, tiny_pair
     from diffusion_lens.data import toy_facts
-    from diffusion_lens.training import tiny
 
     def make(kind="mdm", **changes):
         tokenizer = toy_facts.build_tokenizer(toy)
-        shape = replace(tiny.architecture(kind, len(tokenizer)), n_layers=1, d_model=16, d_head=4, d_mlp=24, **changes)
+        shape = replace(
+            tiny_pair.architecture(kind, len(tokenizer)), n_layers=1, d_model=16, d_head=4, d_mlp=24, **changes
+        )
         cfg = DiffusionConfig.from_architecture(shape, device="cpu", default_prepend_bos=False)
         return HookedDiffusionTransformer(cfg, tokenizer, seed=1)
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import HookedDiffusionTransformer, tiny_pair
 from diffusion_lens.identity import describe_modules
 from diffusion_lens.training import (
     TrainingConfig,
     TrainingRecord,
     autoregressive_loss,
     masked_diffusion_loss,
-    tiny,
     train,
 )
 from diffusion_lens.training.batches import RowOrder
@@ -146,13 +145,13 @@ def test_a_record_comes_back_from_its_file(small, tokens, tmp_path):
 
 def test_the_tiny_pair_is_made_whole(tmp_path):
     (tmp_path / "README.md").write_text("stays")
-    tiny.make_pair(tmp_path, steps={"mdm": 2, "ar": 2}, progress=False)
+    tiny_pair.make_pair(tmp_path, steps={"mdm": 2, "ar": 2}, progress=False)
     made = {"tiny-mdm.safetensors", "tiny-ar.safetensors", "lit_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in tmp_path.iterdir()} == {*made, "results.json", "README.md"}
     results = json.loads((tmp_path / "results.json").read_text())
     for kind in ("mdm", "ar"):
         path = tmp_path / f"tiny-{kind}.safetensors"
         assert results["twins"][f"tiny-{kind}"]["sha256"] == sha256_of_file(path)
-        assert open_checkpoint(path).architecture == tiny.architecture(kind, N_WORDS)
+        assert open_checkpoint(path).architecture == tiny_pair.architecture(kind, N_WORDS)
         model = HookedDiffusionTransformer.from_pretrained(path, device="cpu")
         assert model.to_string(model.to_tokens("today Ada is the brave pilot.")[0]) == "today Ada is the brave pilot."
