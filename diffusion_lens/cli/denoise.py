@@ -44,7 +44,7 @@ def denoise(
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     given = dict(locals())
-    from diffusion_lens.denoising.loop import prepare
+    from diffusion_lens.denoising.denoise import prepare
     from diffusion_lens.denoising.predictor import require_mask
     from diffusion_lens.denoising.samplers import resolve_sampler
 
