@@ -18,10 +18,10 @@ from typing import Any
 
 from diffusion_lens.denoising.run import require_same_architecture
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import differences, network_of, provenance
+from diffusion_lens.records import NETWORK, differences, network_of, provenance
 from diffusion_lens.user_warnings import warn_user
 
-COMPARED = ("model", "dtype", "weights_sha256", "hooks", "modules")
+COMPARED = tuple(name for name in NETWORK if name != "tokenizer_sha256")
 _AGAIN = "denoise the prompt again under the same hooks, weights and modules"
 _DIGEST = re.compile(r" #[0-9a-f]+")
 

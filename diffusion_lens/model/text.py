@@ -1,6 +1,5 @@
 """Text in, text out, under TransformerLens's names."""
 
-import warnings
 from abc import ABC
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from diffusion_lens.config import UNREACHED, DiffusionConfig
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.user_warnings import warn_user
 
 MASK_TEXT = "[MASK]"
 
@@ -87,7 +87,7 @@ class TextInterface(ABC):
                 f"the text of row {empty[0]} is empty and no BOS is prepended: there is no token to run on"
             )
         if unknown := [word for text in texts for word in self.unknown_words(text)]:
-            warnings.warn(self._unknown(unknown), UserWarning, stacklevel=2)
+            warn_user(self._unknown(unknown))
         length = max(len(row) for row in rows)
         tokens = torch.full((len(rows), length), self.pad_id, dtype=torch.long)
         real = torch.zeros(len(rows), length, dtype=torch.bool)
