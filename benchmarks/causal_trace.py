@@ -29,11 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_reference import everything_visible, hugging_face_llama
 from load_memory import peak_bytes
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
-from witness import everything_visible, hugging_face_llama
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import CausalTrace, causal_trace

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from hf_reference import hugging_face_llama
 from torch import Tensor
-from witness import hugging_face_llama
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from weight_conversion import Architecture

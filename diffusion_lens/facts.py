@@ -50,6 +50,19 @@ class Query:
             raise ValueError(f"the answer positions {outside} are no places; they count from 0")
 
 
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """One test of an edit.
+
+    Attributes:
+        query: The query whose answer should be the more probable after the edit.
+        rival: The same query with the answer that should lose; `None` where there is no such answer.
+    """
+
+    query: Query
+    rival: Query | None = None
+
+
 @dataclass(frozen=True)
 class Fact:
     """A prompt, the subject named in it, and the answer that completes it.

@@ -9,7 +9,7 @@ from torch import Tensor
 from diffusion_lens.losses import LossQuestion, ask, ask_masked, ask_next, hide, noise_of
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache
-from diffusion_lens.model.picked_rows import Rows
+from diffusion_lens.model.logit_rows import Rows
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest
 

@@ -26,7 +26,7 @@ import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, analysis, plots
 from diffusion_lens.analysis.average_effects.token_roles import ROLES
-from diffusion_lens.analysis.fact_folder import FactFolder, content
+from diffusion_lens.analysis.resumable import FactFolder, content
 from diffusion_lens.data.sources import default_source, open_source
 from diffusion_lens.evaluation import Recall, recall_by_steps
 from diffusion_lens.evaluation.naming import TOLD, cell_name

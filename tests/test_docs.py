@@ -161,7 +161,6 @@ def test_every_axis_has_its_row(site: Path) -> None:
     [
         "diffusion_lens",
         "diffusion_lens.analysis",
-        "diffusion_lens.analysis.key_values",
         "diffusion_lens.analysis.rome",
         "diffusion_lens.checks",
         "diffusion_lens.data",

@@ -18,7 +18,7 @@ from diffusion_lens.analysis import (
     second_moment,
     temporal_effect,
 )
-from diffusion_lens.analysis.fact_folder import FactFolder
+from diffusion_lens.analysis.resumable import FactFolder
 from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked

@@ -18,16 +18,17 @@ from diffusion_lens.analysis.causal_tracing import (
     temporal_effect,
     trace_trajectory,
 )
-from diffusion_lens.analysis.key_values import KeyValueStudy, key_value_study
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     KeyResult,
+    KeyValueStudy,
     RankOneEdit,
     SecondMoment,
     ValueResult,
     compute_key,
     edit_success,
+    key_value_study,
     optimize_value,
     second_moment,
 )

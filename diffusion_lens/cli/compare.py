@@ -9,7 +9,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.loaded import ModelChoice, default_folder
+from diffusion_lens.cli.load_model import ModelChoice, default_folder
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 
@@ -56,10 +56,10 @@ def compare(
     given = dict(locals())
     require("pictures")
     from diffusion_lens.analysis import KeyValueStudy, key_value_study
-    from diffusion_lens.analysis.key_values.result import DIRECTIONS, check_vectors
     from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
     from diffusion_lens.analysis.representations.similarity import statistics
     from diffusion_lens.analysis.rome import ask_with_prefixes
+    from diffusion_lens.analysis.rome.study_result import DIRECTIONS, check_vectors
     from diffusion_lens.analysis.usable_facts import say_set_aside
     from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source

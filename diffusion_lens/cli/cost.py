@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from diffusion_lens.cli.loaded import ModelChoice, bytes_per_weight
+from diffusion_lens.cli.load_model import ModelChoice, bytes_per_weight
 from diffusion_lens.cli.report import Report
 from diffusion_lens.cli.speed import operations_per_second
 

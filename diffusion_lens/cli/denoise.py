@@ -7,7 +7,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.loaded import ModelChoice
+from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 

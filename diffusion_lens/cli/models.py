@@ -8,7 +8,7 @@ import typer
 
 from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.loaded import ModelChoice
+from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.report import Report
 
 

@@ -7,7 +7,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import EXTRAS, require
-from diffusion_lens.cli.loaded import ModelChoice, default_folder
+from diffusion_lens.cli.load_model import ModelChoice, default_folder
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 

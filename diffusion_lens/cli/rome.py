@@ -9,7 +9,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.loaded import ModelChoice, subject_start
+from diffusion_lens.cli.load_model import ModelChoice, subject_start
 from diffusion_lens.cli.report import Report, progress, require_folder, save_figure
 
 

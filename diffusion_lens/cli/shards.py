@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.analysis.fact_folder import content, name_facts, pick_shard
+from diffusion_lens.analysis.resumable import content, name_facts, pick_shard
 from diffusion_lens.analysis.usable_facts import sort_out
-from diffusion_lens.cli.loaded import ModelChoice
+from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 

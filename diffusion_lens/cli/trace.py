@@ -8,7 +8,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.loaded import ModelChoice, default_folder, subject_start
+from diffusion_lens.cli.load_model import ModelChoice, default_folder, subject_start
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 
@@ -44,8 +44,8 @@ def trace(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     from diffusion_lens.analysis import causal_trace, noise_scale
+    from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS, Corruption
-    from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.facts import Fact
 
@@ -169,8 +169,8 @@ def aie(
     from diffusion_lens.analysis import LoopSettings, average_indirect_effect
     from diffusion_lens.analysis import merge as join
     from diffusion_lens.analysis.average_effects.known import Known, default_rule
+    from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-    from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.analysis.usable_facts import say_set_aside
     from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work

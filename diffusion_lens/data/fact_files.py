@@ -13,10 +13,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from diffusion_lens.data.json_lines import JsonLineError, parse_json_lines, read_lines
 from diffusion_lens.data.rome_facts import bake, counterfact, known_1000
 from diffusion_lens.facts import Fact
-from diffusion_lens.training.completions import read_lines
-from weight_conversion import JsonError, decode_json, parse_json
+from weight_conversion import JsonError, decode_json
 
 DELIMITERS = (",", ";", "\t")  # of tables; spreadsheets write ";" where the comma is the decimal mark
 NEEDED = ("prompt", "subject", "answer")
@@ -100,13 +100,10 @@ def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                record = parse_json(line)
-            except JsonError as error:
-                raise _refused(path, number, error.said) from None
-            yield number, record
+    try:
+        yield from parse_json_lines(text)
+    except JsonLineError as error:
+        raise _refused(path, error.line, error.said) from None
 
 
 def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:

@@ -18,8 +18,8 @@ reverse numbers exchanged, as a re-run of the checkpoint did that took it for an
 for p2d people, 29.7% for d2p people at 32 steps; the paper's DtN reverse 92%, NtD reverse 37%).
 
 The files mark neither names nor descriptions, and templates alter the words: "the renowned composer of ..." is also
-"composing ..." and "The renowned composer of ...". `slots.py` finds both. What a person's rows say most often is taken
-for the description. Answers are the files' completions: in `both_prompts_test` text may follow the name.
+"composing ..." and "The renowned composer of ...". `template_spans.py` finds both. What a person's rows say most often
+is taken for the description. Answers are the files' completions: in `both_prompts_test` text may follow the name.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffusion_lens.data.download import fetch_from_hub
-from diffusion_lens.data.slots import MARKS, fact_about, shared_words, slot_spans
+from diffusion_lens.data.template_spans import MARKS, fact_about, shared_words, slot_spans
 from diffusion_lens.data.toy_facts import Trained
 from diffusion_lens.facts import Direction, Fact
 from weight_conversion import JsonError, parse_json

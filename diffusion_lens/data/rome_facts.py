@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.analysis.rome.success import Probe
 from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
-from diffusion_lens.data.slots import fact_about
-from diffusion_lens.facts import Fact
+from diffusion_lens.data.template_spans import fact_about
+from diffusion_lens.facts import Fact, Probe
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import read_json
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.fact_folder import FactFolder, join_parts
+from diffusion_lens.analysis.resumable import FactFolder, join_parts
 from diffusion_lens.evaluation.naming import Cell
 from diffusion_lens.evaluation.recall_curves import recall_curves
 from diffusion_lens.evaluation.recall_table import Share, recall_table

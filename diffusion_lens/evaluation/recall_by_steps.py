@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.analysis.fact_folder import (
+from diffusion_lens.analysis.resumable import (
     FactFolder,
     Shard,
     content,

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from diffusion_lens.model.attention_patterns import Visibility
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.kv_cache import LayerKeyValues
+from diffusion_lens.model.logit_rows import PickedRows
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.norm import RMSNorm
-from diffusion_lens.model.picked_rows import PickedRows
 from diffusion_lens.model.rotary import Tables, rotate, tables_at
 from diffusion_lens.shapes import Resid
 

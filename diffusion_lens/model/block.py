@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from diffusion_lens.model.attention import Attention, AttentionContext
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.kv_cache import LayerKeyValues
+from diffusion_lens.model.logit_rows import PickedRows
 from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
-from diffusion_lens.model.picked_rows import PickedRows
 from diffusion_lens.shapes import Resid
 
 

@@ -19,7 +19,7 @@ from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
-from diffusion_lens.model.picked_rows import PickedRows, Rows
+from diffusion_lens.model.logit_rows import PickedRows, Rows
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout

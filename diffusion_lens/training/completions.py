@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from diffusion_lens.data.json_lines import JsonLineError, read_json_lines
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.batches import TrainingRows
-from weight_conversion import JsonError, parse_json
 
 SHAPE = (
     'Training data are read from .jsonl files, each line {"prompt": "The Eiffel Tower is in", "completion": " Paris"}'
@@ -45,18 +45,6 @@ def read_completions(data: Data) -> list[Completion]:
     if not rows:
         raise ValueError("there is nothing to train on: the data have no rows")
     return [_completion(name, row) for name, row in rows]
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file. Only line feeds end them: JSON may hold the other separators in its texts.
-
-    Raises:
-        ValueError: no UTF-8 text.
-    """
-    try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def encode_completions(
@@ -109,12 +97,11 @@ def _answers(
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of training data at {path}")
-    for number, line in enumerate(read_lines(path), 1):
-        if line.strip():
-            try:
-                yield f"{path.name}, line {number}", parse_json(line)
-            except JsonError as error:
-                raise ValueError(f"{path}, line {number}, {error.said}. {SHAPE}") from None
+    try:
+        for number, row in read_json_lines(path):
+            yield f"{path.name}, line {number}", row
+    except JsonLineError as error:
+        raise ValueError(f"{path}, line {error.line}, {error.said}. {SHAPE}") from None
 
 
 def _completion(name: str, row: object) -> Completion:

@@ -16,7 +16,7 @@ from diffusion_lens.analysis import causal_trace, noise_scale
 from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, fact_tracer, merge, survey
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.causal_tracing import CausalTrace
-from diffusion_lens.analysis.fact_folder import fact_seed, name_facts, pick_shard
+from diffusion_lens.analysis.resumable import fact_seed, name_facts, pick_shard
 from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
 from diffusion_lens.seeds import own_seed
 

@@ -17,7 +17,7 @@ from diffusion_lens.analysis import (
     trace_trajectory,
 )
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data.toy_facts import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 places")

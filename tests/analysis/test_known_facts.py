@@ -21,7 +21,7 @@ from diffusion_lens.analysis import (
     recalled_facts,
 )
 from diffusion_lens.analysis.average_effects import known as known_facts
-from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data.toy_facts import load
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence

@@ -12,9 +12,9 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
+from diffusion_lens.analysis.answer import token_probabilities
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
-from diffusion_lens.metrics import token_probabilities
 from weight_conversion import Architecture
 
 MIB = 2**20

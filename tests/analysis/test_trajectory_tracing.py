@@ -9,8 +9,8 @@ import torch
 
 from diffusion_lens import Query
 from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
-from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, loop_prompt
-from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, loop_prompt
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
@@ -204,13 +204,13 @@ def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
     at_length = CanvasLayout(14 if masked else None).query(tiny, FACT)
     assert len(at_length.tokens) == 14 or not masked
     assert torch.equal(causal_trace(tiny, FACT, **options).scores, causal_trace(tiny, at_length, **options).scores)
-    assert torch.equal(TracedRun.of(tiny, FACT, None).query.tokens, at_length.tokens)
+    assert torch.equal(TracedTrajectory.of(tiny, FACT, None).query.tokens, at_length.tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # 17 places are more than it was trained on
         longer = CanvasLayout(17 if masked else None).query(tiny, FACT)
         given, length = loop_prompt(tiny, longer)
         run = tiny.denoise(given[None], length=length, steps=3)
-    assert torch.equal(TracedRun.of(tiny, FACT, run).query.tokens, longer.tokens)
+    assert torch.equal(TracedTrajectory.of(tiny, FACT, run).query.tokens, longer.tokens)
 
 
 def test_save_and_load(tiny, query, run, noise, tmp_path):

@@ -159,7 +159,7 @@ def test_a_missing_extra_is_found_before_the_work(
         raise AssertionError("the model was loaded")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffusion_lens.cli.loaded.ModelChoice.load", loaded)
+    monkeypatch.setattr("diffusion_lens.cli.load_model.ModelChoice.load", loaded)
     there = {name: object() for name in ("matplotlib", "sacrebleu") if name != package}
     monkeypatch.setattr("diffusion_lens.cli.extras.find_spec", there.get)
     result = invoke(*arguments)

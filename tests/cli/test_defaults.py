@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from diffusion_lens.cli import app
-from diffusion_lens.cli.loaded import ModelChoice, default_folder
+from diffusion_lens.cli.load_model import ModelChoice, default_folder
 from diffusion_lens.cli.speed import GPUS
 from diffusion_lens.data import toy_facts
 from weight_conversion import export, open_checkpoint

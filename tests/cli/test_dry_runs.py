@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from diffusion_lens.cli import app
 from diffusion_lens.cli.cost import check_layers
-from diffusion_lens.cli.loaded import ModelChoice
+from diffusion_lens.cli.load_model import ModelChoice
 
 ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
 # Models and data that are nowhere on this machine.

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diffusion_lens.catalogue import embedded_folder
 from diffusion_lens.cli import app
-from diffusion_lens.cli.loaded import ModelChoice
+from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.data.sources import SOURCES
 
 COMMANDS = get_command(app).commands
@@ -99,7 +99,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "other.safetensors").write_text("of somebody else")
-    monkeypatch.setattr("diffusion_lens.cli.loaded.ModelChoice.load", loaded)
+    monkeypatch.setattr("diffusion_lens.cli.load_model.ModelChoice.load", loaded)
     monkeypatch.setitem(SOURCES, "toy", toy_once)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis.fact_folder import FactFolder, work_through_batches
+from diffusion_lens.analysis.resumable import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
 from diffusion_lens.records import load_result, save_result

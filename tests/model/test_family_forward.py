@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_reference import everything_visible
 from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
@@ -16,7 +17,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from witness import everything_visible
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.model.rotary import Rotary

@@ -30,10 +30,10 @@ from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule
 from diffusion_lens.analysis.average_effects.survey import Survey
 from diffusion_lens.analysis.average_effects.token_roles import STEP_ROLES, pick_roles
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, check_canvas
-from diffusion_lens.analysis.fact_folder import FactFolder, Shard
+from diffusion_lens.analysis.resumable import FactFolder, Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer

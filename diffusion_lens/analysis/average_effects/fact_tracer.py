@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.average_effects.known import Known, LoopRuns
 from diffusion_lens.analysis.average_effects.token_roles import step_roles, token_roles
-from diffusion_lens.analysis.causal_tracing.answer import Answer
-from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, trace_trajectory
-from diffusion_lens.analysis.fact_folder import fact_seed
+from diffusion_lens.analysis.resumable import fact_seed
+from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -71,7 +71,7 @@ class FactTracer:
         assert self.runs is not None
         assert self.canvas is not None
         query = self.queries[fact_id]
-        run = TracedRun.of(self.model, query, self.runs[fact_id])
+        run = TracedTrajectory.of(self.model, query, self.runs[fact_id])
         known = self.known.rule == "one_canvas" and self._knows(run)
         if min(run.revealed_at) >= 0 and self._averaged(fact_id, known):
             trace = trace_trajectory(
@@ -143,7 +143,7 @@ class FactTracer:
         )
 
     @torch.no_grad()
-    def _knows(self, run: TracedRun) -> bool:
+    def _knows(self, run: TracedTrajectory) -> bool:
         """Whether the answer is the likeliest on a run's first canvas; hooks are told its step, as in the traces."""
         step, answer = run.trajectory.first_step, Answer.of(self.model, run.query)
         shown = run.canvas(step)[None]
@@ -151,7 +151,7 @@ class FactTracer:
             return answer.is_likeliest(self.model, self.model(run.seen(shown), logits_at=answer.rows))
 
     @torch.no_grad()
-    def _first_canvas(self, run: TracedRun) -> TrajectoryTrace:
+    def _first_canvas(self, run: TracedTrajectory) -> TrajectoryTrace:
         """A trace of the run's first step without rows."""
         step = run.trajectory.first_step
         shown = run.canvas(step)[None]

@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from diffusion_lens.analysis.causal_tracing.canvas_at_step import loop_prompt
-from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
-from diffusion_lens.analysis.fact_folder import fact_seed, name_facts
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.resumable import fact_seed, name_facts
+from diffusion_lens.analysis.traced_trajectory import loop_prompt
 from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.denoising.denoise import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler

@@ -12,11 +12,11 @@ from diffusion_lens.analysis.average_effects.known import (
     LoopSettings,
     refuse_step_hooks,
 )
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import noise_scale
-from diffusion_lens.analysis.fact_folder import (
+from diffusion_lens.analysis.resumable import (
     FactFolder,
     Result,
     Shard,

@@ -25,8 +25,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
-from diffusion_lens.analysis.causal_tracing.answer import Answer
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook

@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.batching import in_batches
-from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
+from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -118,7 +118,7 @@ def temporal_effect(
         UserWarning: a trajectory that begins on a canvas which another network wrote (a free replay from the middle).
             The corrupted runs begin on it too, so the scores are of this network alone.
     """
-    run = TracedRun.of(model, fact_or_query, trajectory)
+    run = TracedTrajectory.of(model, fact_or_query, trajectory)
     require_same_network(run.trajectory.record, model, "temporal_effect")
     restoration = Restoration.of(kind, window)
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
@@ -167,7 +167,7 @@ def temporal_effect(
 
 
 def _ends(
-    run: TracedRun, corrupt: Corruption, branch: Trajectory, clean: Mapping[str, Tensor], places: Sequence[int]
+    run: TracedTrajectory, corrupt: Corruption, branch: Trajectory, clean: Mapping[str, Tensor], places: Sequence[int]
 ) -> Float[Tensor, "cell sample place"]:
     """Which answer tokens (1 or 0) the branches end with, a cell a place, restored in the branch's first step."""
     each = torch.tensor(places).repeat_interleave(corrupt.rows)

@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.layout import as_query
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.facts import Fact, Query

@@ -26,11 +26,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun, check_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -187,7 +187,7 @@ def trace_trajectory(
     Warns:
         UserWarning: canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
     """
-    run = TracedRun.of(model, fact_or_query, trajectory)
+    run = TracedTrajectory.of(model, fact_or_query, trajectory)
     restoration = Restoration.of(kind, window, severed)
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     check_canvas(canvas)

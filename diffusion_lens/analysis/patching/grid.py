@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patching.result import PatchGrid

@@ -2,7 +2,7 @@
 
 A step's canvas poses a question of its own. Of an answer only the tokens still open are read; those already revealed
 count 1 where they are the answer's, 0 where not; a causal model is shown the answer where it has not been reached
-(`analysis.canvas_at_step`). Under guidance every metric reads guided logits. States are patched in the conditional
+(`analysis.traced_trajectory`). Under guidance every metric reads guided logits. States are patched in the conditional
 branch; the other sees no prompt, and is the same for every cell.
 """
 
@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing.answer import Answer
-from diffusion_lens.analysis.causal_tracing.canvas_at_step import TracedRun
+from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
@@ -55,7 +55,7 @@ class AnswerProbability:
     def __call__(self, logits: Float[Tensor, "batch place d_vocab_out"]) -> Float[Tensor, ""]:
         return self.answer.probabilities(logits, len(logits)).prod(dim=2).mean()
 
-    def asked_of(self, model: DiffusionTransformer, trajectory: Trajectory) -> TracedRun:
+    def asked_of(self, model: DiffusionTransformer, trajectory: Trajectory) -> TracedTrajectory:
         """A run that the answer is asked of; its prompt may be another than the query's.
 
         Raises:
@@ -65,7 +65,7 @@ class AnswerProbability:
         if held := [place for place in self.query.answer_positions if place in given]:
             raise ValueError(f"the trajectory's prompt holds the answer's places {held}: there is nothing to ask")
         prompt = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
-        return TracedRun.of(model, replace(self.query, tokens=prompt), trajectory)
+        return TracedTrajectory.of(model, replace(self.query, tokens=prompt), trajectory)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,17 @@ from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import KeyResult, compute_key, compute_keys
 from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, sample_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
-from diffusion_lens.analysis.rome.success import EditReport, Probe, edit_success
+from diffusion_lens.analysis.rome.study import key_value_study
+from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
+from diffusion_lens.analysis.rome.success import EditReport, edit_success
 from diffusion_lens.analysis.rome.values import ValueResult, optimize_value, optimize_values
+from diffusion_lens.facts import Probe
 
 __all__ = [
     "EditReport",
+    "FactVectors",
     "KeyResult",
+    "KeyValueStudy",
     "Probe",
     "RankOneEdit",
     "SecondMoment",
@@ -20,6 +25,7 @@ __all__ = [
     "compute_key",
     "compute_keys",
     "edit_success",
+    "key_value_study",
     "optimize_value",
     "optimize_values",
     "sample_prefixes",

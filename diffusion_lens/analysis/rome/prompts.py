@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing.answer import check_answer
-from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
+from diffusion_lens.analysis.answer import check_answer
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length

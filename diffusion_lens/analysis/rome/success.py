@@ -21,24 +21,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.prompts import PromptBatch
-from diffusion_lens.facts import Query
+from diffusion_lens.facts import Probe, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "reverse")
-
-
-@dataclass(frozen=True, eq=False)
-class Probe:
-    """A query whose answer should win after the edit, and the rival that should lose."""
-
-    query: Query
-    rival: Query | None = None
 
 
 @dataclass(frozen=True)

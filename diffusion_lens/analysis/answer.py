@@ -9,7 +9,6 @@ from torch import Tensor
 from diffusion_lens.config import UNREACHED
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.facts import Query
-from diffusion_lens.metrics import token_probabilities
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -70,6 +69,15 @@ class Answer:
             return read
         settled = self.settled[:, asked]
         return torch.where(settled.isnan(), read, settled)
+
+
+def token_probabilities(
+    logits: Float[Tensor, "batch place d_vocab_out"], tokens: Int[Tensor, "place"]
+) -> Float[Tensor, "batch place"]:
+    """Probability of each place's own token."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    own = wide.gather(-1, tokens.expand(logits.shape[0], -1)[..., None])[..., 0]
+    return (own - wide.logsumexp(dim=-1)).exp()
 
 
 def check_answer(model: DiffusionTransformer, query: Query, name: str = "the query") -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama with the weights of one of our models: an independent witness, and the yardstick of speed."""
+"""Hugging Face's Llama with the weights of one of our models: an independent reference for numbers and speed."""
 
 import torch
 from torch import Tensor

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.fact_folder import FactFolder, join_parts
 from diffusion_lens.analysis.representations import Comparisons, compare_along
+from diffusion_lens.analysis.resumable import FactFolder, join_parts
 from diffusion_lens.facts import Direction
 from diffusion_lens.records import load_fields, network_of, save_fields
 

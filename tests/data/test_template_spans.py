@@ -6,7 +6,7 @@ import re
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from diffusion_lens.data.slots import fact_about, shared_words, slot_spans
+from diffusion_lens.data.template_spans import fact_about, shared_words, slot_spans
 
 
 def unbracket(text):

@@ -8,7 +8,7 @@ to, and may recall nothing.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 

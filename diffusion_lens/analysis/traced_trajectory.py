@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.batching import row_bytes, rows_at_once
-from diffusion_lens.analysis.causal_tracing.answer import Answer
+from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.layout import as_query
 from diffusion_lens.config import UNREACHED
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.run import require_same_architecture
@@ -24,7 +24,7 @@ from diffusion_lens.step_state import StepState
 
 
 @dataclass(frozen=True, eq=False)
-class TracedRun:
+class TracedTrajectory:
     """A clean run of the loop, and the query that is asked of it.
 
     Attributes:
@@ -37,7 +37,7 @@ class TracedRun:
     trajectory: Trajectory
 
     @classmethod
-    def of(cls, model: DiffusionTransformer, asked: Fact | Query, trajectory: Trajectory | None) -> "TracedRun":
+    def of(cls, model: DiffusionTransformer, asked: Fact | Query, trajectory: Trajectory | None) -> "TracedTrajectory":
         """Lay out the query and, unless given, run the loop with its default settings.
 
         A fact is laid out as many places long as the trajectory that is given, or as in `average_indirect_effect`.
@@ -174,7 +174,7 @@ def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, 
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 
-def check_steps(run: TracedRun, steps: Iterable[Whole]) -> list[int]:
+def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
     """Steps at which an answer token is open, each once, or a `ValueError`."""
     first, last = run.trajectory.first_step, max(run.revealed_at)
     chosen = whole_numbers("steps", steps)

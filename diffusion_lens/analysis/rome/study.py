@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.analysis.causal_tracing.layout import CanvasLayout
-from diffusion_lens.analysis.fact_folder import (
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.resumable import (
     FactFolder,
     Shard,
     content,
@@ -25,10 +25,10 @@ from diffusion_lens.analysis.fact_folder import (
     pick_shard,
     work_through_batches,
 )
-from diffusion_lens.analysis.key_values.result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.keys import PLACES, compute_keys
 from diffusion_lens.analysis.rome.prompts import ask_with_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
+from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.analysis.usable_facts import sort_out
 from diffusion_lens.facts import Fact, Query

@@ -8,9 +8,8 @@ import torch
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import Comparisons, KeyValueStudy, compare, compute_key, key_value_study, optimize_value
-from diffusion_lens.analysis.fact_folder import FactFolder
-from diffusion_lens.analysis.key_values import FactVectors, run
-from diffusion_lens.analysis.rome import ValueSettings, ask_with_prefixes
+from diffusion_lens.analysis.resumable import FactFolder
+from diffusion_lens.analysis.rome import FactVectors, ValueSettings, ask_with_prefixes, study
 from diffusion_lens.data import toy_facts
 from diffusion_lens.records import NETWORK
 
@@ -79,7 +78,7 @@ def test_values_raise_the_answer(tiny):
 
 def stop_at(monkeypatch, number):
     """Batches searched for from here on; the one numbered so is interrupted."""
-    calls, search = Counter(), run._find
+    calls, search = Counter(), study._find
 
     def counted(*args):
         calls["batches"] += 1
@@ -87,7 +86,7 @@ def stop_at(monkeypatch, number):
             raise KeyboardInterrupt
         return search(*args)
 
-    monkeypatch.setattr(run, "_find", counted)
+    monkeypatch.setattr(study, "_find", counted)
     return calls
 
 

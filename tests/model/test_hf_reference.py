@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from witness import everything_visible, hugging_face_llama
+from hf_reference import everything_visible, hugging_face_llama
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from weight_conversion import Architecture

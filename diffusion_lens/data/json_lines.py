@@ -1,0 +1,57 @@
+"""Text files read line by line, and files that hold one JSON value a line (JSON Lines)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weight_conversion import JsonError, parse_json
+
+
+class JsonLineError(ValueError):
+    """A line that is not valid JSON.
+
+    Attributes:
+        line: Number of the line, counted from 1.
+        said: What is wrong with it.
+    """
+
+    def __init__(self, line: int, said: str) -> None:
+        super().__init__(f"line {line}, {said}")
+        self.line = line
+        self.said = said
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Only line feeds end them: JSON may hold the other separators in its texts.
+
+    Raises:
+        ValueError: no UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def parse_json_lines(text: str) -> Iterator[tuple[int, Any]]:
+    """The values of a text in JSON Lines format, each with the number of its line. Empty lines are skipped.
+
+    Raises:
+        JsonLineError: a line that is not valid JSON.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except JsonError as error:
+                raise JsonLineError(number, error.said) from None
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a JSON Lines file, each with the number of its line.
+
+    Raises:
+        ValueError: the file is not UTF-8 text.
+        JsonLineError: a line that is not valid JSON.
+    """
+    return parse_json_lines("\n".join(read_lines(path)))
