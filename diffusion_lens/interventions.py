@@ -18,7 +18,7 @@ They fit every hook point [batch pos ...], on both variants, in and outside the 
 `hook_attn_out`, `hook_mlp_out`, `mlp.hook_post`, and with heads [batch pos head ...] `attn.hook_q`, `hook_k`, `hook_v`
 (the last two carry the key/value heads), `hook_z`, `hook_result`. `hook_attn_scores` and `hook_pattern` are taken as
 [batch query head key]; places are the queries. `places` and `heads` are an index (its axis stays), a slice, or indices,
-negative ones from the end, none twice; `None` is all. `places` may also be Int[batch place], each row's own.
+negative ones from the end, none twice; `None` is all. `places` may also be Int[batch selected], each row's own.
 
 In the loop a hook sees the whole canvas, and one branch of guidance at a time; `at_steps`, `on_branch` and
 `while_masked` of `denoising.step_hooks` say when it acts. `named` gives it a name for records and folders of results.

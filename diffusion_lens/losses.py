@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 
 # Of the noise that a loss in eval mode is taken under: the same at every call, so that two losses of one text compare.
 FIXED_SEED = 0
@@ -33,30 +33,30 @@ class LossQuestion:
 
     Attributes:
         tokens: Int[batch pos], what goes in.
-        rows: batch and row of the logits that are read, Int[place] each.
-        targets: Int[place], what should stand there.
-        weights: Float[place], how much each surprise counts; the loss is their weighted sum.
+        rows: batch and row of the logits that are read, Int[selected] each.
+        targets: Int[selected], what should stand there.
+        weights: Float[selected], how much each surprise counts; the loss is their weighted sum.
         places: Bool[batch pos], the places asked for, which `rows`, `targets` and `weights` follow in reading order.
         counted: places over which the loss is a mean.
     """
 
     tokens: Tokens
-    rows: tuple[Int[Tensor, "place"], Int[Tensor, "place"]]
-    targets: Int[Tensor, "place"]
-    weights: Float[Tensor, "place"]
-    places: Places
+    rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]
+    targets: Int[Tensor, "selected"]
+    weights: Float[Tensor, "selected"]
+    places: PosMask
     counted: int
 
-    def loss(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, ""]:
+    def loss(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, ""]:
         """Weighted cross-entropy of the logits read at `rows`."""
         return self._weighted(logits).sum()
 
-    def by_place(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, "batch pos"]:
+    def by_place(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, "batch pos"]:
         """What each place adds to the loss, a mean over `counted` places; 0 where nothing is asked."""
         weighted = self._weighted(logits) * self.counted
         return weighted.new_zeros(self.places.shape).masked_scatter(self.places, weighted)
 
-    def _weighted(self, logits: Float[Tensor, "place d_vocab_out"]) -> Float[Tensor, "place"]:
+    def _weighted(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, "selected"]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, self.targets, reduction="none") * self.weights
 
@@ -81,7 +81,7 @@ def ask_masked(
     noisy: Tokens | None = None,
     p_mask: Float[Tensor, "batch pos"] | None = None,
     *,
-    real: Places | None = None,
+    real: PosMask | None = None,
     generator: torch.Generator | None = None,
     eps: float = 1e-3,
 ) -> LossQuestion:
@@ -114,7 +114,7 @@ def ask_masked(
 
 
 def ask_next(
-    model: DiffusionTransformer, tokens: Tokens, *, real: Places | None = None, counted: Places | None = None
+    model: DiffusionTransformer, tokens: Tokens, *, real: PosMask | None = None, counted: PosMask | None = None
 ) -> LossQuestion:
     """Every token but the first of its row, all alike; see `autoregressive_loss`.
 
@@ -183,7 +183,7 @@ def hide(
 def ask(
     model: DiffusionTransformer,
     tokens: Tokens,
-    real: Places | None,
+    real: PosMask | None,
     generator: torch.Generator | None,
     samples: int = 1,
 ) -> LossQuestion:
@@ -220,7 +220,7 @@ def own_loss(
     return asked.loss(_logits(model, asked))
 
 
-def _logits(model: DiffusionTransformer, asked: LossQuestion) -> Float[Tensor, "place d_vocab_out"]:
+def _logits(model: DiffusionTransformer, asked: LossQuestion) -> Float[Tensor, "selected d_vocab_out"]:
     """The rows that are read. Every place is text here, also what would pass for padding."""
     logits: Tensor = model(asked.tokens, attention_mask=model.whole(asked.tokens), logits_at=asked.rows)
     return logits

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.shapes import Places
+from diffusion_lens.shapes import PosMask
 
 
 class Readout(ABC):
@@ -20,7 +20,9 @@ class Readout(ABC):
     def rows(self, places: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """The row that predicts each place."""
 
-    def locate(self, places: Places, real: Places | None = None) -> tuple[Int[Tensor, "place"], Int[Tensor, "place"]]:
+    def locate(
+        self, places: PosMask, real: PosMask | None = None
+    ) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
         """Row of the batch and row of the logits that predict each marked place, in reading order.
 
         Args:

@@ -1,9 +1,9 @@
 """The words for tensor axes. Every annotation in the package is written in these, and only these.
 
 batch        rows of a batch: independent prompts (or noise draws, or patched copies of one prompt)
-pos          places of the canvas, given tokens and masked places alike
-query, key   `pos` once more, as the place that looks and the place that is looked at
-place        places picked from `pos`, in the order asked
+pos          positions of the canvas, given and masked alike
+query, key   `pos` twice more: the position that attends, and the position attended to
+selected     positions selected from `pos`, in the order requested
 step         denoising steps
 layer        blocks, in order
 head         attention heads
@@ -39,6 +39,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Tokens: TypeAlias = Int[Tensor, "batch pos"]
-Places: TypeAlias = Bool[Tensor, "batch pos"]
+PosMask: TypeAlias = Bool[Tensor, "batch pos"]
 Resid: TypeAlias = Float[Tensor, "batch pos d_model"]
 Logits: TypeAlias = Float[Tensor, "batch pos d_vocab_out"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock, get_ident
 from typing import Literal
 
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 
 Branch = Literal["conditional", "unconditional"]
 
@@ -40,8 +40,8 @@ class StepState:
     t: float
     s: float
     tokens: Tokens
-    masked: Places
-    given: Places
+    masked: PosMask
+    given: PosMask
     branch: Branch = "conditional"
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
 

@@ -17,20 +17,20 @@ class Answer:
     """The tokens of an answer, and the rows of the logits that predict them.
 
     Attributes:
-        tokens: Int[place], the answer.
-        rows: Int[place], where each is read.
+        tokens: Int[selected], the answer.
+        rows: Int[selected], where each is read.
         cfg_scale: weight of guidance; 0 is none.
-        unconditional: Float[sample place d_vocab_out], logits of the canvas with its prompt masked (one row for all
+        unconditional: Float[sample selected d_vocab_out], logits of the canvas with its prompt masked (one row for all
             samples, or one each); needed with guidance only.
-        settled: Float[sample place], 1 or 0 where a draw has already revealed the right or another token, NaN where the
+        settled: Float[sample selected], 1 or 0 where a draw has already revealed the right or another token, NaN where the
             token is still masked and is read; `None` when all are.
     """
 
-    tokens: Int[Tensor, "place"]
-    rows: Int[Tensor, "place"]
+    tokens: Int[Tensor, "selected"]
+    rows: Int[Tensor, "selected"]
     cfg_scale: float = 0.0
-    unconditional: Float[Tensor, "#sample place d_vocab_out"] | None = None
-    settled: Float[Tensor, "sample place"] | None = None
+    unconditional: Float[Tensor, "#sample selected d_vocab_out"] | None = None
+    settled: Float[Tensor, "sample selected"] | None = None
 
     @classmethod
     def of(cls, model: DiffusionTransformer, query: Query) -> "Answer":
@@ -45,14 +45,17 @@ class Answer:
         )
         return cls(tokens, model.readout.rows(places))
 
-    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 place d_vocab_out"]) -> bool:
+    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]) -> bool:
         """Whether each of its tokens is the likeliest of those that the model may write, so never beside [MASK]."""
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
         return bool((logits.masked_fill(~writable, float("-inf")).argmax(dim=-1) == self.tokens).all())
 
     def probabilities(
-        self, logits: Float[Tensor, "batch place d_vocab_out"], samples: int, asked: Int[Tensor, "place"] | None = None
-    ) -> Float[Tensor, "cell sample place"]:
+        self,
+        logits: Float[Tensor, "batch selected d_vocab_out"],
+        samples: int,
+        asked: Int[Tensor, "selected"] | None = None,
+    ) -> Float[Tensor, "cell sample selected"]:
         """Probability of each token; the batch holds whole runs, one after the other, each with a row a sample.
 
         Args:
@@ -72,8 +75,8 @@ class Answer:
 
 
 def token_probabilities(
-    logits: Float[Tensor, "batch place d_vocab_out"], tokens: Int[Tensor, "place"]
-) -> Float[Tensor, "batch place"]:
+    logits: Float[Tensor, "batch selected d_vocab_out"], tokens: Int[Tensor, "selected"]
+) -> Float[Tensor, "batch selected"]:
     """Probability of each place's own token."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own = wide.gather(-1, tokens.expand(logits.shape[0], -1)[..., None])[..., 0]

@@ -94,7 +94,7 @@ class TracedTrajectory:
         """Whether the run ends with the answer."""
         return bool(self.written(self.trajectory).all())
 
-    def written(self, ended: Trajectory) -> Bool[Tensor, "batch place"]:
+    def written(self, ended: Trajectory) -> Bool[Tensor, "batch selected"]:
         """Which answer tokens a run ends with."""
         tokens = torch.tensor(self.query.answer_tokens, device=ended.tokens.device)
         return ended.tokens[:, list(self.query.answer_positions)] == tokens
@@ -145,7 +145,7 @@ class TracedTrajectory:
         shown = canvases[:, list(self.query.answer_positions)]
         settled = (shown == answer.tokens).to(torch.float32)
         settled[shown == record["blank"]] = torch.nan
-        unconditional: Float[Tensor, "#sample place d_vocab_out"] | None = None
+        unconditional: Float[Tensor, "#sample selected d_vocab_out"] | None = None
         if record["cfg_scale"]:
             given = self.trajectory.given.to(canvases.device)
             distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases

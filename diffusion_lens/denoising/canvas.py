@@ -14,7 +14,7 @@ from diffusion_lens.config import UNREACHED
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import whole_number
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.user_warnings import warn_user
 
 Prompt = str | Sequence[str] | Tensor
@@ -32,8 +32,8 @@ class Canvas:
     """
 
     tokens: Tokens
-    given: Places
-    real: Places | None
+    given: PosMask
+    real: PosMask | None
     blank: int
 
     @property
@@ -47,7 +47,7 @@ class Canvas:
         real = torch.ones_like(self.tokens) if self.real is None else self.real.long()
         return (real.cumsum(dim=1) - 1).clamp(min=0)
 
-    def blanks(self, tokens: Tokens) -> Places:
+    def blanks(self, tokens: Tokens) -> PosMask:
         """The places still to be filled on a later state of this canvas."""
         blank = tokens == self.blank
         return blank if self.real is None else blank & self.real

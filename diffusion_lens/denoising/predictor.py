@@ -17,14 +17,16 @@ from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import plain_number
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
 from weight_conversion import Variant
 
 
 def guide(
-    conditional: Float[Tensor, "*place d_vocab_out"], unconditional: Float[Tensor, "*place d_vocab_out"], scale: float
-) -> Float[Tensor, "*place d_vocab_out"]:
+    conditional: Float[Tensor, "*selected d_vocab_out"],
+    unconditional: Float[Tensor, "*selected d_vocab_out"],
+    scale: float,
+) -> Float[Tensor, "*selected d_vocab_out"]:
     """Guided logits, u + (1 + w)(c - u)."""
     return unconditional + (scale + 1) * (conditional - unconditional)
 
@@ -52,7 +54,7 @@ class Predictor(ABC):
         """Forward passes of the network so far."""
 
     @abstractmethod
-    def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         """Logits of the marked places in reading order."""
 
 
@@ -68,12 +70,12 @@ class Conditional(Predictor):
     def passes(self) -> int:
         return self._passes
 
-    def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         return self.predict(state, state.tokens, places, self.canvas.real)
 
     def predict(
-        self, state: StepState, tokens: Tokens, places: Places, real: Places | None
-    ) -> Float[Tensor, "place d_vocab_out"]:
+        self, state: StepState, tokens: Tokens, places: PosMask, real: PosMask | None
+    ) -> Float[Tensor, "selected d_vocab_out"]:
         """Logits of `places` on `tokens`, which the hooks see as `state`."""
         batch, rows = self.model.readout.locate(places, real)
         if self.canvas.grows:
@@ -101,7 +103,7 @@ class Guided(Predictor):
     def passes(self) -> int:
         return self.inner.passes
 
-    def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         canvas, clock = self.inner.canvas, self.inner.model.clock
         unprompted, other = state.tokens.masked_fill(canvas.given, canvas.blank), replace(state, branch="unconditional")
         if self.inner.model.has_module_hooks:
@@ -140,7 +142,7 @@ class LeftToRightCached(Predictor):
     def passes(self) -> int:
         return self._passes + self.inner.passes
 
-    def __call__(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
         batch, rows = model.readout.locate(places)
         together = len(batch) == places.shape[0] and bool((rows == rows[0]).all())

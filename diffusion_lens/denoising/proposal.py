@@ -18,8 +18,10 @@ SCORES = ("probability", "margin", "entropy")
 
 
 def propose_tokens(
-    logits: Float[Tensor, "place d_vocab_out"], temperature: float, uniform: Float[Tensor, "place d_vocab_out"] | None
-) -> Int[Tensor, "place"]:
+    logits: Float[Tensor, "selected d_vocab_out"],
+    temperature: float,
+    uniform: Float[Tensor, "selected d_vocab_out"] | None,
+) -> Int[Tensor, "selected"]:
     """The likeliest token, or at a temperature one drawn by Gumbel-max in float64.
 
     argmax exp(logits) / (-log u)^T of ML-GSAI/SMDM `add_gumbel_noise`, taken in logarithms so that nothing overflows.
@@ -30,7 +32,9 @@ def propose_tokens(
     return (logits.double() - temperature * torch.log(-torch.log(uniform))).argmax(dim=-1)
 
 
-def confidence_of(logits: Float[Tensor, "place d_vocab_out"], tokens: Int[Tensor, "place"]) -> Float[Tensor, "place"]:
+def confidence_of(
+    logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"]
+) -> Float[Tensor, "selected"]:
     """Softmax probability of each proposed token, in float64; zero for an id that cannot be written, such as [MASK]."""
     writable = tokens < logits.shape[-1]
     chosen = torch.softmax(logits.double(), dim=-1).gather(1, tokens.clamp(max=logits.shape[-1] - 1)[:, None])[:, 0]
@@ -38,8 +42,8 @@ def confidence_of(logits: Float[Tensor, "place d_vocab_out"], tokens: Int[Tensor
 
 
 def likeliest(
-    logits: Float[Tensor, "place d_vocab_out"], top_p: float | None, top_k: int | None
-) -> Bool[Tensor, "place d_vocab_out"]:
+    logits: Float[Tensor, "selected d_vocab_out"], top_p: float | None, top_k: int | None
+) -> Bool[Tensor, "selected d_vocab_out"]:
     """The tokens that stay: the likeliest that together have more than `top_p`, and of these the `top_k` likeliest.
 
     Tokens that tie with the last of the `top_k` stay too. At least one token stays. Source: DreamLM/Dream
@@ -96,11 +100,11 @@ class Proposal:
 
     def propose(
         self,
-        logits: Float[Tensor, "place d_vocab_out"],
+        logits: Float[Tensor, "selected d_vocab_out"],
         temperature: float = 0.0,
-        uniform: Float[Tensor, "place d_vocab_out"] | None = None,
+        uniform: Float[Tensor, "selected d_vocab_out"] | None = None,
         mask_id: int | None = None,
-    ) -> Int[Tensor, "place"]:
+    ) -> Int[Tensor, "selected"]:
         """A token for each place.
 
         Args:
@@ -118,8 +122,8 @@ class Proposal:
         return propose_tokens(open_, temperature, uniform)
 
     def scores(
-        self, logits: Float[Tensor, "place d_vocab_out"], tokens: Int[Tensor, "place"], temperature: float = 0.0
-    ) -> Float[Tensor, "place"]:
+        self, logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], temperature: float = 0.0
+    ) -> Float[Tensor, "selected"]:
         """How sure the model is of each proposed token, in float64; the higher, the sooner it is revealed."""
         if self.scored_on == "drawn":
             logits = logits.double() / (temperature or 1.0)
@@ -133,7 +137,7 @@ class Proposal:
             return first - second
         return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
 
-    def _likeliest(self, logits: Float[Tensor, "place d_vocab_out"]) -> Bool[Tensor, "place d_vocab_out"]:
+    def _likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
         return likeliest(logits, self.top_p, None if self.top_k is None else whole_number("top_k", self.top_k))
 
     @property

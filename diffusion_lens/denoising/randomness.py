@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import whole_number
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 
 # One for the run, one a row (as a list, array or tensor), or where to draw them from.
 Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
@@ -38,7 +38,7 @@ def row_seeds(seed: Seed, n_batch: int) -> list[int]:
     return [own_seed(single, row) for row in range(n_batch)]
 
 
-class PlaceNoise:
+class PositionNoise:
     """Uniform numbers on the CPU, in float64, so that a seed means the same on every device.
 
     Args:
@@ -50,13 +50,13 @@ class PlaceNoise:
         self._seeds = seeds
         self._positions = positions.cpu()
 
-    def by_place(self, step: int, places: Places) -> Float[Tensor, "place"]:
+    def by_place(self, step: int, places: PosMask) -> Float[Tensor, "selected"]:
         """One number in [0, 1) for every marked place, in reading order."""
         width = int(self._positions.max()) + 1
         drawn = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
         return drawn.gather(1, self._positions)[places.cpu()].to(places.device)
 
-    def by_token(self, step: int, places: Places, n_tokens: int) -> Float[Tensor, "place token"]:
+    def by_token(self, step: int, places: PosMask, n_tokens: int) -> Float[Tensor, "selected token"]:
         """`n_tokens` numbers in (0, 1) for every marked place, in reading order."""
         where = places.cpu().nonzero().tolist()
         drawn = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in where]

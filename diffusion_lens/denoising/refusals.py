@@ -5,11 +5,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Places
+from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
 
 
-def require_logits(logits: Float[Tensor, "place d_vocab_out"], places: Places, state: StepState | None = None) -> None:
+def require_logits(
+    logits: Float[Tensor, "selected d_vocab_out"], places: PosMask, state: StepState | None = None
+) -> None:
     """Raise a `FloatingPointError` unless every marked place has a finite largest logit; -inf forbids single tokens."""
     # The largest is NaN where any is, +inf where any is, and -inf where all are.
     where = _first(~logits.amax(dim=-1).isfinite(), state, places)
@@ -23,7 +25,7 @@ def require_logits(logits: Float[Tensor, "place d_vocab_out"], places: Places, s
 
 
 def require_open(
-    logits: Float[Tensor, "place d_vocab_out"], tokens: Int[Tensor, "place"], state: StepState, places: Places
+    logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], state: StepState, places: PosMask
 ) -> None:
     """Raise a `FloatingPointError` where nothing but [MASK], which is not written, has a finite logit."""
     where = _first(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), state, places)
@@ -34,7 +36,7 @@ def require_open(
         )
 
 
-def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, places: Places) -> None:
+def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, places: PosMask) -> None:
     """Raise a `FloatingPointError` where what `hook_confidence` returned ranks nothing."""
     where = _first(scores[places].isnan(), state, places)
     if where is not None:
@@ -53,7 +55,7 @@ def require_choice(reveal: Tensor) -> None:
         )
 
 
-def require_ids(name: str, ids: Tensor, state: StepState, places: Places, model: DiffusionTransformer) -> None:
+def require_ids(name: str, ids: Tensor, state: StepState, places: PosMask, model: DiffusionTransformer) -> None:
     """Raise an error unless a hook returned token ids, or the blank of the canvas, at the marked places."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} returned {ids.dtype}; token ids are integers, as they were handed over")
@@ -67,7 +69,7 @@ def require_ids(name: str, ids: Tensor, state: StepState, places: Places, model:
         )
 
 
-def _first(wrong: Tensor, state: StepState | None, places: Places) -> str | None:
+def _first(wrong: Tensor, state: StepState | None, places: PosMask) -> str | None:
     """Where the first of the wrong places is, in words."""
     if not bool(wrong.any()):
         return None

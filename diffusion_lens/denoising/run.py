@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
 from diffusion_lens.denoising.proposal import confidence_of
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.refusals import require_choice, require_ids, require_logits, require_open, require_scores
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler
@@ -19,7 +19,7 @@ from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import LoopHooks
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import RunIdentity, StepState
 
 
@@ -48,7 +48,7 @@ class Run:
     def __post_init__(self) -> None:
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
-        self.noise = PlaceNoise(self.seeds, self.canvas.positions)
+        self.noise = PositionNoise(self.seeds, self.canvas.positions)
         self.predictor = predictor_for(self.model, self.canvas, self.cfg_scale)
         self.identity = RunIdentity()
 
@@ -86,14 +86,14 @@ class Run:
         remasked = (state.tokens != self.canvas.blank) & (after == self.canvas.blank)
         return Plan(revealed, revealed.sum(dim=1), remasked)
 
-    def proposed_places(self, state: StepState, plan: Plan) -> Places | None:
+    def proposed_places(self, state: StepState, plan: Plan) -> PosMask | None:
         """Where tokens are proposed: as planned, or everywhere if a hook may see it; `None` if nothing need run."""
         watched = self.model.is_hooked or _watched(self.model.loop_hooks)
         if watched:
             return plan.places if self.canvas.grows else state.masked
         return plan.places if bool(plan.counts.any()) else None
 
-    def predict(self, state: StepState, places: Places) -> Float[Tensor, "place d_vocab_out"]:
+    def predict(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         """Logits of the places, after guidance and hooks."""
         point = self.model.loop_hooks.hook_logits
         logits = self.predictor(state, places)
@@ -104,7 +104,7 @@ class Run:
         require_logits(logits, places, state)
         return logits
 
-    def propose(self, state: StepState, places: Places, logits: Float[Tensor, "place d_vocab_out"]) -> Tokens:
+    def propose(self, state: StepState, places: PosMask, logits: Float[Tensor, "selected d_vocab_out"]) -> Tokens:
         """The canvas with a token proposed at each place; of a forced run, those of its script."""
         propose, mask_id = self.sampler.proposal.propose, self.model.cfg.mask_token_id
         if self.script is not None:
@@ -126,7 +126,7 @@ class Run:
         return returned.long()
 
     def rank(
-        self, state: StepState, places: Places, logits: Float[Tensor, "place d_vocab_out"], candidates: Tokens
+        self, state: StepState, places: PosMask, logits: Float[Tensor, "selected d_vocab_out"], candidates: Tokens
     ) -> tuple[Float[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
         """How probable each candidate is, and the scores by which they are ranked; 0 at other places."""
         point, proposal, tokens = self.model.loop_hooks.hook_confidence, self.sampler.proposal, candidates[places]
@@ -144,7 +144,7 @@ class Run:
         self,
         state: StepState,
         plan: Plan,
-        places: Places,
+        places: PosMask,
         candidates: Tokens,
         confidence: Float[Tensor, "batch pos"],
         ranking: Float[Tensor, "batch pos"],

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.randomness import PlaceNoise
-from diffusion_lens.shapes import Places
+from diffusion_lens.denoising.randomness import PositionNoise
+from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
 
 
@@ -28,9 +28,9 @@ class Plan:
         jitter: added to the confidence before places are ranked, where their choice is partly chance.
     """
 
-    places: Places
+    places: PosMask
     counts: Int[Tensor, "pools"]
-    remask: Places | None = None
+    remask: PosMask | None = None
     jitter: Float[Tensor, "batch pos"] | None = None
 
 
@@ -47,12 +47,12 @@ class Sampler(ABC):
     eps: float = 1e-5
     proposal: Proposal = Proposal()
 
-    def n_steps(self, asked: int | None, blanks: Places) -> int:
+    def n_steps(self, asked: int | None, blanks: PosMask) -> int:
         """Steps of the run; 32 unless asked otherwise, as in SMDM's evaluation."""
         return 32 if asked is None else asked
 
     @abstractmethod
-    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         """The places considered between `step.t` and `step.s`, and how many are revealed.
 
         Args:
@@ -61,7 +61,7 @@ class Sampler(ABC):
         """
 
 
-def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> Places:
+def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMask:
     """The `plan.counts` most confident of `plan.places`, after `plan.jitter`; among equals the leftmost."""
     pools = plan.counts.numel()
     if plan.jitter is not None:

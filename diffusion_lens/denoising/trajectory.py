@@ -21,7 +21,7 @@ from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
 from diffusion_lens.settings import whole_number
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
 
 _TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
@@ -50,8 +50,8 @@ class Trajectory:
     canvases: Int[Tensor, "step_plus_1 batch pos"]
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
-    given: Places
-    real: Places
+    given: PosMask
+    real: PosMask
     text: list[str]
     words: dict[int, str]
     record: dict[str, Any]

@@ -35,7 +35,7 @@ from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
 from diffusion_lens.settings import at_least
-from diffusion_lens.shapes import Places
+from diffusion_lens.shapes import PosMask
 
 Text = str | Tensor
 
@@ -74,7 +74,7 @@ class _Question:
     """A prompt and the answer after it, in tokens."""
 
     prompt: Int[Tensor, "pos"]
-    answer: Int[Tensor, "place"]
+    answer: Int[Tensor, "selected"]
 
     @property
     def tokens(self) -> Int[Tensor, "both"]:
@@ -198,11 +198,11 @@ def _surprisals(
     model: DiffusionTransformer,
     question: _Question,
     canvases: Int[Tensor, "sample pos"],
-    places: Places,
+    places: PosMask,
     cfg_scale: float,
     max_batch: int,
     progress: bool = False,
-) -> Float[Tensor, "place"]:
+) -> Float[Tensor, "selected"]:
     """-log p of the question's own token at every marked place of the canvases, in reading order."""
     shown = places.any(dim=1)  # the rest ask nothing
     canvases, places = canvases[shown], places[shown]
@@ -279,7 +279,7 @@ def _check_settings(cfg_scale: float, **counts: int) -> None:
 
 def _check_noise(
     question: _Question, mask: int, noisy: Int[Tensor, "sample pos"], p_mask: Float[Tensor, "sample pos"]
-) -> Places:
+) -> PosMask:
     """The places that given noise asks for."""
     n_prompt, n_pos = len(question.prompt), len(question.tokens)
     if noisy.shape != p_mask.shape or noisy.dim() != 2 or noisy.shape[1] != n_pos or not len(noisy):

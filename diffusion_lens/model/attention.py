@@ -35,7 +35,7 @@ class AttentionContext:
     visibility: Visibility
     use_attn_result: bool = False
 
-    def at(self, rows: Int[Tensor, "batch place"], n_key: int) -> "AttentionContext":
+    def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """What queries at some rows only need to know."""
         return replace(self, rotary=tables_at(self.rotary, rows), visibility=self.visibility.at(rows, n_key))
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from diffusion_lens.shapes import Places
+from diffusion_lens.shapes import PosMask
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Visibility:
         everything = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
         return everything.tril() if self.causal else everything
 
-    def at(self, rows: Int[Tensor, "batch place"], n_key: int) -> "Visibility":
+    def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "Visibility":
         """The pattern of some query rows only."""
         if self.allowed is not None:
             batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
@@ -47,7 +47,7 @@ class AttentionPattern(ABC):
     def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
         """The pattern among real tokens."""
 
-    def visibility(self, n_pos: int, device: torch.device, real: Places | None, n_past: int = 0) -> Visibility:
+    def visibility(self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int = 0) -> Visibility:
         """The pattern of one forward pass; `real` is false at padding, `None` where there is none.
 
         Nobody sees padding, except padding itself: a row that sees nothing has no softmax. With `n_past` places run

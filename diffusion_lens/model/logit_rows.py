@@ -21,18 +21,18 @@ class PickedRows:
     """Rows of each row of the batch, filled up to a rectangle.
 
     Attributes:
-        grid: Int[batch place], rows to compute.
+        grid: Int[batch selected], rows to compute.
         asked: batch index and column of `grid` of each pair that was asked for; `None` when that is all of it.
         n_pos: rows there are.
     """
 
-    grid: Int[Tensor, "batch place"]
+    grid: Int[Tensor, "batch selected"]
     asked: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]] | None
     n_pos: int
 
     @classmethod
     def parse(cls, rows: Rows, n_batch: int, n_pos: int, device: torch.device) -> "PickedRows":
-        """From what `logits_at` may be: Int[place], Bool[batch pos], or a pair of batch and row indices.
+        """From what `logits_at` may be: Int[selected], Bool[batch pos], or a pair of batch and row indices.
 
         Raises:
             ValueError: anything else, or a row outside.
@@ -70,10 +70,10 @@ class PickedRows:
         """Whether the rectangle leaves out enough rows to be worth gathering."""
         return 4 * self.grid.shape[1] <= 3 * self.n_pos
 
-    def of(self, x: Resid) -> Float[Tensor, "batch place d_model"]:
+    def of(self, x: Resid) -> Float[Tensor, "batch selected d_model"]:
         """These rows, as the rectangle."""
         return x[torch.arange(x.shape[0], device=x.device)[:, None], self.grid]
 
-    def flat(self, x: Float[Tensor, "batch place d_model"]) -> Float[Tensor, "*place d_model"]:
+    def flat(self, x: Float[Tensor, "batch selected d_model"]) -> Float[Tensor, "*selected d_model"]:
         """The rows that were asked for, of the rectangle."""
         return x if self.asked is None else x[self.asked]

@@ -59,8 +59,8 @@ class Rotary:
         return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
 
-def tables_at(tables: Tables, rows: Int[Tensor, "batch place"]) -> Tables:
-    """Cosine and signed sine of some rows, Float[batch place 1 d_head]."""
+def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:
+    """Cosine and signed sine of some rows, Float[batch selected 1 d_head]."""
     cos, sin = tables
     if cos.dim() == 3:
         return cos[rows], sin[rows]

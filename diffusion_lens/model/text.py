@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffusion_lens.config import UNREACHED, DiffusionConfig
 from diffusion_lens.settings import yes_or_no
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.user_warnings import warn_user
 
 MASK_TEXT = "[MASK]"
@@ -68,7 +68,7 @@ class TextInterface(ABC):
 
     def tokenize(
         self, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str = "right"
-    ) -> tuple[Tokens, Places]:
+    ) -> tuple[Tokens, PosMask]:
         """Token ids and which of them are real, not padding: what `attention_mask` takes.
 
         Words that the tokenizer does not know, and makes its unknown token of, are named in a `UserWarning`.
@@ -217,7 +217,7 @@ class TextInterface(ABC):
         id_ = tokenizer.pad_token_id
         return None if name in others or id_ == self.cfg.mask_token_id else int(id_)
 
-    def real_places(self, tokens: Tokens) -> Places | None:
+    def real_places(self, tokens: Tokens) -> PosMask | None:
         """Which places are no padding, where the tokens say it: between the first and the last that is no `own_pad_id`.
 
         `None` where nothing is padding, or the tokens cannot say.
@@ -243,7 +243,7 @@ class TextInterface(ABC):
         real = self.real_places(row[None]) if len(row) else None
         return row if real is None else row[real[0]]
 
-    def told_places(self, tokens: Tokens) -> Places | None:
+    def told_places(self, tokens: Tokens) -> PosMask | None:
         """`real_places` for a loss or a continuation, which padding taken for text would change: a doubt is refused.
 
         Raises:

@@ -23,7 +23,7 @@ from diffusion_lens.model.logit_rows import PickedRows, Rows
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
-from diffusion_lens.shapes import Places, Resid
+from diffusion_lens.shapes import PosMask, Resid
 
 Input = str | Sequence[str] | Tensor
 
@@ -131,7 +131,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
 
     def _enter(
         self, input: Input, attention_mask: Tensor | None, prepend_bos: bool | None, is_resid: bool
-    ) -> tuple[Resid, Places | None]:
+    ) -> tuple[Resid, PosMask | None]:
         """The residual stream at the first block, and which places are real (`None`: all)."""
         if is_resid:
             if isinstance(input, Tensor):
@@ -156,7 +156,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
             return resid, None
         return resid, check_attention_mask(attention_mask, resid.shape[0], resid.shape[1], resid.device)
 
-    def _n_past(self, past: Sequence[LayerKeyValues | None], n_pos: int, real: Places | None) -> int:
+    def _n_past(self, past: Sequence[LayerKeyValues | None], n_pos: int, real: PosMask | None) -> int:
         """Places that ran before, the same in every layer that runs now."""
         held = {layer.n_pos for layer in past if layer is not None}
         if not held:
@@ -172,7 +172,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         check_length(n_pos + max(held), self.cfg)
         return max(held)
 
-    def _context(self, n_pos: int, real: Places | None, n_past: int = 0) -> AttentionContext:
+    def _context(self, n_pos: int, real: PosMask | None, n_past: int = 0) -> AttentionContext:
         device = self.unembed.weight.device
         positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
         return AttentionContext(

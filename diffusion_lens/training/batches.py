@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffusion_lens.losses import LossQuestion, ask_masked, ask_next
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +23,8 @@ class Batch:
     """
 
     tokens: Tokens
-    real: Places | None
-    answers: Places | None
+    real: PosMask | None
+    answers: PosMask | None
 
     def ask(self, model: DiffusionTransformer, generator: torch.Generator) -> LossQuestion:
         """The question of the model's own loss.

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import most_confident
 from diffusion_lens.denoising.samplers import Ancestral, Confidence, describe_sampler, dream, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -56,7 +56,7 @@ def same(a, b):
 def test_every_canvas(model, name, as_published, monkeypatch):
     if f"{name}/draws" in RECORDED:  # one number a masked place, in reading order
         drawn = RECORDED[f"{name}/draws"].double()
-        monkeypatch.setattr(PlaceNoise, "by_place", lambda self, step, places: drawn[step, : int(places.sum())])
+        monkeypatch.setattr(PositionNoise, "by_place", lambda self, step, places: drawn[step, : int(places.sum())])
     prompt, asked = ask(name, as_published)
     trajectory = model.denoise(prompt, **asked)
     expected = torch.cat([RECORDED[f"{name}/x_init"][None], RECORDED[f"{name}/x_steps"]])
@@ -234,7 +234,7 @@ def test_places_are_drawn_without_replacement():
     confidence = torch.tensor([0.1, 0.3, 0.5, 0.9], dtype=torch.float64)
     masked = torch.ones(n, 4, dtype=torch.bool)
     step = StepState(0, 2, 1.0, 0.5, torch.full((n, 4), MASK), masked, ~masked)
-    noise = PlaceNoise(range(n), torch.arange(4).expand(n, -1))
+    noise = PositionNoise(range(n), torch.arange(4).expand(n, -1))
     plan = dream("maskgit_plus", alg_temp=heat).plan(step, noise, torch.full((n, 4), float("nan")))
     assert (plan.counts == 2).all()
     drawn = most_confident(confidence.expand(n, -1), plan)

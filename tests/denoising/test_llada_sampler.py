@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.samplers import Blocks, Confidence, describe_sampler, llada, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.step_state import StepState
@@ -43,8 +43,8 @@ def recorded(monkeypatch):
         }
         if "draws" in run:
             drawn = run["draws"].double()
-            monkeypatch.setattr(PlaceNoise, "by_place", lambda self, step, places: drawn[step][places])
-            monkeypatch.setattr(PlaceNoise, "by_token", lambda self, step, places, n: drawn[step][places])
+            monkeypatch.setattr(PositionNoise, "by_place", lambda self, step, places: drawn[step][places])
+            monkeypatch.setattr(PositionNoise, "by_token", lambda self, step, places, n: drawn[step][places])
         asked = dict(
             attention_mask=run.get("prompt_attention_mask"),
             max_new_tokens=case["gen_length"],
@@ -251,7 +251,7 @@ def test_random_order_is_even():
     n = 6000
     masked = torch.tensor([[False, True, True, True, True]]).expand(n, -1)
     step = StepState(0, 2, 1.0, 0.5, torch.where(masked, MASK, 7), masked, ~masked)
-    noise = PlaceNoise(range(n), torch.arange(5).expand(n, -1))
+    noise = PositionNoise(range(n), torch.arange(5).expand(n, -1))
     plan = Blocks(order="random").plan(step, noise, torch.full(masked.shape, float("nan")))
     pairs, times = torch.unique(plan.places[:, 1:].long(), dim=0, return_counts=True)
     assert pairs.sum(dim=1).tolist() == [2] * 6

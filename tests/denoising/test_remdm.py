@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.step_state import StepState
 
@@ -16,7 +16,7 @@ def planned(sampler, t, s, share_masked=0.5, confidence=None):
     tokens = torch.where(masked, 512, 7)
     step = StepState(3, 10, t, s, tokens, masked, torch.zeros_like(masked))
     known = torch.full((1, N), 0.9) if confidence is None else confidence
-    noise = PlaceNoise([0], torch.arange(N)[None])
+    noise = PositionNoise([0], torch.arange(N)[None])
     return masked, sampler.plan(step, noise, known.masked_fill(masked, float("nan")))
 
 

@@ -180,7 +180,7 @@ class FactTracer:
             },
         )
 
-    def _nothing_restored(self, scores: Float[Tensor, "place"]) -> dict[str, Any]:
+    def _nothing_restored(self, scores: Float[Tensor, "selected"]) -> dict[str, Any]:
         return {
             "scores": scores.new_empty(0, len(self.layers)),
             "token_scores": scores.new_empty(0, len(self.layers), len(scores)),

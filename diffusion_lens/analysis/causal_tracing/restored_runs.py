@@ -32,10 +32,10 @@ from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
 
-Scores = Float[Tensor, "sample place"]
+Scores = Float[Tensor, "sample selected"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class CanvasRun:
     step: StepState | None = None
     real: Bool[Tensor, "1 pos"] | None = None
 
-    def mask(self, n_rows: int) -> Places | None:
+    def mask(self, n_rows: int) -> PosMask | None:
         """The attention mask of a run of so many rows."""
         return None if self.real is None else self.real.expand(n_rows, -1)
 
@@ -136,7 +136,7 @@ class RestoredRuns:
         if not self.watched:
             self._restored = {layer: self._restore_everywhere(restoration.kind, layer) for layer in starts}
 
-    def grid(self, positions: Sequence[int], progress: bool = False) -> Float[Tensor, "pos layer sample place"]:
+    def grid(self, positions: Sequence[int], progress: bool = False) -> Float[Tensor, "pos layer sample selected"]:
         """Probability of each token of the answer in every cell, by draw; of no positions a grid without rows."""
         wanted = [[Cell(place, span) for span in self.spans.values()] for place in positions]
         cells = list(dict.fromkeys(cell for row in wanted for cell in row))
@@ -165,13 +165,13 @@ class RestoredRuns:
 
             def run(
                 batch: Sequence[Cell], whole: bool = whole, offset: int = offset
-            ) -> Float[Tensor, "cell sample place"]:
+            ) -> Float[Tensor, "cell sample selected"]:
                 return self._run(batch, offset, whole)
 
             for batch, scored in in_batches(run, ordered, self.max_rows // self.samples):
                 yield from zip(batch, scored, strict=True)
 
-    def _run(self, cells: Sequence[Cell], offset: int, whole: bool) -> Float[Tensor, "cell sample place"]:
+    def _run(self, cells: Sequence[Cell], offset: int, whole: bool) -> Float[Tensor, "cell sample selected"]:
         """Cells in order of entry, from place `offset` on; `whole`: hooks reach the last block too."""
         model, last_block = self.model, self.n_layers - 1
         asked = (self.answer.rows >= offset).nonzero().flatten()

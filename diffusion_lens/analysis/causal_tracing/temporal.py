@@ -40,7 +40,7 @@ class TemporalEffect:
     Attributes:
         scores: Float[step pos layer], share of draws that end with the answer when that state is restored at that step;
             NaN at places that the canvas of a causal model does not hold yet.
-        token_scores: Float[step pos layer place], the same for each token of the answer alone.
+        token_scores: Float[step pos layer selected], the same for each token of the answer alone.
         clean: 1 if the clean run ends with the answer, else 0.
         corrupted: share of the corrupted runs that do.
         steps: the step of each grid.
@@ -52,7 +52,7 @@ class TemporalEffect:
     """
 
     scores: Float[Tensor, "step pos layer"]
-    token_scores: Float[Tensor, "step pos layer place"]
+    token_scores: Float[Tensor, "step pos layer selected"]
     clean: float
     corrupted: float
     steps: list[int]
@@ -168,7 +168,7 @@ def temporal_effect(
 
 def _ends(
     run: TracedTrajectory, corrupt: Corruption, branch: Trajectory, clean: Mapping[str, Tensor], places: Sequence[int]
-) -> Float[Tensor, "cell sample place"]:
+) -> Float[Tensor, "cell sample selected"]:
     """Which answer tokens (1 or 0) the branches end with, a cell a place, restored in the branch's first step."""
     each = torch.tensor(places).repeat_interleave(corrupt.rows)
     hooks = corrupt.hooks(run.model, run.query, runs=len(places))

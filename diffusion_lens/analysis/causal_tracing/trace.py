@@ -37,9 +37,9 @@ class CausalTrace:
 
     Attributes:
         scores: Float[pos layer], p(answer) with that state restored, mean over the draws.
-        token_scores: Float[pos layer place], the same for each token of the answer alone.
-        clean_token_scores: Float[place], of the clean run.
-        corrupted_token_scores: Float[place], of the corrupted run.
+        token_scores: Float[pos layer selected], the same for each token of the answer alone.
+        clean_token_scores: Float[selected], of the clean run.
+        corrupted_token_scores: Float[selected], of the corrupted run.
         clean: p(answer) of the clean run.
         corrupted: p(answer) of the corrupted run, mean over the draws.
         known: whether the clean run's likeliest token is the answer's at every place, all read at once from this one
@@ -53,9 +53,9 @@ class CausalTrace:
     """
 
     scores: Float[Tensor, "pos layer"]
-    token_scores: Float[Tensor, "pos layer place"]
-    clean_token_scores: Float[Tensor, "place"]
-    corrupted_token_scores: Float[Tensor, "place"]
+    token_scores: Float[Tensor, "pos layer selected"]
+    clean_token_scores: Float[Tensor, "selected"]
+    corrupted_token_scores: Float[Tensor, "selected"]
     clean: float
     corrupted: float
     known: bool

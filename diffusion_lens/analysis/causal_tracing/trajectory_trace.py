@@ -48,13 +48,13 @@ class TrajectoryTrace:
         scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the draws: the product
             over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN at places
             that the canvas of a causal model does not hold yet.
-        token_scores: Float[step pos layer place], the same for each token of the answer alone.
+        token_scores: Float[step pos layer selected], the same for each token of the answer alone.
         chained: Float[pos layer], p(answer) by the chain rule: each token read at the step that committed it, with the
             state restored at all these steps. `None` for free canvases, and where not all of these steps were traced.
         clean: Float[step], of the clean run.
         corrupted: Float[step], of the corrupted run.
-        clean_token_scores: Float[step place].
-        corrupted_token_scores: Float[step place].
+        clean_token_scores: Float[step selected].
+        corrupted_token_scores: Float[step selected].
         steps: the step of each grid.
         revealed_at: the step in which the clean run revealed each answer token for good.
         known: whether the clean run wrote the answer.
@@ -67,12 +67,12 @@ class TrajectoryTrace:
     """
 
     scores: Float[Tensor, "step pos layer"]
-    token_scores: Float[Tensor, "step pos layer place"]
+    token_scores: Float[Tensor, "step pos layer selected"]
     chained: Float[Tensor, "pos layer"] | None
     clean: Float[Tensor, "step"]
     corrupted: Float[Tensor, "step"]
-    clean_token_scores: Float[Tensor, "step place"]
-    corrupted_token_scores: Float[Tensor, "step place"]
+    clean_token_scores: Float[Tensor, "step selected"]
+    corrupted_token_scores: Float[Tensor, "step selected"]
     steps: list[int]
     revealed_at: list[int]
     known: bool
@@ -265,8 +265,8 @@ def check_canvas(canvas: str) -> None:
 
 
 def _chain(
-    scores: Float[Tensor, "step pos layer sample place"],
-    corrupted: Float[Tensor, "step sample place"],
+    scores: Float[Tensor, "step pos layer sample selected"],
+    corrupted: Float[Tensor, "step sample selected"],
     steps: Sequence[int],
     revealed_at: Sequence[int],
 ) -> Float[Tensor, "pos layer"] | None:

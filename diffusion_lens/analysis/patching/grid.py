@@ -85,7 +85,7 @@ def patch_grid(
             Otherwise a list, an entry a cell: a place, a (clean place, corrupted place) pair, or a list of these to be
             patched together. Negative places count from the end.
         layers, heads: the ones to sweep, negative ones from the end; by default all.
-        logits_at: rows of the logits to compute; the metric is shown [batch place d_vocab_out].
+        logits_at: rows of the logits to compute; the metric is shown [batch selected d_vocab_out].
         source_model: the model that reads the clean input, if it is another.
         method: "exact", or "attribution" for the estimate by gradients.
         check: with "attribution", how many of the largest cells of each site (and step) to patch exactly as well.

@@ -30,7 +30,7 @@ class RowMetric(Protocol):
     """A metric that says itself which rows of the logits it reads."""
 
     @property
-    def rows(self) -> Int[Tensor, "place"]: ...
+    def rows(self) -> Int[Tensor, "selected"]: ...
 
     def __call__(self, logits: Tensor) -> Tensor: ...
 
@@ -48,11 +48,11 @@ class AnswerProbability:
     answer: Answer
 
     @property
-    def rows(self) -> Int[Tensor, "place"]:
+    def rows(self) -> Int[Tensor, "selected"]:
         """Rows of the logits."""
         return self.answer.rows
 
-    def __call__(self, logits: Float[Tensor, "batch place d_vocab_out"]) -> Float[Tensor, ""]:
+    def __call__(self, logits: Float[Tensor, "batch selected d_vocab_out"]) -> Float[Tensor, ""]:
         return self.answer.probabilities(logits, len(logits)).prod(dim=2).mean()
 
     def asked_of(self, model: DiffusionTransformer, trajectory: Trajectory) -> TracedTrajectory:
@@ -87,7 +87,7 @@ class Reading:
             raise ValueError(f"logits_at is {rows.dtype} {list(rows.shape)}; it must be a list of rows")
         return cls(metric, None if rows is None else rows.tolist())
 
-    def __call__(self, logits: Float[Tensor, "batch place d_vocab_out"]) -> Tensor:
+    def __call__(self, logits: Float[Tensor, "batch selected d_vocab_out"]) -> Tensor:
         value = self.function(logits)
         if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).dim():
             given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -104,7 +104,7 @@ class Reading:
             raise ValueError(f"logits_at={outside}, but the canvas has rows 0 to {n_pos - 1}")
         return replace(self, rows=[row % n_pos for row in rows]) if rows else self
 
-    def guided(self, unconditional: Float[Tensor, "batch place d_vocab_out"], scale: float) -> "Reading":
+    def guided(self, unconditional: Float[Tensor, "batch selected d_vocab_out"], scale: float) -> "Reading":
         """The same function of guided logits."""
         return Reading(lambda logits: self.function(guide(logits, unconditional, scale)), self.rows)
 

@@ -27,7 +27,7 @@ from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
-from diffusion_lens.shapes import Places, Resid, Tokens
+from diffusion_lens.shapes import PosMask, Resid, Tokens
 from diffusion_lens.step_state import StepState
 
 FIRST = "hook_embed"
@@ -60,7 +60,7 @@ class Side:
 
     model: DiffusionTransformer
     tokens: Tokens
-    real: Places | None
+    real: PosMask | None
     reading: Reading
     n_held: int
     unprompted: Tokens | None = None
@@ -186,7 +186,7 @@ class Pair:
     clean: Mapping[str, Tensor]
     corrupted: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
-    logits: Float[Tensor, "batch place d_vocab_out"]
+    logits: Float[Tensor, "batch selected d_vocab_out"]
     clean_score: float
     corrupted_score: float
     max_bytes: int

@@ -134,7 +134,7 @@ class Cells:
         """What each entry replaces in the corrupted run."""
         return activation[(slice(None), *self._at(self.target))].transpose(0, 1)
 
-    def put(self, clean: Float[Tensor, "batch pos ..."], packed: Float[Tensor, "packed place ..."]) -> None:
+    def put(self, clean: Float[Tensor, "batch pos ..."], packed: Float[Tensor, "packed selected ..."]) -> None:
         """Write each cell's clean states into its own copy of the batch; `packed` holds one copy a cell in turn."""
         by_cell = packed.unflatten(0, (self.n, -1))
         by_cell[(self.cell, slice(None), *self._at(self.target))] = self.from_clean(clean)

@@ -16,7 +16,7 @@ from diffusion_lens.analysis.rome.objective import HELD, Asked
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.hook_names import mlp_out
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Places, Resid
+from diffusion_lens.shapes import PosMask, Resid
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,20 +30,20 @@ class Canvases:
         keys: Float[batch d_mlp], what enters the down-projection there.
         outputs: Float[batch d_model], what the MLP answers.
         owner: Int[batch], the request of each canvas, in order.
-        canvas: Int[place], the canvas of each read.
+        canvas: Int[selected], the canvas of each read.
         row, token, weight: of each read, as in `Read`.
     """
 
     resid: Resid
-    real: Places | None
+    real: PosMask | None
     places: Int[Tensor, "batch"]
     keys: Float[Tensor, "batch d_mlp"]
     outputs: Float[Tensor, "batch d_model"]
     owner: Int[Tensor, "batch"]
-    canvas: Int[Tensor, "place"]
-    row: Int[Tensor, "place"]
-    token: Int[Tensor, "place"]
-    weight: Float[Tensor, "place"]
+    canvas: Int[Tensor, "selected"]
+    row: Int[Tensor, "selected"]
+    token: Int[Tensor, "selected"]
+    weight: Float[Tensor, "selected"]
 
     @classmethod
     @torch.no_grad()
@@ -75,12 +75,12 @@ class Canvases:
         )
 
     @property
-    def asker(self) -> Int[Tensor, "place"]:
+    def asker(self) -> Int[Tensor, "selected"]:
         """The request of each read."""
         return self.owner[self.canvas]
 
     @property
-    def held(self) -> Bool[Tensor, "place"]:
+    def held(self) -> Bool[Tensor, "selected"]:
         """The reads that hold a whole distribution."""
         return self.token == HELD
 
@@ -108,7 +108,7 @@ class Canvases:
 
     def log_probs(
         self, model: DiffusionTransformer, layer: int, delta: Float[Tensor, "request d_model"]
-    ) -> Float[Tensor, "place d_vocab_out"]:
+    ) -> Float[Tensor, "selected d_vocab_out"]:
         """What the model says at the rows that are read, with each request's δ."""
         at = torch.arange(len(self.places), device=self.places.device), self.places
         moved = widened(self.resid[at]) + delta[self.owner]

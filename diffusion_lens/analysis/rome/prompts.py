@@ -19,7 +19,7 @@ from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, whole_numbers
-from diffusion_lens.shapes import Places, Tokens
+from diffusion_lens.shapes import PosMask, Tokens
 
 Request = Query | Sequence[Query]
 
@@ -34,7 +34,7 @@ class PromptBatch:
     """
 
     tokens: Tokens
-    real: Places | None
+    real: PosMask | None
 
     @classmethod
     def of(cls, model: DiffusionTransformer, rows: Sequence[Tensor]) -> "PromptBatch":

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.denoising.schedule import check_eps, revealed_share
 from diffusion_lens.step_state import StepState
@@ -31,7 +31,7 @@ class Ancestral(Sampler):
     def __post_init__(self) -> None:
         check_eps(self.eps)
 
-    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         places = step.masked
         if step.index < step.n_steps - 1:
             drawn = noise.by_place(step.index, step.masked) < revealed_share(step.t, step.s)

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.settings import whole_number
-from diffusion_lens.shapes import Places
+from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
 
 Counts = Int[Tensor, "batch"]
@@ -51,7 +51,7 @@ class Blocks(Sampler):
         if self.masks_in_prompt not in ("counted", "uncounted"):
             raise ValueError(f"masks_in_prompt={self.masks_in_prompt!r}; it is 'counted' or 'uncounted'")
 
-    def n_steps(self, asked: int | None, blanks: Places) -> int:
+    def n_steps(self, asked: int | None, blanks: PosMask) -> int:
         """Steps of the run; unless asked otherwise, one a blank.
 
         Raises:
@@ -63,7 +63,7 @@ class Blocks(Sampler):
             _check(lengths, self.block_length, steps)
         return steps
 
-    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         # Padding is neither masked nor revealed, so it is in no block.
         in_blocks = self._in_blocks((step.masked | ~confidence.isnan()) & ~step.given)
         lengths = in_blocks.sum(dim=1)
@@ -85,7 +85,7 @@ class Blocks(Sampler):
             return Plan(_drawn(places, counts, noise.by_place(step.index, places)), counts)
         return Plan(places, counts)
 
-    def _in_blocks(self, blanks: Places) -> Places:
+    def _in_blocks(self, blanks: PosMask) -> PosMask:
         """The blanks that are divided into blocks."""
         if self.masks_in_prompt == "counted":
             return blanks
@@ -98,7 +98,7 @@ def _rounded_up(n: Counts, parts: int | Counts) -> Counts:
     return -(n // -parts)
 
 
-def _drawn(places: Places, counts: Counts, uniform: Float[Tensor, "place"]) -> Places:
+def _drawn(places: PosMask, counts: Counts, uniform: Float[Tensor, "selected"]) -> PosMask:
     """For each row the `counts` marked places whose number is largest."""
     drawn = torch.full(places.shape, -1.0, dtype=uniform.dtype, device=places.device)
     drawn[places] = uniform

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.denoising.schedule import check_eps, revealed_share
 from diffusion_lens.step_state import StepState
@@ -43,7 +43,7 @@ class Confidence(Sampler):
             )
         check_eps(self.eps)
 
-    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         due = step.masked.sum(dim=1).float()
         if self.scope == "batch":
             due = due.sum(dim=0, keepdim=True)
@@ -52,7 +52,7 @@ class Confidence(Sampler):
         share = revealed_share(step.t, step.s) if step.index < step.n_steps - 1 else 1.0
         return Plan(step.masked, (due * share).to(torch.long), jitter=self._jitter(step, noise))
 
-    def _jitter(self, step: StepState, noise: PlaceNoise) -> Float[Tensor, "batch pos"] | None:
+    def _jitter(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch pos"] | None:
         """Gumbel noise: the largest of score + noise are a draw without replacement (Kool et al. 2019, 1903.06059)."""
         if not self.choice_temperature:
             return None

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
-from diffusion_lens.shapes import Places
+from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
 
 
@@ -17,9 +17,9 @@ class LeftToRight(Sampler):
 
     name = "left_to_right"
 
-    def n_steps(self, asked: int | None, blanks: Places) -> int:
+    def n_steps(self, asked: int | None, blanks: PosMask) -> int:
         return int(blanks.sum(dim=1).max())
 
-    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         first = step.masked & (step.masked.cumsum(dim=1) == 1)
         return Plan(first, first.sum(dim=1))

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.denoising.randomness import PlaceNoise
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.step_state import StepState
 
@@ -48,7 +48,7 @@ class ReMDM(Sampler):
                 "0 < t_off < t_on < 1 and 0 < alpha_on < 1"
             )
 
-    def plan(self, step: StepState, noise: PlaceNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         if step.index == step.n_steps - 1:
             return Plan(step.masked, step.masked.sum(dim=1))
         alpha_t, alpha_s = self._alpha(step.t), self._alpha(step.s)
