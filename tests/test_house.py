@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -76,6 +77,33 @@ FAMILIES_KNOWN = (
     "diffusion_lens.tiny_pair",
     "diffusion_lens.evaluation.published",
 )
+MOST_ARGUMENTS = 8
+# Public functions that take more, because users call them with familiar keywords. Each turns its keywords into objects
+# once, and what it calls takes these. So does every command of the command line, whose parameters are its options.
+DOORS = {
+    "diffusion_lens.analysis.average_effects.average.average_indirect_effect",
+    "diffusion_lens.analysis.average_effects.average_trajectory.average_trajectory_effect",
+    "diffusion_lens.analysis.average_effects.survey.Survey.plan",
+    "diffusion_lens.analysis.causal_tracing.temporal.temporal_effect",
+    "diffusion_lens.analysis.causal_tracing.trace.causal_trace",
+    "diffusion_lens.analysis.causal_tracing.trajectory_trace.trace_trajectory",
+    "diffusion_lens.analysis.patching.grid.patch_grid",
+    "diffusion_lens.analysis.representations.forward_reverse.compare",
+    "diffusion_lens.analysis.rome.study.key_value_study",
+    "diffusion_lens.denoising.denoise.denoise_with_cache",
+    "diffusion_lens.denoising.denoise.prepare",
+    "diffusion_lens.evaluation.exact_match.exact_match",
+    "diffusion_lens.evaluation.likelihood.monte_carlo_nll",
+    "diffusion_lens.evaluation.recall_by_steps.recall_by_steps",
+    "diffusion_lens.forward.Forward.forward",
+    "diffusion_lens.hooked_diffusion_transformer.HookedDiffusionTransformer.denoise",
+    "diffusion_lens.hooked_diffusion_transformer.HookedDiffusionTransformer.from_pretrained",
+    "diffusion_lens.plots.heat_maps.heat_map",
+    "diffusion_lens.plots.heat_maps.labelled_map",
+    "diffusion_lens.plots.pages.step_slider",
+    "diffusion_lens.training.finetune.finetune",
+    "diffusion_lens.training.trainer.train",
+}
 # Samplers of other people's code, under its name: part of the public surface.
 PRESETS = {"smdm", "llada", "dream"}
 RECIPES = {"smdm_reverse"}
@@ -153,6 +181,35 @@ def test_no_room_is_a_cupboard() -> None:
 def test_a_file_is_read_in_one_sitting() -> None:
     n_lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
     assert not {name: lines for name, lines in n_lines.items() if lines > 300}, "300 lines are the most"
+
+
+def functions(name: str, tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function and method of a file by its full name, those inside others included."""
+    for node in ast.iter_child_nodes(tree):
+        inner = f"{name}.{node.name}" if isinstance(node, ast.FunctionDef | ast.ClassDef) else name
+        if isinstance(node, ast.FunctionDef):
+            yield inner, node
+        yield from functions(inner, node)
+
+
+def n_arguments(function: ast.FunctionDef) -> int:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return sum(argument.arg not in ("self", "cls") for argument in arguments)
+
+
+def is_command(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith("app.command") for decorator in function.decorator_list)
+
+
+def test_only_doors_take_more_than_eight_arguments() -> None:
+    many = {
+        called
+        for name, tree in TREES.items()
+        for called, function in functions(name, tree)
+        if n_arguments(function) > MOST_ARGUMENTS and not is_command(function)
+    }
+    assert many - DOORS == set(), "a noun is missing: take an object that holds several of the arguments"
+    assert DOORS - many == set(), "these take few arguments: they need no line in DOORS"
 
 
 def test_only_the_command_line_prints() -> None:
