@@ -11,6 +11,8 @@ from diffusion_lens.analysis.average_effects import (
 )
 from diffusion_lens.analysis.causal_tracing import (
     CausalTrace,
+    Corruption,
+    Restoration,
     TemporalEffect,
     TrajectoryTrace,
     causal_trace,
@@ -32,6 +34,7 @@ from diffusion_lens.analysis.rome import (
     optimize_value,
     second_moment,
 )
+from diffusion_lens.analysis.selection import Selection
 
 __all__ = [
     "AverageEffect",
@@ -39,12 +42,15 @@ __all__ = [
     "CausalTrace",
     "Comparison",
     "Comparisons",
+    "Corruption",
     "KeyResult",
     "KeyValueStudy",
     "LoopSettings",
     "PatchGrid",
     "RankOneEdit",
+    "Restoration",
     "SecondMoment",
+    "Selection",
     "TemporalEffect",
     "TrajectoryTrace",
     "ValueResult",

@@ -22,8 +22,8 @@ class Answer:
         cfg_scale: weight of guidance; 0 is none.
         unconditional: Float[sample selected d_vocab_out], logits of the canvas with its prompt masked (one row for all
             samples, or one each); needed with guidance only.
-        settled: Float[sample selected], 1 or 0 where a draw has already revealed the right or another token, NaN where the
-            token is still masked and is read; `None` when all are.
+        settled: Float[sample selected], 1 where a sample has revealed the right token, 0 where it has
+            revealed another, NaN where the token is still masked and is read; `None` when all are.
     """
 
     tokens: Int[Tensor, "selected"]

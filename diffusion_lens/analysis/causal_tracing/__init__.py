@@ -1,11 +1,15 @@
 """Causal tracing: clean, corrupted and restored runs, of one canvas or at the steps of a denoising run."""
 
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, temporal_effect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, noise_scale
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, trace_trajectory
 
 __all__ = [
     "CausalTrace",
+    "Corruption",
+    "Restoration",
     "TemporalEffect",
     "TrajectoryTrace",
     "causal_trace",

@@ -57,13 +57,27 @@ class Corruption:
 
     @classmethod
     def of(
-        cls, kind: str, noise: Real | None, samples: Whole, seed: Whole, swap: Query | Iterable[Whole] | None = None
+        cls,
+        kind: "str | Corruption",
+        noise: Real | None = None,
+        samples: Whole = 10,
+        seed: Whole = 1,
+        swap: Query | Iterable[Whole] | None = None,
     ) -> "Corruption":
-        """From settings as callers give them, numpy's numbers among them.
+        """From the keywords of `causal_trace`; a `Corruption` is returned as it is.
 
         Args:
-            swap: another query, whose subject is taken, or the tokens themselves.
+            swap: Another query, whose subject's tokens are taken, or the tokens themselves.
+
+        Raises:
+            ValueError: A setting out of range, or a `Corruption` beside settings of its own.
         """
+        if isinstance(kind, Corruption):
+            if (noise, samples, seed, swap) != (None, 10, 1, None):
+                raise ValueError(
+                    "corruption= is a Corruption, which has its own noise, samples, seed and swap; leave those out"
+                )
+            return kind
         if isinstance(swap, Query):
             swap = swap.tokens[slice(*swap.subject)].tolist()
         return cls(

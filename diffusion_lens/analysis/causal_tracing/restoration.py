@@ -26,9 +26,19 @@ class Restoration:
     severed: str | None = None
 
     @classmethod
-    def of(cls, kind: str, window: Whole, severed: str | None = None) -> "Restoration":
-        """From settings as callers give them, numpy's numbers among them."""
-        return cls(kind, at_least(1, "window", window), severed)
+    def of(cls, kind: "str | Restoration", window: Whole = 10, severed: str | None = None) -> "Restoration":
+        """From the keywords of `causal_trace`; a `Restoration` is returned as it is.
+
+        Raises:
+            ValueError: A setting out of range, or a `Restoration` beside settings of its own.
+        """
+        if not isinstance(kind, Restoration):
+            return cls(kind, at_least(1, "window", window), severed)
+        if (window, severed) != (10, None):
+            raise ValueError(
+                "kind= is a Restoration, which has its own window and severed; leave window= and severed= out"
+            )
+        return kind
 
     def __post_init__(self) -> None:
         if self.kind not in SITES:

@@ -86,12 +86,12 @@ def temporal_effect(
     steps: Iterable[Whole] | None = None,
     *,
     trajectory: Trajectory | None = None,
-    kind: str = "resid",
+    kind: str | Restoration = "resid",
     window: Whole = 10,
     noise: Real | None = None,
     samples: Whole = 10,
     seed: Whole = 1,
-    corruption: str = "gaussian",
+    corruption: str | Corruption = "gaussian",
     swap: Query | Iterable[Whole] | None = None,
     positions: Iterable[Whole] | None = None,
     layers: Iterable[Whole] | None = None,
@@ -121,6 +121,8 @@ def temporal_effect(
     run = TracedTrajectory.of(model, fact_or_query, trajectory)
     require_same_network(run.trajectory.record, model, "temporal_effect")
     restoration = Restoration.of(kind, window)
+    if restoration.severed:
+        raise ValueError("temporal_effect severs nothing; give a Restoration without severed")
     corrupt = Corruption.of(corruption, noise, samples, seed, swap)
     rows = run.loop_rows(corrupt, max_bytes)
     own = run.corrupted(corrupt)
@@ -131,14 +133,15 @@ def temporal_effect(
     token_scores = torch.full((len(chosen), len(places), len(blocks), len(run.query.answer_tokens)), torch.nan)
     scores = token_scores[..., 0].clone()
     for i, step in enumerate(tqdm(chosen, desc="temporal effect", unit="step", disable=not progress)):
-        names = [SITES[kind](block) for block in range(model.cfg.n_layers)]
+        site = SITES[restoration.kind]
+        names = [site(block) for block in range(model.cfg.n_layers)]
         canvas = run.canvas(step)[None]
         with model.clock.at(run.state(step, canvas)):
             _, clean = model.run_with_cache(run.seen(canvas), names_filter=names, return_type=None)
         on_canvas = set(run.on_canvas(step))
         reached = [place for place in places if place in on_canvas]
         for j, layer in enumerate(blocks):
-            kept = {site: clean[site] for site in map(SITES[kind], restoration.span(layer, model.cfg.n_layers))}
+            kept = {name: clean[name] for name in map(site, restoration.span(layer, model.cfg.n_layers))}
             ends = partial(_ends, run, corrupt, own.from_step(step), kept)
             for batch, right in in_batches(ends, reached, rows // corrupt.rows):
                 where = [places.index(place) for place in batch]

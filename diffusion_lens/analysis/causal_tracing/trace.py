@@ -24,11 +24,12 @@ from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
+from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Real, Whole, pick_indices
+from diffusion_lens.settings import Real, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,17 +115,16 @@ class CausalTrace:
 
 
 @begins_run
-@torch.no_grad()
 def causal_trace(
     model: DiffusionTransformer,
     query: Query | Fact,
-    kind: str = "resid",
+    kind: str | Restoration = "resid",
     *,
     window: Whole = 10,
     noise: Real | None = None,
     samples: Whole = 10,
     seed: Whole = 1,
-    corruption: str = "gaussian",
+    corruption: str | Corruption = "gaussian",
     swap: Query | Iterable[Whole] | None = None,
     severed: str | None = None,
     positions: Iterable[Whole] | None = None,
@@ -137,14 +137,16 @@ def causal_trace(
     Args:
         query: canvas, subject and answer, or a fact, which is laid out as in `average_indirect_effect`. A longer answer
             counts as a whole: the product of its tokens' probabilities.
-        kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window.
+        kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window; or a
+            `Restoration`, which also says window and severed.
         window: blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; for "resid"
             not used.
         noise: scale of the noise; `noise_scale` gives ROME's 3 standard deviations of the embeddings. "mask" and "swap"
             need none.
         samples: draws of noise.
         seed: of `numpy.random.RandomState`, as in ROME's code, so that published traces are met number for number.
-        corruption: "gaussian", "uniform" or "replace" noise, "mask" or "swap"; see `analysis.corruption`.
+        corruption: "gaussian", "uniform" or "replace" noise, "mask" or "swap"; see `causal_tracing.corruption`. Or a
+            `Corruption`, which also says noise, samples, seed and swap.
         swap: for "swap", another query, whose subject's tokens are taken, or the tokens.
         severed: "mlp" or "attn" holds these outputs of the restored place, above it, at their corrupted values.
         positions: places to restore, negative ones from the end; by default all.
@@ -155,22 +157,41 @@ def causal_trace(
     Raises:
         ValueError: a setting out of range, a query without an answer, a budget too small for one cell.
     """
-    query = as_query(model, query)
-    restoration = Restoration.of(kind, window, severed)
-    corrupt = Corruption.of(corruption, noise, samples, seed, swap)
+    return trace_query(
+        model,
+        as_query(model, query),
+        Restoration.of(kind, window, severed),
+        Corruption.of(corruption, noise, samples, seed, swap),
+        Selection.of(positions, layers),
+        max_bytes,
+        progress,
+    )
+
+
+@torch.no_grad()
+def trace_query(
+    model: DiffusionTransformer,
+    query: Query,
+    restoration: Restoration,
+    corruption: Corruption,
+    selection: Selection,
+    max_bytes: int,
+    progress: bool = False,
+) -> CausalTrace:
+    """Trace one query; `causal_trace` describes the arguments."""
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.real_places(canvas)
-    chosen = pick_indices("positions", positions, len(query.tokens)), pick_indices("layers", layers, model.cfg.n_layers)
+    positions, layers = selection.within(len(query.tokens), model.cfg.n_layers)
     runs = RestoredRuns(
         model,
         clean=CanvasRun(canvas, answer, real=real),
-        corrupted=CanvasRun(canvas.expand(corrupt.rows, -1), answer, corrupt.hooks(model, query), real=real),
+        corrupted=CanvasRun(canvas.expand(corruption.rows, -1), answer, corruption.hooks(model, query), real=real),
         touched=range(*query.subject),
         restoration=restoration,
-        layers=chosen[1],
+        layers=layers,
         max_bytes=max_bytes,
     )
-    by_draw = runs.grid(chosen[0], progress)
+    by_draw = runs.grid(positions, progress)
     return CausalTrace(
         scores=by_draw.prod(dim=3).mean(dim=2),
         token_scores=by_draw.mean(dim=2),
@@ -181,11 +202,11 @@ def causal_trace(
         known=answer.is_likeliest(model, runs.clean_logits),
         str_tokens=model.words(query.tokens.tolist()),
         subject=query.subject,
-        positions=chosen[0],
-        layers=chosen[1],
+        positions=positions,
+        layers=layers,
         record={
             **restoration.describe(),
-            **corrupt.describe(),
+            **corruption.describe(),
             "answer": model.words(query.answer_tokens),
             **provenance(model, model.cfg),
         },

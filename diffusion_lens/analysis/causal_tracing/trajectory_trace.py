@@ -30,6 +30,7 @@ from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -37,7 +38,7 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Real, Whole, pick_indices
+from diffusion_lens.settings import Real, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,6 @@ class TrajectoryTrace:
 
 
 @begins_run
-@torch.no_grad()
 def trace_trajectory(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
@@ -153,12 +153,12 @@ def trace_trajectory(
     canvas: str = "forced",
     *,
     trajectory: Trajectory | None = None,
-    kind: str = "resid",
+    kind: str | Restoration = "resid",
     window: Whole = 10,
     noise: Real | None = None,
     samples: Whole = 10,
     seed: Whole = 1,
-    corruption: str = "gaussian",
+    corruption: str | Corruption = "gaussian",
     swap: Query | Iterable[Whole] | None = None,
     severed: str | None = None,
     positions: Iterable[Whole] | None = None,
@@ -187,33 +187,54 @@ def trace_trajectory(
     Warns:
         UserWarning: canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
     """
-    run = TracedTrajectory.of(model, fact_or_query, trajectory)
-    restoration = Restoration.of(kind, window, severed)
-    corrupt = Corruption.of(corruption, noise, samples, seed, swap)
+    return trace_steps(
+        TracedTrajectory.of(model, fact_or_query, trajectory),
+        steps,
+        canvas,
+        Restoration.of(kind, window, severed),
+        Corruption.of(corruption, noise, samples, seed, swap),
+        Selection.of(positions, layers),
+        max_bytes,
+        progress,
+    )
+
+
+@torch.no_grad()
+def trace_steps(
+    run: TracedTrajectory,
+    steps: Iterable[Whole] | None,
+    canvas: str,
+    restoration: Restoration,
+    corruption: Corruption,
+    selection: Selection,
+    max_bytes: int,
+    progress: bool = False,
+) -> TrajectoryTrace:
+    """Trace the steps of one run; `trace_trajectory` describes the arguments."""
+    model = run.model
     check_canvas(canvas)
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
     chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
-    places = pick_indices("positions", positions, run.n_pos)
-    blocks = pick_indices("layers", layers, model.cfg.n_layers)
+    places, blocks = selection.within(run.n_pos, model.cfg.n_layers)
     if canvas == "free":
-        run.loop_rows(corrupt, max_bytes)
-    own = run.corrupted(corrupt) if canvas == "free" else None
+        run.loop_rows(corruption, max_bytes)
+    own = run.corrupted(corruption) if canvas == "free" else None
 
     grids, clean_scores, low_scores = [], [], []
-    for step in tqdm(chosen, desc=f"trace {kind}", unit="step", disable=not progress):
+    for step in tqdm(chosen, desc=f"trace {restoration.kind}", unit="step", disable=not progress):
         clean = run.canvas(step)[None]
         asked = run.answer(step, clean)
-        low = clean.expand(corrupt.rows, -1) if own is None else own.canvases[step - own.first_step]
+        low = clean.expand(corruption.rows, -1) if own is None else own.canvases[step - own.first_step]
         runs = RestoredRuns(
             model,
             clean=CanvasRun(run.seen(clean), asked, step=run.state(step, clean)),
             corrupted=CanvasRun(
                 run.seen(low),
                 asked if own is None else run.answer(step, low),
-                corrupt.hooks(model, run.query),
+                corruption.hooks(model, run.query),
                 run.state(step, low),
             ),
             touched=range(*run.query.subject),
@@ -249,7 +270,7 @@ def trace_trajectory(
         record={
             **run.trajectory.record,
             **restoration.describe(),
-            **corrupt.describe(),
+            **corruption.describe(),
             "canvas": canvas,
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
