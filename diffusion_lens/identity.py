@@ -1,18 +1,19 @@
-"""What a run is made by: the weights as they are, and the hooks that the caller has attached.
+"""The identity of a model as results record it: its weights, the caller's hooks, and its modules.
 
-Two runs with the same settings give the same numbers only if both agree in these. So both are taken when a run begins:
-`begins_run` marks the public functions that are such a door, `run_of` is the same as a `with`. Whatever a run does
-inside, its own hooks, edits that it tries out, other public functions that it calls, the record names what the caller
-handed in, and the weights are read once a call, however many facts it asks.
+Two calls with the same settings give the same numbers only if these three agree. All three are recorded when a public
+call begins: `begins_run` decorates the public functions, `run_of` is the same as a context manager. The record
+describes what the caller passed in. It does not include the hooks that the call attaches, the edits that it tries or
+the public functions that it calls in turn. The weights are hashed once a call, however many facts the call processes.
 
-A hook is told by its point, its direction and its name: the one that `interventions.named` gives, otherwise the name
-of its function and a digest of its code and of everything that it reaches (`function_digest`), "steer #1f0c22ab": so a
-steering at two strengths is two hooks. A hook whose own values change from call to call, such as one that collects what
-it sees, needs a name to be known again. Of a hook that reaches what no digest can tell, such as a generator, the record
-says so, and `require_told` refuses it where results are kept for later calls.
+A hook is identified by its hook point, its direction and its name. The name is the one that `interventions.named`
+gives; otherwise it is the name of the function with a digest of its code and of everything that the code refers to
+(`function_digest`), such as "steer #1f0c22ab". Steering at two strengths therefore gives two names. A hook whose values
+change from call to call, such as one that collects activations, has to be named to be recognised again. Where a hook
+refers to something that has no digest, such as a generator, the record says so, and `require_identified` refuses the
+hook where results are stored for later calls.
 
-Modules decide the numbers beside the weights: their classes, their attributes (the eps of a norm), their buffers, and
-what a user has put in their place. `describe_modules` tells them.
+Modules also decide the numbers: by their classes, their attributes (such as the eps of a norm) and their buffers. A
+user may also have replaced them. `describe_modules` describes them.
 """
 
 import functools
@@ -28,9 +29,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from diffusion_lens.function_digest import MODULE_HOOKS, Teller, attributes
+from diffusion_lens.function_digest import MODULE_HOOKS, Digester, attributes
 from diffusion_lens.hook_names import select_names
-from diffusion_lens.hook_naming import UNTOLD, told_name, with_gaps
+from diffusion_lens.hook_naming import UNIDENTIFIED, with_gaps
 from diffusion_lens.hook_naming import name_of as name_of
 from diffusion_lens.hook_naming import named as named
 from diffusion_lens.hook_naming import named_after as named_after
@@ -40,8 +41,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OWN_MODULES = "of this library and torch"
-# Of a module's attributes: what the record holds elsewhere, what belongs to a run, and what torch keeps of its hooks.
-_NOT_ITS_OWN = (
+# Attributes of modules that are left out: the record holds them elsewhere, they belong to one call, or torch keeps its
+# hooks there.
+_LEFT_OUT = (
     frozenset(
         ("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict", "name", "ctx")
     )
@@ -51,19 +53,19 @@ _NOT_ITS_OWN = (
 
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 
-_ROW = 1 << 13  # words of 8 bytes that are summed into one
-_ROWS = 1 << 10  # rows at once, 64 MiB
-_SMALL = 1 << 24  # bytes below which threads cost more than they save
+_ROW = 1 << 13  # 8-byte words in a row, which is summed into one word
+_ROWS = 1 << 10  # rows summed at once (64 MiB)
+_SMALL = 1 << 24  # bytes of weights below which threads cost more time than they save
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A model as a run found it.
+    """A model as it was when a public call began.
 
     Attributes:
-        weights_sha256: as `weights_sha256` gives it.
-        hooks: as `describe_hooks` gives them.
-        modules: as `describe_modules` gives them.
+        weights_sha256: Return value of `weights_sha256`.
+        hooks: Return value of `describe_hooks`.
+        modules: Return value of `describe_modules`.
     """
 
     weights_sha256: str
@@ -71,124 +73,143 @@ class Identity:
     modules: dict[str, str]
 
 
-_BEGUN: ContextVar[Mapping[int, Identity]] = ContextVar("_BEGUN", default={})  # noqa: B039
+# Identities of the models of the public calls in progress, by `id(model)`.
+_RECORDED: ContextVar[Mapping[int, Identity]] = ContextVar("_RECORDED", default={})  # noqa: B039
 
 
 def identity_of(model: nn.Module) -> Identity:
-    """The model as the run in progress found it, or where none is, as it is now."""
-    return _BEGUN.get().get(id(model)) or _taken(model)
+    """The identity recorded when the call in progress began; outside any call, the model's identity now."""
+    return _RECORDED.get().get(id(model)) or _identify(model)
 
 
 @contextmanager
 def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Iterator[None]:
-    """Inside, `identity_of` says what was there at the beginning; inside another run of the model, of that one.
+    """Record the model's identity, which `identity_of` then returns until the block ends.
+
+    Inside another call with the same model nothing is recorded: the outer record stays.
 
     Args:
-        fwd_hooks: hooks of the caller that the run is going to attach for them.
+        fwd_hooks: The caller's hooks that this call is going to attach.
     """
-    begun = _BEGUN.get()
-    if id(model) in begun:
+    recorded = _RECORDED.get()
+    if id(model) in recorded:
         yield
         return
-    token = _BEGUN.set({**begun, id(model): _taken(model, fwd_hooks)})
+    token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks)})
     try:
         yield
     finally:
-        _BEGUN.reset(token)
+        _RECORDED.reset(token)
 
 
 def begins_run(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as a run of every model among its arguments."""
+    """Decorate a public function: each call records the identity of every model among its arguments (`run_of`)."""
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with ExitStack() as begun:
-            for each in (*args, *kwargs.values()):
-                if isinstance(each, nn.Module) and hasattr(each, "hook_dict"):
-                    begun.enter_context(run_of(each))
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as records:
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, nn.Module) and hasattr(argument, "hook_dict"):
+                    records.enter_context(run_of(argument))
             return function(*args, **kwargs)
 
-    return run
+    return recorded
 
 
 def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> dict[str, list[str]]:
-    """By hook point, or other module, the direction and the name of each hook in the order in which they were attached.
+    """The hooks on each hook point or other module, as "direction: name", in the order in which they were attached.
 
     Args:
-        fwd_hooks: (name or predicate, function) pairs to be attached after those that are there.
+        fwd_hooks: Pairs (name or predicate, function) that are to be attached after the present hooks.
     """
     points: Mapping[str, Any] = getattr(model, "hook_dict", {})
     names = {id(point): name for name, point in points.items()}
-    teller = _teller(model)
-    held = {names.get(id(module), path): _attached(module, teller) for path, module in model.named_modules()}
+    digester = _digester(model)
+    described = {names.get(id(module), path): _attached(module, digester) for path, module in model.named_modules()}
     for name, hook in fwd_hooks:
         for point in select_names(name, points):
-            held[point].append(f"forward: {told_name(hook, teller)}")
-    return {name: hooks for name, hooks in sorted(held.items()) if hooks}
+            described[point].append(f"forward: {name_of(hook, digester)}")
+    return {name: hooks for name, hooks in sorted(described.items()) if hooks}
 
 
 def describe_modules(model: nn.Module) -> dict[str, str]:
-    """What the modules of a model are beside their weights: a digest of all that are of this library and of torch.
+    """The modules of a model without their weights.
 
-    By its path, the class and the digest of each module that is of neither. Hooks and the config are told elsewhere.
+    One digest covers all modules whose class is this library's or torch's. Any other module is described by its path,
+    its class and a digest of its own. Hooks and the config are recorded elsewhere.
     """
-    teller = _teller(model)
+    digester = _digester(model)
+    plain_points: dict[str, Any] = {}  # most modules are hook points without state, so each kind is digested once
     own, described = [], {}
     for path, module in model.named_modules():
-        held = teller.combine(_parts(module))
-        if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
-            own.append((path, held.digest))
+        if type(module) is StepHookPoint and _is_plain(module):
+            settings = _hook_point_settings(module)
+            if settings not in plain_points:
+                plain_points[settings] = digester.combine(_parts(module))
+            digest = plain_points[settings]
         else:
-            described[path] = with_gaps(f"{type(module).__qualname__} #{held}", held)
-    return {OWN_MODULES: f"#{teller.tell(own)}", **described}
+            digest = digester.combine(_parts(module))
+        if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
+            own.append((path, digest.sha256))
+        else:
+            described[path] = with_gaps(f"{type(module).__qualname__} #{digest}", digest)
+    return {OWN_MODULES: f"#{digester.digest(own)}", **described}
 
 
-def require_told(record: Mapping[str, Any], where: str) -> None:
-    """Raise a `ValueError` where a hook or module of a record cannot be told from another one."""
+def require_identified(record: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` where a record has a hook or a module that cannot be identified completely."""
     for point, hooks in record.get("hooks", {}).items():
         for hook in hooks:
-            if UNTOLD in hook:
+            if UNIDENTIFIED in hook:
                 raise ValueError(
-                    f"{where} keeps results for later calls under the same hooks, and whether the hook at {point!r} is "
-                    f"the same cannot be told: {hook}. Give it a name that says what it does, "
-                    'interventions.named(hook, "..."), or run without a folder'
+                    f"{where} stores results that later calls use only under the same hooks, and the hook at {point!r} "
+                    f"cannot be identified: {hook}. Give it a name that says what it does, "
+                    'interventions.named(hook, "..."), or make the call without a folder'
                 )
     for path, module in record.get("modules", {}).items():
-        if UNTOLD in module:
+        if UNIDENTIFIED in module:
             raise ValueError(
-                f"{where} keeps results for later calls of the same model, and whether its module {path!r} is the same "
-                f"cannot be told: {module}. Let it hold plain values, or run without a folder"
+                f"{where} stores results that later calls use only with the same model, and its module {path!r} cannot "
+                f"be identified: {module}. Let it hold plain values, or make the call without a folder"
             )
 
 
-def _teller(model: nn.Module) -> Teller:
-    """What a hook reaches of the model that is run is in the record beside the hooks."""
-    return Teller({id(module): f"the model's {path!r}" for path, module in model.named_modules()})
+def _digester(model: nn.Module) -> Digester:
+    """A `Digester` that names the model's own modules by path: the record describes them beside the hooks."""
+    return Digester({id(module): f"the model's {path!r}" for path, module in model.named_modules()})
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's attributes and buffers, without its weights and the modules in it."""
-    yield "class", type(module)
-    if type(module) is StepHookPoint:  # the many, so without asking what cannot be
-        yield "hook point", f"{module.pos_dim} {module.backward_scale} {'forward' in vars(module)}"
-        if (
-            module.hook_conversion is None
-            and "forward" not in vars(module)
-            and not (module._buffers or module._modules)
-        ):
-            return
-    yield "children", " ".join(module._modules)
-    for name, held in attributes(module):
-        if name.removeprefix(".") not in _NOT_ITS_OWN and (name != "._buffers" or held):
-            yield name, held
+def _parts(module: nn.Module) -> list[tuple[str, Any]]:
+    """A module's class, attributes and buffers, without its weights and submodules."""
+    parts: list[tuple[str, Any]] = [("class", type(module))]
+    if type(module) is StepHookPoint:
+        parts.append(("hook point", _hook_point_settings(module)))
+        if _is_plain(module):
+            return parts
+    parts.append(("children", " ".join(module._modules)))
+    parts += [
+        (name, value)
+        for name, value in attributes(module)
+        if name.removeprefix(".") not in _LEFT_OUT and (name != "._buffers" or value)
+    ]
     if not (type(module).__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
-        yield "training", module.training
+        parts.append(("training", module.training))
+    return parts
 
 
-def _attached(module: nn.Module, teller: Teller) -> list[str]:
-    # TransformerLens hands torch a function of its own around the caller's.
+def _is_plain(point: StepHookPoint) -> bool:
+    """Whether a hook point holds nothing beside `_hook_point_settings`."""
+    return point.hook_conversion is None and not ("forward" in vars(point) or point._buffers or point._modules)
+
+
+def _hook_point_settings(point: StepHookPoint) -> str:
+    return f"{point.pos_dim} {point.backward_scale} {'forward' in vars(point)}"
+
+
+def _attached(module: nn.Module, digester: Digester) -> list[str]:
+    # TransformerLens registers a wrapper with torch; `user_hook` is the caller's function inside it.
     handles = [*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ())]
-    given = {handle.hook.id: handle.user_hook for handle in handles}
+    user_hooks = {handle.hook.id: handle.user_hook for handle in handles}
     kinds = {
         "before": module._forward_pre_hooks,
         "forward": module._forward_hooks,
@@ -196,17 +217,19 @@ def _attached(module: nn.Module, teller: Teller) -> list[str]:
         "backward": module._backward_hooks,
     }
     return [
-        f"{kind}: {told_name(given.get(i, hook), teller)}" for kind, hooks in kinds.items() for i, hook in hooks.items()
+        f"{kind}: {name_of(user_hooks.get(hook_id, hook), digester)}"
+        for kind, hooks in kinds.items()
+        for hook_id, hook in hooks.items()
     ]
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 of the weights as they are now: over name, dtype, shape and the SHA-256 of the bytes of each.
+    """SHA-256 of the current weights: over the name, dtype, shape and SHA-256 of the bytes of each tensor.
 
-    Every byte is read at every call, so no edit is overlooked, whoever writes it (`.data`, numpy, an optimizer). The
-    tensors are hashed side by side, in a thread for each core: a billion float32 weights take 4.2 seconds of processor
-    time together (matrices of the sizes of a 24-block model, 4.3 GB, on cores with SHA instructions). Weights on an
-    accelerator are hashed there (`fingerprint`) to see which ones have changed, and only those are copied.
+    Every call reads every byte, so it notices every edit, however it was made (`.data`, numpy, an optimizer). Tensors
+    are hashed in parallel, one thread per core: a billion float32 weights take 4.2 seconds of processor time in total
+    (the matrices of a 24-block model, 4.3 GB, on cores with SHA instructions). Weights on an accelerator are first
+    fingerprinted there (`fingerprint`), and only those that have changed are copied to the CPU.
     """
     weights = dict(model.named_parameters())
     known: dict[str, tuple[bytes, str]] = model.__dict__.setdefault("_weight_digests", {})
@@ -220,13 +243,12 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def fingerprint(weight: Tensor) -> bytes:
-    """A hash of a tensor's bytes, computed where the tensor is; of other bytes it is another one.
+    """A hash of a tensor's bytes, computed on the tensor's device.
 
-    Each word of 64 bits is mixed, w ^ (w >> 29), and multiplied by an odd number drawn for its column; each row is
-    summed modulo 2^64. The mixing spreads what changes in the upper bits, where the signs are: times an odd number, the
-    highest bit alone would be the highest bit in every column, and an even count of changed signs would sum to nothing.
-    Two different rows give one sum with a chance of at most 2^-33. The sums go through SHA-256, so that their order
-    counts.
+    Each 64-bit word w is mixed, w ^ (w >> 29), and multiplied by a random odd number, one for each column; each row is
+    summed modulo 2^64. The mixing copies changes of the upper bits, where the signs are, to lower bits. Without it the
+    highest bit would stay the highest bit under every odd factor, and an even number of changed signs would cancel. Two
+    different rows have the same sum with a probability of at most 2^-33. SHA-256 over the sums makes their order count.
     """
     flat = _bytes(weight)
     whole = len(flat) - len(flat) % (8 * _ROW)
@@ -243,17 +265,17 @@ def fingerprint(weight: Tensor) -> bytes:
     return digest.digest()
 
 
-def _taken(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Identity:
+def _identify(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Identity:
     return Identity(weights_sha256(model), describe_hooks(model, fwd_hooks), describe_modules(model))
 
 
 def _digest(weight: Tensor, name: str, known: dict[str, tuple[bytes, str]]) -> str:
-    """SHA-256 of one tensor's bytes. Those on an accelerator travel only when their fingerprint has changed."""
+    """SHA-256 of one tensor's bytes. A tensor on an accelerator is copied only when its fingerprint has changed."""
     if _is_near(weight):
         return hashlib.sha256(_bytes(weight).numpy().data).hexdigest()
-    seen = fingerprint(weight)
-    if name not in known or known[name][0] != seen:
-        known[name] = seen, hashlib.sha256(_bytes(weight.cpu()).numpy().data).hexdigest()
+    current = fingerprint(weight)
+    if name not in known or known[name][0] != current:
+        known[name] = current, hashlib.sha256(_bytes(weight.cpu()).numpy().data).hexdigest()
     return known[name][1]
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.identity import identity_of, require_told
+from diffusion_lens.identity import identity_of, require_identified
 from diffusion_lens.identity import weights_sha256 as weights_sha256
 from weight_conversion import as_json, from_json, read_json, restore_numbers, to_json, write_safetensors
 
@@ -184,7 +184,7 @@ def read_run(path: Path) -> dict[str, Any]:
 def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
     """Raise a `ValueError` that says how two runs differ, unless they are one; `NOT_COMPARED` may differ."""
     made, asked = {"hooks": {}, **made}, {"hooks": {}, **asked}
-    require_told(made, where)
+    require_identified(made, where)
     if "modules" not in made or "modules" not in asked:  # a record of before it held them
         made, asked = ({key: held for key, held in each.items() if key != "modules"} for each in (made, asked))
     compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]

@@ -1,4 +1,5 @@
-"""A hook is told by everything that it reaches; what no digest can tell is said, and refused where results are kept."""
+"""The digest of a hook covers everything that it refers to. What has no digest is named, and refused where results are
+stored for later calls."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What a run is made by: the weights' hash follows every edit, and the caller's hooks are in every record."""
+"""The identity of a model: the weights' hash follows every edit, and the caller's hooks are in every record."""
 
 import copy
 import hashlib
@@ -212,7 +212,7 @@ def test_names_of_hooks():
     assert name_of(on_branch(half, "conditional")) == f"{HALF} on the conditional branch"
     assert name_of(named(while_masked(half), "mine")) == "mine"
     assert name_of(while_masked(half)) == f"{HALF} while masked"
-    with pytest.raises(ValueError, match="named by a text; '' was given"):
+    with pytest.raises(ValueError, match="the name of a hook is a string that is not empty; '' was given"):
         named(half, "")
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from tqdm.auto import tqdm
 
 from diffusion_lens.facts import Fact
-from diffusion_lens.identity import require_told
+from diffusion_lens.identity import require_identified
 from diffusion_lens.records import NOT_COMPARED, mark_of, part_of_run, read_run, require_same_run
 from diffusion_lens.seeds import own_seed
 from weight_conversion import as_json, write_json
@@ -65,7 +65,7 @@ class FactFolder:
                 others.
             TypeError: the run is told by something that no JSON holds.
         """
-        require_told(run, str(path))
+        require_identified(run, str(path))
         record, asked = Path(path) / "run.json", as_json(run)
         if not record.exists():
             write_json(asked, record)

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
-from diffusion_lens.identity import begins_run, require_told
+from diffusion_lens.identity import begins_run, require_identified
 from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -126,7 +126,7 @@ def second_moment(
     rows = _rows(model, corpus)
     record = _describe(model, rows, layer, seed)
     if folder is not None:
-        require_told(record, str(folder))
+        require_identified(record, str(folder))
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
     so_far = _held(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
     so_far = replace(so_far, total=so_far.total.to(_home(model)))  # d_mlp² numbers do not travel with every batch
