@@ -4,9 +4,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from jaxtyping import install_import_hook
+from type_checks import check_package
 
-install_import_hook("diffusion_lens", "beartype.beartype")
+check_package("diffusion_lens")
 
 import json
 from pathlib import Path
