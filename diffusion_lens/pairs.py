@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, SMDM
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 
@@ -114,7 +114,7 @@ def _no_pair(name: str) -> ValueError:
     lower = name.lower()
     if relatives := [pair.diffusion for pair in PAIRS.values() if pair.causal == lower]:
         return ValueError(f"{name!r} is causal; load_pair takes the diffusion model: {', '.join(relatives)}")
-    if lower in PUBLISHED or lower in EMBEDDED:
+    if lower in PUBLISHED or lower in BUNDLED:
         return ValueError(
             f"{name!r} has no causal relative that was published for it; these have one: {', '.join(PAIRS)}. Any two "
             "models may be loaded with from_pretrained"

@@ -327,7 +327,7 @@ def test_an_unknown_family_is_refused_before_its_weights_are_fetched(online, tmp
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        (["config.json", "pytorch_model.bin"], r"has no model\.safetensors at its top.*no pickles"),
+        (["config.json", "pytorch_model.bin"], r"has no model\.safetensors at its top level.*not as pickles"),
         (["pytorch_model.bin", "model.safetensors"], r"has no config\.json or lit_config\.json at its top"),
     ],
 )
@@ -359,7 +359,11 @@ def test_an_index_names_safetensors_beside_it(file, llada, online):
         (GatedRepoError, PermissionError, ("accepted its terms", "token='hf_...'", "hf auth login")),
         (RepositoryNotFoundError, FileNotFoundError, ("there is no", "private", "no file or folder 'owner/name'")),
         (RevisionNotFoundError, ValueError, ("no revision 'v9'", "the newest")),
-        (LocalEntryNotFoundError, FileNotFoundError, ("not whole", "connected machine", "from_pretrained('folder')")),
+        (
+            LocalEntryNotFoundError,
+            FileNotFoundError,
+            ("not complete", "connected machine", "from_pretrained('folder')"),
+        ),
     ],
 )
 def test_the_hubs_refusals(error, kind, words, online, tmp_path):
@@ -378,7 +382,7 @@ def test_what_arrives_damaged_does_not_stay_in_the_cache(file, content, llada, o
     whole = (folder / file).read_bytes()
     (folder / file).write_bytes(whole[: len(whole) // 2] if content == "half" else content)
     hub = online(folder)
-    with pytest.raises(ValueError, match="taken out of the cache: call again to fetch it anew") as caught:
+    with pytest.raises(ValueError, match="removed from the cache: call again to fetch it again") as caught:
         load("owner/name", device="cpu")
     assert str(hub.target / file) in str(caught.value)
     assert not (hub.target / file).exists()
@@ -411,7 +415,7 @@ def test_a_bad_file_of_any_kind_leaves_the_cache(file, content, llada, online):
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(content)
     hub = online(folder)
-    with pytest.raises(ValueError, match="taken out of the cache: call again to fetch it anew") as caught:
+    with pytest.raises(ValueError, match="removed from the cache: call again to fetch it again") as caught:
         load("owner/name", device="cpu")
     assert str(hub.target / file) in str(caught.value)
     assert not (hub.target / file).exists()
@@ -481,11 +485,11 @@ def test_smdms_repository_is_not_taken_whole(online, tmp_path):
     [
         ("llada-8b-base", ("'llada-8b-base'", "huggingface.co/GSAI-ML/LLaDA-8B-Base", "(16.0 GB)")),
         ("illada-8b-base", ("'illada-8b-base'", "huggingface.co/GSAI-ML/iLLaDA-8B-Base")),
-        ("owner/name", ("huggingface.co/owner/name", "no file or folder 'owner/name' lies here")),
+        ("owner/name", ("huggingface.co/owner/name", "there is no file or folder 'owner/name' here")),
     ],
 )
 def test_offline_with_an_empty_cache(asked, words, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not whole in the Hugging Face cache") as caught:
+    with pytest.raises(FileNotFoundError, match="is not complete in the Hugging Face cache") as caught:
         load(asked, cache_dir=tmp_path)
     assert type(caught.value) is FileNotFoundError
     for word in (*words, "config.json", "*.safetensors", "index", "tokenizer", "from_pretrained('folder')"):
@@ -496,7 +500,7 @@ def test_offline_with_an_empty_cache(asked, words, tmp_path):
 def test_offline_with_a_part_of_it(gone, llada, tmp_path):
     folder, _ = llada
     (publish(folder, "owner/name", tmp_path / "cache") / gone).unlink()
-    with pytest.raises(FileNotFoundError, match=r"owner/name is not whole in the Hugging Face cache"):
+    with pytest.raises(FileNotFoundError, match=r"owner/name is not complete in the Hugging Face cache"):
         load("owner/name", cache_dir=tmp_path / "cache")
 
 
@@ -719,7 +723,9 @@ def test_parts_that_do_not_make_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"of a 'GPT2Tokenizer'.*add its tokenizer\.json"):
         load(dream_words(tmp_path, tokenizer_class="GPT2Tokenizer"))
     token = {"content": "<|mask|>", "special": True}
-    with pytest.raises(ValueError, match=r"'<\|mask\|>' has the id 300 in .*, but comes out as 266"):
+    with pytest.raises(
+        ValueError, match=r"'<\|mask\|>' has the id 300 in .*, but after the vocabulary it gets the id 266"
+    ):
         load(dream_words(tmp_path, added_tokens_decoder={"300": token}))
     dream_words(tmp_path)
     (tmp_path / "merges.txt").write_text("no merge\n")
@@ -791,7 +797,7 @@ def test_the_command_line_describes_what_was_never_downloaded():
 def test_a_shape_that_is_known_only_from_the_files(llada, tmp_path, monkeypatch):
     folder, model = llada
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError, match="is not whole in the Hugging Face cache"):
+    with pytest.raises(FileNotFoundError, match="is not complete in the Hugging Face cache"):
         shape_of("illada-8b-base")
     publish(folder, "GSAI-ML/iLLaDA-8B-Base", tmp_path / "cache")
     publish(folder, "owner/name", tmp_path / "cache")

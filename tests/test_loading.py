@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from diffusion_lens import HookedDiffusionTransformer, list_pretrained
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
 from weight_conversion import PUBLISHED_SIZES, sha256_of_file
 
 load = HookedDiffusionTransformer.from_pretrained
@@ -128,7 +128,7 @@ def test_an_unknown_name_offers_the_nearest(asked, nearest):
         load(asked)
     offered = str(caught.value).split("nearest names: ")[1].split(" (")[0].split(", ")
     assert nearest in offered
-    assert set(offered) <= {*PUBLISHED, *EMBEDDED}
+    assert set(offered) <= {*PUBLISHED, *BUNDLED}
     assert "list_pretrained()" in str(caught.value)
 
 
@@ -177,7 +177,7 @@ def test_every_file_seen_has_one_entry():
 def test_names_are_unique_and_say_what_they_are():
     assert len(SMDM) == len({entry.stem for entry in SMDM}) == 44
     assert len(PUBLISHED) == len(SMDM) + len(REPOSITORIES)
-    assert not {*EMBEDDED} & {*PUBLISHED}
+    assert not {*BUNDLED} & {*PUBLISHED}
     for name, entry in PUBLISHED.items():
         assert name == entry.name == name.lower()
     for entry in SMDM:
@@ -222,7 +222,7 @@ def test_an_entry(entry):
 def test_the_list_shows_every_name_with_size_and_source(capsys):
     list_pretrained()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == [*EMBEDDED, *PUBLISHED]
+    assert [line.split()[0] for line in lines[1:]] == [*BUNDLED, *PUBLISHED]
     rows = {line.split()[0]: line for line in lines}
     for entry in SMDM:
         name = entry.name
@@ -300,7 +300,7 @@ def test_what_has_a_wrong_hash_leaves_the_cache(hub, stand_in_files, tmp_path):
     blob = Path(shutil.copy(MDM / "model.safetensors", tmp_path / "blob"))
     link.symlink_to(blob)
     hub({**stand_in_files, "mdm_safetensors/mdm-1028M-1600e18.safetensors": link})
-    with pytest.raises(ValueError, match=r"SHA-256.*taken out of the cache: call again to fetch it anew"):
+    with pytest.raises(ValueError, match=r"SHA-256.*removed from the cache: call again to fetch it again"):
         load("smdm-1028m", config=MDM / "lit_config.json", device="cpu")
     assert not blob.exists()
     assert not link.is_symlink()
@@ -361,7 +361,9 @@ def test_offline_without_the_tokenizer(hub, stand_in_files, cached):
     for name in {"tokenizer.json", "tokenizer_config.json"} - cached:
         del stand_in_files[name]
     hub(stand_in_files, LocalEntryNotFoundError)
-    with pytest.raises(FileNotFoundError, match="the tokenizer is neither in the Hugging Face cache") as caught:
+    with pytest.raises(
+        FileNotFoundError, match="the tokenizer is not in the Hugging Face cache, and the hub cannot be reached"
+    ) as caught:
         load("smdm-19m", config=MDM / "lit_config.json")
     message = str(caught.value)
     assert set(re.findall(r"[\w.]+\.json", message)) == {"tokenizer.json", "tokenizer_config.json"}

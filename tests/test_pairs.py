@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer, load_pair
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.loading import shape_of
 from diffusion_lens.pairs import PAIRS
 
@@ -61,7 +61,7 @@ def test_smdms_twins():
 def test_every_pair_is_of_names_that_load_and_says_why():
     for name, pair in PAIRS.items():
         assert name == pair.diffusion
-        assert {pair.diffusion, pair.causal} <= {*PUBLISHED, *EMBEDDED}
+        assert {pair.diffusion, pair.causal} <= {*PUBLISHED, *BUNDLED}
         assert (shape_of(name).attention_dir, shape_of(pair.causal).attention_dir) == ("bidirectional", "causal")
         assert pair.shared
         assert pair.source

@@ -54,7 +54,7 @@ def refused(folder, *words):
         (dict(bos_token=5), ["bos_token='5'", 'an object with "content"']),
         (dict(bos_token={"special": True}), ["bos_token="]),
         (dict(eos_token={"content": 3}), ["eos_token="]),
-        (dict(eos_token="<eos>"), ["eos_token '<eos>'", "no such token", "take the entry out"]),
+        (dict(eos_token="<eos>"), ["eos_token '<eos>'", "no such token", "remove the entry"]),
         (dict(pad_token="[PAD]"), ["pad_token '[PAD]'", "no such token"]),
         (dict(add_bos_token="false"), ["add_bos_token='false'", "true or false"]),
         (dict(added_tokens_decoder=[]), None),
@@ -65,7 +65,7 @@ def refused(folder, *words):
         (dict(chat_template=5), ["chat_template='5'", '"template"']),
         (dict(chat_template=["a"]), ["chat_template="]),
         (dict(chat_template=[{"name": "default"}]), ["chat_template="]),
-        (dict(chat_template="{% if %}"), ["chat template 'default'", "no Jinja template", "take it out"]),
+        (dict(chat_template="{% if %}"), ["chat template 'default'", "no Jinja template", "remove it"]),
         (dict(chat_template="{{ a"), ["no Jinja template"]),
         (dict(chat_template="(" * 10 + "{{ " + "(" * 50_000), ["no Jinja template"]),
         (dict(chat_template="{% generation %}{{ messages[0].content }}{% endgeneration %}"), None),
@@ -91,7 +91,7 @@ def test_settings_that_are_no_json_object(folder, text):
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
-@pytest.mark.parametrize(("content", "word"), [(b"\xff\xfe", "is no text"), (b"{% if", "no Jinja template")])
+@pytest.mark.parametrize(("content", "word"), [(b"\xff\xfe", "is not UTF-8 text"), (b"{% if", "no Jinja template")])
 def test_a_template_file_of_another_form(folder, file, content, word):
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(content)
@@ -106,7 +106,7 @@ def test_two_tokens_of_one_id(folder):
 def test_an_added_token_that_comes_out_at_another_id(folder):
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     changed(folder, lambda content: content["added_tokens"].append({"id": 600, "content": "<new>", **more}))
-    refused(folder, "'<new>' has the id 600", "comes out as 512")
+    refused(folder, "'<new>' has the id 600", "after the vocabulary it gets the id 512")
 
 
 def test_a_special_token_that_the_model_has_no_row_for(folder):

@@ -1,7 +1,7 @@
-"""Checkpoints to plain data and back: an `Architecture` and named tensors in one layout.
+"""Converts checkpoints to plain data and back: an `Architecture`, and named tensors in one layout.
 
-`open_checkpoint(path)` recognises the family, checks every tensor by name and shape, and reads tensor by tensor;
-`export(tensors, architecture, path)` runs the same table backwards. Nothing here knows about hooks or models.
+`open_checkpoint(path)` recognises the family, checks every tensor by name and shape, and reads tensor by tensor.
+`export(tensors, architecture, path)` applies the same table in reverse. This package knows nothing of hooks or models.
 """
 
 from weight_conversion.architecture import Architecture, Variant, tensor_shapes

@@ -1,7 +1,7 @@
-"""What a checkpoint is, as frozen facts, and the tensors that follow from them.
+"""`Architecture`, the frozen description of a checkpoint, and the tensors that follow from it.
 
-Every family is read into this one description. The tensor layout (names and shapes) is defined here and nowhere else;
-it is the `state_dict` of `diffusion_lens.HookedDiffusionTransformer`.
+The configs of all families are read into this one description. The tensor layout (names and shapes) is defined here
+and nowhere else; it is the `state_dict` of `diffusion_lens.HookedDiffusionTransformer`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 Shape = tuple[int, ...]
 
-# The largest counts that are taken for meant: what is built from them must not eat the machine before a tensor is read.
+# Upper bounds of the counts, so that a damaged config cannot exhaust the memory before a tensor is read.
 _MOST = 2**31 - 1
-# Larger numbers mean nothing in a network, and an integer of JSON may be too large for a float.
+# Upper bound of the other numbers: an integer in JSON may be too large for a float.
 LARGEST = 1e30
 _COUNTS = {
     "n_layers": 10_000,
@@ -39,24 +39,24 @@ _FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied")
 
 
 class Variant:
-    """What follows for a text from the kind of attention and from whether there is a [MASK]."""
+    """Properties of a model that follow from its attention direction and from whether it has a [MASK] token."""
 
     attention_dir: str
     mask_token_id: int | None
 
     @property
     def has_mask(self) -> bool:
-        """Whether [MASK] stands at positions still to be written; otherwise a text grows at its end."""
+        """Whether [MASK] stands at the positions that are not yet revealed; otherwise a text grows at its end."""
         return self.mask_token_id is not None
 
     @property
     def is_causal(self) -> bool:
-        """Whether no position sees a later one, so that what was computed of a text stays right when it grows."""
+        """Whether no position sees a later one, so that activations stay valid when the text grows at its end."""
         return self.attention_dir == "causal"
 
     @property
     def reveals_in_order(self) -> bool:
-        """Whether positions are written from left to right, each predicted from those before it."""
+        """Whether positions are revealed from left to right, each predicted from those before it."""
         return self.is_causal
 
 
@@ -64,11 +64,24 @@ class Variant:
 class Architecture(Variant):
     """A pre-norm Llama-style transformer: RMSNorm, rotary positions, grouped heads, gated MLP.
 
-    `d_vocab` counts embedding rows, `d_vocab_out` columns of the head: a masked diffusion model of the lit-gpt family
-    embeds one token more ([MASK]) than it can write. `rotary_dtype` is the precision to which the checkpoint's own
-    cosine and sine tables were rounded in training; `rotation` that in which queries and keys are turned: "float32", or
-    "activation", tables and all in the precision of the activations. `qk_norm` normalises each head's queries and keys
-    before they turn. `tied` weights serve as embedding and head.
+    Attributes:
+        family: Family of the checkpoint.
+        name: Name of the model.
+        n_layers, d_model, n_heads, n_key_value_heads, d_head, d_mlp, n_ctx: As in TransformerLens.
+        d_vocab: Rows of the embedding. A masked diffusion model of the lit-gpt family embeds one token more, [MASK],
+            than it can predict.
+        d_vocab_out: Columns of the head.
+        attention_dir: Attention pattern.
+        readout: Row of the logits that predicts token i: row i ("in_place") or row i - 1 ("shifted").
+        mask_token_id: Id of [MASK], or `None`.
+        norm_eps: Epsilon of every RMSNorm.
+        rotary_base: Base of the rotary frequencies.
+        rotary_dtype: Precision to which the cosine and sine tables were rounded in training.
+        rotation: Precision in which queries and keys are rotated: "float32", or "activation", the precision of the
+            activations for the tables too.
+        qkv_bias, o_bias, mlp_bias: Presence of biases in these projections.
+        qk_norm: Presence of norms on each head's queries and keys, before the rotation.
+        tied: Whether embedding and head are one matrix.
     """
 
     family: str
@@ -98,7 +111,7 @@ class Architecture(Variant):
     def __post_init__(self) -> None:
         for name in ("family", "name"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a text")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a string")
         for name, most in _COUNTS.items():
             check_count(name, getattr(self, name), most)
         for name in ("norm_eps", "rotary_base"):
@@ -112,23 +125,28 @@ class Architecture(Variant):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if self.tied and self.d_vocab != self.d_vocab_out:
-            raise ValueError(f"tied weights cannot embed {self.d_vocab} tokens and write {self.d_vocab_out}")
+            raise ValueError(
+                f"tied=True needs as many embedding rows as head columns; d_vocab is {self.d_vocab} and d_vocab_out "
+                f"{self.d_vocab_out}"
+            )
         if self.n_heads % self.n_key_value_heads:
             raise ValueError(
                 f"{self.n_heads} heads cannot share {self.n_key_value_heads} key/value heads: "
                 "n_heads must be a multiple of n_key_value_heads"
             )
         if self.d_head % 2:
-            raise ValueError(f"d_head is {self.d_head}; rotary positions turn pairs, so it must be even")
+            raise ValueError(
+                f"d_head is {self.d_head}; rotary positions rotate pairs of dimensions, so it must be even"
+            )
         mask = self.mask_token_id
         if mask is not None and (isinstance(mask, bool) or not isinstance(mask, int)):
-            raise ValueError(f"mask_token_id is {mask!r}; it must be the whole number of a token, or null")
+            raise ValueError(f"mask_token_id is {mask!r}; it must be a token id, a whole number, or null")
         if mask is not None and not 0 <= mask < self.d_vocab:
             raise ValueError(f"mask_token_id {mask} has no row in an embedding of {self.d_vocab} tokens")
 
     @property
     def n_params(self) -> int:
-        """Number of weights, embeddings included."""
+        """Number of weights, including the embeddings."""
         return sum(math.prod(shape) for shape in tensor_shapes(self).values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +155,7 @@ class Architecture(Variant):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Architecture:
-        """Rebuild from `to_dict`; an unknown or missing key is a `ValueError` that names it."""
+        """Rebuild an architecture from `to_dict`; a `ValueError` names unknown and missing keys."""
         known = {field.name for field in fields(cls)}
         required = {field.name for field in fields(cls) if field.default is MISSING}
         if unknown := sorted(set(data) - known):
@@ -152,7 +170,7 @@ def check_count(name: str, count: object, most: int = _MOST) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
     if count > most:
-        raise ValueError(f"{name} is larger than that of any network: it must be at most {most:,}")
+        raise ValueError(f"{name} is larger than in any network: it must be at most {most:,}")
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
@@ -188,6 +206,6 @@ def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
 
 
 def every_tensor_name(architecture: Architecture) -> set[str]:
-    """The names that our layout has for any architecture of this depth."""
+    """All tensor names that our layout has for architectures with this number of layers."""
     flags: dict[str, Any] = {name: name != "tied" for name in _FLAGS}
     return set(tensor_shapes(replace(architecture, **flags)))

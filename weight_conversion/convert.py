@@ -1,9 +1,8 @@
-"""A checkpoint in, plain data out; and back."""
+"""Reads a checkpoint into plain data (`open_checkpoint`), and writes it again (`export`)."""
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,78 +25,62 @@ from weight_conversion.files import (
     write_safetensors,
 )
 from weight_conversion.json_files import read_json_object, write_json
-from weight_conversion.key_map import PIECE_BYTES, KeyMap, all_finite
+from weight_conversion.key_map import PIECE_BYTES, KeyMap
 from weight_conversion.registry import FAMILIES, recognise
 from weight_conversion.whole_files import renamed_when_whole
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint: its facts at once, its tensors when asked."""
+    """A checkpoint whose tensors' names and shapes were checked; the tensors are read on request."""
 
     architecture: Architecture
     source: TensorSource
     key_map: KeyMap
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in our layout, whole. It may share memory with the file: copy what is to be kept."""
-        return self._stream(sys.maxsize)
+        """Every tensor in our layout. A tensor may share memory with the file: copy it to keep it."""
+        return self._read(sys.maxsize)
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """The same in pieces: a large tensor comes as several, consecutive rows of it, under the same name.
+        """Every tensor in our layout, a large one as several pieces of consecutive rows under the same name.
 
-        Who copies each piece to its place before asking for the next never holds more than a few megabytes of the file.
+        A caller that copies each piece before it requests the next holds at most a few megabytes of the file.
         """
-        return self._stream(PIECE_BYTES)
+        return self._read(PIECE_BYTES)
 
-    def _stream(self, most_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, most_bytes: int) -> Iterator[tuple[str, Tensor]]:
         self.key_map.check_repeated(self.source.shapes(), self.source.read, str(self.source.path))
-        not_finite: dict[str, None] = {}
-
-        def read(name: str, start: int, stop: int) -> Tensor:
-            rows = self.source.read(name, start, stop)
-            if not all_finite(rows):
-                not_finite[name] = None
-            return rows
-
-        yield from self.key_map.to_ours(read, most_bytes)
-        if not_finite:
-            shown = ", ".join([*not_finite][:4])
-            more = f" and {len(not_finite) - 4} more" if len(not_finite) > 4 else ""
-            warnings.warn(
-                f"{self.source.path} holds weights that are NaN or infinite, in {shown}{more}: what the model computes "
-                "with them is not a number either. The training may have diverged, or the file is damaged: fetch it "
-                "again, or take an earlier checkpoint",
-                stacklevel=2,
-            )
+        return self.key_map.to_ours(self.source.read, most_bytes, str(self.source.path))
 
 
 def open_checkpoint(path: str | Path, config: str | Path | Config | None = None) -> Checkpoint:
-    """Recognise and check a checkpoint.
+    """Recognise the family of a checkpoint and check its tensors.
 
     Args:
-        path: a `.safetensors` or `.pth` file, or a folder with one checkpoint.
-        config: the family's config as a path or a mapping. Without it the file that the family keeps beside its
-            checkpoint is taken, and without that the architecture is recognised from the tensors' shapes.
+        path: `.safetensors` or `.pth` file, or folder with one checkpoint.
+        config: The family's config, as a path or a mapping. By default it is read from the file beside the checkpoint;
+            without such a file the architecture is derived from the tensors' shapes.
 
     Raises:
-        FileNotFoundError: no checkpoint there.
-        ValueError: cut off, of no known family, or with missing, unknown or wrongly shaped tensors (named).
+        FileNotFoundError: there is no checkpoint at `path`.
+        ValueError: the checkpoint is truncated, of no known family, or has missing, unknown or wrongly shaped tensors,
+            which the message names.
 
     Warns:
-        UserWarning: nothing tells whether a model made from a causal one was trained by blocks.
+        UserWarning: neither config nor name says whether a model made from a causal one was trained by blocks.
     """
     path = Path(path)
     source = open_tensors(path)
     shapes = source.shapes()
-    settings, read_from = _given(config) if config is not None else _beside(source.path.parent, shapes)
+    settings, read_from = _read_config(config) if config is not None else _find_config(source.path.parent, shapes)
     config_path = str(Path(config).expanduser()) if isinstance(config, str | Path) else None
-    beside = None if config is None else _described_by_others(source.path.parent)
+    beside = None if config is None else _config_beside(source.path.parent)
     family = recognise(settings, shapes, str(path), config_path, beside)
     warn_if_silent(settings or {}, str(path), config_path)
     try:
         architecture = family.read_architecture(settings, shapes)
-        # The table is written out for each layer, so the number of layers is held against the file first.
+        # Before the table is written out for each layer, the number of layers is compared with the file.
         if architecture.n_layers > len(shapes):
             raise ValueError(
                 f"{path} holds {len(shapes)} tensors, too few for the {architecture.n_layers} layers of its config. "
@@ -115,17 +98,17 @@ def export(
 ) -> Path:
     """Write `tensors` (our layout) in a family's own format: the inverse of `open_checkpoint`.
 
-    A folder that holds other weights keeps them readable: their config stays as it is if it says the same, and the
-    export is refused if it does not.
+    Other weights in the folder stay readable: their config is kept if it describes the same architecture; otherwise
+    the export is refused.
 
     Args:
-        path: the `.safetensors` file to write; the family's config goes beside it.
-        family: by default the one the architecture came from.
+        path: `.safetensors` file to write. The family's config is written beside it.
+        family: Family of the format; by default the family of the architecture.
 
     Raises:
-        ValueError: a tensor is missing or misshapen, the family's config has no words for this architecture, or the
-            folder holds other weights that would be hidden, lose a shard or get a config that is not theirs. Nothing is
-            written then.
+        ValueError: a tensor is missing or misshapen; the family's config cannot describe this architecture; or the
+            folder holds other weights that would be hidden, lose a shard or get another config. Nothing is written
+            then.
     """
     target = Path(path)
     layout, key_map, config = _plan(architecture, target, family)
@@ -134,7 +117,7 @@ def export(
     if _other_weights(target) and beside.exists():
         write_safetensors(theirs, target)
         return target
-    # The config waits under its temporary name until the weights stand: the two change together.
+    # The config keeps its temporary name until the weights are written, so that both change together.
     with renamed_when_whole(beside) as config_part:
         write_json(config, config_part)
         write_safetensors(theirs, target)
@@ -142,17 +125,17 @@ def export(
 
 
 def check_export(architecture: Architecture, path: str | Path, family: str | None = None) -> None:
-    """Raise the `ValueError` that `export` would, as far as it needs no tensors to tell."""
+    """Raise the `ValueError` that `export` would raise, except for errors in the tensors."""
     _plan(architecture, Path(path), family)
 
 
 def export_size(architecture: Architecture) -> int:
-    """Bytes of the float32 safetensors file that the architecture's own family keeps, to the byte."""
+    """Exact size in bytes of the float32 safetensors file in the format of the architecture's family."""
     return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)
 
 
 def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple[Family, KeyMap, dict[str, Any]]:
-    """The format of an export, its names of the tensors, and its config."""
+    """The family, the key map and the config of an export, checked against the target's folder."""
     if target.suffix != ".safetensors":
         raise ValueError(f"{target} should end in .safetensors")
     name = family or architecture.family
@@ -164,7 +147,7 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
     others = _other_weights(target)
     if INDEX in others:
         _check_beside_shards(target)
-    if others and beside.exists() and not _says_the_same(beside, architecture, FAMILIES[name], key_map):
+    if others and beside.exists() and not _describes(beside, architecture, FAMILIES[name], key_map):
         raise ValueError(
             f"{target.parent} holds other weights ({', '.join(others[:3])}), whose {beside.name} the export "
             "would replace by another: name another folder. Nothing was written"
@@ -173,13 +156,13 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
 
 
 def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> dict[str, Any]:
-    """The family's config for an architecture; read back, it must say the same."""
+    """The family's config for an architecture; a `ValueError` unless reading it gives the same architecture."""
     config = family.write_config(architecture)
-    meant, said = asdict(architecture), asdict(family.read_architecture(config, key_map.their_shapes))
+    before, after = asdict(architecture), asdict(family.read_architecture(config, key_map.their_shapes))
     lost = [
-        f"{key}={meant[key]!r} (would become {said[key]!r})"
-        for key in meant
-        if key != "family" and meant[key] != said[key]
+        f"{key}={before[key]!r} (would become {after[key]!r})"
+        for key in before
+        if key != "family" and before[key] != after[key]
     ]
     if lost:
         raise ValueError(f"the {family.name} format cannot say {', '.join(lost)}: pass family='{native.FORMAT}'")
@@ -187,14 +170,14 @@ def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> d
 
 
 def _other_weights(target: Path) -> list[str]:
-    """The files of weights beside `target`."""
+    """Names of the other weight files in the folder of `target`."""
     folder = target.parent
     names = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
     return [name for name in names if name != target.name and (name == INDEX or name.endswith(CHECKPOINT_SUFFIXES))]
 
 
 def _check_beside_shards(target: Path) -> None:
-    """Raise a `ValueError` if a file at `target` would hide the shards of its folder, or be taken for one of them."""
+    """Raise a `ValueError` if a file at `target` would hide the shards in its folder or replace one of them."""
     if target.name == WHOLE:
         harm = f"which {WHOLE} beside it would hide"
     elif target.name in indexed_files(target.parent / INDEX).values():
@@ -206,23 +189,23 @@ def _check_beside_shards(target: Path) -> None:
     )
 
 
-def _says_the_same(path: Path, architecture: Architecture, family: Family, key_map: KeyMap) -> bool:
-    """Whether the config at `path` describes this architecture, under whatever name."""
+def _describes(path: Path, architecture: Architecture, family: Family, key_map: KeyMap) -> bool:
+    """Whether the config at `path` describes this architecture, whatever name it gives to it."""
     try:
-        said = family.read_architecture(read_json_object(path), key_map.their_shapes)
+        described = family.read_architecture(read_json_object(path), key_map.their_shapes)
     except ValueError:
         return False
-    return replace(said, name=architecture.name, family=architecture.family) == architecture
+    return replace(described, name=architecture.name, family=architecture.family) == architecture
 
 
 def require_config(path: Path) -> None:
-    """Raise a `FileNotFoundError` where a config was promised and no file is."""
+    """Raise a `FileNotFoundError` unless there is a config file at `path`."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file at {path}; pass the path of the checkpoint's JSON config")
 
 
-def _given(config: str | Path | Config) -> tuple[Config, str]:
-    """A config passed by the caller, and how to call it in an error."""
+def _read_config(config: str | Path | Config) -> tuple[Config, str]:
+    """A config given as a path or a mapping, and its name in error messages."""
     if isinstance(config, Mapping):
         return config, "the mapping that was passed"
     path = Path(config).expanduser()
@@ -230,24 +213,25 @@ def _given(config: str | Path | Config) -> tuple[Config, str]:
     return read_json_object(path), str(path)
 
 
-def _described_by_others(folder: Path) -> Config | None:
-    """The config.json of a folder whose checkpoint is given another config; `None` if it cannot be read."""
+def _config_beside(folder: Path) -> Config | None:
+    """The config.json beside a checkpoint for which the caller passes another config; `None` if it cannot be read."""
     try:
         return read_json_object(folder / "config.json")
     except (OSError, ValueError):
         return None
 
 
-def _beside(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Config | None, str]:
-    """The config that the checkpoint's own family keeps beside it, if there is one; else another kind's.
+def _find_config(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Config | None, str]:
+    """The config beside a checkpoint, and its name in error messages.
 
-    A config that no family takes says what the checkpoint is, where its tensors do not.
+    A config that its family recognises comes first. Otherwise a config with a `model_type` is returned, which says what
+    the checkpoint is, unless a family recognises the tensors alone.
     """
     foreign: tuple[Config, str] | None = None
     for family in FAMILIES.values():
         path = folder / family.config_file
         if path.exists():
-            settings, read_from = _given(path)
+            settings, read_from = _read_config(path)
             if family.recognises(settings, shapes):
                 return settings, read_from
             foreign = (settings, read_from) if "model_type" in settings else foreign

@@ -1,7 +1,7 @@
-"""Files of tensors: read in pieces, written whole or not at all.
+"""Files of tensors, read in pieces and written atomically.
 
-A file is mapped into memory and opened anew again and again, so that the pages already read are given back: peak memory
-stays at the weights plus one piece. A `.pth` is read with `weights_only=True`: no code of a checkpoint is ever run.
+A file is mapped into memory and reopened while it is read, which releases the pages already read: peak memory stays at
+the weights plus one piece. A `.pth` is read with `weights_only=True`, so no code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TensorSource(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, Shape]:
-        """Name and shape of every tensor, without reading one."""
+        """Name and shape of every tensor, without reading any."""
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor, or its rows `start` to `stop`. It may share memory with the file: copy what is to be kept."""
+        """A tensor, or its rows `start` to `stop`. It may share memory with the file: copy it to keep it."""
 
 
 class SafetensorsFile(TensorSource):
@@ -64,68 +64,68 @@ class SafetensorsFile(TensorSource):
         except SafetensorError as error:
             raise ValueError(
                 f"{self.path} is not a whole safetensors file ({self.path.stat().st_size:,} bytes on disk): {error}. "
-                "It may have been cut off while it was copied: delete it and fetch it again."
+                "It may have been truncated while it was copied: delete it and fetch it again."
             ) from error
 
 
 class ShardedFiles(TensorSource):
     """A folder with `model.safetensors.index.json` and the shards that it names.
 
-    The index alone says which tensors there are and where each stands: what else a shard holds, such as an old copy of
-    another shard's tensor, is no part of the checkpoint.
+    Only the index decides which tensors there are and in which shard each is. Other tensors of a shard, such as an old
+    copy of a tensor of another shard, are not part of the checkpoint.
     """
 
     def __init__(self, index: Path) -> None:
         self.path = index
-        where = indexed_files(index)
-        if absent := files_not_in(index.parent, sorted(set(where.values()))):
+        shard_of = indexed_files(index)
+        shards = sorted(set(shard_of.values()))
+        if absent := files_not_in(index.parent, shards):
             raise FileNotFoundError(f"{index} names files that are not beside it: {absent}; fetch them too")
-        files = {shard: SafetensorsFile(index.parent / shard) for shard in sorted(set(where.values()))}
-        held = {shard: file.shapes() for shard, file in files.items()}
-        if lost := [f"{name} in {shard}" for name, shard in where.items() if name not in held[shard]]:
+        files = {shard: SafetensorsFile(index.parent / shard) for shard in shards}
+        shapes = {shard: file.shapes() for shard, file in files.items()}
+        if missing := [f"{name} in {shard}" for name, shard in shard_of.items() if name not in shapes[shard]]:
             raise ValueError(
-                f"{index} does not belong to the shards beside it: there is no {', no '.join(lost[:3])}"
-                f"{f' ({len(lost)} in all)' if len(lost) > 3 else ''}. Fetch the index and its shards again"
+                f"{index} does not belong to the shards beside it: there is no {', no '.join(missing[:3])}"
+                f"{f' ({len(missing)} in all)' if len(missing) > 3 else ''}. Fetch the index and its shards again"
             )
-        self._where = {name: files[shard] for name, shard in where.items()}
-        self._shapes = {name: held[shard][name] for name, shard in where.items()}
+        self._files = {name: files[shard] for name, shard in shard_of.items()}
+        self._shapes = {name: shapes[shard][name] for name, shard in shard_of.items()}
 
     def shapes(self) -> dict[str, Shape]:
         return dict(self._shapes)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        return self._where[name].read(name, start, stop)
+        return self._files[name].read(name, start, stop)
 
 
 def indexed_files(index: Path) -> dict[str, str]:
-    """The tensors that an index names, and the file beside it that holds each.
+    """The tensors that an index names, with the name of the file that holds each.
 
     Raises:
-        ValueError: no such mapping, or a file that is no safetensors file beside the index: an index says nothing about
-            files elsewhere.
+        ValueError: the index holds no such mapping, or names files other than .safetensors files beside it.
     """
     content = read_json(index)
-    where = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+    shard_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
         raise ValueError(f"{index} should hold 'weight_map', a mapping of tensor names to files; fetch it again")
-    outside = {shard for shard in where.values() if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard)}
+    outside = {shard for shard in shard_of.values() if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard)}
     if outside:
         raise ValueError(
             f"{index} should name .safetensors files beside it; it names {sorted(outside)[:3]}. Fetch it again"
         )
-    return where
+    return shard_of
 
 
 def files_not_in(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of `names` under which `folder` holds no file, such as names of folders and names too long for any file."""
-    # Path.is_file raises an OSError for a name that the file system refuses.
+    """Those of `names` that are not files in `folder`; a folder of that name does not count as a file."""
+    # Unlike Path.is_file, os.path.isfile raises no OSError for a name that is too long for the file system.
     return [name for name in names if not os.path.isfile(folder / name)]
 
 
 class TorchFile(TensorSource):
-    """A `.pth` / `.pt` / `.ckpt` / `.bin`: a mapping of tensors, at the top or under "model" or "state_dict".
+    """A `.pth`, `.pt`, `.ckpt` or `.bin` file: a mapping of tensors, at the top level or under "model" or "state_dict".
 
-    One in the format from before torch 1.6 cannot be mapped; it is in memory as long as it is open.
+    A file in the format used before torch 1.6 cannot be memory-mapped; it stays in memory while it is open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,10 +147,10 @@ class TorchFile(TensorSource):
     def _load(self) -> dict[str, Tensor]:
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
-        except Exception as error:  # what a broken pickle raises depends on its bytes
+        except Exception as error:  # a broken pickle may raise any exception
             raise ValueError(
-                f"{self.path} was not read: it is cut off, or it holds more than tensors and would have to run code of "
-                f"its own to be read, which is refused ({_reason(error)}). Use the .safetensors file of the same "
+                f"{self.path} was not read: it is truncated, or it holds more than tensors and would have to run code "
+                f"of its own to be read, which is refused ({_reason(error)}). Use the .safetensors file of the same "
                 "model, or save the plain state_dict."
             ) from error
         for key in ("model", "state_dict"):
@@ -158,7 +158,7 @@ class TorchFile(TensorSource):
                 content = content[key]
         if not isinstance(content, dict) or not content or not all(_is_named_tensor(*item) for item in content.items()):
             raise ValueError(
-                f"{self.path} does not hold a mapping of names to tensors, at the top or under 'model' or "
+                f"{self.path} does not hold a mapping of names to tensors, at the top level or under 'model' or "
                 "'state_dict'; save the plain state_dict"
             )
         return content
@@ -167,7 +167,7 @@ class TorchFile(TensorSource):
 def open_tensors(path: Path) -> TensorSource:
     """The tensors of a file, or of a folder that holds one checkpoint.
 
-    In a folder `model.safetensors` comes before an index with its shards, as in transformers.
+    In a folder, `model.safetensors` takes precedence over an index with its shards, as in transformers.
     """
     if path.is_dir():
         if (path / INDEX).exists() and not (path / WHOLE).exists():
@@ -175,10 +175,10 @@ def open_tensors(path: Path) -> TensorSource:
         candidates = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
         candidates = candidates or sorted(path.glob("*.pth"))
         if len(candidates) != 1:
-            held = [file.name for file in candidates] or "none"
+            names = [file.name for file in candidates] or "none"
             raise FileNotFoundError(
-                f"the folder {path} should hold one .safetensors or .pth checkpoint; it holds {held}. Pass the path of "
-                "the file itself."
+                f"the folder {path} should hold one .safetensors or .pth checkpoint; it holds {names}. Pass the path "
+                "of the file itself."
             )
         path = candidates[0]
     if not path.exists():
@@ -194,19 +194,19 @@ def open_tensors(path: Path) -> TensorSource:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write under a temporary name, then rename: a reader never sees half a file."""
+    """Write tensors under a temporary name, then rename the file: a reader never sees a partial file."""
     with renamed_when_whole(path) as temporary:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
             save_file(contiguous, temporary, metadata=dict(metadata) if metadata else None)
         except SafetensorError as error:
-            raise OSError(str(error)) from error  # a full disk is no other error here than elsewhere
+            raise OSError(str(error)) from error  # so that a full disk raises the same error as elsewhere
 
 
 def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
-    """Bytes of a safetensors file with these tensors and no metadata: 8 for the length, the header, the data.
+    """Size in bytes of a safetensors file with these tensors and no metadata: 8 for the length, the header, the data.
 
-    The header is compact JSON in name order, padded with spaces to a multiple of 8.
+    The header is compact JSON in order of names, padded with spaces to a multiple of 8.
     """
     width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
     header: dict[str, Any] = {}
@@ -224,10 +224,10 @@ def _is_named_tensor(name: object, value: object) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    # torch wraps the one telling phrase into advice to switch the protection off.
+    # torch surrounds the reason with advice to switch the protection off, which is left out here.
     text = str(error) or type(error).__name__
-    found = re.search(r"Unsupported (global: GLOBAL \S+|operand \d+)", text)
-    return found[0] if found else text.splitlines()[0]
+    reason = re.search(r"Unsupported (global: GLOBAL \S+|operand \d+)", text)
+    return reason[0] if reason else text.splitlines()[0]
 
 
 def _is_zip(path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""JSON read strictly, and files of it written whole or not at all.
+"""Strict reading of JSON, and atomic writing of JSON files.
 
-A key that stands twice, a text that no file can hold and a value nested past all use are refused, because each of them
-would otherwise be taken for something that the file's author did not mean.
+Repeated keys, half surrogate pairs and values nested too deep are refused: Python's reader would accept each of them
+with a meaning that the file's author did not intend.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonError(ValueError):
-    """Text that is no JSON as it is read here.
+    """Text that is not valid under the strict rules of this module.
 
     Attributes:
-        said: what is wrong, to follow the name of the text: "is not valid JSON: ...".
-        place: the character at which the reader stopped, or the value begins.
+        reason: Description of the error, which follows the name of the text: "is not valid JSON: ...".
+        offset: Index of the character at which the reader stopped or the value begins.
     """
 
-    def __init__(self, said: str, place: int) -> None:
-        super().__init__(f"the text {said}")
-        self.said, self.place = said, place
+    def __init__(self, reason: str, offset: int) -> None:
+        super().__init__(f"the text {reason}")
+        self.reason, self.offset = reason, offset
 
 
 def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at a character of a text, and the character after its end.
+    """The JSON value that begins at index `start` of a text, and the index after its end.
 
     Raises:
-        JsonError: no JSON value begins there, or it gives a key twice, nests too deep, or holds half of a surrogate
-            pair.
+        JsonError: no JSON value begins there, or the value repeats a key, is nested too deep, or holds half of a
+            surrogate pair.
     """
     try:
         content, end = _DECODER.raw_decode(text, start)
         if _SURROGATE.search(text, start, end):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except _RepeatedKey as error:
-        said = f"gives the key {error.args[0]!r} twice in one object; keep the one that holds"
-        raise JsonError(said, start) from None
+        reason = f"gives the key {error.args[0]!r} twice in one object; keep the correct one"
+        raise JsonError(reason, start) from None
     except RecursionError:
-        said = "is not valid JSON for any file read here: its values are nested too deep; fetch it again"
-        raise JsonError(said, start) from None
+        reason = "is not valid JSON for any file read here: its values are nested too deep; fetch it again"
+        raise JsonError(reason, start) from None
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
-        said = f"holds {half!r}, half of a surrogate pair, which is no text; write the whole character, or take it out"
-        raise JsonError(said, start) from None
+        reason = f"holds {half!r}, half of a surrogate pair; write the whole character, or remove it"
+        raise JsonError(reason, start) from None
     except json.JSONDecodeError as error:
         raise JsonError(f"is not valid JSON: {error.msg}", error.pos) from None
     except ValueError as error:  # a number of thousands of digits
@@ -61,13 +61,13 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def parse_json(text: str) -> Any:
-    """The one JSON value that a text holds.
+    """The JSON value of a text that holds exactly one.
 
     Raises:
-        JsonError: as in `decode_json`, or text that follows it.
+        JsonError: `decode_json` refuses the value, or text follows it.
     """
     if text.startswith("\ufeff"):
-        raise JsonError("is not valid JSON: it begins with a BOM, which plain UTF-8 has not", 0)
+        raise JsonError("is not valid JSON: it begins with a BOM; save it as UTF-8 without one", 0)
     content, end = decode_json(text, len(text) - len(text.lstrip(BLANKS)))
     if rest := text[end:].lstrip(BLANKS):
         raise JsonError("is not valid JSON: text follows the end of the value", len(text) - len(rest))
@@ -78,7 +78,7 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file.
 
     Raises:
-        ValueError: bytes that are no UTF-8, or what `parse_json` refuses; the message names the file and the line.
+        ValueError: the file is not UTF-8, or `parse_json` refuses its text; the message names the file and the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -87,11 +87,11 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(text)
     except JsonError as error:
-        raise ValueError(f"{path} {error.said} (line {text.count(chr(10), 0, error.place) + 1})") from None
+        raise ValueError(f"{path} {error.reason} (line {text.count(chr(10), 0, error.offset) + 1})") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that holds one object; anything else in it is a `ValueError` that names the file."""
+    """Parse a JSON file that holds one object; any other value raises a `ValueError` that names the file."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(
@@ -101,7 +101,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def write_json(data: Any, path: Path) -> None:
-    """Write strict JSON (`json_text`) under a temporary name, then rename."""
+    """Write strict JSON (`json_text`) under a temporary name, then rename the file."""
     with renamed_when_whole(path) as temporary:
         temporary.write_text(to_json(data, indent=2) + "\n", encoding="utf-8")
 
@@ -116,15 +116,15 @@ _KINDS: Mapping[type, str] = {
 
 
 class _RepeatedKey(Exception):
-    """A key that stands twice in one object."""
+    """An object of JSON gives a key twice."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
-    return found
+    return content
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)

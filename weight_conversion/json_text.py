@@ -1,8 +1,8 @@
-"""JSON as the standard has it: no NaN and no infinity, which most readers refuse.
+"""Standard JSON, without NaN and infinity, which most readers refuse.
 
-A number that is not finite is written as null, and the top of the document says under `not_finite` which ones they were
-and why: `{"p": null, "not_finite": {"/p": "NaN"}}`. The keys are JSON pointers (RFC 6901). `from_json` puts the numbers
-back.
+A number that is not finite is written as null, and listed at the top level of the document under `not_finite` with its
+value: `{"p": null, "not_finite": {"/p": "NaN"}}`. The keys are JSON pointers (RFC 6901). `from_json` restores the
+numbers.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ NOT_FINITE = "not_finite"
 
 
 def to_json(data: Any, indent: int | None = None) -> str:
-    """A document, strict JSON.
+    """A document as strict JSON.
 
     Args:
-        data: mappings, lists, tuples, texts, numbers (numpy's too), None.
+        data: Mappings, lists, tuples, strings, numbers (numpy's too) and None.
 
     Raises:
-        TypeError: holds something else, such as a tensor; the text says where.
+        TypeError: the data holds something else, such as a tensor; the message says where.
     """
-    reasons: dict[str, str] = {}
-    written = _plain(data, "", reasons)
-    if reasons:
-        if not isinstance(written, dict) or NOT_FINITE in written:
+    not_finite: dict[str, str] = {}
+    document = _plain(data, "", not_finite)
+    if not_finite:
+        if not isinstance(document, dict) or NOT_FINITE in document:
             raise ValueError(
-                f"numbers that are not finite ({', '.join(reasons)}) need a mapping without {NOT_FINITE!r} around them"
+                f"numbers that are not finite ({', '.join(not_finite)}) need a mapping without {NOT_FINITE!r} around "
+                "them"
             )
-        written[NOT_FINITE] = reasons
-    return json.dumps(written, indent=indent, allow_nan=False)
+        document[NOT_FINITE] = not_finite
+    return json.dumps(document, indent=indent, allow_nan=False)
 
 
 def from_json(text: str | bytes) -> Any:
-    """What `to_json` wrote, numbers that are not finite put back."""
+    """The data that `to_json` wrote, with the numbers that are not finite restored."""
     return restore_numbers(json.loads(text))
 
 
 def restore_numbers(data: Any) -> Any:
-    """A document that is parsed already, its numbers that are not finite put back, in place."""
-    reasons = data.pop(NOT_FINITE, None) if isinstance(data, dict) else None
-    for pointer, reason in (reasons or {}).items():
+    """Restore, in place, the numbers that are not finite of a parsed document; returns the document."""
+    not_finite = data.pop(NOT_FINITE, None) if isinstance(data, dict) else None
+    for pointer, number in (not_finite or {}).items():
         *path, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
-        holder = data
+        container = data
         for part in path:
-            holder = holder[_key(holder, part)]
-        holder[_key(holder, last)] = float(reason)
+            container = container[_key(container, part)]
+        container[_key(container, last)] = float(number)
     return data
 
 
 def as_json(data: Any) -> Any:
-    """`data` as it comes back from JSON: lists for tuples, texts for keys, plain numbers for numpy's.
+    """`data` after a round trip through JSON: lists for tuples, strings for keys, plain numbers for numpy's.
 
     Raises:
         TypeError: as in `to_json`.
@@ -62,28 +63,29 @@ def as_json(data: Any) -> Any:
     return from_json(to_json(data))
 
 
-def _plain(value: Any, pointer: str, reasons: dict[str, str]) -> Any:
+def _plain(value: Any, pointer: str, not_finite: dict[str, str]) -> Any:
+    """`value` in plain Python types; numbers that are not finite are noted in `not_finite` by their pointer."""
     if isinstance(value, str | bool | None):
         return value
     if isinstance(value, Mapping):
-        texts = {_name(key): each for key, each in value.items()}
-        return {name: _plain(each, f"{pointer}/{_escaped(name)}", reasons) for name, each in texts.items()}
+        items = {_name(key): item for key, item in value.items()}
+        return {name: _plain(item, f"{pointer}/{_escaped(name)}", not_finite) for name, item in items.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, f"{pointer}/{i}", reasons) for i, each in enumerate(value)]
+        return [_plain(item, f"{pointer}/{i}", not_finite) for i, item in enumerate(value)]
     if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
-        return _plain(value.item(), pointer, reasons)  # numpy's booleans, arrays and tensors of one number
+        return _plain(value.item(), pointer, not_finite)  # numpy's booleans, arrays and tensors of one number
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         number = float(value)
         if math.isfinite(number):
             return number
-        reasons[pointer] = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+        not_finite[pointer] = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
         return None
     shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
     raise TypeError(
-        f"{pointer or 'the document'} is a {type(value).__name__}{shape}, which JSON does not hold; give a plain "
-        "number, text, list or mapping (of a tensor, .tolist())"
+        f"{pointer or 'the document'} is a {type(value).__name__}{shape}, which JSON cannot represent; give a plain "
+        "number, string, list or mapping (for a tensor, .tolist())"
     )
 
 
@@ -99,5 +101,5 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _key(holder: Any, part: str) -> Any:
-    return int(part) if isinstance(holder, list) else part
+def _key(container: Any, part: str) -> Any:
+    return int(part) if isinstance(container, list) else part

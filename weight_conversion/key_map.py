@@ -1,13 +1,14 @@
-"""The engine that applies a family's table of rules, forwards and backwards.
+"""The engine that applies a family's table of rules: to_ours in loading, to_theirs in export.
 
-A rule names one of their tensors and the tensors of ours it holds; `{i}` stands for the layer. Rules for what an
-architecture does not have (biases, norms of heads, a head of its own) rest. A tensor is used, ignored by name, or an
-error: nothing is dropped in silence.
+A rule names one tensor of the checkpoint and the tensors in our layout that it contains; `{i}` stands for the layer.
+Rules for tensors that an architecture does not have (biases, norms of heads, an untied head) are skipped. Every tensor
+is used, ignored by name, or an error; none is dropped silently.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -24,7 +25,7 @@ PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Rule:
-    """`theirs` holds `ours`, arranged as `layout` says."""
+    """Their tensor `theirs` contains our tensors `ours`, arranged by `layout`."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -35,33 +36,38 @@ class Rule:
 
 
 class KeyMap:
-    """A table of rules bound to one architecture."""
+    """A family's table of rules, written out for one architecture.
+
+    Attributes:
+        rules: Rules with the layer filled in, of the tensors that the architecture has.
+        our_shapes: Shape of every tensor, by its name in our layout.
+        their_shapes: Shape of every tensor that the checkpoint must hold, by its name there.
+        repeated: Names of tensors that the checkpoint may hold a second time, with the name of the original.
+    """
 
     def __init__(self, rules: Sequence[Rule], architecture: Architecture, ignored: Sequence[str] = ()) -> None:
         self.architecture = architecture
         self.ignored = tuple(ignored)
-        bound = [
-            each
+        all_rules = [
+            layer_rule
             for rule in rules
-            for each in ([rule.at_layer(i) for i in range(architecture.n_layers)] if "{i}" in rule.theirs else [rule])
+            for layer_rule in (
+                [rule.at_layer(i) for i in range(architecture.n_layers)] if "{i}" in rule.theirs else [rule]
+            )
         ]
         self.our_shapes = tensor_shapes(architecture)
-        self.rules = tuple(rule for rule in bound if any(name in self.our_shapes for name in rule.ours))
-        # A checkpoint may hold the head that is the embedding once more.
-        held_in = {rule.ours: rule.theirs for rule in bound}
-        tied = ("unembed.weight",) in held_in and architecture.tied
-        self.repeated = {held_in["unembed.weight",]: held_in["embed.weight",]} if tied else {}
-        covered = {name for rule in bound for name in rule.ours}
+        covered = {name for rule in all_rules for name in rule.ours}
         if misfit := (set(self.our_shapes) - covered) | (covered - every_tensor_name(architecture)):
             raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(misfit)}")
-
-    @property
-    def their_shapes(self) -> dict[str, Shape]:
-        """Name and shape of every tensor the checkpoint must hold."""
-        return {
-            rule.theirs: rule.layout.their_shape([self.our_shapes[name] for name in rule.ours], self.architecture)
+        self.rules = tuple(rule for rule in all_rules if any(name in self.our_shapes for name in rule.ours))
+        self.their_shapes = {
+            rule.theirs: rule.layout.their_shape([self.our_shapes[name] for name in rule.ours], architecture)
             for rule in self.rules
         }
+        # A checkpoint with tied weights may store the head as a copy of the embedding.
+        their_name = {rule.ours: rule.theirs for rule in all_rules}
+        has_copy = ("unembed.weight",) in their_name and architecture.tied
+        self.repeated = {their_name["unembed.weight",]: their_name["embed.weight",]} if has_copy else {}
 
     def check(self, found: Mapping[str, Shape], source: str) -> None:
         """Raise a `ValueError` that names every missing, unknown or wrongly shaped tensor of `source`."""
@@ -94,28 +100,46 @@ class KeyMap:
             )
 
     def to_ours(
-        self, read: Callable[[str, int, int], Tensor], most_bytes: int = PIECE_BYTES
+        self,
+        read: Callable[[str, int, int], Tensor],
+        most_bytes: int = PIECE_BYTES,
+        source: str = "the checkpoint",
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in our layout, in consecutive pieces of rows, about `most_bytes` of theirs in memory at a time.
+        """Every tensor in our layout, as consecutive pieces of rows.
 
         Args:
-            read: rows `start` to `stop` of their tensor, by name.
+            read: Function that returns rows `start` to `stop` of one of their tensors, by name.
+            most_bytes: Approximate size of the rows of theirs that are in memory at a time, in bytes.
+            source: Name of the checkpoint in messages.
+
+        Warns:
+            UserWarning: weights are NaN or infinite.
         """
+        not_finite: list[str] = []
         for rule in self.rules:
-            n_rows, *row = rule.layout.their_shape([self.our_shapes[name] for name in rule.ours], self.architecture)
+            n_rows, *row = self.their_shapes[rule.theirs]
             block = rule.layout.block_rows(self.architecture)
             step = block * max(1, most_bytes // (4 * math.prod(row) * block))
             for start in range(0, n_rows, step):
                 theirs = read(rule.theirs, start, min(start + step, n_rows))
                 if not theirs.is_floating_point():
                     raise ValueError(
-                        f"{rule.theirs} holds {theirs.dtype} numbers; weights must be floating point. A quantised "
-                        "checkpoint must be turned back first."
+                        f"{rule.theirs} holds {theirs.dtype} numbers; weights must be floating point. Convert a "
+                        "quantised checkpoint back to floating point first."
                     )
+                if rule.theirs not in not_finite and not _all_finite(theirs):
+                    not_finite.append(rule.theirs)
                 yield from zip(rule.ours, rule.layout.split(theirs, self.architecture), strict=True)
+        if not_finite:
+            warnings.warn(
+                f"{source} holds weights that are NaN or infinite, in {_listed(not_finite)}: what the model computes "
+                "with them is NaN or infinite too. The training may have diverged, or the file is damaged: fetch it "
+                "again, or take an earlier checkpoint",
+                stacklevel=2,
+            )
 
     def check_repeated(self, found: Mapping[str, Shape], read: Callable[[str, int, int], Tensor], source: str) -> None:
-        """Raise a `ValueError` if a head that is said to be the embedding is another matrix."""
+        """Raise a `ValueError` if the head of a checkpoint with tied weights differs from its embedding."""
         for name, original in self.repeated.items():
             n_rows, width = found.get(name, (0, 1))
             step = max(1, PIECE_BYTES // (4 * width))
@@ -124,11 +148,11 @@ class KeyMap:
                 if not torch.equal(read(name, start, stop), read(original, start, stop)):
                     raise ValueError(
                         f"{source} holds {name}, which its config ties to {original}, and the two differ: pass the "
-                        "config with the tie taken out to load both"
+                        "config without the tie to load both"
                     )
 
     def to_theirs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under the family's own name and layout."""
+        """Every tensor under the family's name and in its layout."""
         for name, shape in self.our_shapes.items():
             if name not in tensors:
                 raise ValueError(f"cannot export: the tensor {name!r} is missing")
@@ -144,13 +168,13 @@ class KeyMap:
             yield rule.theirs, rule.layout.join([tensors[name] for name in rule.ours], self.architecture)
 
 
-def all_finite(rows: Tensor) -> bool:
+def _all_finite(rows: Tensor) -> bool:
     """Whether no weight is NaN or infinite, in one pass and without a copy."""
-    if not rows.is_floating_point() or not rows.numel():
+    if not rows.numel():
         return True
-    if rows.element_size() == 1:  # torch does not add numbers of eight bits
+    if rows.element_size() == 1:  # torch cannot add 8-bit numbers
         rows = rows.float()
-    # A sum costs a third of the extremes. NaN and infinity reach it; so do, rarely, finite weights that overflow it.
+    # The sum takes a third of the time of the extremes. It is finite unless a weight is not, or the sum overflows.
     if math.isfinite(rows.sum()):
         return True
     low, high = rows.aminmax()

@@ -1,7 +1,7 @@
-"""How one tensor of a checkpoint relates to tensors of ours: a small invertible operation each.
+"""How one tensor of a checkpoint ("theirs") relates to tensors in our layout ("ours"): small invertible operations.
 
-A layout splits one of their tensors into ours, joins ours into theirs, and says what shape theirs must have. Rows that
-can be split without the others form a block, so that a large tensor need never be in memory whole.
+A layout splits one of their tensors into ours, joins ours into theirs, and gives the shape that theirs must have. Rows
+that can be split independently of the others form a block, so that a large tensor is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weight_conversion.architecture import Architecture, Shape
 
 
 class Layout(ABC):
-    """One of their tensors <-> one or more of ours."""
+    """An invertible operation between one of their tensors and one or more of ours."""
 
     @abstractmethod
     def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
@@ -29,11 +29,11 @@ class Layout(ABC):
 
     @abstractmethod
     def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
-        """Their tensor, or any whole blocks of it, as ours, in the order of the rule."""
+        """Split their tensor, or whole blocks of its rows, into ours, in the order of the rule."""
 
     @abstractmethod
     def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
-        """Our tensors as theirs: the inverse of `split`, bit for bit."""
+        """Join our tensors into theirs: the exact inverse of `split`."""
 
 
 class Same(Layout):
@@ -55,7 +55,7 @@ class Same(Layout):
 
 
 class GroupMajorQKV(Layout):
-    """lit-gpt's fused projection: for each key/value group its queries' rows, then its key's, then its value's.
+    """lit-gpt's fused projection: for each key/value group the rows of its queries, then of its key, then of its value.
 
     Source: ML-GSAI/SMDM `lit_gpt/diffmodel.py`, the view `(B, T, n_query_groups, q_per_kv + 2, head_size)`.
     """

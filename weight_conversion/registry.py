@@ -1,4 +1,4 @@
-"""The families, and which one a checkpoint belongs to."""
+"""The table of families, and `recognise`, which finds the family of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weight_conversion.families.family import Config, Family
 from weight_conversion.families.unsupported import refuse_unsupported
 
 FAMILIES: dict[str, Family] = {
-    room.FAMILY.name: room.FAMILY for room in (native, lit_gpt, llada, dream, llama, qwen2, qwen3)
+    module.FAMILY.name: module.FAMILY for module in (native, lit_gpt, llada, dream, llama, qwen2, qwen3)
 }
 
 
@@ -25,17 +25,18 @@ def recognise(
     """The family of a checkpoint; the arguments are those of `refuse_unsupported`.
 
     Raises:
-        ValueError: it is of a kind that is not supported, though a family may seem to fit (says which), or no family
-            knows it (says what was seen of it), or its config names a class of another model type.
+        ValueError: the checkpoint is of an unsupported kind, even if a family seems to fit; no family recognises it; or
+            its config names a class of another model type.
     """
     refuse_unsupported(config, shapes, source, config_path, beside)
     for family in FAMILIES.values():
         if family.recognises(config, shapes):
             _check_classes(config or {}, source)
             return family
-    if said := [f"{key}={config[key]!r}" for key in ("model_type", "architectures") if config and config.get(key)]:
+    if settings := [f"{key}={config[key]!r}" for key in ("model_type", "architectures") if config and config.get(key)]:
         raise ValueError(
-            f"{source} is of no known family: its config says {' and '.join(said)}, and known are {', '.join(FAMILIES)}"
+            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are "
+            f"{', '.join(FAMILIES)}"
         )
     raise ValueError(
         f"{source} is of no known family ({', '.join(FAMILIES)}); its first tensors are {sorted(shapes)[:4]}. "
@@ -44,7 +45,7 @@ def recognise(
 
 
 def _check_classes(config: Config, source: str) -> None:
-    """Raise a `ValueError` where a config names a class that is known to belong to another model type than its own."""
+    """Raise a `ValueError` if a config names a class that belongs to another model type than its own."""
     model_type, classes = config.get("model_type"), config.get("architectures")
     for name in classes if isinstance(classes, list) else [classes]:
         owners = [

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and what their bytes hash to."""
+"""Atomic writing of files, and the hash of a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 @contextmanager
 def renamed_when_whole(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; it takes the name of `path` unless an exception comes first."""
+    """A temporary file beside `path` to write to; it is renamed to `path` unless an exception is raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(descriptor)
     try:
         yield Path(name)
-        # mkstemp makes files private; a result should be as readable as any other new file.
+        # mkstemp creates private files; a result should have the permissions of any other new file.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
@@ -26,10 +26,10 @@ def renamed_when_whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         if type(error) is not OSError or error.filename not in (None, name):
             raise
-        # A full disk names no file, and a temporary name tells nobody anything.
-        told = OSError(f"{path} was not written: {error.strerror or error}")
-        told.errno = error.errno
-        raise told from error
+        # The error of a full disk names no file or the temporary one, so the message here names the target.
+        named = OSError(f"{path} was not written: {error.strerror or error}")
+        named.errno = error.errno
+        raise named from error
     finally:
         Path(name).unlink(missing_ok=True)
 

@@ -1,33 +1,33 @@
-"""Published names and what is behind them.
+"""The catalogue of published names.
 
-To add a name, add a line to a table: to `SMDM` in `smdm.py` for a file of `nieshen/SMDM`, to `REPOSITORIES` in
-`repositories.py` for a repository of its own. `evidence` says what was seen of it; nothing is downloaded to list, size
-or describe one. A causal relative of a diffusion model gets a line in `PAIRS` of `diffusion_lens/pairs.py`.
+To add a name, add a line to a table: to `SMDM` in `smdm.py` for a file of `nieshen/SMDM`, or to `REPOSITORIES` in
+`repositories.py` for any other repository. `evidence` says how the entry was verified. Listing, sizing and describing
+entries downloads nothing. If the model has a causal counterpart, add a line to `PAIRS` in `diffusion_lens/pairs.py`.
 """
 
 from difflib import get_close_matches
 
-from diffusion_lens.catalogue.embedded import EMBEDDED, EMBEDDED_LENGTH, embedded_folder
-from diffusion_lens.catalogue.entries import File, Published, Repository
-from diffusion_lens.catalogue.listing import Listed, as_table, find_pretrained, list_pretrained
+from diffusion_lens.catalogue.bundled import BUNDLED, BUNDLED_LENGTH, bundled_folder
+from diffusion_lens.catalogue.entries import Published, PublishedFile, Repository
+from diffusion_lens.catalogue.listing import ListedModel, as_table, find_pretrained, list_pretrained
 from diffusion_lens.catalogue.published import PUBLISHED
 from diffusion_lens.catalogue.repositories import REPOSITORIES
 from diffusion_lens.catalogue.smdm import REPO, SMDM, TOKENIZER_REPO
 
 __all__ = [
-    "EMBEDDED",
-    "EMBEDDED_LENGTH",
+    "BUNDLED",
+    "BUNDLED_LENGTH",
     "PUBLISHED",
     "REPO",
     "REPOSITORIES",
     "SMDM",
     "TOKENIZER_REPO",
-    "File",
-    "Listed",
+    "ListedModel",
     "Published",
+    "PublishedFile",
     "Repository",
     "as_table",
-    "embedded_folder",
+    "bundled_folder",
     "find_pretrained",
     "list_pretrained",
     "unknown_name",
@@ -35,8 +35,8 @@ __all__ = [
 
 
 def unknown_name(name: str) -> ValueError:
-    """The error for a name that is neither published nor a path, with the nearest names."""
-    near = get_close_matches(name.lower(), [*PUBLISHED, *EMBEDDED], n=3, cutoff=0.0)
+    """The error for a name that is neither published nor a path; the message gives the nearest names."""
+    near = get_close_matches(name.lower(), [*PUBLISHED, *BUNDLED], n=3, cutoff=0.0)
     return ValueError(
         f"{name!r} is no published name and no file or folder; nearest names: {', '.join(near)} "
         "(all of them: diffusion_lens.list_pretrained()). A repository of the hub is 'owner/name'."

@@ -1,4 +1,4 @@
-"""What a published name stands for: one file among many in a repository, or a repository of its own."""
+"""Entries of the catalogue: one file of a repository with many checkpoints, or a whole repository."""
 
 import re
 from abc import ABC, abstractmethod
@@ -16,12 +16,12 @@ class Published(ABC):
     """A checkpoint on the Hugging Face hub.
 
     Attributes:
-        name: what `from_pretrained` takes, in lower case.
-        evidence: what was seen of it. "safetensors seen", "pth seen": the file, listed. "config seen": its config.json
-            or a copy of it. "name seen": its id, where its authors or code that loads it give it; the numbers, if any,
-            are those of its family. "from memory": nothing.
-        trained_length: places of the texts that it was last trained on, and at which its authors ask it, where these
-            are fewer than its context; `None` for the context, or where nobody says.
+        name: Argument of `from_pretrained`, in lower case.
+        evidence: How the entry was verified. "safetensors seen" and "pth seen": the file was listed. "config seen": its
+            config.json or a copy of it was read. "name seen": its authors, or code that loads it, give its id; numbers,
+            if any, are those of its family. "from memory": not verified.
+        trained_length: Length in positions of the texts that it was last trained on, and at which its authors query it,
+            if it is shorter than the context; otherwise, or if unknown, `None`.
     """
 
     name: str
@@ -31,28 +31,28 @@ class Published(ABC):
     @property
     @abstractmethod
     def architecture(self) -> Architecture | None:
-        """Known before anything is downloaded, or `None`."""
+        """The architecture, or `None` if it is not known before a download."""
 
     @property
     @abstractmethod
     def n_bytes(self) -> int | None:
-        """Size of the weights as they are published, or `None`."""
+        """Size of the published weights in bytes, or `None` if it is unknown."""
 
     @property
     @abstractmethod
     def source(self) -> str:
-        """Where it lies on huggingface.co."""
+        """Its path on huggingface.co."""
 
 
 @dataclass(frozen=True)
-class File(Published):
-    """One checkpoint of a repository that holds many: SMDM's and its autoregressive twins'.
+class PublishedFile(Published):
+    """One file of a repository with many checkpoints: those of SMDM and its AR baselines.
 
     Attributes:
-        stem: file name without its ending; it tells kind, size and training FLOPs.
-        repo: the repository.
-        folder: folder in it; its safetensors twin ends in "_safetensors".
-        sha256: of the safetensors file, where one was published.
+        stem: File name without its suffix; it gives kind, size and training FLOPs.
+        repo: Repository, "owner/name".
+        folder: Folder of the .pth file in the repository; the folder of the safetensors file ends in "_safetensors".
+        sha256: SHA-256 of the safetensors file, if it was published.
     """
 
     name: str
@@ -70,24 +70,24 @@ class File(Published):
 
     @property
     def kind(self) -> Literal["mdm", "ar"]:
-        """Masked diffusion, or its twin."""
+        """Masked diffusion model ("mdm") or AR baseline ("ar")."""
         return "mdm" if self.stem.startswith("mdm-") else "ar"
 
     @property
     def size(self) -> str:
-        """Weights outside the embeddings, "1028M"."""
+        """Number of weights outside the embeddings, such as "1028M"."""
         return self.stem.split("-")[1]
 
     @property
     def tuned_on(self) -> str | None:
-        """The data it was fine-tuned on, as its folder is named ("reverse", "sharegpt"); `None` if it was not."""
+        """The fine-tuning data, by the name of the folder ("reverse", "sharegpt"); `None` without fine-tuning."""
         return None if self.folder == self.kind else self.folder
 
     @property
     def flops(self) -> str | None:
-        """Training compute as the name gives it, "1600e18"."""
-        found = re.search(r"-(\d+e18)", self.stem)
-        return found[1] if found else None
+        """Training compute in FLOPs, as in the file name: "1600e18"."""
+        match = re.search(r"-(\d+e18)", self.stem)
+        return match[1] if match else None
 
     @property
     def architecture(self) -> Architecture:
@@ -95,7 +95,7 @@ class File(Published):
 
     @property
     def n_bytes(self) -> int:
-        """Size of the float32 safetensors file, to the byte."""
+        """Exact size of the float32 safetensors file in bytes."""
         return export_size(self.architecture)
 
     @property
@@ -105,13 +105,13 @@ class File(Published):
 
 @dataclass(frozen=True)
 class Repository(Published):
-    """A repository that is one checkpoint: config.json, safetensors, tokenizer.
+    """A repository with one checkpoint: config.json, safetensors, tokenizer.
 
     Attributes:
-        repo: its id, "owner/name".
-        config: the numbers of its config.json, empty where they are not known. Loading takes them only for keys that
-            the file itself leaves out.
-        weight_bytes: of a published weight; 2 is bfloat16 or float16.
+        repo: Repository, "owner/name".
+        config: Numbers of its config.json, empty if they are not known. Loading uses them only for keys that are
+            missing in the file.
+        weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
     """
 
     name: str
@@ -130,9 +130,9 @@ class Repository(Published):
 
     @property
     def n_bytes(self) -> int | None:
-        """Size of the weights, without the headers of their files."""
-        known = self.architecture
-        return None if known is None else self.weight_bytes * known.n_params
+        """Size of the weights in bytes, without the headers of their files."""
+        architecture = self.architecture
+        return None if architecture is None else self.weight_bytes * architecture.n_params
 
     @property
     def source(self) -> str:

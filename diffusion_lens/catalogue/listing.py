@@ -1,11 +1,11 @@
-"""What there is to load: every name, or those that fit some filters."""
+"""Lists the names that `from_pretrained` takes: all, or those that match some filters."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from diffusion_lens.catalogue.embedded import EMBEDDED, EMBEDDED_LENGTH, embedded_folder
+from diffusion_lens.catalogue.bundled import BUNDLED, BUNDLED_LENGTH, bundled_folder
 from diffusion_lens.catalogue.published import PUBLISHED
 from diffusion_lens.catalogue.smdm import SMDM
 
@@ -13,16 +13,17 @@ KINDS = {"masked": "bidirectional", "causal": "causal"}
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedModel:
     """One line of the list.
 
     Attributes:
-        name: what `from_pretrained` takes.
-        n_bytes: size of the weights, if it is known.
-        sees: "bidirectional" or "causal", or "unknown" until its config is read.
-        family: format of its checkpoint, or "unknown".
-        trained_length: as in `Published`.
-        evidence, source: what was seen of it, and where it lies.
+        name: Argument of `from_pretrained`.
+        n_bytes: Size of the weights in bytes, or `None` if it is unknown.
+        sees: Attention direction, "bidirectional" or "causal"; "unknown" until its config is read.
+        family: Family of its checkpoint, or "unknown".
+        trained_length: Trained length of `Published`.
+        evidence: How the entry was verified.
+        source: Path of the checkpoint on the hub or in the package.
     """
 
     name: str
@@ -36,42 +37,42 @@ class Listed:
 
 def find_pretrained(
     text: str | None = None, *, kind: str | None = None, family: str | None = None, max_bytes: int | None = None
-) -> list[Listed]:
-    """The names that fit every filter given. Of a model that is known by name only, size, kind and family are not.
+) -> list[ListedModel]:
+    """The names that match all filters. Size, kind and family are unknown for models without a config in the catalogue.
 
     Args:
-        text: a part of its name or source, in any case.
+        text: Part of the name or source; case is ignored.
         kind: "masked" or "causal".
-        family: of its checkpoint.
-        max_bytes: of its weights.
+        family: Family of the checkpoint.
+        max_bytes: Largest size of the weights in bytes.
 
     Raises:
-        ValueError: a kind or a family that there is not, or nothing that fits.
+        ValueError: the kind or the family does not exist, or no name matches.
     """
-    every = list(_every())
-    families = sorted({each.family for each in every} - {"unknown"})
+    models = list(_all_models())
+    families = sorted({model.family for model in models} - {"unknown"})
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; models are {' or '.join(KINDS)}")
     if family is not None and family not in families:
         near = get_close_matches(family, families, n=1, cutoff=0.0)
         raise ValueError(f"family={family!r} is unknown; there are {', '.join(families)} (nearest: {near[0]})")
-    found = [
-        each
-        for each in every
-        if (text is None or text.lower() in f"{each.name} {each.source}".lower())
-        and (kind is None or each.sees == KINDS[kind])
-        and (family is None or each.family == family)
-        and (max_bytes is None or (each.n_bytes is not None and each.n_bytes <= max_bytes))
+    matching = [
+        model
+        for model in models
+        if (text is None or text.lower() in f"{model.name} {model.source}".lower())
+        and (kind is None or model.sees == KINDS[kind])
+        and (family is None or model.family == family)
+        and (max_bytes is None or (model.n_bytes is not None and model.n_bytes <= max_bytes))
     ]
-    if not found:
-        raise ValueError(f"none of the {len(every)} models fits all of these filters; leave one out")
-    return found
+    if not matching:
+        raise ValueError(f"none of the {len(models)} models fits all of these filters; leave one out")
+    return matching
 
 
-def as_table(models: Sequence[Listed]) -> list[str]:
+def as_table(models: Sequence[ListedModel]) -> list[str]:
     """The models as lines of a table."""
     rows = [("name", "size", "sees", "evidence", "source")]
-    rows += [(each.name, _readable(each.n_bytes), each.sees, each.evidence, each.source) for each in models]
+    rows += [(model.name, _readable(model.n_bytes), model.sees, model.evidence, model.source) for model in models]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
@@ -79,22 +80,22 @@ def as_table(models: Sequence[Listed]) -> list[str]:
 
 
 def list_pretrained() -> None:
-    """Print every name that `from_pretrained` takes, with its size, what it is, and where it comes from."""
+    """Print every name that `from_pretrained` takes, with its size, attention direction and source."""
     for line in as_table(find_pretrained()):
         sys.stdout.write(f"{line}\n")
 
 
-def _every() -> Iterator[Listed]:
-    for name in EMBEDDED:
-        path = embedded_folder() / f"{name}.safetensors"
+def _all_models() -> Iterator[ListedModel]:
+    for name in BUNDLED:
+        path = bundled_folder() / f"{name}.safetensors"
         sees = "causal" if name.endswith("ar") else "bidirectional"
-        family = SMDM[0].architecture.family  # the pair is in the format of its large relatives
+        family = SMDM[0].architecture.family  # the bundled models have SMDM's format
         source = f"assets/tiny/{path.name}"
-        yield Listed(name, path.stat().st_size, sees, family, EMBEDDED_LENGTH, "in the package", source)
+        yield ListedModel(name, path.stat().st_size, sees, family, BUNDLED_LENGTH, "in the package", source)
     for entry in PUBLISHED.values():
         shape = entry.architecture
         sees, family = ("unknown", "unknown") if shape is None else (shape.attention_dir, shape.family)
-        yield Listed(entry.name, entry.n_bytes, sees, family, entry.trained_length, entry.evidence, entry.source)
+        yield ListedModel(entry.name, entry.n_bytes, sees, family, entry.trained_length, entry.evidence, entry.source)
 
 
 def _readable(n_bytes: int | None) -> str:

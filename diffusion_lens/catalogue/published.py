@@ -1,7 +1,7 @@
-"""Every published name with its entry."""
+"""`PUBLISHED`, the table of all published names."""
 
-from diffusion_lens.catalogue.entries import File, Repository
+from diffusion_lens.catalogue.entries import PublishedFile, Repository
 from diffusion_lens.catalogue.repositories import REPOSITORIES
 from diffusion_lens.catalogue.smdm import SMDM
 
-PUBLISHED: dict[str, File | Repository] = {entry.name: entry for entry in (*SMDM, *REPOSITORIES)}
+PUBLISHED: dict[str, PublishedFile | Repository] = {entry.name: entry for entry in (*SMDM, *REPOSITORIES)}

@@ -1,8 +1,8 @@
-"""Checkpoints with a repository of their own: LLaDA, Dream, the small diffusion models of dllm, and causal relatives.
+"""Repositories with one checkpoint: LLaDA, Dream, the small diffusion models of dllm, and their causal counterparts.
 
-`config` holds the numbers of the published config.json, so that shape and size are known before a download; an entry
-without it is read from its file. Diffusion models of blocks (BD3LM, LLaDA2, Fast-dLLM) need attention masks that we do
-not have, and are not here.
+`config` holds the numbers of the published config.json, so that shape and size are known before a download; without it
+they are read from the downloaded file. Block-diffusion models (BD3LM, LLaDA2, Fast-dLLM) are not listed, because they
+need attention masks that this library does not support.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ QWEN25_7B: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
 }
-# The instruction-tuned models and the coders name a shorter context than the base model.
+# The configs of the instruction-tuned models and the coders give a shorter context than the base model's.
 QWEN25_7B_32K = {**QWEN25_7B, "max_position_embeddings": 32768}
 DREAM_7B = {**QWEN25_7B, "model_type": "Dream", "mask_token_id": 151666}
 
@@ -97,7 +97,7 @@ TINYLLAMA = {
 
 
 def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
-    """The network of a causal model without its causal mask, and with the next free id of its tokenizer as [MASK]."""
+    """The config of a causal model without its causal mask; `mask_token_id` is the next free id of its tokenizer."""
     return {**config, "model_type": f"a2d-{config['model_type']}", "mask_token_id": mask_token_id}
 
 

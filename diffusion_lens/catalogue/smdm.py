@@ -1,19 +1,20 @@
-"""SMDM's masked diffusion models and their autoregressive twins: files of `nieshen/SMDM`.
+"""SMDM's masked diffusion models and their autoregressive (AR) baselines: files of `nieshen/SMDM`.
 
-A plain name is the most trained checkpoint of its size ("smdm-1028m" is mdm-1028M-1600e18); a suffix names another.
-Compiled from the files, cards and code of `nieshen/SMDM` and ML-GSAI/SMDM.
+A name without a suffix stands for the checkpoint of its size with the most training ("smdm-1028m" is
+mdm-1028M-1600e18); names with a suffix stand for the others. Compiled from the files, cards and code of `nieshen/SMDM`
+and ML-GSAI/SMDM.
 """
 
 from typing import Any
 
-from diffusion_lens.catalogue.entries import Evidence, File
+from diffusion_lens.catalogue.entries import Evidence, PublishedFile
 
 REPO = "nieshen/SMDM"
 TOKENIZER_REPO = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
 
 
-def _entry(name: str, stem: str, evidence: Evidence, folder: str = "", **more: Any) -> File:
-    return File(name, stem, evidence, REPO, folder or stem.split("-")[0], **more)
+def _entry(name: str, stem: str, evidence: Evidence, folder: str = "", **more: Any) -> PublishedFile:
+    return PublishedFile(name, stem, evidence, REPO, folder or stem.split("-")[0], **more)
 
 
 SMDM = (

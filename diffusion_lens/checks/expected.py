@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, File, embedded_folder, unknown_name
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED, PublishedFile, bundled_folder, unknown_name
 from diffusion_lens.checks.finding import Finding
 from weight_conversion import Architecture, open_checkpoint, read_json, sha256_of_file
 
@@ -41,15 +41,15 @@ class Expected:
             ValueError: not in the catalogue; the nearest names follow.
         """
         lower = name.lower()
-        if lower in EMBEDDED:
-            file = embedded_folder() / f"{lower}.safetensors"
-            trained = read_json(embedded_folder() / "results.json")["twins"][lower]
+        if lower in BUNDLED:
+            file = bundled_folder() / f"{lower}.safetensors"
+            trained = read_json(bundled_folder() / "results.json")["twins"][lower]
             shape = open_checkpoint(file).architecture
             return cls(lower, shape, "in the package", trained["sha256"], file.stat().st_size, True)
         if lower not in PUBLISHED:
             raise unknown_name(name)
         entry = PUBLISHED[lower]
-        if isinstance(entry, File):
+        if isinstance(entry, PublishedFile):
             hashed, tuned = entry.sha256, entry.tuned_on == "reverse"
             return cls(lower, entry.architecture, entry.evidence, hashed, entry.n_bytes, tuned)
         return cls(lower, entry.architecture, entry.evidence)

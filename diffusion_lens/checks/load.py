@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.catalogue import EMBEDDED, PUBLISHED, REPOSITORIES, File, Repository, embedded_folder
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository, bundled_folder
 from diffusion_lens.checks.expected import Expected, check_hash
 from diffusion_lens.checks.finding import CheckReport, Finding
 from diffusion_lens.checks.recall import open_questions
@@ -51,7 +51,7 @@ def check_checkpoint(
         raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(DTYPES)}")
     here = Path(name_or_path).expanduser()
     known = {entry.repo: entry.name for entry in REPOSITORIES}.get(name_or_path, name_or_path.lower())
-    if claimed is None and not here.exists() and (known in PUBLISHED or known in EMBEDDED):
+    if claimed is None and not here.exists() and (known in PUBLISHED or known in BUNDLED):
         claimed = known
     expected = None if claimed is None else Expected.of(claimed)
     recorded = None if reference is None else Reference.load(reference)
@@ -104,9 +104,9 @@ def _tokenizer(here: Path, expected: Expected | None) -> Path | None:
     folder = here if here.is_dir() else here.parent
     if not here.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    if expected.name in EMBEDDED:
-        return embedded_folder()
-    if not isinstance(PUBLISHED[expected.name], File):
+    if expected.name in BUNDLED:
+        return bundled_folder()
+    if not isinstance(PUBLISHED[expected.name], PublishedFile):
         return None
     try:
         return fetch_tokenizer({"local_files_only": True}, folder)
@@ -120,10 +120,10 @@ def _file(name: str, here: Path) -> Path | None:
         return here / WHOLE if (here / WHOLE).exists() else None
     if here.exists():
         return here
-    if name.lower() in EMBEDDED:
-        return embedded_folder() / f"{name.lower()}.safetensors"
+    if name.lower() in BUNDLED:
+        return bundled_folder() / f"{name.lower()}.safetensors"
     entry = PUBLISHED.get(name.lower())
     try:
-        return fetch_file(entry, {"local_files_only": True}) if isinstance(entry, File) else None
+        return fetch_file(entry, {"local_files_only": True}) if isinstance(entry, PublishedFile) else None
     except (FileNotFoundError, ValueError):
         return None

@@ -97,9 +97,9 @@ class ModelChoice:
         Raises:
             ValueError: what loading refuses before it reads the weights.
         """
-        from diffusion_lens.catalogue import EMBEDDED
+        from diffusion_lens.catalogue import BUNDLED
 
-        if self.name.lower() not in EMBEDDED and not Path(self.name).expanduser().exists():
+        if self.name.lower() not in BUNDLED and not Path(self.name).expanduser().exists():
             return None
         import torch
 

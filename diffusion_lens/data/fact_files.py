@@ -89,7 +89,7 @@ def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         try:
             record, end = decode_json(text, start)
         except JsonError as error:
-            raise _refused(path, _line(text, error.place), error.said) from None
+            raise _refused(path, _line(text, error.offset), error.reason) from None
         yield _line(text, start), record
         start = _skip(text, end)
         if text[start : start + 1] not in (",", "]"):

@@ -44,7 +44,7 @@ def parse_json_lines(text: str) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, parse_json(line)
             except JsonError as error:
-                raise JsonLineError(number, error.said) from None
+                raise JsonLineError(number, error.reason) from None
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

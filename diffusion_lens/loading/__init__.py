@@ -1,4 +1,4 @@
-"""From a name or a path to weights, config and tokenizer, and back to a folder. Nothing of a checkpoint is executed."""
+"""Finds the weights, config and tokenizer of a name or path, and saves them. No code of a checkpoint is executed."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from diffusion_lens.catalogue import (
-    EMBEDDED,
-    EMBEDDED_LENGTH,
+    BUNDLED,
+    BUNDLED_LENGTH,
     PUBLISHED,
     REPOSITORIES,
-    File,
+    PublishedFile,
     Repository,
-    embedded_folder,
+    bundled_folder,
     unknown_name,
 )
 from diffusion_lens.config import DiffusionConfig
@@ -58,51 +58,58 @@ def open_pretrained(
     **hub: Any,
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
     """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`."""
-    found = _locate(name_or_path, hub)
+    # 1. The files.
+    local = _locate(name_or_path, hub)
     if config is None:
-        refuse_unsupported(found.config_beside, {}, str(found.path))
-    loaded = _open_tokenizer(tokenizer, found, hub)
+        refuse_unsupported(local.config_beside, {}, str(local.path))
+    # 2. The tokenizer, which may know the id of [MASK] that the config leaves out.
+    loaded_tokenizer = _open_tokenizer(tokenizer, local, hub)
     if config is None:
-        config = _completed_config(found, lambda: loaded)
-    checkpoint = open_checkpoint(found.path, config)
-    check_special_ids(loaded, checkpoint.architecture.d_vocab)
-    read_mask(loaded, checkpoint.architecture.mask_token_id)
+        config = _completed_config(local, lambda: loaded_tokenizer)
+    # 3. The checkpoint, and whether the tokenizer fits it.
+    checkpoint = open_checkpoint(local.path, config)
+    check_special_ids(loaded_tokenizer, checkpoint.architecture.d_vocab)
+    read_mask(loaded_tokenizer, checkpoint.architecture.mask_token_id)
+    # 4. The model's config.
     cfg = DiffusionConfig.from_architecture(
         checkpoint.architecture,
         device=device,
         dtype=dtype,
-        model_name=found.name,
-        default_prepend_bos=loaded is None or prepends_bos(loaded),
-        trained_length=found.trained_length or trained_length_in(config, found.folder),
-        folded=folded_in(config, found.folder),
+        model_name=local.name,
+        default_prepend_bos=loaded_tokenizer is None or prepends_bos(loaded_tokenizer),
+        trained_length=local.trained_length or trained_length_in(config, local.folder),
+        folded=folded_in(config, local.folder),
     )
-    return cfg, checkpoint, loaded
+    return cfg, checkpoint, loaded_tokenizer
 
 
 def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | None = None) -> Architecture:
-    """The architecture of what `from_pretrained` takes, without a download: from the catalogue, or the files' headers.
+    """The architecture of a model that `from_pretrained` takes, without a download.
+
+    It is read from the catalogue, or from the headers of the files.
 
     Raises:
-        ValueError: an unknown name, or no checkpoint.
-        FileNotFoundError: nothing there, or the catalogue does not know its shape and it is not in the cache.
+        ValueError: the name is unknown, or the files are not a checkpoint.
+        FileNotFoundError: there is no such file; or the catalogue does not give the architecture, and the model is not
+            in the cache.
     """
     published = None if _exists(_path(name_or_path)) else _published(name_or_path)
     known = published.architecture if published else None
     if known is not None and config is None:
         return known
-    found = _locate(name_or_path, {"local_files_only": True})
+    local = _locate(name_or_path, {"local_files_only": True})
     if config is None:
-        config = _completed_config(found, lambda: _open_tokenizer(None, found, {"local_files_only": True}))
-    return open_checkpoint(found.path, config).architecture
+        config = _completed_config(local, lambda: _open_tokenizer(None, local, {"local_files_only": True}))
+    return open_checkpoint(local.path, config).architecture
 
 
 def trained_length_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | None = None) -> int | None:
-    """`DiffusionConfig.trained_length` of what `from_pretrained` takes, without a download; `None` if unknown."""
-    here = Path(name_or_path).expanduser()
-    if here.exists():
-        return trained_length_in(config, here if here.is_dir() else here.parent)
-    if str(name_or_path).lower() in EMBEDDED:
-        return EMBEDDED_LENGTH
+    """`DiffusionConfig.trained_length` of a model that `from_pretrained` takes, without a download."""
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return trained_length_in(config, path if path.is_dir() else path.parent)
+    if str(name_or_path).lower() in BUNDLED:
+        return BUNDLED_LENGTH
     published = _published(name_or_path)
     return published.trained_length if published else None
 
@@ -110,18 +117,18 @@ def trained_length_of(name_or_path: str | Path, config: str | Path | Mapping[str
 def save_pretrained(
     folder: str | Path, tensors: Mapping[str, torch.Tensor], cfg: DiffusionConfig, tokenizer: Any
 ) -> Path:
-    """Weights and config in our own layout, the tokenizer beside them; `from_pretrained(folder)` reads them.
+    """Write weights and config in our own layout, with the tokenizer; `from_pretrained(folder)` reads them.
 
     Raises:
-        ValueError: `folder` is a file, holds other weights, or holds the tokenizer of another model while this one has
-            none. Nothing is written then.
+        ValueError: `folder` is a file, holds other weights, or holds a tokenizer although this model has none. Nothing
+            is written then.
     """
     target = Path(folder).expanduser()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; save_pretrained needs a folder")
     if tokenizer is None and has_tokenizer(target):
         raise ValueError(
-            f"{target} holds a tokenizer, and this model has none: loaded from there, the model would take that one. "
+            f"{target} holds a tokenizer, and this model has none: a model loaded from there would use that tokenizer. "
             "Name another folder, or delete the tokenizer's files. Nothing was written"
         )
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
@@ -132,19 +139,20 @@ def save_pretrained(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _LocalCheckpoint:
     """A checkpoint on this machine.
 
     Attributes:
-        name: under which results record the model; `None` takes what its config says.
-        known: what the catalogue knows of its config.
-        tokenizer_elsewhere: whether its tokenizer lies in a repository of its own.
-        trained_length: as the catalogue has it.
+        path: File or folder of the checkpoint.
+        name: Name under which results record the model; `None` for the name in its config.
+        published_config: Numbers of its config that the catalogue gives.
+        tokenizer_elsewhere: Whether its tokenizer is in another repository.
+        trained_length: Trained length that the catalogue gives.
     """
 
     path: Path
     name: str | None = None
-    known: Mapping[str, Any] = field(default_factory=dict)
+    published_config: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_elsewhere: bool = False
     trained_length: int | None = None
 
@@ -154,77 +162,78 @@ class _Found:
 
     @property
     def config_beside(self) -> Mapping[str, Any] | None:
-        """Hugging Face's config beside it, if there is one."""
+        """The Hugging Face config beside the checkpoint, if there is one."""
         path = self.folder / "config.json"
         settings = read_json_object(path) if path.exists() else None
         return settings if settings is not None and "model_type" in settings else None
 
 
-def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _Found:
-    """Find a checkpoint: what lies here, then the embedded pair, then the hub."""
-    here, name = _path(name_or_path), str(name_or_path).lower()
-    if _exists(here):
-        return _Found(here)
-    if name in EMBEDDED:
-        return _Found(embedded_folder() / f"{name}.safetensors", name, trained_length=EMBEDDED_LENGTH)
+def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _LocalCheckpoint:
+    """The files of a checkpoint, downloaded if necessary.
+
+    Lookup order: local path, bundled model, published name, hub repository.
+    """
+    path, name = _path(name_or_path), str(name_or_path).lower()
+    if _exists(path):
+        return _LocalCheckpoint(path)
+    if name in BUNDLED:
+        return _LocalCheckpoint(bundled_folder() / f"{name}.safetensors", name, trained_length=BUNDLED_LENGTH)
     published = _published(name_or_path)
-    if isinstance(published, File):
-        path = fetch_file(published, hub)
-        return _Found(path, published.name, tokenizer_elsewhere=True, trained_length=published.trained_length)
+    if isinstance(published, PublishedFile):
+        file = fetch_file(published, hub)
+        return _LocalCheckpoint(file, published.name, tokenizer_elsewhere=True, trained_length=published.trained_length)
     if isinstance(published, Repository):
-        path = fetch_repository(published.repo, published, hub)
-        return _Found(path, published.name, published.config, trained_length=published.trained_length)
-    if here.suffix in CHECKPOINT_SUFFIXES:
-        raise FileNotFoundError(f"there is no checkpoint at {here}")
+        folder = fetch_repository(published.repo, published, hub)
+        return _LocalCheckpoint(folder, published.name, published.config, trained_length=published.trained_length)
+    if path.suffix in CHECKPOINT_SUFFIXES:
+        raise FileNotFoundError(f"there is no checkpoint at {path}")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):
-        return _Found(fetch_repository(name_or_path, None, hub), name_or_path)
+        return _LocalCheckpoint(fetch_repository(name_or_path, None, hub), name_or_path)
     raise unknown_name(str(name_or_path))
 
 
-def _path(given: str | Path) -> Path:
-    """The path that a caller means; a `ValueError` if its name is one that no file can have."""
+def _path(name_or_path: str | Path) -> Path:
+    """The argument as a path; a `ValueError` if no file can have this name."""
     try:
-        os.fsencode(given)
-        return Path(given).expanduser()
+        os.fsencode(name_or_path)
+        return Path(name_or_path).expanduser()
     except (UnicodeEncodeError, RuntimeError) as error:
         raise ValueError(
-            f"{str(given)!r} is no path of a file or folder: {error}; write the path out in full"
+            f"{str(name_or_path)!r} is no path of a file or folder: {error}; write the path out in full"
         ) from None
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a zero byte: nothing of that name is here
+    except (OSError, ValueError):  # the name is too long or holds a zero byte, so there is no such file
         return False
 
 
-def _published(name_or_path: str | Path) -> File | Repository | None:
-    """The catalogue's entry of a name, or of a repository that it lists."""
+def _published(name_or_path: str | Path) -> PublishedFile | Repository | None:
+    """The catalogue's entry for a published name, or for the repository "owner/name" of one."""
     by_repo = {entry.repo: entry for entry in REPOSITORIES}
     return PUBLISHED.get(str(name_or_path).lower()) or by_repo.get(str(name_or_path))
 
 
-def _completed_config(found: _Found, tokenizer: Callable[[], Any]) -> dict[str, Any] | None:
-    """The config beside a checkpoint with the id of [MASK], or `None` if it has it, or needs none.
+def _completed_config(local: _LocalCheckpoint, tokenizer: Callable[[], Any]) -> dict[str, Any] | None:
+    """The config beside a checkpoint with the id of [MASK] added; `None` if nothing has to be added.
 
-    Diffusion models that dllm made of causal ones leave it out; their tokenizer knows it.
+    The configs of diffusion models that dllm made from causal ones do not give the id; their tokenizers do.
     """
-    settings = found.config_beside
-    if settings is None:
+    settings = local.config_beside
+    if settings is None or settings.get("mask_token_id") is not None:
         return None
-    if settings.get("mask_token_id") is not None:
-        return None
-    mask = found.known.get("mask_token_id")
+    mask = local.published_config.get("mask_token_id")
     if str(settings["model_type"]).startswith("a2d-"):
         mask = getattr(tokenizer(), "mask_token_id", None) or mask
     return None if mask is None else {**settings, "mask_token_id": mask}
 
 
-def _open_tokenizer(tokenizer: Any, found: _Found, hub: Mapping[str, Any]) -> Any:
-    """The tokenizer asked for, the one beside the checkpoint, the published one, or none."""
+def _open_tokenizer(tokenizer: Any, local: _LocalCheckpoint, hub: Mapping[str, Any]) -> Any:
+    """The caller's tokenizer, else the one beside the checkpoint, else the published one, or `None`."""
     if tokenizer is not None:
         return load_tokenizer(_path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
-    if has_tokenizer(found.folder):
-        return load_tokenizer(found.folder)
-    return load_tokenizer(fetch_tokenizer(hub, found.folder)) if found.tokenizer_elsewhere else None
+    if has_tokenizer(local.folder):
+        return load_tokenizer(local.folder)
+    return load_tokenizer(fetch_tokenizer(hub, local.folder)) if local.tokenizer_elsewhere else None

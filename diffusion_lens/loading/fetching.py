@@ -1,7 +1,8 @@
-"""What can go wrong while a file is fetched: errors of the hub as ours, and damaged files out of its cache.
+"""Errors of fetching: the hub's errors in our words, and the removal of damaged files from its cache.
 
-A file that arrives cut off, or as a page of a proxy that says "log in", would be found in the cache by every later
-call. So a fetched file is held against what its name says it is, and taken out of the cache if it is not.
+A file that arrives truncated, or as the login page of a proxy, would stay in the cache for all later calls. Therefore
+the content of every fetched file is compared with the type that its name promises, and removed from the cache if it
+differs.
 """
 
 import json
@@ -24,18 +25,18 @@ from huggingface_hub.errors import (
 from diffusion_lens.loading.tokenizer_config import CHAT_TEMPLATE, check_template
 from weight_conversion.files import INDEX, SafetensorsFile
 
-# The hub's errors descend from those of the HTTP library that its client uses, which has changed from one to another.
+# The hub's errors are subclasses of those of the HTTP library of its client, which differs between versions.
 TRANSPORT_ERRORS: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError)
 
 
 @contextmanager
-def hub_errors(asked: str, hub: Mapping[str, Any], hint: str = "") -> Iterator[None]:
-    """Say in our words what the hub and the way to it refuse; that a file is not there is left to the caller.
+def hub_errors(target: str, hub: Mapping[str, Any], hint: str = "") -> Iterator[None]:
+    """Turn errors of the hub and of the network into ours; a missing file (`EntryNotFoundError`) is left to the caller.
 
     Args:
-        asked: what was to be fetched, with its address.
-        hub: settings of the call.
-        hint: what else a name that the hub does not know may have meant.
+        target: Name and address of what is fetched, for messages.
+        hub: Settings of the call to the hub.
+        hint: End of the message for a name that the hub does not know.
     """
     try:
         yield
@@ -43,24 +44,26 @@ def hub_errors(asked: str, hub: Mapping[str, Any], hint: str = "") -> Iterator[N
         raise
     except GatedRepoError as error:
         raise PermissionError(
-            f"{asked} is open to those who accepted its terms: do so on that page, then pass token='hf_...' or run "
+            f"{target} is open to those who accepted its terms: do so on that page, then pass token='hf_...' or run "
             "`hf auth login`"
         ) from error
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"there is no {asked}, or it is private (then pass token='hf_...'){hint}") from error
+        raise FileNotFoundError(f"there is no {target}, or it is private (then pass token='hf_...'){hint}") from error
     except RevisionNotFoundError as error:
-        raise ValueError(f"{asked} has no revision {hub.get('revision')!r}; without one the newest is taken") from error
+        raise ValueError(
+            f"{target} has no revision {hub.get('revision')!r}; without one the newest is taken"
+        ) from error
     except HFValidationError as error:
-        raise ValueError(f"{asked} cannot be a repository of the hub: {error}{hint}") from error
+        raise ValueError(f"{target} cannot be a repository of the hub: {error}{hint}") from error
     except TRANSPORT_ERRORS as error:
         raise ConnectionError(
-            f"{asked} was not fetched: {_reason(error)}. Try again (what has arrived whole is kept), or download its "
-            "files on another machine into a folder and pass that: from_pretrained('folder')"
+            f"{target} was not fetched: {_reason(error)}. Try again (files that arrived completely are kept), or "
+            "download its files on another machine into a folder and pass that: from_pretrained('folder')"
         ) from error
 
 
 def check_fetched(path: Path) -> Path:
-    """Raise a `ValueError` if a file in the hub's cache is not what its name says, and take it out of the cache."""
+    """Raise a `ValueError` if the content of a fetched file does not fit its name, and remove it from the cache."""
     try:
         _CHECKS[path.suffix](path)
     except ValueError as error:
@@ -69,16 +72,16 @@ def check_fetched(path: Path) -> Path:
 
 
 def discard(path: Path) -> str:
-    """Take a file out of the hub's cache, where it is a link to its content; returns what to do now."""
-    whole = path.resolve()
+    """Remove a file, and the content that it links to, from the hub's cache; returns advice for the error message."""
+    content = path.resolve()
     try:
-        if "snapshots" not in path.parts:  # no cache, so not ours to delete from
+        if "snapshots" not in path.parts:  # not in the hub's cache, so the file belongs to the user
             raise PermissionError(path)
         path.unlink()
-        whole.unlink(missing_ok=True)
+        content.unlink(missing_ok=True)
     except OSError:
-        return f"Delete {whole} and fetch it again."
-    return "It was taken out of the cache: call again to fetch it anew."
+        return f"Delete {content} and fetch it again."
+    return "It was removed from the cache: call again to fetch it again."
 
 
 def _check_safetensors(path: Path) -> None:
@@ -91,10 +94,10 @@ def _check_pth(path: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """JSON, and an object, as all that are fetched are."""
+    """All JSON files that are fetched hold an object."""
     try:
         content = json.loads(path.read_bytes())
-    except RecursionError:  # whole, if strange; who reads it says so
+    except RecursionError:  # the file is complete; its reader raises the error
         return
     except ValueError as error:
         raise ValueError(f"{path} is not the JSON file that it should be: {error}") from error
@@ -104,7 +107,7 @@ def _check_json(path: Path) -> None:
 
 
 def _check_merges(path: Path) -> None:
-    """Two pieces a line, after a line with the version; lines end as the tokenizers library ends them."""
+    """Each line holds two pieces, after a line with the version; line ends are those of the tokenizers library."""
     lines = _text(path).removesuffix("\n").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.startswith("#version") and not re.fullmatch(r"[^ ]+ [^ ]+", line.removesuffix("\r")):
@@ -112,7 +115,7 @@ def _check_merges(path: Path) -> None:
 
 
 def _check_template(path: Path) -> None:
-    """The usual template writes out a chat, so it holds a Jinja tag; one with a name of its own may be plain text."""
+    """The default template writes out a chat, so it holds a Jinja tag; additional templates may be plain text."""
     text = _text(path)
     if _PAGE.match(text):
         raise ValueError(f"{path} is a web page, not a chat template")
@@ -141,5 +144,5 @@ _CHECKS: dict[str, Callable[[Path], None]] = {
 
 def _reason(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    said = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}{f' {status}' if status else ''}{f' ({said})' if said else ''}"
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}{f' {status}' if status else ''}{f' ({first_line})' if first_line else ''}"

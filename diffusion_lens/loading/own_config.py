@@ -1,12 +1,12 @@
-"""What a folder says of a model beside its architecture.
+"""Settings of a saved model that do not belong to its architecture.
 
-In the config.json that `save_pretrained` wrote:
+The config.json that `save_pretrained` writes may hold two of them:
 
-    trained_length        the length that it was trained for
-    layer_norm_folding    true if its norms are folded; by the weights alone it might be a model that is not trained yet
+    trained_length        the length of the texts that the model was trained on
+    layer_norm_folding    true if the norms are folded, which the weights alone cannot show: untrained norms are 1 too
 
-The configs of other families have no such keys, and get none. Beside them the length stands in a file of its own,
-`trained_length.json`, which other programs do not look for.
+The configs of other families do not have these keys. Beside such a config the length is stored in a separate file,
+`trained_length.json`, which other programs ignore.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,14 @@ Config = str | Path | Mapping[str, Any] | None
 
 
 def trained_length_in(config: Config, folder: Path) -> int | None:
-    """The length that a config of ours gives, of a folder its config.json, or else `LENGTH_FILE` beside the checkpoint.
+    """The trained length in our own config or, without one, in `LENGTH_FILE` beside the checkpoint.
+
+    Args:
+        config: Config that the caller passed, or `None` for the config.json of the folder.
+        folder: Folder of the checkpoint.
 
     Raises:
-        ValueError: a length that is none.
+        ValueError: the length is not a whole number, at least 1.
     """
     settings, path = _own(config, folder)
     if not settings and (folder / LENGTH_FILE).is_file():
@@ -37,15 +41,15 @@ def trained_length_in(config: Config, folder: Path) -> int | None:
         settings = read_json_object(folder / LENGTH_FILE)
     length = settings.get(LENGTH)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-        raise ValueError(f"{LENGTH} is {length!r} in {path}; it is a number of places, at least 1, or null")
+        raise ValueError(f"{LENGTH} is {length!r} in {path}; it is a number of positions, at least 1, or null")
     return length
 
 
 def folded_in(config: Config, folder: Path) -> bool:
-    """Whether a config of ours says that the norms are folded.
+    """Whether our own config says that the norms are folded; the arguments are those of `trained_length_in`.
 
     Raises:
-        ValueError: neither true nor false.
+        ValueError: the value is neither true nor false.
     """
     settings, path = _own(config, folder)
     folded = settings.get(FOLDED, False)
@@ -55,16 +59,16 @@ def folded_in(config: Config, folder: Path) -> bool:
 
 
 def write_own(cfg: DiffusionConfig, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Add to the config.json of a folder of ours what holds of the model: training may have undone the folding."""
-    said: dict[str, Any] = {} if cfg.trained_length is None else {LENGTH: cfg.trained_length}
-    if cfg.layer_norm_folding and norms_are_one(tensors):
-        said[FOLDED] = True
-    if said:
-        write_json({**read_json(folder / "config.json"), **said}, folder / "config.json")
+    """Add the settings of a model to the config.json in our own format."""
+    settings: dict[str, Any] = {} if cfg.trained_length is None else {LENGTH: cfg.trained_length}
+    if cfg.layer_norm_folding and norms_are_one(tensors):  # training may have changed the norms since
+        settings[FOLDED] = True
+    if settings:
+        write_json({**read_json(folder / "config.json"), **settings}, folder / "config.json")
 
 
 def write_trained_length(length: int | None, folder: Path) -> None:
-    """Keep it beside a checkpoint, as the folder's format has it."""
+    """Write the trained length into the folder's config.json if it is our own, otherwise into `LENGTH_FILE`."""
     settings, _ = _own(None, folder)
     if settings and length is not None:
         write_json({**settings, LENGTH: length}, folder / "config.json")
@@ -75,7 +79,7 @@ def write_trained_length(length: int | None, folder: Path) -> None:
 
 
 def _own(config: Config, folder: Path) -> tuple[Mapping[str, Any], object]:
-    """A config of ours, empty if it is none, and how to call it in an error."""
+    """The settings of a config in our own format, empty for any other config, and its name in error messages."""
     path = folder / "config.json" if config is None else config
     if not isinstance(path, Mapping) and not Path(path).expanduser().is_file():
         return {}, path

@@ -1,4 +1,4 @@
-"""What `tokenizer_config.json` and the chat templates beside it say, checked before anything is made of it."""
+"""Reads and checks `tokenizer_config.json` and the chat templates beside it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +15,16 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_toke
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`, the ids of `added_tokens_decoder` in order and as numbers.
+    """The content of `tokenizer_config.json`; the ids of `added_tokens_decoder` are sorted and converted to int.
 
     Raises:
-        ValueError: an entry is not of the form that it has in every tokenizer (names file and entry).
+        ValueError: an entry does not have the usual form; the message names the file and the entry.
     """
     path = folder / TOKENIZER_CONFIG
     settings = read_json_object(path)
     for key in SPECIAL_TOKENS:
         if settings.get(key) and not isinstance(text_of(settings[key]), str):
-            raise _misshapen(path, key, settings[key], 'a text, or an object with "content"')
+            raise _misshapen(path, key, settings[key], 'a string, or an object with "content"')
     if not isinstance(settings.get("add_bos_token"), bool | None):
         raise _misshapen(path, "add_bos_token", settings["add_bos_token"], "true or false")
     added = settings.get("added_tokens_decoder") or {}
@@ -35,30 +35,30 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """One template, or several by name with the usual one as "default"; files come before what the settings say.
+    """The chat template, or several by name with the main one as "default". Files override the settings.
 
     Raises:
-        ValueError: a template is no text, or no Jinja template (names where it stands).
+        ValueError: a template is not a string or not a Jinja template; the message names its source.
     """
-    path, said = folder / TOKENIZER_CONFIG, settings.get("chat_template")
-    named = said if isinstance(said, list) else [{"name": "default", "template": said or ""}]
-    if not all(isinstance(each, dict) and _are_texts(each.get("name"), each.get("template")) for each in named):
-        raise _misshapen(path, "chat_template", said, 'a text, or a list of objects with "name" and "template"')
-    templates = {each["name"]: (each["template"], path) for each in named}
+    path, setting = folder / TOKENIZER_CONFIG, settings.get("chat_template")
+    entries = setting if isinstance(setting, list) else [{"name": "default", "template": setting or ""}]
+    if not all(isinstance(entry, dict) and _are_strings(entry.get("name"), entry.get("template")) for entry in entries):
+        raise _misshapen(path, "chat_template", setting, 'a string, or a list of objects with "name" and "template"')
+    templates = {entry["name"]: (entry["template"], path) for entry in entries}
     if (folder / CHAT_TEMPLATE).exists():
         templates["default"] = _read(folder / CHAT_TEMPLATE)
     for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
         templates[file.stem] = _read(file)
     for name, (template, source) in templates.items():
         check_template(name, template, source)
-    kept = {name: template for name, (template, _) in templates.items() if template}
-    return kept.get("default") if set(kept) <= {"default"} else kept
+    by_name = {name: template for name, (template, _) in templates.items() if template}
+    return by_name.get("default") if set(by_name) <= {"default"} else by_name
 
 
 def check_template(name: str, template: str, source: Path) -> None:
     """Raise a `ValueError` if a template cannot be parsed; it is not run.
 
-    Tags that the library adds to Jinja's own are let through.
+    Unknown tags are accepted, because transformers adds tags to Jinja's.
     """
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
@@ -66,12 +66,12 @@ def check_template(name: str, template: str, source: Path) -> None:
         reason = str(error) or "nested too deep"
         if "unknown tag" not in reason:
             raise ValueError(
-                f"the chat template {name!r} in {source} is no Jinja template: {reason}; fetch it again, or take it out"
+                f"the chat template {name!r} in {source} is no Jinja template: {reason}; fetch it again, or remove it"
             ) from error
 
 
 def text_of(token: Any) -> Any:
-    """The text of a special token, which may stand in an object with its flags."""
+    """The text of a special token, which may be given as an object with flags."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
@@ -85,7 +85,7 @@ def _is_added_token(id_: str, token: Any) -> bool:
     )
 
 
-def _are_texts(*values: object) -> bool:
+def _are_strings(*values: object) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[str, Path]:
     try:
         return path.read_text(encoding="utf-8"), path
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}; fetch it again, or delete it") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}; fetch it again, or delete it") from error
 
 
 def _misshapen(path: Path, key: str, value: object, form: str) -> ValueError:

@@ -1,8 +1,8 @@
-"""Tokenizers from plain files, and back: no tokenizer class of a checkpoint is ever run.
+"""Loads tokenizers from plain files and saves them. No tokenizer class of a checkpoint is ever run.
 
-BOS is prepended where `add_bos_token` in tokenizer_config.json says so, and where it says nothing, if tokenizer.json
-does it itself. So Llama's and SMDM's tokenizers prepend it; LLaDA's, Dream's and Qwen's do not, though LLaDA and Dream
-have one. LLaDA's chat template writes it.
+`add_bos_token` in tokenizer_config.json decides whether BOS is prepended; without that setting, tokenizer.json does.
+Thus Llama's and SMDM's tokenizers prepend BOS. LLaDA's, Dream's and Qwen's do not, although LLaDA and Dream have a BOS
+token; LLaDA's chat template writes it.
 """
 
 import os
@@ -29,10 +29,10 @@ from weight_conversion import read_json_object, write_json
 
 TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_CONFIG)
 PARTS = ("vocab.json", "merges.txt")
-# Everything of a repository that a tokenizer may be made of.
+# All files of a repository that a tokenizer may need.
 EVERY_FILE = (*TOKENIZER_FILES, *PARTS, CHAT_TEMPLATE, f"{MORE_TEMPLATES}/*.jinja")
 
-# Classes whose tokenizer is byte-level BPE behind this split. Dream's is Qwen2's, and has no tokenizer.json. Source:
+# Tokenizer classes that apply byte-level BPE after this split. Dream's is Qwen2's, and has no tokenizer.json. Source:
 # DreamLM/Dream `tokenization_dream.py`, transformers `models/qwen2/tokenization_qwen2.py`.
 _QWEN2_CLASSES = ("DreamTokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast")
 _QWEN2_SPLIT = (
@@ -41,32 +41,32 @@ _QWEN2_SPLIT = (
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise a `FileNotFoundError` that names what a folder lacks to hold a tokenizer."""
+    """Raise a `FileNotFoundError` that names the tokenizer files that a folder lacks."""
     needed = TOKENIZER_FILES if not has_parts(folder) else (*PARTS, TOKENIZER_FILES[1])
     if missing := [name for name in needed if not (folder / name).exists()]:
         raise FileNotFoundError(f"the tokenizer folder {folder} lacks {' and '.join(missing)}; put it there")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A fast tokenizer from `tokenizer.json`, or of Qwen2's kind from `vocab.json` and `merges.txt`.
+    """A fast tokenizer from `tokenizer.json`, or one of Qwen2's kind from `vocab.json` and `merges.txt`.
 
-    Its special tokens and chat template come from `tokenizer_config.json`; `chat_template.jinja` and the files of
-    `additional_chat_templates` come before what that says.
+    Its special tokens and chat template come from `tokenizer_config.json`. `chat_template.jinja` and the files in
+    `additional_chat_templates` override the templates there.
 
     Raises:
-        FileNotFoundError: a file is missing (named).
-        ValueError: a file is not what its name says.
+        FileNotFoundError: a file is missing; the message names it.
+        ValueError: the content of a file does not fit its name.
     """
     require_tokenizer(folder)
     settings = read_settings(folder)
     special = {key: text_of(settings[key]) for key in SPECIAL_TOKENS if settings.get(key)}
     backend = _from_parts(folder, settings) if has_parts(folder) else _from_file(folder / TOKENIZER_FILES[0])
     for key, token in special.items():
-        # The library would give it the next free id, which is a row of another token, or of none.
+        # The library would give it the next free id, which belongs to another row of the embedding or to none.
         if backend.token_to_id(token) is None:
             raise ValueError(
                 f"{folder / TOKENIZER_CONFIG} names the {key} {token!r}, and the tokenizer beside it has no such "
-                "token: fetch both again, or take the entry out"
+                "token: fetch both again, or remove the entry"
             )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.init_kwargs["add_bos_token"] = settings.get("add_bos_token")
@@ -75,9 +75,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, *, prepends_bos: bool) -> None:
-    """Write a tokenizer, its chat template included, so that `load_tokenizer` reads the same.
+    """Write a tokenizer with its chat template, so that `load_tokenizer` restores it.
 
-    It takes the place of one that stood in the folder, whose chat templates go with it.
+    It replaces a tokenizer in the folder, including its chat templates.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".tokenizer.") as name:
@@ -94,26 +94,26 @@ def save_tokenizer(tokenizer: Any, folder: Path, *, prepends_bos: bool) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer lies in a folder."""
+    """Whether a folder holds a tokenizer."""
     return (folder / TOKENIZER_FILES[0]).exists() or has_parts(folder)
 
 
 def has_parts(folder: Path) -> bool:
-    """Whether there is no `tokenizer.json`, but what Qwen2's is made of."""
+    """Whether a folder holds the files of Qwen2's kind of tokenizer instead of `tokenizer.json`."""
     return not (folder / TOKENIZER_FILES[0]).exists() and all((folder / name).exists() for name in PARTS)
 
 
 def prepends_bos(tokenizer: Any) -> bool:
-    """Whether texts of this tokenizer begin with BOS."""
-    bos, said = tokenizer.bos_token_id, tokenizer.init_kwargs.get("add_bos_token")
-    if bos is None or said is not None:
-        return bos is not None and bool(said)
+    """Whether this tokenizer prepends BOS."""
+    bos, setting = tokenizer.bos_token_id, tokenizer.init_kwargs.get("add_bos_token")
+    if bos is None or setting is not None:
+        return bos is not None and bool(setting)
     first: list[int] = list(tokenizer("a")["input_ids"])[:1]
     return first == [bos]
 
 
 def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
-    """Let the text "[MASK]" stand for a mask that the tokenizer knows by another name, as "<|mdm_mask|>"."""
+    """Make the text "[MASK]" encode to the mask token where the tokenizer names it otherwise ("<|mdm_mask|>")."""
     if mask_token_id is None or tokenizer is None or mask_token_id >= len(tokenizer):
         return
     if tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"] == [mask_token_id]:
@@ -122,18 +122,18 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
     backend = tokenizer.backend_tokenizer
     steps = [normalizers.Replace(MASK_TEXT, name), *([backend.normalizer] if backend.normalizer else [])]
     backend.normalizer = normalizers.Sequence(steps)
-    # Looked for in the normalised text, where it has taken the place of "[MASK]".
+    # The token is matched in the normalised text, where it has replaced "[MASK]".
     backend.add_special_tokens([AddedToken(name, special=True, normalized=True)])
     tokenizer.mask_token = name
-    if (found := tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"]) != [mask_token_id]:
+    if (ids := tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"]) != [mask_token_id]:
         raise ValueError(
-            f"the text {MASK_TEXT!r} comes out as the tokens {found}, and the model's mask has the id {mask_token_id}: "
-            "the tokenizer does not let it stand for that. Write masks by their id, with tokenizer=None"
+            f"the tokenizer encodes the text {MASK_TEXT!r} to the tokens {ids}, and the model's mask has the id "
+            f"{mask_token_id}. Write masks by their id, with tokenizer=None"
         )
 
 
 def check_special_ids(tokenizer: Any, d_vocab: int) -> None:
-    """Raise a `ValueError` that names a special token whose id the model has no embedding for."""
+    """Raise a `ValueError` that names a special token whose id has no row in the model's embedding."""
     for key in SPECIAL_TOKENS:
         id_ = getattr(tokenizer, f"{key}_id", None)
         if key != "mask_token" and id_ is not None and not 0 <= id_ < d_vocab:
@@ -158,21 +158,24 @@ def _from_file(path: Path) -> Tokenizer:
     return backend
 
 
-def _check_id(backend: Tokenizer, token: str, id_: int, said_in: Path) -> None:
-    """Raise a `ValueError` if a token does not come out at its id: the library counts on from the vocabulary's end."""
-    if (found := backend.token_to_id(token)) != id_:
+def _check_id(backend: Tokenizer, token: str, id_: int, source: Path) -> None:
+    """Raise a `ValueError` if an added token has not the id that its file gives.
+
+    The library ignores that id and assigns the next one after the vocabulary.
+    """
+    if (actual := backend.token_to_id(token)) != id_:
         raise ValueError(
-            f"{token!r} has the id {id_} in {said_in}, but comes out as {found} after the vocabulary; fetch the files "
-            "of the tokenizer again"
+            f"{token!r} has the id {id_} in {source}, but after the vocabulary it gets the id {actual}; fetch the "
+            "files of the tokenizer again"
         )
 
 
 def _from_parts(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
-    """Qwen2's tokenizer, its added tokens at the ids that `tokenizer_config.json` gives them."""
+    """Qwen2's tokenizer, with the added tokens of `tokenizer_config.json` at their ids."""
     if (kind := settings.get("tokenizer_class")) not in _QWEN2_CLASSES:
         raise ValueError(
-            f"{folder} holds {' and '.join(PARTS)} of a {kind!r}, which are read for {', '.join(_QWEN2_CLASSES)} only; "
-            f"add its {TOKENIZER_FILES[0]}"
+            f"{folder} holds {' and '.join(PARTS)} of a {kind!r}; these files are read for "
+            f"{', '.join(_QWEN2_CLASSES)} only: add its {TOKENIZER_FILES[0]}"
         )
     try:
         bpe = models.BPE.from_file(*(str(folder / name) for name in PARTS))

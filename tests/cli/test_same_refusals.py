@@ -10,14 +10,14 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diffusion_lens.catalogue import embedded_folder
+from diffusion_lens.catalogue import bundled_folder
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.data.sources import SOURCES
 
 COMMANDS = get_command(app).commands
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
-TINY = str(embedded_folder() / "tiny-mdm.safetensors")
+TINY = str(bundled_folder() / "tiny-mdm.safetensors")
 NEEDS = {
     "denoise": ["{model}", "Gustav"],
     "recall": ["{model}"],

@@ -12,7 +12,7 @@ DEEP = "[" * 200_000 + "]" * 200_000
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b'{"n_layers": 2, "d_model": 8, "n_layers": 3}', ["the key 'n_layers' twice", "keep the one"]),
+        (b'{"n_layers": 2, "d_model": 8, "n_layers": 3}', ["the key 'n_layers' twice", "keep the correct one"]),
         (b'{"a": [{"b": {"c": 1, "c": 1}}]}', ["the key 'c' twice"]),
         (DEEP.encode(), ["nested too deep"]),
         (b'{"a": ["half \\ud800"]}', ["surrogate", "write the whole character"]),

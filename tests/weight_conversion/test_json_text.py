@@ -63,7 +63,7 @@ def test_one_number_of_numpy_or_torch_is_that_number(number, written):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(2, 3), r"/settings/1/noise is a Tensor of shape \[2, 3\], which JSON does not hold.*tolist"),
+        (torch.zeros(2, 3), r"/settings/1/noise is a Tensor of shape \[2, 3\], which JSON cannot represent.*tolist"),
         (np.zeros(2), r"/settings/1/noise is a ndarray of shape \[2\]"),
         ({3}, "/settings/1/noise is a set"),
         (1j, "/settings/1/noise is a complex"),

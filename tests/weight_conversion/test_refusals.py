@@ -102,7 +102,9 @@ def test_quantised_numbers(folder, tensors, refused, write):
     name = "transformer.h.0.attn.proj.weight"
     tensors[name] = tensors[name].to(torch.int8)
     checkpoint = open_checkpoint(write(tensors, folder))
-    refused(ValueError, name, "torch.int8", "must be turned back first", do=lambda: list(checkpoint.tensors()))
+    refused(
+        ValueError, name, "torch.int8", "Convert a quantised checkpoint back", do=lambda: list(checkpoint.tensors())
+    )
 
 
 def test_a_model_left_with_holes_is_refused_by_the_model_too(either, refused):
@@ -184,14 +186,14 @@ def test_a_pth_without_named_tensors(tmp_path, content, refused):
 def test_a_pth_that_is_none(tmp_path, content, refused):
     path = tmp_path / "model.pth"
     path.write_bytes(content)
-    refused(ValueError, path, "cut off", ".safetensors", path=path)
+    refused(ValueError, path, "truncated", ".safetensors", path=path)
 
 
 def test_a_pth_cut_off(tmp_path, tensors, refused):
     path = tmp_path / "model.pth"
     torch.save(tensors, path)
     path.write_bytes(path.read_bytes()[:-1000])
-    refused(ValueError, path, "cut off", ".safetensors", path=path)
+    refused(ValueError, path, "truncated", ".safetensors", path=path)
 
 
 def test_an_unknown_suffix(tmp_path, refused):

@@ -103,7 +103,7 @@ def test_a_size_that_was_never_published(tmp_path, refused):
 
 
 def test_a_published_size_that_does_not_exist(refused):
-    message = refused(ValueError, "'1029M' is no published size", do=lambda: published_architecture("1029M", "mdm"))
+    message = refused(ValueError, "'1029M' is not a published size", do=lambda: published_architecture("1029M", "mdm"))
     assert "1028M" in message.split("nearest are")[1]
 
 

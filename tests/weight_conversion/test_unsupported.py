@@ -39,7 +39,7 @@ BLOCKS, EXPERTS, DIT = "a block-diffusion model", "a mixture of experts", "a dif
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (SDAR, [BLOCKS, "model_type='sdar'", "never the blocks after it"]),
+        (SDAR, [BLOCKS, "model_type='sdar'", "never the blocks after them"]),
         ({"model_type": "qwen3", "architectures": ["SDARForCausalLM"]}, [BLOCKS, "['SDARForCausalLM']"]),
         ({"model_type": "a2d-qwen3", "block_size": 32}, [BLOCKS, "block_size=32"]),
         (BD3LM, [BLOCKS, DIT, "model_type='bd3lm'"]),
@@ -87,7 +87,7 @@ def test_a_name_further_up_the_path_tells_nothing(configs, specimen, tmp_path):
 
 def test_diffullama_does_not_load_as_the_causal_model_of_its_config(configs, tmp_path, refused):
     source = "huggingface.co/diffusionfamily/diffullama"
-    words = ("causal model's config", "its name is 'diffullama'", "sees both ways")
+    words = ("causal model's config", "its name is 'diffullama'", "its attention is bidirectional or by blocks")
     refused(ValueError, *words, do=lambda: recognise(configs["llama"], {}, source))
 
 

@@ -1,7 +1,7 @@
-"""Dream-7B and DiffuCoder: Qwen2's network without its causal mask, its logits still shifted by one.
+"""Dream-7B and DiffuCoder: Qwen2's network without its causal mask, with logits shifted by one.
 
-The prediction for place i stands in row i - 1, as in the causal model that Dream began as. Sources: DreamLM/Dream and
-ZHZisZZ/dllm `dllm/pipelines/dream/models/modeling_dream.py`, `generation_utils.py`.
+Row i - 1 of the logits predicts the token at position i, as in the causal model from which Dream was trained. Sources:
+DreamLM/Dream and ZHZisZZ/dllm `dllm/pipelines/dream/models/modeling_dream.py`, `generation_utils.py`.
 """
 
 from __future__ import annotations

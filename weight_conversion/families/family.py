@@ -1,4 +1,4 @@
-"""What a family has to say; `registry.py` lists them."""
+"""`Family`, the description of one kind of checkpoint; `registry.py` lists the families."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ Config = Mapping[str, Any]
 class Family:
     """A kind of checkpoint.
 
-    `recognises(config, shapes)` says whether a checkpoint is of this family; `read_architecture(config, shapes)` reads
-    it (config `None`: from the tensors alone); `write_config` is the inverse, for export. `ignored` are patterns of
-    tensors that carry nothing, `config_file` is the name under which the family keeps its config. `classes` are the
-    model types of the family, each with a pattern of the class names that its configs list under `architectures`.
+    Attributes:
+        name: Name of the family.
+        rules: Table of its tensors.
+        recognises: Function (config, shapes) that tells whether a checkpoint is of this family.
+        read_architecture: Function (config, shapes) that returns the architecture; without a config (`None`), from the
+            tensors alone.
+        write_config: Inverse of `read_architecture`, for export.
+        config_file: File name of the config beside the checkpoint.
+        ignored: Patterns of the names of tensors that are not needed.
+        classes: Model types of the family, each with a pattern of the class names that its configs list under
+            `architectures`.
     """
 
     name: str
@@ -33,6 +40,6 @@ class Family:
 
 
 def require_count(key: str, count: object, family: str) -> None:
-    """Raise a `ValueError` unless a number of a config is a whole one, at least 1: no float, no text, no true."""
+    """Raise a `ValueError` unless `count` is an int, at least 1; a bool is refused."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{key}={count!r} in the {family} config must be a whole number, at least 1")

@@ -1,6 +1,6 @@
-"""A `config.json` as Hugging Face writes it: a key is read, must say one thing, says nothing for us, or is an error.
+"""The keys of a Hugging Face `config.json`: each is read, must have a fixed value, is ignored, or is an error.
 
-What must say one thing are the switches for what our network does not do, such as rotary scaling or sliding windows.
+The keys with a fixed value switch on what our network does not do, such as rotary scaling or sliding windows.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from weight_conversion.architecture import LARGEST
 from weight_conversion.families.family import Config, require_count
 
-# They name code, files and habits of training, or ids that the tokenizer holds; the network does not ask them.
+# Ignored keys: they concern code, files and training, or token ids that the tokenizer holds, but not the network.
 SILENT = (
     "_name_or_path",
     "architectures",
     "attention_dropout",
     "auto_map",
-    "block_size",  # null: not trained by blocks. Any other is refused by the table of what is not supported.
+    "block_size",  # null: not trained by blocks. `unsupported.KINDS` refuses any other value.
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
@@ -43,16 +43,16 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """What a family's config may say.
+    """The keys that a family's config may have.
 
     Attributes:
-        family: for messages.
-        counts: keys that must be there, whole numbers of at least 1.
-        optional: keys of such numbers that may be left out, or null.
-        flags: keys that are true or false, and may be left out, or null.
-        read: other keys that are read where they are there.
-        fixed: keys with the values that our network is built for, the one to write first.
-        ignored: keys that change nothing in the network, beside `SILENT`.
+        family: Name of the family, for messages.
+        counts: Required keys whose values are whole numbers, at least 1.
+        optional: Keys of such numbers that may be absent or null.
+        flags: Keys whose values are true, false, absent or null.
+        read: Other keys that are read if present.
+        fixed: Keys with the values that our network supports; the first one is written on export.
+        ignored: Keys that do not affect the network, in addition to `SILENT`.
     """
 
     family: str
@@ -64,7 +64,7 @@ class ConfigKeys:
     ignored: tuple[str, ...] = ()
 
     def check(self, config: Config) -> None:
-        """Raise a `ValueError` that names what is missing, not understood, or not what our network does."""
+        """Raise a `ValueError` that names keys that are missing, unknown, or have a value that is not supported."""
         if missing := [key for key in self.counts if key not in config]:
             raise ValueError(f"the {self.family} config lacks {missing}; add them")
         known = {*self.counts, *self.optional, *self.flags, *self.read, *self.fixed, *self.ignored, *SILENT}
@@ -83,7 +83,7 @@ class ConfigKeys:
             raise ValueError(
                 f"layer_types={layer_types!r} in the {self.family} config must be a list, one for each layer"
             )
-        if other := sorted({str(each) for each in layer_types} - {"full_attention"}):
+        if other := sorted({str(layer_type) for layer_type in layer_types} - {"full_attention"}):
             raise ValueError(f"layer_types in the {self.family} config names {other}; only full_attention is supported")
         for key, allowed in self.fixed.items():
             if key in config and config[key] not in allowed:
@@ -93,25 +93,26 @@ class ConfigKeys:
 
 
 def rotary_base(config: Config, default: float | None = None) -> float:
-    """The base of the rotary frequencies, as transformers 4 (`rope_theta`) or 5 (`rope_parameters`) keeps it.
+    """The base of the rotary frequencies, in the keys of transformers 4 (`rope_theta`) or 5 (`rope_parameters`).
 
     Args:
-        default: of a family whose old configs leave it out.
+        default: Base of a family whose old configs do not give it.
 
     Raises:
-        ValueError: scaled frequencies, which our rotary does not do, a key not understood, several bases or none.
+        ValueError: the frequencies are scaled, which our network does not support; a key is unknown; or the config
+            gives several bases or none.
     """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
-    for name, kind in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        said = kind.get("rope_type", kind.get("type", "default")) if isinstance(kind, Mapping) else kind
-        if said != "default":
-            raise ValueError(f"{name} says {said!r}: scaled rotary frequencies are not supported")
-        if unknown := sorted(map(str, set(kind) - {"rope_type", "type", "rope_theta"})):
+    for name, section in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        kind = section.get("rope_type", section.get("type", "default")) if isinstance(section, Mapping) else section
+        if kind != "default":
+            raise ValueError(f"{name} says {kind!r}: scaled rotary frequencies are not supported")
+        if unknown := sorted(map(str, set(section) - {"rope_type", "type", "rope_theta"})):
             raise ValueError(f"{name} has keys that are not understood: {unknown}")
-    bases = [each["rope_theta"] for each in (config, parameters, scaling) if "rope_theta" in each]
+    bases = [section["rope_theta"] for section in (config, parameters, scaling) if "rope_theta" in section]
     if any(other != bases[0] for other in bases):
-        raise ValueError(f"the config gives several bases of the rotary frequencies, {bases}; keep the one that holds")
+        raise ValueError(f"the config gives several bases of the rotary frequencies, {bases}; keep the correct one")
     base = bases[0] if bases else default
     if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < LARGEST:
         raise ValueError(f"rope_theta is {base!r}; the config must give the base of the rotary frequencies")
@@ -119,11 +120,11 @@ def rotary_base(config: Config, default: float | None = None) -> float:
 
 
 def mask_token_id(config: Config, family: str) -> int:
-    """The id of [MASK], which a masked diffusion model cannot do without."""
+    """The id of [MASK], which the config of a masked diffusion model must give."""
     mask = config.get("mask_token_id")
     if isinstance(mask, bool) or not isinstance(mask, int):
         raise ValueError(
-            f"mask_token_id is {mask!r} in the {family} config; a masked diffusion model needs it: look its token up "
-            "in the tokenizer, and pass the config with it as a mapping"
+            f"mask_token_id is {mask!r} in the {family} config; a masked diffusion model needs it: look up the id of "
+            "its [MASK] token in the tokenizer, and pass the config with that id as a mapping"
         )
     return mask

@@ -1,8 +1,8 @@
-"""lit-gpt: SMDM's masked diffusion models and their autoregressive twins (`nieshen/SMDM`).
+"""lit-gpt: SMDM's masked diffusion models and their autoregressive (AR) baselines (`nieshen/SMDM`).
 
-Both variants share names and shapes; a masked diffusion model has one embedding row more than its head has columns, and
-that last row is [MASK]. Rotary tables were rounded to bfloat16 in training. Sources: ML-GSAI/SMDM `lit_gpt/config.py`,
-`lit_gpt/diffmodel.py` (bidirectional), `lit_gpt/model.py` (causal).
+Both variants have the same tensor names and shapes, but the embedding of a masked diffusion model has one row more than
+its head has columns: the last row is [MASK]. Rotary tables were rounded to bfloat16 in training. Sources: ML-GSAI/SMDM
+`lit_gpt/config.py`, `lit_gpt/diffmodel.py` (bidirectional), `lit_gpt/model.py` (causal).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PUBLISHED_SIZES: dict[str, tuple[int, int, int, int]] = {
     "2121M": (28, 17, 2176, 8704),
 }
 
-# What every config of this family must say, because the network below is built for it.
+# Values that every config of this family must have, because the network supports no others.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "rotary_percentage": (1.0,),
     "parallel_residual": (False,),
@@ -91,7 +91,7 @@ def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
 
 
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    """From a `lit_config.json`, or, without one, from the shapes of a published size."""
+    """The architecture in a `lit_config.json`; without a config, the published size with these shapes."""
     if config is None:
         config = _config_of_shapes(shapes)
     _check_config(config)
@@ -101,12 +101,12 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
 
 
 def published_architecture(size: str, kind: Literal["mdm", "ar"]) -> Architecture:
-    """The architecture behind a published name, "1028M" or "Diff_LLaMA_1028M"."""
+    """The architecture of a published size, "1028M" or "Diff_LLaMA_1028M"."""
     return _architecture(_published_config(size), 32000, kind)
 
 
 def write_config(architecture: Architecture) -> dict[str, Any]:
-    """The `lit_config.json` that belongs to an exported checkpoint."""
+    """The `lit_config.json` of an exported checkpoint."""
     a = architecture
     return {
         "name": a.name,
@@ -151,7 +151,7 @@ def _published_config(size: str) -> Config:
     key = size.removeprefix("Diff_LLaMA_")
     if key not in PUBLISHED_SIZES:
         near = get_close_matches(key, PUBLISHED_SIZES, n=3, cutoff=0.0)
-        raise ValueError(f"{size!r} is no published size; nearest are {', '.join(near)}")
+        raise ValueError(f"{size!r} is not a published size; nearest are {', '.join(near)}")
     n_layer, n_head, n_embd, intermediate_size = PUBLISHED_SIZES[key]
     return {
         "name": f"Diff_LLaMA_{key}",
@@ -165,7 +165,10 @@ def _published_config(size: str) -> Config:
 
 
 def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
-    """The published size with as many layers and the same MLP; a single bad tensor is left to the check to name."""
+    """The config of the published size with as many layers and the same MLP.
+
+    The most frequent MLP shape counts, so that a single wrong tensor is found by the check that names it.
+    """
     layers = {int(match[1]) for name in shapes if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
     mlps = Counter(shape for name, shape in shapes.items() if name.endswith(".mlp.swiglu.w1.weight"))
     n_layer, mlp = max(layers) + 1, max(mlps, key=lambda shape: mlps[shape], default=())
@@ -173,8 +176,8 @@ def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
         if (published_layers, (hidden, width)) == (n_layer, mlp):
             return _published_config(size)
     raise ValueError(
-        f"no published size has {n_layer} layers with an MLP of {list(mlp)}, and tensors alone do not tell the number "
-        "of heads: pass config='lit_config.json'"
+        f"no published size has {n_layer} layers with an MLP of {list(mlp)}, and the tensors alone do not give the "
+        "number of heads: pass config='lit_config.json'"
     )
 
 

@@ -1,8 +1,8 @@
-"""LLaDA-8B (Base, Instruct, 1.5) and iLLaDA-8B, dense: a Llama block under OLMo's names, bidirectional, read in place.
+"""LLaDA-8B (Base, Instruct, 1.5) and iLLaDA-8B, dense: Llama's blocks under OLMo's names, bidirectional, read in place.
 
-Two tensors are called ff_out: a block's is the MLP's down-projection, the one at the top the head. The class's defaults
-differ from the published config (rope_theta, lengths), so every number is read from config.json. Sources:
-ML-GSAI/LLaDA; ZHZisZZ/dllm `dllm/pipelines/llada/models/modeling_llada.py`.
+Two kinds of tensors are called ff_out: in a block it is the MLP's down-projection, at the top level the head. The
+defaults of the class differ from the published config (rope_theta, lengths), so every number is read from config.json.
+Sources: ML-GSAI/LLaDA; ZHZisZZ/dllm `dllm/pipelines/llada/models/modeling_llada.py`.
 """
 
 from __future__ import annotations

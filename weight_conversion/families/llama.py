@@ -1,7 +1,7 @@
 """Hugging Face's Llama (TinyLlama, Llama-2), and bidirectional diffusion models of its layout ("a2d-llama").
 
-Queries, keys, values and the output have biases where `attention_bias` says so, the MLP where `mlp_bias` does. Rotary
-tables are in the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
+Queries, keys, values and the output have biases if `attention_bias` is true, the MLP if `mlp_bias` is true. Rotary
+tables have the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     assert config is not None
     KEYS.check(config)
     biased = bool(config.get("attention_bias", False))
-    # Llama-2's config has no rope_theta.
+    # Llama-2's config does not give rope_theta.
     return read_decoder(
         config,
         "llama",
@@ -78,7 +78,13 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
 def read_decoder(
     config: Config, family: str, *, masked: bool | None = None, default_base: float | None = None, **flags: Any
 ) -> Architecture:
-    """What Llama's config and those of its descendants say alike; a model type of "a2d-..." is a diffusion model."""
+    """The architecture from the keys that Llama's config shares with its descendants'.
+
+    Args:
+        masked: Whether the model is a masked diffusion model; by default, if its model type begins with "a2d-".
+        default_base: Base of the rotary frequencies where the config does not give it.
+        flags: Further fields of the architecture.
+    """
     if masked is None:
         masked = str(config["model_type"]).startswith(DIFFUSION)
     if not masked and config.get("mask_token_id") is not None:
@@ -121,7 +127,7 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 
 
 def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]:
-    """The inverse of `read_decoder`, in the words of transformers 4, which 5 reads too."""
+    """The inverse of `read_decoder`, with the keys of transformers 4, which transformers 5 also reads."""
     a = architecture
     masked = a.mask_token_id is not None
     return {
@@ -139,7 +145,7 @@ def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]
         "rope_theta": a.rotary_base,
         "tie_word_embeddings": a.tied,
         "hidden_act": "silu",
-        # Its model type alone would not tell it from a model trained by blocks.
+        # Models trained by blocks have the same model type; a block_size of null tells them apart.
         **({"mask_token_id": a.mask_token_id, "block_size": None} if masked else {}),
     }
 
@@ -151,6 +157,6 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # tables that old checkpoints (Llama-2) carry along
+    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
     classes={"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
 )

@@ -1,4 +1,4 @@
-"""Our own layout: what `HookedDiffusionTransformer.save_pretrained` writes."""
+"""The family of our own layout, which `HookedDiffusionTransformer.save_pretrained` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Qwen2 (and Qwen2.5), and the diffusion models made from it by removing the mask ("a2d-qwen2").
+"""Hugging Face's Qwen2 (and Qwen2.5), and the diffusion models made from it by removing the causal mask ("a2d-qwen2").
 
 Llama's layout with biases on queries, keys and values. Source: transformers `models/qwen2/modeling_qwen2.py`; for the
 diffusion models ZHZisZZ/dllm (`model_type` "a2d-qwen2", bidirectional, no shift).
@@ -16,7 +16,7 @@ from weight_conversion.families.family import Config, Family
 
 MODEL_TYPES = ("qwen2", "a2d-qwen2")
 
-# Windows would slide from layer max_window_layers on, if they were used.
+# Sliding windows, if they were used, would begin at layer max_window_layers.
 KEYS = replace(
     llama.KEYS,
     family="qwen2",

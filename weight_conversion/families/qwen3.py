@@ -1,4 +1,4 @@
-"""Hugging Face's Qwen3 (dense), and the diffusion models made from it by removing the mask ("a2d-qwen3").
+"""Hugging Face's Qwen3 (dense), and the diffusion models made from it by removing the causal mask ("a2d-qwen3").
 
 Llama's layout, with a norm on each head's queries and keys. Source: transformers `models/qwen3/modeling_qwen3.py`; for
 the diffusion models ZHZisZZ/dllm (`model_type` "a2d-qwen3", bidirectional, no shift).

@@ -1,9 +1,9 @@
-"""Kinds of checkpoints that are known by sight and refused, because our network would compute something else.
+"""Kinds of checkpoints that are recognised and refused, because our network would compute something else.
 
-Several of them carry the model type or the tensor names of a supported family: a block-diffusion model made from Qwen3
-holds the very tensors of one that sees its whole canvas. So a checkpoint is held against this table before any family
-reads it, by everything that tells the kind: model type, class names, keys of the config, tensors, and, where the config
-is silent, the name under which it is published.
+Several of them have the model type or the tensor names of a supported family: a block-diffusion model made from Qwen3
+has exactly the tensors of one whose positions see the whole canvas. Every checkpoint is therefore compared with this
+table before a family reads it, by model type, class names, keys of the config, tensors, and, if the config does not
+decide, the name under which it was published.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".json")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of checkpoint that no family here reads.
+    """A kind of checkpoint that no family here supports.
 
     Attributes:
-        what: the kind, as "a block-diffusion model".
-        lacks: what the network built here would need.
-        model_types: values of `model_type`.
-        classes: pattern of a name in `architectures`.
-        keys: keys of the config that only this kind sets. A config that gives one as null, 0 or false denies the kind.
-        tensors: patterns of tensor names.
-        published: pattern of the names of checkpoints whose config does not tell.
+        what: Name of the kind, such as "a block-diffusion model".
+        difference: How it differs from the network built here.
+        model_types: Values of `model_type`.
+        classes: Pattern of the names in `architectures`.
+        keys: Keys of the config that only this kind sets. A config with one of them as null, 0 or false rules the kind
+            out.
+        tensors: Patterns of tensor names.
+        published: Pattern of the published names of checkpoints whose config does not show the kind.
     """
 
     what: str
-    lacks: str
+    difference: str
     model_types: tuple[str, ...] = ()
     classes: str = r"(?!)"
     keys: tuple[str, ...] = ()
@@ -46,32 +47,32 @@ class Kind:
     published: str = r"(?!)"
 
     def evidence(self, config: Config, shapes: Mapping[str, Shape], names: Sequence[str], beside: Config) -> str | None:
-        """What shows that a checkpoint is of this kind, or `None`.
+        """The evidence that a checkpoint is of this kind, or `None`.
 
-        Its config speaks first; where that neither says nor denies the kind, the one beside the checkpoint and its
-        names do.
+        The tensors and the config decide first. If they neither show the kind nor rule it out, the config.json beside
+        the checkpoint decides, then the checkpoint's names.
         """
         for tensor in shapes:
             if any(fnmatchcase(tensor, pattern) for pattern in self.tensors):
                 return f"it holds {tensor}"
-        if not _HUGGING_FACE & set(config):  # its keys mean other things
+        if not _HUGGING_FACE & set(config):  # not a config of Hugging Face's: its keys have other meanings
             return None
-        if said := self._said(config):
-            return f"its config says {said}"
+        if setting := self._setting_in(config):
+            return f"its config says {setting}"
         if any(key in config for key in self.keys):
             return None
-        if said := self._said(beside):
-            return f"the config.json beside it says {said}"
-        told = [name for name in names if re.search(self.published, name, re.IGNORECASE)]
-        return f"its name is {told[0]!r}" if told else None
+        if setting := self._setting_in(beside):
+            return f"the config.json beside it says {setting}"
+        matching = [name for name in names if re.search(self.published, name, re.IGNORECASE)]
+        return f"its name is {matching[0]!r}" if matching else None
 
-    def _said(self, config: Config) -> str | None:
-        """The setting of a config of Hugging Face's that tells the kind."""
+    def _setting_in(self, config: Config) -> str | None:
+        """The setting of a Hugging Face config that shows the kind, as text."""
         if not _HUGGING_FACE & set(config):
             return None
         if config.get("model_type") in self.model_types:
             return f"model_type={config['model_type']!r}"
-        for key in ("architectures", "auto_map"):  # a list of classes, or one; the files and classes of its own code
+        for key in ("architectures", "auto_map"):  # class names, and the classes of custom code
             if re.search(self.classes, str(config.get(key))):
                 return f"{key}={config[key]!r}"
         return next((f"{key}={config[key]!r}" for key in self.keys if config.get(key)), None)
@@ -80,8 +81,8 @@ class Kind:
 KINDS = (
     Kind(
         "a block-diffusion model",
-        "it sees finished blocks and its own, never the blocks after it, and our masked diffusion models see the whole "
-        "canvas",
+        "its positions see finished blocks and their own, never the blocks after them, and the positions of our masked "
+        "diffusion models see the whole canvas",
         model_types=(
             "sdar",
             "sdar_moe",
@@ -96,7 +97,7 @@ KINDS = (
     ),
     Kind(
         "a mixture of experts",
-        "its MLPs are chosen by a router, and our MLPs are dense",
+        "a router chooses its MLPs, and our MLPs are dense",
         model_types=("lladamoe", "llada2_moe", "sdar_moe"),
         classes=r"MoE|Moe",
         keys=("num_experts", "n_routed_experts", "num_local_experts", "expert_intermediate_size"),
@@ -104,7 +105,7 @@ KINDS = (
     ),
     Kind(
         "a diffusion transformer (DiT)",
-        "its blocks have LayerNorms that the time modulates, and our blocks have RMSNorms and know no time",
+        "its blocks have LayerNorms modulated by the time, and our blocks have RMSNorms and no time input",
         model_types=("mdlm", "udlm", "duo", "gidd", "bd3lm"),
         classes=r"\b(MDLM|UDLM|BD3LM|DUO|SEDD|RADD|Gidd)",
         tensors=("*blocks.0.adaLN_modulation.weight", "*vocab_embed.embedding"),
@@ -117,7 +118,7 @@ KINDS = (
     ),
     Kind(
         "a diffusion model under a causal model's config",
-        "it sees both ways or by blocks, and its config describes a causal model",
+        "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
     ),
@@ -131,54 +132,56 @@ def refuse_unsupported(
     config_path: str | None = None,
     beside: Config | None = None,
 ) -> None:
-    """Raise a `ValueError` that says what a checkpoint is, if it is of a kind that no family here reads.
+    """Raise a `ValueError` if a checkpoint is of a kind that no family here supports; the message says which.
 
     Args:
-        source: the checkpoint's path, or the repository it comes from.
-        config_path: where its config was read, if that was a file of the caller's choice.
-        beside: the config.json beside the checkpoint, if `config` is another one.
+        config: The checkpoint's config, if there is one.
+        shapes: Shapes of its tensors by name.
+        source: Path of the checkpoint, or its repository.
+        config_path: Path of its config, if the caller passed one.
+        beside: The config.json beside the checkpoint, if `config` is another one.
     """
-    said = config or {}
-    names = _names(said, source, config_path)
-    found = [(kind, evidence) for kind in KINDS if (evidence := kind.evidence(said, shapes, names, beside or {}))]
-    if not found:
+    config = config or {}
+    names = _names(config, source, config_path)
+    matches = [(kind, evidence) for kind in KINDS if (evidence := kind.evidence(config, shapes, names, beside or {}))]
+    if not matches:
         return
-    kinds = ", and ".join(f"{kind.what} ({evidence})" for kind, evidence in found)
-    lacks = "; ".join(f"as {kind.what}, {kind.lacks}" for kind, _ in found)
-    cure = ""
-    if any(evidence.startswith("its name") for _, evidence in found):
-        cure = ". If it is not of this kind, give its folder another name"
-        cure += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in found if kind.keys)
-    elif denied := [kind.keys[0] for kind, evidence in found if kind.keys and evidence.startswith("the config.json")]:
-        cure = f'. If it is not of this kind, let the config that you pass say "{denied[0]}": null'
+    kinds = ", and ".join(f"{kind.what} ({evidence})" for kind, evidence in matches)
+    differences = "; ".join(f"as {kind.what}, {kind.difference}" for kind, _ in matches)
+    remedy = ""
+    if any(evidence.startswith("its name") for _, evidence in matches):
+        remedy = ". If it is not of this kind, give its folder another name"
+        remedy += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in matches if kind.keys)
+    elif keys := [kind.keys[0] for kind, evidence in matches if kind.keys and evidence.startswith("the config.json")]:
+        remedy = f'. If it is not of this kind, let the config that you pass say "{keys[0]}": null'
     raise ValueError(
         f"{source} is {kinds}. This is not supported, and read as another kind it would give wrong numbers: "
-        f"{lacks}{cure}"
+        f"{differences}{remedy}"
     )
 
 
 def warn_if_silent(config: Config, source: str, config_path: str | None = None) -> None:
-    """Warn where neither config nor name tells whether a model made from a causal one was trained by blocks."""
+    """Warn if neither config nor name says whether a model made from a causal one was trained by blocks."""
     made_from_causal = str(config.get("model_type")).startswith("a2d-")
     if not made_from_causal or set(KINDS[0].keys) & set(config):
         return
     if not any(re.search("mdlm", name, re.IGNORECASE) for name in _names(config, source, config_path)):
         warnings.warn(
             f"{source} is read as a model that sees its whole canvas. Its config does not say so, and models trained "
-            "by blocks have the same one: if it is one of those, its numbers will be wrong. If it is not, add "
-            '"block_size": null to its config.json, and this warning ends',
+            "by blocks have the same config: if it is one of those, its numbers will be wrong. If it is not, add "
+            '"block_size": null to its config.json to end this warning',
             stacklevel=4,
         )
 
 
 def _names(config: Config, source: str, config_path: str | None) -> list[str]:
-    """The names a checkpoint goes by: of its files and folders, of its repository in a cache, and in its config."""
-    said = [config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else []
-    return [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path)), *said]
+    """The names of a checkpoint: of its files and folders, of its repository in a cache, and in its config."""
+    own_name = [config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else []
+    return [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path)), *own_name]
 
 
 def _names_in(path: str) -> list[str]:
-    """The last names of a path, as it is given and, where something lies there, in full and with its links followed."""
+    """The last parts of a path as it was given and, if it exists, of its absolute form and with links resolved."""
     spellings = [path, os.path.abspath(path), os.path.realpath(path)] if os.path.exists(path) else [path]
     names = []
     for spelling in spellings:
