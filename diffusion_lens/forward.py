@@ -46,9 +46,9 @@ class Forward(DiffusionTransformer, ABC):
             prepend_bos: whether text begins with BOS; by default as the tokenizer does (`cfg.default_prepend_bos`).
             start_at_layer: first block to run (negative: from the end).
             stop_at_layer: block to stop before; the residual stream there is returned.
-            logits_at: compute the logits of these rows only. Int[selected] picks `logits[:, rows]`; a pair (Int[selected],
-                Int[selected]) of batch and row indices, or Bool[batch pos], picks `logits[batch, rows]`, flattened to
-                [place d_vocab_out].
+            logits_at: compute the logits of these rows only. Int[selected] picks `logits[:, rows]`; a pair
+                (Int[selected], Int[selected]) of batch and row indices, or Bool[batch pos], picks
+                `logits[batch, rows]`, flattened to [selected d_vocab_out].
             past_kv_cache: on a causal model, keys and values of the places before `input`, in the layers that run; the
                 new ones are appended.
             loss_per_token: give what each place adds instead of the mean over the places that count: of an

@@ -7,9 +7,10 @@ from typing import Any, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
-from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.denoising.canvas import Prompt
+from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
+from diffusion_lens.denoising.canvas import Prompt, lay_out
 from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -178,21 +179,9 @@ class HookedDiffusionTransformer(Forward):
             FloatingPointError: logits that are NaN or +inf, or -inf for every token, where a token is to be revealed.
             RuntimeError: another run of the loop is under way on this model.
         """
-        return denoise(
-            self,
-            prompt,
-            length=length,
-            max_new_tokens=max_new_tokens,
-            steps=steps,
-            sampler=sampler,
-            cfg_scale=cfg_scale,
-            temperature=temperature,
-            seed=seed,
-            attention_mask=attention_mask,
-            prepend_bos=prepend_bos,
-            fwd_hooks=fwd_hooks,
-            progress=progress,
-        )
+        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
+        canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
+        return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
 
     generate = denoise
 
@@ -207,7 +196,17 @@ class HookedDiffusionTransformer(Forward):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         max_bytes: int | None = None,
-        **denoise_options: Any,
+        length: SupportsIndex | None = None,
+        max_new_tokens: SupportsIndex | None = None,
+        steps: SupportsIndex | None = None,
+        sampler: str | Sampler | None = None,
+        cfg_scale: SupportsFloat = 0.0,
+        temperature: SupportsFloat = 0.0,
+        seed: Seed = 0,
+        attention_mask: Tensor | None = None,
+        prepend_bos: bool | None = None,
+        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        progress: bool = False,
     ) -> tuple[Trajectory, TrajectoryCache]:
         """`denoise`, keeping activations by step. Canvases are as without (confidences to about 1e-6).
 
@@ -220,21 +219,14 @@ class HookedDiffusionTransformer(Forward):
             branch: under guidance, the branch to keep, "conditional" or "unconditional".
             device, dtype: where and in what precision to keep them; by default as they are.
             max_bytes: refuse, before anything runs, a cache estimated larger.
-            denoise_options: as in `denoise`.
+            length, max_new_tokens, steps, sampler, cfg_scale, temperature, seed: as in `denoise`.
+            attention_mask, prepend_bos, fwd_hooks, progress: as in `denoise`.
 
         Raises:
             ValueError: a filter that picks nothing, a step outside the run, a cache over `max_bytes` (with the largest
                 contributors).
         """
-        return denoise_with_cache(
-            self,
-            prompt,
-            names_filter,
-            steps_filter=steps_filter,
-            pos_slice=pos_slice,
-            branch=branch,
-            device=device,
-            dtype=dtype,
-            max_bytes=max_bytes,
-            **denoise_options,
-        )
+        cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)
+        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
+        canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
+        return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)

@@ -12,7 +12,9 @@ from diffusion_lens.analysis.batching import row_bytes, rows_at_once
 from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.config import UNREACHED
+from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.run import require_same_architecture
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -49,7 +51,7 @@ class TracedTrajectory:
         Answer.of(model, query)
         given, length = loop_prompt(model, query)
         if trajectory is None:
-            trajectory = denoise(model, given[None], length=length)
+            trajectory = denoise(model, lay_out(model, given[None], length), DenoiseSettings())
         require_same_architecture(trajectory.record, model)
         n_rows, n_pos = trajectory.tokens.shape
         if n_rows != 1 or not bool(trajectory.real.all()):

@@ -44,9 +44,9 @@ def denoise(
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     given = dict(locals())
+    from diffusion_lens.denoising import DenoiseSettings
+    from diffusion_lens.denoising.canvas import lay_out
     from diffusion_lens.denoising.denoise import prepare
-    from diffusion_lens.denoising.predictor import require_mask
-    from diffusion_lens.denoising.samplers import resolve_sampler
 
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     if length is not None and max_new_tokens is not None:
@@ -55,6 +55,7 @@ def denoise(
         length = chosen.length(length, otherwise=52)
     else:
         chosen.check_places(max_new_tokens)
+    loop = DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)
     settings: dict[str, Any] = {
         "length": length,
         "max_new_tokens": max_new_tokens,
@@ -66,8 +67,7 @@ def denoise(
     }
     shape = chosen.known_shape()
     if shape is not None:
-        resolve_sampler(sampler, shape)
-        require_mask(settings["cfg_scale"], shape, model)
+        loop.on(shape, model)
     report = Report("denoise", {**given, **settings}, out, json)
     if out is not None:
         require("pictures")
@@ -76,7 +76,7 @@ def denoise(
         if shape is not None:
             places = min(places, shape.n_ctx)
         if (blank := chosen.without_weights()) is not None:
-            places = prepare(blank, prompt, **settings).tokens.shape[1]
+            places = prepare(blank, lay_out(blank, prompt, length, max_new_tokens), loop).tokens.shape[1]
         cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
 
     trajectory = chosen.load().denoise(prompt, progress=progress(), **settings)

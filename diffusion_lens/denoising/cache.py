@@ -12,7 +12,9 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.model.caching import count_places, take_places
+from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.model.caching import PosSlice, count_places, take_places
+from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.records import open_result, save_result
 from diffusion_lens.settings import whole_numbers
 
@@ -88,7 +90,7 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """Which activations of a run are kept, and how."""
+    """What a `CacheFilter` picks in one run: which activations are kept, and how."""
 
     names: tuple[str, ...]
     steps: frozenset[int]
@@ -108,6 +110,65 @@ class CacheRequest:
             kept.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
 
         return [(name, keep) for name in self.names]
+
+
+@dataclass(frozen=True)
+class CacheFilter:
+    """Which activations of a run to keep, as `denoise_with_cache` takes it.
+
+    Attributes:
+        names: Name, names or predicate of the hook points.
+        steps: Step or steps, negative ones from the end; `None` keeps all.
+        pos_slice: Positions (queries, of scores and patterns): an index, a slice, or indices; `None` keeps all.
+        branch: Branch of guidance, "conditional" or "unconditional".
+        device: Device of what is kept; `None` leaves it where it is.
+        dtype: Dtype of what is kept; `None` leaves it as it is.
+        max_bytes: Size above which the cache is refused before anything runs.
+    """
+
+    names: NamesFilter
+    steps: SupportsIndex | Iterable[SupportsIndex] | None = None
+    pos_slice: PosSlice = None
+    branch: str = "conditional"
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.names is None:
+            raise ValueError(
+                "names_filter is missing: name the activations to keep, because all of them at every step seldom fit "
+                "in memory"
+            )
+        if self.branch not in ("conditional", "unconditional"):
+            raise ValueError(f"branch={self.branch!r}; it is 'conditional' or 'unconditional'")
+
+    def on(self, model: Hooking, n_steps: int, *, guided: bool) -> CacheRequest:
+        """The hook points and steps that it picks in a run of one model.
+
+        Raises:
+            KeyError: a hook point that does not exist.
+            ValueError: a filter that picks nothing, or a hook point, step or branch that the run does not have.
+        """
+        names = select_names(self.names, model.hook_dict)
+        in_loop = [name for name in names if name.startswith(loop_hook(""))]
+        silent = {name: reason for name in names if name not in in_loop and (reason := model.why_silent(name))}
+        if silent and not callable(self.names):
+            raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
+        if self.branch == "unconditional" and not guided:
+            raise ValueError("branch='unconditional' needs guidance: without cfg_scale there is no such branch")
+        if self.branch == "unconditional" and in_loop:
+            raise ValueError(
+                f"{in_loop} pass after guidance, which belongs to neither branch: keep them with 'conditional'"
+            )
+        return CacheRequest(
+            names=tuple(name for name in names if name not in silent),
+            steps=resolve_steps(self.steps, n_steps),
+            branch=self.branch,
+            pos_slice=Slice.unwrap(self.pos_slice),
+            device=self.device,
+            dtype=self.dtype,
+        )
 
 
 def activation_shape(

@@ -56,8 +56,8 @@ class Canvas:
 def lay_out(
     model: DiffusionTransformer,
     prompt: Prompt,
-    length: SupportsIndex | None,
-    max_new_tokens: SupportsIndex | None,
+    length: SupportsIndex | None = None,
+    max_new_tokens: SupportsIndex | None = None,
     attention_mask: Tensor | None = None,
     prepend_bos: bool | None = None,
 ) -> Canvas:

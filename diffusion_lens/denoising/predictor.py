@@ -4,10 +4,8 @@ Unsupervised classifier-free guidance (Nie et al. 2024, arXiv 2410.18514, eq. 9)
 comes from the same canvas with everything given masked.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import SupportsFloat
 
 import torch
 from jaxtyping import Float
@@ -16,10 +14,8 @@ from torch import Tensor
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import plain_number
 from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
-from weight_conversion import Variant
 
 
 def guide(
@@ -29,20 +25,6 @@ def guide(
 ) -> Float[Tensor, "*selected d_vocab_out"]:
     """Guided logits, u + (1 + w)(c - u)."""
     return unconditional + (scale + 1) * (conditional - unconditional)
-
-
-def check_cfg_scale(scale: SupportsFloat) -> float:
-    """The weight of guidance as Python's own number; a `ValueError` unless it is finite, and 0 or more."""
-    scale = plain_number("cfg_scale", scale)
-    if not math.isfinite(scale) or scale < 0:
-        raise ValueError(f"cfg_scale={scale}; it must be a finite number, 0 (no guidance) or more")
-    return scale
-
-
-def require_mask(scale: float, variant: Variant, name: str) -> None:
-    """Raise a `ValueError` at guidance of a model without [MASK]."""
-    if scale and not variant.has_mask:
-        raise ValueError(f"cfg_scale={scale} masks the prompt, and {name!r} has no [MASK]; use 0 there")
 
 
 class Predictor(ABC):

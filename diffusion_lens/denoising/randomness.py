@@ -21,21 +21,34 @@ from diffusion_lens.shapes import PosMask, Tokens
 Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
 
 
+def plain_seed(seed: Seed) -> int | tuple[int, ...] | torch.Generator:
+    """A seed as Python's own number, the seeds of rows as a tuple of these; a generator is returned as it is.
+
+    Raises:
+        TypeError: none of these.
+    """
+    if isinstance(seed, torch.Generator):
+        return seed
+    plain = seed.tolist() if hasattr(seed, "tolist") else seed  # of arrays and tensors
+    if isinstance(plain, Sequence) and not isinstance(plain, str | bytes):
+        return tuple(whole_number(f"seed[{row}]", row_seed) for row, row_seed in enumerate(plain))
+    try:
+        return whole_number("seed", seed)
+    except TypeError as error:
+        raise TypeError(f"{error}, or one for each row, or a torch.Generator") from None
+
+
 def row_seeds(seed: Seed, n_batch: int) -> list[int]:
     """A seed for each row: hashed from a number and the row, the numbers themselves of a list, or from a generator."""
-    if isinstance(seed, torch.Generator):
-        drawn: list[int] = torch.randint(2**62, (n_batch,), generator=seed, device=seed.device).tolist()
-        return drawn
-    several = seed.tolist() if hasattr(seed, "tolist") else seed  # of arrays and tensors
-    if isinstance(several, Sequence) and not isinstance(several, str | bytes):
-        if len(several) != n_batch:
-            raise ValueError(f"{len(several)} seeds for {n_batch} rows; give one a row, or a single number")
-        return [whole_number(f"seed[{row}]", each) for row, each in enumerate(several)]
-    try:
-        single = whole_number("seed", seed)
-    except TypeError as error:
-        raise TypeError(f"{error}, or one a row, or a torch.Generator") from None
-    return [own_seed(single, row) for row in range(n_batch)]
+    plain = plain_seed(seed)
+    if isinstance(plain, torch.Generator):
+        sampled: list[int] = torch.randint(2**62, (n_batch,), generator=plain, device=plain.device).tolist()
+        return sampled
+    if isinstance(plain, int):
+        return [own_seed(plain, row) for row in range(n_batch)]
+    if len(plain) != n_batch:
+        raise ValueError(f"{len(plain)} seeds for {n_batch} rows; give one for each row, or a single number")
+    return list(plain)
 
 
 class PositionNoise:

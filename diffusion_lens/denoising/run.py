@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.predictor import predictor_for
 from diffusion_lens.denoising.proposal import confidence_of
 from diffusion_lens.denoising.randomness import PositionNoise
@@ -28,6 +29,8 @@ class Run:
     """A canvas on its way.
 
     Attributes:
+        settings: with the sampler that the run has.
+        seeds: of the rows.
         times: the times of the whole run, `n_steps + 1` of them; a branch of a run keeps them.
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
@@ -36,9 +39,7 @@ class Run:
 
     model: DiffusionTransformer
     canvas: Canvas
-    sampler: Sampler
-    cfg_scale: float
-    temperature: float
+    settings: DenoiseSettings
     seeds: list[int]
     times: list[float]
     revealed_at: Int[Tensor, "batch pos"]
@@ -49,17 +50,23 @@ class Run:
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
         self.noise = PositionNoise(self.seeds, self.canvas.positions)
-        self.predictor = predictor_for(self.model, self.canvas, self.cfg_scale)
+        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale)
         self.identity = RunIdentity()
 
-    def settings(self) -> dict[str, Any]:
-        """What a trajectory records of how it was made."""
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler of the settings."""
+        assert self.settings.sampler is not None
+        return self.settings.sampler
+
+    def describe(self) -> dict[str, Any]:
+        """For the record of its trajectory: the settings, and what it is made by."""
         return {
             "sampler": describe_sampler(self.sampler),
             "steps": len(self.times) - 1,
             "times": self.times,
-            "cfg_scale": self.cfg_scale,
-            "temperature": self.temperature,
+            "cfg_scale": self.settings.cfg_scale,
+            "temperature": self.settings.temperature,
             "seeds": self.seeds,
             "blank": self.canvas.blank,
             **provenance(self.model, self.model.cfg),
@@ -114,9 +121,9 @@ class Run:
             if bool(unwritten.any()):
                 candidates[unwritten] = propose(logits, mask_id=mask_id)[unwritten[places]]
             return candidates
-        uniform = self.noise.by_token(state.index, places, logits.shape[-1]) if self.temperature else None
+        uniform = self.noise.by_token(state.index, places, logits.shape[-1]) if self.settings.temperature else None
         candidates = self.tokens.clone()
-        candidates[places] = propose(logits, self.temperature, uniform, mask_id)
+        candidates[places] = propose(logits, self.settings.temperature, uniform, mask_id)
         require_open(logits, candidates[places], state, places)
         point = self.model.loop_hooks.hook_candidates
         if not is_hooked(point):
@@ -134,7 +141,7 @@ class Run:
         confidence[places] = confidence_of(logits, tokens)
         ranking = confidence.clone()
         if not proposal.is_plain:
-            ranking[places] = proposal.scores(logits, tokens, self.temperature)
+            ranking[places] = proposal.scores(logits, tokens, self.settings.temperature)
         ranking = point(ranking)
         if is_hooked(point):
             require_scores(ranking, state, places)

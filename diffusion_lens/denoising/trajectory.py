@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.run import Run, require_same_model
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import resolve_sampler, sampler_from
+from diffusion_lens.denoising.samplers import sampler_from
+from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
@@ -182,24 +184,13 @@ class Trajectory:
                 "replayed_from": self.first_step,
                 "trajectory": canvas_provenance(self.record),
             }
-            return Trajectory.of(run, {**self.record, **run.settings(), **record, **of_replay})
+            return Trajectory.of(run, {**self.record, **run.describe(), **record, **of_replay})
 
-    def diff(self, other: "Trajectory") -> "TrajectoryDiff":
+    def diff(self, other: "Trajectory") -> TrajectoryDiff:
         """Where two runs of the same prompt part."""
-        if self.canvases.shape == other.canvases.shape and not torch.equal(self.canvases[0], other.canvases[0]):
-            raise ValueError("the two runs begin with different canvases: only runs of one prompt can part")
-        if self.canvases.shape != other.canvases.shape:
-            raise ValueError(
-                f"runs of different shape cannot be compared: {list(self.canvases.shape)} and "
-                f"{list(other.canvases.shape)} (step+1, batch, pos)"
-            )
-        parted = (self.canvases != other.canvases).flatten(1).any(dim=1).nonzero()
-        return TrajectoryDiff(
-            first_step=self.first_step + int(parted[0]) - 1 if len(parted) else None,
-            tokens=self.tokens != other.tokens,
-            order=self.revealed_at != other.revealed_at,
-            confidence=other.confidence - self.confidence,
-        )
+        names = ("tokens", "canvases", "revealed_at", "confidence")
+        before, after = ({name: getattr(run, name) for name in names} for run in (self, other))
+        return TrajectoryDiff.of(before, after, self.first_step)
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -246,16 +237,21 @@ class Trajectory:
                 "a run that masked tokens again does not keep how sure each step was of tokens since rewritten, which "
                 "its sampler asks: replay it freely from its start, or forced from any step"
             )
+        settings = DenoiseSettings(
+            steps=self.record["steps"],
+            sampler=sampler or sampler_from(self.record["sampler"]),
+            cfg_scale=self.record["cfg_scale"],
+            temperature=self.record["temperature"],
+            seed=self.record["seeds"] if seeds is None else seeds,
+        )
         device = model.cfg.device
         real = None if bool(self.real.all()) else self.real.to(device)
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
         return Run(
             model=model,
             canvas=Canvas(self.canvases[0].to(device), self.given.to(device), real, self.record["blank"]),
-            sampler=resolve_sampler(sampler or sampler_from(self.record["sampler"]), model.cfg),
-            cfg_scale=self.record["cfg_scale"],
-            temperature=self.record["temperature"],
-            seeds=row_seeds(self.record["seeds"] if seeds is None else seeds, self.canvases.shape[1]),
+            settings=settings.on(model.cfg, model.cfg.model_name),
+            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
             times=list(self.record["times"]),
             revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
             confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
@@ -276,20 +272,3 @@ class Trajectory:
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
         return f"Trajectory({batch} x {pos} places, {self.n_steps} steps, {self.forward_passes} forward passes)"
-
-
-@dataclass(frozen=True, eq=False)
-class TrajectoryDiff:
-    """Where two runs part.
-
-    Attributes:
-        first_step: the first step after which the canvases differ; `None` if they never do.
-        tokens: Bool[batch pos], places whose final token differs.
-        order: Bool[batch pos], places revealed in another step.
-        confidence: Float[batch pos], the other run's confidence minus this one's.
-    """
-
-    first_step: int | None
-    tokens: Bool[Tensor, "batch pos"]
-    order: Bool[Tensor, "batch pos"]
-    confidence: Float[Tensor, "batch pos"]

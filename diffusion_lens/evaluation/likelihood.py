@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from diffusion_lens.denoising.predictor import check_cfg_scale, guide
+from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.refusals import require_logits
 from diffusion_lens.facts import Fact
@@ -34,7 +34,7 @@ from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
-from diffusion_lens.settings import at_least
+from diffusion_lens.settings import at_least, not_negative
 from diffusion_lens.shapes import PosMask
 
 Text = str | Tensor
@@ -272,7 +272,7 @@ def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tens
 
 
 def _check_settings(cfg_scale: float, **counts: int) -> None:
-    check_cfg_scale(cfg_scale)
+    not_negative("cfg_scale", cfg_scale)
     for name, count in counts.items():
         at_least(1, name, count)
 

@@ -22,8 +22,9 @@ from diffusion_lens.analysis.resumable import (
     work_through_batches,
 )
 from diffusion_lens.analysis.usable_facts import sort_out
+from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import prepare
-from diffusion_lens.denoising.predictor import check_cfg_scale
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler
 from diffusion_lens.evaluation.batches import by_length
@@ -33,7 +34,7 @@ from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import whole_numbers
+from diffusion_lens.settings import not_negative, whole_numbers
 
 STEPS = (1, 2, 4, 8, 16, 32)
 LENGTH = 52
@@ -78,7 +79,7 @@ def recall_by_steps(
             be asked. A single one that cannot (no answer, a prompt that leaves no place for it, words that the
             tokenizer does not know) is set aside, with the reason in `Recall.set_aside`.
     """
-    check_cfg_scale(cfg_scale)
+    cfg_scale = not_negative("cfg_scale", cfg_scale)
     masked = model.cfg.has_mask
     chosen = resolve_sampler(sampler, model.cfg)
     columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else [*step_columns(steps)]
@@ -88,7 +89,7 @@ def recall_by_steps(
         length = model.cfg.trained_length or LENGTH
     settings: dict[str, Any] = {
         "length": length,
-        "cfg_scale": float(cfg_scale) if masked else 0.0,
+        "cfg_scale": cfg_scale if masked else 0.0,
         "temperature": float(temperature),
     }
     named = name_facts(data)
@@ -97,7 +98,8 @@ def recall_by_steps(
     batches = by_length(sorted(prompts), prompts.__getitem__, batch_size, mixed=masked)
     mine = pick_shard(batches, (0, 1) if shard is None else shard)
     # Refuses what this model cannot be asked, before a folder is made.
-    prepare(model, named[next(iter(prompts))].prompt, steps=columns[0], sampler=chosen, **settings)
+    canvas = lay_out(model, named[next(iter(prompts))].prompt, length)
+    prepare(model, canvas, DenoiseSettings(columns[0], chosen, settings["cfg_scale"], temperature))
     run = {
         "steps": columns,
         **settings,

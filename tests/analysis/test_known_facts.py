@@ -125,9 +125,9 @@ def test_ids_choose_the_facts_of_both_models(tiny):
 def test_a_shard_and_a_resumed_run_ask_only_batches_that_they_need(tiny, monkeypatch, tmp_path):
     asked = []
 
-    def counted(model, prompt, **settings):
-        asked.append(len(prompt))
-        return denoise(model, prompt, **settings)
+    def counted(model, canvas, settings):
+        asked.append(len(canvas.tokens))
+        return denoise(model, canvas, settings)
 
     monkeypatch.setattr(known_facts, "denoise", counted)
     settings = dict(loop=LoopSettings(steps=2, batch_size=2), **QUICK)

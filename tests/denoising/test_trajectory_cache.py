@@ -119,7 +119,7 @@ def test_the_estimate_is_what_is_kept(every):
 @pytest.mark.parametrize(
     ("asked", "error", "message"),
     [
-        (dict(names_filter=None), ValueError, "question about your disk"),
+        (dict(names_filter=None), ValueError, "name the activations to keep"),
         (dict(names_filter="blocks.1.hook_resid_pots"), KeyError, "nearest are"),
         (dict(names_filter=lambda name: False), ValueError, "matches no hook point"),
         (dict(names_filter=RESID, steps_filter=[99]), ValueError, r"\[99\]"),

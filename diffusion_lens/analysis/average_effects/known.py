@@ -23,7 +23,9 @@ from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.resumable import fact_seed, name_facts
 from diffusion_lens.analysis.traced_trajectory import loop_prompt
 from diffusion_lens.analysis.usable_facts import sort_out
+from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise, prepare
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler
 from diffusion_lens.denoising.step_hooks import acts_by_step
@@ -95,7 +97,7 @@ class LoopSettings:
     def check(self, model: DiffusionTransformer, query: Query) -> None:
         """Raise a `ValueError` unless the loop can be run on this canvas."""
         given, length = loop_prompt(model, query)
-        prepare(model, given[None], length=length, **self.on(model))
+        prepare(model, lay_out(model, given[None], length), DenoiseSettings(**self.on(model)))
 
 
 def refuse_step_hooks(model: DiffusionTransformer) -> None:
@@ -134,13 +136,11 @@ class LoopRuns:
         if fact_id not in self._runs:
             batch = self._batches[fact_id]
             prompts = torch.stack([self._prompts[each][0] for each in batch])
+            seed = [fact_seed(self._settings.seed, each) for each in batch]
             trajectory = denoise(
                 self._model,
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                length=self._prompts[fact_id][1],
-                seed=[fact_seed(self._settings.seed, each) for each in batch],
-                **self._settings.on(self._model),
+                lay_out(self._model, prompts, self._prompts[fact_id][1], attention_mask=torch.ones_like(prompts)),
+                DenoiseSettings(**self._settings.on(self._model), seed=seed),
             )
             self._runs |= {each: trajectory.row(row) for row, each in enumerate(batch)}
         return self._runs[fact_id]

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from diffusion_lens.analysis.answer import check_answer
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -73,14 +75,9 @@ def sample_prefixes(
     texts: dict[int, str] = {}
     for length in dict.fromkeys(lengths):
         rows = [i for i, each in enumerate(lengths) if each == length]
-        trajectory = denoise(
-            model,
-            [start] * len(rows),
-            max_new_tokens=length,
-            steps=length,
-            temperature=temperature,
-            seed=[own_seed(seed, i) for i in rows],
-        )
+        canvas = lay_out(model, [start] * len(rows), max_new_tokens=length)
+        settings = DenoiseSettings(steps=length, temperature=temperature, seed=[own_seed(seed, i) for i in rows])
+        trajectory = denoise(model, canvas, settings)
         for i, tokens in zip(rows, trajectory.tokens.tolist(), strict=True):
             words = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             texts[i] = " ".join(words.split())

@@ -38,10 +38,13 @@ def sampler_from(description: Mapping[str, Any]) -> Sampler:
     return type(SAMPLERS[name])(**settings)
 
 
-def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
-    """A sampler from its name or its preset's, itself, or the default of the variant."""
-    if sampler is None:
-        sampler = "left_to_right" if variant.reveals_in_order else "confidence"
+def named_sampler(sampler: str | Sampler) -> Sampler:
+    """The sampler of a name or of a preset's name; an object is returned as it is.
+
+    Raises:
+        ValueError: an unknown name; the nearest one is given.
+        TypeError: what is neither a name nor a `Sampler`, such as its class.
+    """
     if isinstance(sampler, str):
         known = [*SAMPLERS, *PRESETS]
         if sampler not in known:
@@ -52,6 +55,19 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
         raise TypeError(
             f"sampler={sampler!r} is neither a name nor a Sampler object; write Confidence(), with brackets"
         )
+    return sampler
+
+
+def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
+    """The sampler of a name, or the default of a kind of model.
+
+    Raises:
+        ValueError: an unknown name, or a sampler that this kind of model cannot follow.
+        TypeError: as for `named_sampler`.
+    """
+    if sampler is None:
+        sampler = "left_to_right" if variant.reveals_in_order else "confidence"
+    sampler = named_sampler(sampler)
     if variant.reveals_in_order and not isinstance(sampler, LeftToRight):
         raise ValueError(
             f"the sampler {sampler.name!r} fills places in any order, which a causal model cannot; use 'left_to_right'"
@@ -71,6 +87,7 @@ __all__ = [
     "Sampler",
     "dream",
     "llada",
+    "named_sampler",
     "resolve_sampler",
     "smdm",
 ]

@@ -1,0 +1,83 @@
+"""The settings of the denoising loop: all that a run needs beside its canvas."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from diffusion_lens.denoising.randomness import Seed, plain_seed
+from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.denoising.samplers import describe_sampler, named_sampler, resolve_sampler
+from diffusion_lens.settings import Real, Whole, at_least, not_negative
+from weight_conversion import Variant
+
+
+@dataclass(frozen=True, init=False)
+class DenoiseSettings:
+    """Settings of the denoising loop, checked once, when they are made.
+
+    Attributes:
+        steps: Number of denoising steps; `None` leaves it to the sampler.
+        sampler: Rule by which positions are revealed; `None` is the model's default.
+        cfg_scale: Weight w of unsupervised classifier-free guidance; 0 is none.
+        temperature: 0 takes the likeliest token; above, tokens are sampled.
+        seed: Seed of the random number generator: one number for the batch, one for each row, or a `torch.Generator`.
+    """
+
+    steps: int | None
+    sampler: Sampler | None
+    cfg_scale: float
+    temperature: float
+    seed: int | tuple[int, ...] | torch.Generator
+
+    def __init__(
+        self,
+        steps: Whole | None = None,
+        sampler: str | Sampler | None = None,
+        cfg_scale: Real = 0.0,
+        temperature: Real = 0.0,
+        seed: Seed = 0,
+    ) -> None:
+        """Check the settings, and keep NumPy's and torch's numbers as Python's own.
+
+        Args:
+            sampler: a `Sampler`, its name, or the name of a preset.
+
+        Raises:
+            ValueError: a number out of range, or an unknown sampler.
+            TypeError: a setting of the wrong kind, such as a number of steps with a decimal point.
+        """
+        vars(self).update(
+            sampler=None if sampler is None else named_sampler(sampler),
+            steps=None if steps is None else at_least(1, "steps", steps),
+            cfg_scale=not_negative("cfg_scale", cfg_scale),
+            temperature=not_negative("temperature", temperature),
+            seed=plain_seed(seed),
+        )
+
+    def on(self, variant: Variant, model_name: str) -> "DenoiseSettings":
+        """These settings on one model, whose default sampler is filled in.
+
+        Raises:
+            ValueError: a sampler that this kind of model cannot follow, or guidance of a model without [MASK].
+        """
+        if self.cfg_scale and not variant.has_mask:
+            raise ValueError(
+                f"cfg_scale={self.cfg_scale} masks the prompt, and {model_name!r} has no [MASK]; use 0 there"
+            )
+        return replace(self, sampler=resolve_sampler(self.sampler, variant))
+
+    def fitted_to(self, variant: Variant) -> "DenoiseSettings":
+        """These settings, without guidance on a model without [MASK]: one choice for studies of both kinds of model."""
+        return self if variant.has_mask else replace(self, cfg_scale=0.0)
+
+    def describe(self) -> dict[str, Any]:
+        """For a record; a generator, whose state no record holds, is `None`."""
+        seed = None if isinstance(self.seed, torch.Generator) else self.seed
+        return {
+            "sampler": None if self.sampler is None else describe_sampler(self.sampler),
+            "steps": self.steps,
+            "cfg_scale": self.cfg_scale,
+            "temperature": self.temperature,
+            "seed": list(seed) if isinstance(seed, tuple) else seed,
+        }

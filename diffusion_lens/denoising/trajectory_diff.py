@@ -1,0 +1,52 @@
+"""Where two runs of the denoising loop part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryDiff:
+    """Where two runs of one prompt part.
+
+    Attributes:
+        first_step: First step after which the canvases differ; `None` if they never do.
+        tokens: Bool[batch pos], positions whose final token differs.
+        order: Bool[batch pos], positions revealed in another step.
+        confidence: Float[batch pos], the second run's confidence minus the first's.
+    """
+
+    first_step: int | None
+    tokens: Bool[Tensor, "batch pos"]
+    order: Bool[Tensor, "batch pos"]
+    confidence: Float[Tensor, "batch pos"]
+
+    @classmethod
+    def of(cls, first: Mapping[str, Tensor], second: Mapping[str, Tensor], begun: int) -> "TrajectoryDiff":
+        """The differences of two runs.
+
+        Args:
+            first, second: `tokens`, `canvases`, `revealed_at` and `confidence` of each run, as in `Trajectory`.
+            begun: index of the step at which the first canvas stands.
+
+        Raises:
+            ValueError: canvases of different shapes, or runs that begin with different canvases.
+        """
+        canvases, others = first["canvases"], second["canvases"]
+        if canvases.shape != others.shape:
+            raise ValueError(
+                f"runs of different shape cannot be compared: {list(canvases.shape)} and {list(others.shape)} "
+                "(step+1, batch, pos)"
+            )
+        if not torch.equal(canvases[0], others[0]):
+            raise ValueError("the two runs begin with different canvases: only runs of one prompt can part")
+        differing = (canvases != others).flatten(1).any(dim=1).nonzero()
+        return cls(
+            first_step=begun + int(differing[0]) - 1 if len(differing) else None,
+            tokens=first["tokens"] != second["tokens"],
+            order=first["revealed_at"] != second["revealed_at"],
+            confidence=second["confidence"] - first["confidence"],
+        )
