@@ -1,4 +1,4 @@
-# Every target sets itself up in .venv, once; PYTHON=python3.12 chooses the interpreter it is made with.
+# Every target creates .venv on first use; PYTHON=python3.12 selects the interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ help:  ## list the targets
 
 install: $(READY)  ## set up .venv: the package (editable) and everything its tests need
 
-demo: $(READY)  ## ask the embedded pair one fact, forwards and backwards; pictures in demo/
+demo: $(READY)  ## query the bundled models for one fact, forward and in reverse; figures go to demo/
 	$(BIN)/diffusion-lens demo
 
 test: $(READY)  ## run the tests (CPU, offline)
@@ -24,18 +24,18 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint test  ## ruff, mypy --strict, then the tests: what a change must pass
+check: lint test  ## ruff, mypy --strict, then the tests; every change must pass them
 
 bench: $(READY)  ## run every script of benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-tiny: $(READY)  ## train the embedded pair again (about a quarter of an hour)
+tiny: $(READY)  ## train the bundled models again (about a quarter of an hour)
 	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
 
 docs: $(READY)  ## build the site, warnings as errors, offline; open docs/_build/index.html
 	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs docs/_build
 
-# torch comes first and alone: whatever else asks for a torch then finds the pinned one there.
+# torch is installed first and alone, so that packages which depend on it find the pinned version.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("Python 3.10 or newer is needed, and this is %d.%d; try: make PYTHON=python3.12 ..." % v[:2])'
 	$(PYTHON) -m venv $(VENV)

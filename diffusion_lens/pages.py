@@ -1,4 +1,4 @@
-"""The public name of `plots.pages`."""
+"""Alias of `diffusion_lens.plots.pages`, kept for existing imports."""
 
 from diffusion_lens.plots.pages import step_slider, write_page
 

@@ -115,7 +115,7 @@ def test_an_edit_by_the_example(examples: dict[str, Result]) -> None:
     before, after = re.findall(r"edit: p\(cheerful\) (\S+) becomes (\S+);", examples["rome"].stdout)[0]
     assert float(before) < 0.01
     assert float(after) > 0.5
-    assert "it wins over 'shy scribe of Damburg.'" in examples["rome"].stdout
+    assert "it is now above p(shy scribe of Damburg.)" in examples["rome"].stdout
 
 
 @pytest.mark.parametrize("name", sorted(QUICK))
@@ -290,7 +290,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     _, complaint = child.communicate(timeout=60)
     assert child.returncode == 130
     (line,) = complaint.splitlines()
-    assert "the same command goes on from there" in line
+    assert "the same command resumes from there" in line
     finished = {path: path.stat().st_mtime_ns for path in replies.glob("*.safetensors")}
     assert 0 < len(finished) < 80
     assert not (tmp_path / "stopped" / "recall.safetensors").exists()
@@ -391,13 +391,13 @@ def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:
 
     result = done("demo", "--out", str(tmp_path / "pictures"))
 
-    asked = re.findall(r"^(tiny-\w+), asked (\w+):", result.stdout, re.MULTILINE)
+    asked = re.findall(r"^(tiny-\w+), (\w+):", result.stdout, re.MULTILINE)
     verdicts = re.findall(r"^  -> .*?  (right|wrong)\b", result.stdout, re.MULTILINE)
     assert dict(zip(asked, verdicts, strict=True)) == {
-        ("tiny-mdm", "forwards"): "right",
-        ("tiny-mdm", "backwards"): "right",
-        ("tiny-ar", "forwards"): "right",
-        ("tiny-ar", "backwards"): "wrong",
+        ("tiny-mdm", "forward"): "right",
+        ("tiny-mdm", "reverse"): "right",
+        ("tiny-ar", "forward"): "right",
+        ("tiny-ar", "reverse"): "wrong",
     }
     for name in ("denoising.png", "causal_traces.png"):
         picture = tmp_path / "pictures" / name
@@ -414,7 +414,7 @@ def test_the_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
     result = invoke("demo", "--out", str(taken))
     assert result.exit_code == 2
     (complaint,) = result.stderr.splitlines()
-    assert f"{taken} is a file; the pictures need a folder" in complaint
+    assert f"{taken} is a file; the figures need a folder" in complaint
     assert "--out" in complaint
     assert taken.read_text() == "not a folder"
 

@@ -9,6 +9,7 @@ import torch
 
 from diffusion_lens import plots
 from diffusion_lens.analysis import CausalTrace
+from diffusion_lens.plots.axes import short_answer
 
 WORDS = ["<s>", "▁Daphne", "▁Bar", "ring", "ton", "▁was", "[MASK]", "[MASK]"]
 NAN = float("nan")
@@ -154,8 +155,8 @@ def test_tokens_are_readable(token, label):
 
 
 def test_a_long_answer_is_cut():
-    assert plots.short_answer([" the", " acclaimed"]) == "the acclaimed"
-    assert plots.short_answer(["▁the", "▁acclaimed", "▁director", "."]) == "the acclaimed dir…"
+    assert short_answer([" the", " acclaimed"]) == "the acclaimed"
+    assert short_answer(["▁the", "▁acclaimed", "▁director", "."]) == "the acclaimed dir…"
 
 
 def test_panels_of_a_row_share_a_scale():

@@ -1,4 +1,4 @@
-"""What the pages promise: their Python runs, their commands and links exist."""
+"""The Python on the pages runs, and the commands, files and links that they name exist."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 from snippets import blocks, run_python
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "diffusion_lens"
 # The site has tests of its own, in test_docs.py.
 MARKDOWN = sorted(
     path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("diffusion_lens/**/*.md"))
@@ -27,6 +28,18 @@ def test_the_readme_has_python_to_run() -> None:
 @pytest.mark.parametrize("command", ["make demo", "make test"])
 def test_the_two_commands_stand_alone(command: str) -> None:
     assert [command] in [block.text.splitlines() for block in blocks(ROOT / "README.md")]
+
+
+def test_the_tour_names_every_room_and_no_file_that_is_not_there() -> None:
+    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", tour)
+    invented = ("yours.py",)
+    missing = [p for p in paths if not p.endswith(invented) and not any((f / p).exists() for f in (ROOT, PACKAGE))]
+    assert not missing, f"CONTRIBUTING.md names files that do not exist: {missing}"
+    named = {path.removeprefix("diffusion_lens/").split("/")[0] for path in paths}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
+    unnamed = rooms - named - {"__init__.py", "__pycache__"}
+    assert not unnamed, f"CONTRIBUTING.md does not name {sorted(unnamed)}"
 
 
 @pytest.mark.parametrize("page", MARKDOWN)

@@ -1,4 +1,4 @@
-"""The command line: `diffusion-lens`. A file a command; importing it registers the command."""
+"""The command line `diffusion-lens`. Each command has its own module, and importing the module registers it."""
 
 from diffusion_lens.cli import check, compare, demo, denoise, finetune, models, plot, recall, rome, trace
 from diffusion_lens.cli.app import app

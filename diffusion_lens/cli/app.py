@@ -1,8 +1,8 @@
-"""The application: its commands join it, and it turns every refusal into one line and an exit code.
+"""The typer application. It reports every error in one line and returns one of four exit codes.
 
-0  done        1  failed for a reason of ours        2  asked for what cannot be        130  stopped by Ctrl-C
+0  success        1  failure of the program or the machine        2  invalid request        130  stopped by Ctrl-C
 
-`--help` has to be quick, and torch takes seconds: a command imports what it works with when it runs.
+`--help` should be fast, but importing torch takes seconds. So each command imports its dependencies when it runs.
 """
 
 import sys
@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from diffusion_lens.cli.refusals import in_options, one_line
 
-# As one works: what there is, what a model writes and recalls, why, what is changed in it; then the tools.
+# Order of the commands in the help: models, what they write and recall, analyses, edits, tools.
 ORDER = (
     "demo",
     "models",
@@ -35,11 +35,11 @@ ORDER = (
 )
 STOPPED = 130
 RESUMABLE = {"aie", "compare", "finetune", "recall"}
-STOPPED_TEXT = "Stopped. What was finished under --out is kept: the same command goes on from there."
+STOPPED_TEXT = "Stopped. Completed work is kept under --out; the same command resumes from there."
 
 
-class Teaching(TyperGroup):
-    """A group of commands whose errors are one line each, unless --debug asks for the stack trace."""
+class OneLineErrors(TyperGroup):
+    """A group of commands that prints each error in one line, or with its stack trace under --debug."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The commands in `ORDER`."""
@@ -55,13 +55,13 @@ class Teaching(TyperGroup):
         **extra: Any,
     ) -> Any:
         given = list(sys.argv[1:] if args is None else args)
-        arguments = [each for each in given if each != "--debug"]
+        arguments = [argument for argument in given if argument != "--debug"]
         try:
             with _warnings_in_one_line(self._options(arguments)):
                 code = super().main(
                     arguments or ["--help"], prog_name, complete_var, False, windows_expand_args, **extra
                 )
-        except (typer.Abort, KeyboardInterrupt):  # Abort is what typer before 0.20 makes of Ctrl-C
+        except (typer.Abort, KeyboardInterrupt):  # Before version 0.20, typer converts Ctrl-C to Abort.
             code = STOPPED
         except Exception as error:
             if arguments != given:
@@ -74,8 +74,8 @@ class Teaching(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def _options(self, arguments: Sequence[str]) -> dict[str, str]:
-        """The options of the command that was named, by the Python argument that each of them gives."""
-        command: Any = next((self.commands[each] for each in arguments if each in self.commands), None)
+        """The options of the command in `arguments`, by their Python argument."""
+        command: Any = next((self.commands[name] for name in arguments if name in self.commands), None)
         options: dict[str, str] = {}
         for parameter in getattr(command, "params", ()):
             option = max(parameter.opts, key=len)
@@ -86,42 +86,42 @@ class Teaching(TyperGroup):
 
 @contextmanager
 def _warnings_in_one_line(options: Mapping[str, str]) -> Iterator[None]:
-    """Warnings to users as one line each on standard error; others as they come."""
+    """Print each `UserWarning` in one line on standard error, and other warnings as usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
-        usual = warnings.showwarning
+        show_as_usual = warnings.showwarning
 
         def show(message: Any, category: Any, filename: str, *more: Any, **named: Any) -> None:
             if issubclass(category, UserWarning):
                 typer.echo(f"Warning: {in_options(str(message), options)}", err=True)
             else:
-                usual(message, category, filename, *more, **named)
+                show_as_usual(message, category, filename, *more, **named)
 
         warnings.showwarning = show
         yield
 
 
 app = typer.Typer(
-    cls=Teaching,
-    help="Mechanistic interpretability of masked diffusion language models, and of their autoregressive twins.",
-    epilog="A first look: diffusion-lens demo. Every command takes --help; errors take --debug, which shows the stack.",
+    cls=OneLineErrors,
+    help="Mechanistic interpretability of masked diffusion language models and their autoregressive baselines.",
+    epilog="First steps: diffusion-lens demo. Every command has --help. --debug shows the stack trace of an error.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-def _tell_version(wanted: bool) -> bool:
-    if wanted:
+def _show_version(requested: bool) -> bool:
+    if requested:
         typer.echo(f"diffusion-lens {version('diffusion-lens')}")
         raise typer.Exit
-    return wanted
+    return requested
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Nothing is done before a command is named."""
+    """Declare the options of the application. It does nothing without a command."""

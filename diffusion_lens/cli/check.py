@@ -1,4 +1,4 @@
-"""`diffusion-lens check`: whether a checkpoint is what it says, the first thing to run on a published weight."""
+"""`diffusion-lens check` verifies that a checkpoint is what it claims to be."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,28 +14,32 @@ def check(
     model: options.Model,
     claimed: Annotated[
         str | None,
-        typer.Option("--as", metavar="NAME", help="The published model that a file or folder should be."),
+        typer.Option("--as", metavar="NAME", help="Published model that a file or folder is expected to be."),
     ] = None,
     reference: Annotated[
         Path | None,
-        typer.Option(help="Safetensors file with the original code's logits: tokens, logits; before, after."),
+        typer.Option(
+            help="Safetensors file with logits of the original code; its tensors are tokens and logits, or before and "
+            "after."
+        ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Facts of the reversal curse to ask for recall: a folder of its files, or toy."),
+        typer.Option(help="Facts of the reversal curse to test recall: a folder of its files, or toy."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The checkpoint's config, if it is not beside it.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer, if it is not beside it.")] = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the report, to attach to a bug report.")] = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
 ) -> None:
-    """Tell whether a checkpoint is what it says, and what is likely wrong if it is not.
+    """Check whether a checkpoint is what it claims to be, and find the likely mistake if it is not.
 
-    Its hash, shapes and config against the catalogue; the training loss on a page, in order and with its words
-    shuffled; ten common facts; recall, if it was fine-tuned on the reversal curse; padding, bfloat16, seconds, memory.
-    If something is off, likely mistakes are undone one by one, and the one that explains it is named. Exit code 1 then.
+    The checks compare hash, shapes and config with the catalogue. They measure the training loss on a page of text, in
+    order and with shuffled words, query ten common facts, test recall if the model was fine-tuned on the reversal
+    curse, and test padding, bfloat16, speed and memory. If a check fails, the command tries likely corrections one by
+    one and names the one that explains the failure. The exit code is then 1.
 
     Example: diffusion-lens check tiny-ar --out report.json
     """

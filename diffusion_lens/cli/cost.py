@@ -1,8 +1,8 @@
-"""What a command will cost: --dry-run, before anything is downloaded or loaded.
+"""Cost estimates for --dry-run, made before a model is downloaded or loaded.
 
-A row's pass through the network takes two operations a weight and place, and attention on top; a backward pass twice
-that of a forward one. The time is that of so many operations at the fastest rate of the device: a lower bound, which
-long rows come near and short ones exceed by some times.
+A forward pass of one row takes two operations per weight and position, plus those of attention. A backward pass takes
+twice as many. The time estimate divides the operations by the peak rate of the device. It is therefore a lower bound:
+long rows come close to it, and short rows take several times as long.
 """
 
 from collections.abc import Iterable
@@ -18,19 +18,19 @@ from diffusion_lens.cli.speed import operations_per_second
 
 @dataclass(frozen=True)
 class Cost:
-    """Work, counted in rows that pass the whole network.
+    """Work of a command, in forward passes of one row.
 
     Attributes:
-        passes: rows, a part of the network counted as a part of a pass.
-        places: of each row.
-        rows: most rows at once.
-        backward: passes that are also differentiated.
-        copies: of the weights, in memory: 1 to read them, 4 to train in float32.
-        cached: whether a pass computes one place only, those before it being kept (a causal model that writes).
+        passes: Number of forward passes of one row. A pass through part of the network counts in proportion.
+        positions: Number of positions of each row.
+        rows: Largest number of rows in one batch.
+        backward: Number of passes that also have a backward pass.
+        copies: Copies of the weights in memory: 1 for inference, 4 for training in float32.
+        cached: Whether a pass computes one position only and caches the others (generation by a causal model).
     """
 
     passes: int | float
-    places: int
+    positions: int
     rows: int
     backward: int | float = 0
     copies: int = 1
@@ -40,7 +40,7 @@ class Cost:
 def denoising(
     model: ModelChoice, steps: Iterable[int], length: int, cfg_scale: float, facts: int = 1, rows: int = 1
 ) -> Cost:
-    """Facts asked in runs of so many steps, `rows` of them together; a causal model writes token by token."""
+    """Cost of denoising each fact at each number of steps, in batches of `rows`. A causal model generates by token."""
     if model.shape().is_causal:
         return Cost(facts * length, length, rows, cached=True)
     branches = 2 if cfg_scale else 1
@@ -48,44 +48,48 @@ def denoising(
 
 
 def show(report: Report, model: ModelChoice, cost: Cost, flops: float | None = None) -> NoReturn:
-    """Say what a command would cost, and end it.
+    """Report the cost of a command, and end it.
 
     Args:
-        flops: operations a second of the device, if its table's are not meant.
+        report: Output of the command.
+        model: Model of the command.
+        cost: Work of the command.
+        flops: Operations per second of the device. `None` uses the built-in table.
     """
     shape = model.shape()
     size = bytes_per_weight(model.dtype)
-    rate, where = operations_per_second(model.device, model.dtype, shape.d_model, flops)
-    computed = 1 if cost.cached else cost.places
-    per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.places * shape.n_heads * shape.d_head)
+    rate, device = operations_per_second(model.device, model.dtype, shape.d_model, flops)
+    computed = 1 if cost.cached else cost.positions
+    per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
     seconds = (cost.passes + 2 * cost.backward) * per_row / rate
     weights = cost.copies * shape.n_params * size
-    widest = 4 * cost.rows * cost.places * max(3 * shape.d_mlp, shape.d_vocab_out)
+    activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
     results: dict[str, Any] = {
         "forward_passes": round(cost.passes),
         "backward_passes": round(cost.backward),
-        "places": cost.places,
+        "places": cost.positions,
         "at_least_seconds": round(seconds, 3),
-        "priced_for": where,
+        "priced_for": device,
         "weights_bytes": weights,
-        "memory_bytes": weights + widest,
+        "memory_bytes": weights + activations,
     }
+    memory = f"about {(weights + activations) / 1e9:.2f} GB in all"
     report.say(
-        f"{model.name}: at most {cost.passes:,.0f} forward passes of one row of {cost.places} places"
-        + (f", {cost.backward:,.0f} of them also backward" if cost.backward else ""),
-        f"time: at least {_readable(seconds)} on {where}",
-        f"memory: {weights / 1e9:.2f} GB of weights ({model.dtype}), about {(weights + widest) / 1e9:.2f} GB in all",
+        f"{model.name}: at most {cost.passes:,.0f} forward passes of one row of {cost.positions} positions"
+        + (f", {cost.backward:,.0f} of them with a backward pass" if cost.backward else ""),
+        f"time: at least {_readable(seconds)} on {device}",
+        f"memory: {weights / 1e9:.2f} GB of weights ({model.dtype}), {memory}",
     )
-    # A dry run leaves nothing behind, so its report has no folder.
+    # A dry run writes no files, so its report has no folder.
     Report(report.command, report.settings, None, report.as_json).finish(results)
     raise typer.Exit
 
 
 def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
-    """Refuse blocks that are named twice or that a model does not have, if it need not be fetched to know that.
+    """Check layers without loading the model. A model that must be downloaded first is not checked.
 
     Raises:
-        ValueError: one of them.
+        ValueError: the model does not have a layer, or a layer occurs twice.
     """
     shape = model.known_shape()
     if shape is None:

@@ -1,4 +1,4 @@
-"""`diffusion-lens demo`."""
+"""`diffusion-lens demo` shows the reversal curse on the bundled models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +11,14 @@ from diffusion_lens.cli.extras import require
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("demo"),
 ) -> None:
-    """Ask the embedded pair one fact, forwards and backwards; watch it unmask, and trace where the answer comes from.
+    """Query both bundled models for one fact, forward and in reverse, and trace where each answer comes from.
 
     Example: diffusion-lens demo --out demo
     """
     if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file; the pictures need a folder", param_hint="--out")
+        raise typer.BadParameter(f"{out} is a file; the figures need a folder", param_hint="--out")
     require("pictures")
     from diffusion_lens.demo import run
 

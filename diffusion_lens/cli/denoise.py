@@ -1,4 +1,4 @@
-"""`diffusion-lens denoise`."""
+"""`diffusion-lens denoise` generates text and shows the canvas by step."""
 
 from typing import Annotated, Any
 
@@ -14,16 +14,20 @@ from diffusion_lens.cli.report import Report, progress, save_figure
 @app.command()
 def denoise(
     model: options.Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
     length: Annotated[
         int | None,
         typer.Option(
-            help="Places of the canvas, the prompt included; by default those the model was trained on, or else 52.",
+            help="Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it "
+            "is unknown.",
             callback=ranges.at_least(1),
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Blanks after the prompt, instead of --length.", callback=ranges.at_least(1))
+        int | None,
+        typer.Option(
+            help="Number of masked positions after the prompt, instead of --length.", callback=ranges.at_least(1)
+        ),
     ] = None,
     steps: options.Steps = 32,
     sampler: options.Sampler = None,
@@ -39,7 +43,7 @@ def denoise(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Write text by unmasking a canvas, and show the canvas after each step that changed it.
+    """Generate text by denoising a canvas, and show the canvas after each step that changed it.
 
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
@@ -50,11 +54,13 @@ def denoise(
 
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     if length is not None and max_new_tokens is not None:
-        raise ValueError("give length= (places in all) or max_new_tokens= (blanks after the prompt), not both")
+        raise ValueError(
+            "give length= (all positions) or max_new_tokens= (masked positions after the prompt), not both"
+        )
     if max_new_tokens is None:
         length = chosen.length(length, otherwise=52)
     else:
-        chosen.check_places(max_new_tokens)
+        chosen.check_length(max_new_tokens)
     loop = DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)
     settings: dict[str, Any] = {
         "length": length,
@@ -72,12 +78,12 @@ def denoise(
     if out is not None:
         require("pictures")
     if dry_run:
-        places = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
+        n_positions = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
         if shape is not None:
-            places = min(places, shape.n_ctx)
-        if (blank := chosen.without_weights()) is not None:
-            places = prepare(blank, lay_out(blank, prompt, length, max_new_tokens), loop).tokens.shape[1]
-        cost.show(report, chosen, cost.denoising(chosen, [steps], places, settings["cfg_scale"]), flops)
+            n_positions = min(n_positions, shape.n_ctx)
+        if (outline := chosen.without_weights()) is not None:
+            n_positions = prepare(outline, lay_out(outline, prompt, length, max_new_tokens), loop).tokens.shape[1]
+        cost.show(report, chosen, cost.denoising(chosen, [steps], n_positions, settings["cfg_scale"]), flops)
 
     trajectory = chosen.load().denoise(prompt, progress=progress(), **settings)
     canvases = trajectory.str_canvases()

@@ -1,23 +1,23 @@
-"""Packages that only some commands need, looked for before the work that would need them in the end."""
+"""Optional packages. A command checks for them before it starts long work whose output needs them."""
 
 from importlib.util import find_spec
 
-# What is wanted, the package it takes, and the extra of diffusion-lens that brings it.
+# By feature: text of the error, package, and extra of diffusion-lens that installs it.
 EXTRAS = {
-    "pictures": ("pictures need matplotlib", "matplotlib", "plot"),
+    "pictures": ("figures need matplotlib", "matplotlib", "plot"),
     "word_bleu": ("BLEU on words needs sacrebleu", "sacrebleu", "eval"),
 }
 
 
-def require(*wanted: str) -> None:
-    """Refuse work whose end takes a package that is not there.
+def require(*features: str) -> None:
+    """Check that the packages of these features are installed.
 
     Args:
-        wanted: keys of `EXTRAS`.
+        features: Keys of `EXTRAS`.
 
     Raises:
-        ValueError: one of them is missing; the message has the command that installs it.
+        ValueError: a package is missing; the message contains the command that installs it.
     """
-    for need, package, extra in map(EXTRAS.__getitem__, wanted):
+    for need, package, extra in map(EXTRAS.__getitem__, features):
         if find_spec(package) is None:
             raise ValueError(f"{need}, which is not installed: pip install 'diffusion-lens[{extra}]'")

@@ -1,4 +1,4 @@
-"""`diffusion-lens finetune`: teach either variant facts, with the authors' settings."""
+"""`diffusion-lens finetune` trains either variant on facts with SMDM's settings."""
 
 import os
 from dataclasses import asdict, replace
@@ -17,35 +17,36 @@ from diffusion_lens.cli.speed import kind_of_device
 @app.command()
 def finetune(
     model: options.Model,
-    out: Annotated[Path, typer.Option(help="Folder for the trained model; a run that was stopped goes on from it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the trained model. An interrupted run resumes from it.")],
     data: Annotated[
         str | None,
         typer.Option(
-            help='A .jsonl file, {"prompt": , "completion": } a line; or toy, reversal-curse, or a folder of its '
-            "files. By default toy for the embedded pair, else reversal-curse."
+            help='A .jsonl file with {"prompt": , "completion": } per line, or toy, reversal-curse, or a folder of its '
+            "files. Default: toy for the bundled models, otherwise reversal-curse."
         ),
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.", callback=ranges.positive())] = 10,
     batch_size: Annotated[
-        int, typer.Option(help="Rows an update sees, over all devices.", callback=ranges.at_least(1))
+        int, typer.Option(help="Rows per update, over all devices.", callback=ranges.at_least(1))
     ] = 32,
     lr: Annotated[
-        float | None, typer.Option(help="Highest learning rate, by default SMDM's 2e-4.", callback=ranges.positive())
+        float | None, typer.Option(help="Highest learning rate. Default: SMDM's 2e-4.", callback=ranges.positive())
     ] = None,
     accumulate: Annotated[
         int,
         typer.Option(
-            help="Parts of a batch that go through one after another, to save memory.", callback=ranges.at_least(1)
+            help="Number of parts of a batch that are processed one after another, to save memory.",
+            callback=ranges.at_least(1),
         ),
     ] = 1,
-    precision: Annotated[str, typer.Option(help="no, bf16 or fp16 autocast; the weights stay float32.")] = "no",
+    precision: Annotated[str, typer.Option(help="Autocast: no, bf16 or fp16. The weights stay float32.")] = "no",
     checkpoint_every: Annotated[
-        int, typer.Option(help="Updates between checkpoints.", callback=ranges.at_least(1))
+        int, typer.Option(help="Number of updates between checkpoints.", callback=ranges.at_least(1))
     ] = 500,
     ask: Annotated[
         int,
         typer.Option(
-            help="Held-out questions of each pair of directions to ask at every checkpoint; 0 asks none.",
+            help="Number of held-out questions per pair of directions that measure recall at every checkpoint.",
             callback=ranges.at_least(0),
         ),
     ] = 0,
@@ -57,10 +58,10 @@ def finetune(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Fine-tune a model on prompts and completions; OUT is then a model that every command takes.
+    """Fine-tune a model on prompts and completions, and write a model to OUT that every command accepts.
 
-    The recipe is SMDM's for the reversal curse, for either variant; of a short run the warm-up is a tenth. Several
-    devices: accelerate launch -m diffusion_lens finetune ...
+    Both variants use SMDM's recipe for the reversal curse. In a short run the warm-up takes a tenth of the updates. On
+    several devices: accelerate launch -m diffusion_lens finetune ...
 
     Example: diffusion-lens finetune tiny-mdm --epochs 0.05 --lr 1e-4 --out taught
     """
@@ -81,7 +82,7 @@ def finetune(
     require_own_folder(out.expanduser())
     require_gpu(precision, kind_of_device(device) == "cpu")
     rows: Any
-    longest = 52
+    length = 52
     questions: list[Fact] = []
     steps: tuple[int, ...] = ()
     cfg_scale = 0.0
@@ -92,11 +93,11 @@ def finetune(
         source = open_source(data, outline_only=dry_run)
         if not source.training:
             raise ValueError(f"{source.name} has no texts to train on; give a .jsonl file of prompts and completions")
-        rows, longest = list(source.training), chosen.length(None, source.length) or longest
+        rows, length = list(source.training), chosen.length(None, source.length) or length
         if ask:
             questions, steps, cfg_scale = source.pick(limit=ask), source.steps[-1:], source.cfg_scale
     if ask and not questions:
-        raise ValueError(f"--ask needs a data set with questions, such as toy; {data} has texts only")
+        raise ValueError(f"--ask needs a data set with questions, such as toy; {data} contains texts only")
     count = len(read_completions(rows))
     recipe = smdm_reverse(count, epochs, batch_size, accumulate=accumulate, mixed_precision=precision, seed=seed)
     if lr is not None:
@@ -105,33 +106,33 @@ def finetune(
     require_same_settings(out.expanduser() / RUN, {"config": asdict(recipe)})
     report = Report("finetune", {**given, "data": data, "rows": count, **vars(recipe)}, out, json)
     if dry_run:
-        work = recipe.steps * batch_size
-        at_once = -(-batch_size // accumulate)
-        cost.show(report, chosen, cost.Cost(work, longest, at_once, backward=work, copies=4), flops)
+        passes = recipe.steps * batch_size
+        rows_per_part = -(-batch_size // accumulate)
+        cost.show(report, chosen, cost.Cost(passes, length, rows_per_part, backward=passes, copies=4), flops)
 
     loaded = chosen.load()
 
-    def recalled(model: DiffusionTransformer) -> dict[str, float]:
-        found = recall_by_steps(loaded, questions, steps, length=longest, cfg_scale=cfg_scale)
-        return {cell_name(*cell): share.mean for cell, row in found.table().items() for share in row.values()}
+    def measure_recall(model: DiffusionTransformer) -> dict[str, float]:
+        recall = recall_by_steps(loaded, questions, steps, length=length, cfg_scale=cfg_scale)
+        return {cell_name(*cell): share.mean for cell, row in recall.table().items() for share in row.values()}
 
-    done = train(
+    record = train(
         loaded,
         rows,
         recipe,
         out,
         checkpoint_every=checkpoint_every,
-        evaluate=recalled if questions else None,
+        evaluate=measure_recall if questions else None,
         evaluate_every=checkpoint_every,
         progress=progress(),
     )
     if int(os.environ.get("RANK", 0)):
-        return  # of several processes the first one reports
-    last = done.losses[-100:].mean().item()
-    report.say(
-        f"{recipe.steps} updates of {batch_size} rows; loss {done.losses[0]:.3f} at first, {last:.3f} in the end"
-    )
-    for asked in done.evaluations:
-        shares = (f"{cell} {100 * share:.1f} %" for cell, share in asked.items() if cell != "step")
-        report.say(f"recall after {asked['step']} updates: {', '.join(shares)}")
-    report.finish({"updates": recipe.steps, "last_loss": last, "recall": done.evaluations}, done.record, model=out)
+        return  # Only the first of several processes reports.
+    final_loss = record.losses[-100:].mean().item()
+    losses = f"loss {record.losses[0]:.3f} at first, {final_loss:.3f} in the end"
+    report.say(f"{recipe.steps} updates of {batch_size} rows; {losses}")
+    for evaluation in record.evaluations:
+        shares = (f"{cell} {100 * share:.1f} %" for cell, share in evaluation.items() if cell != "step")
+        report.say(f"recall after {evaluation['step']} updates: {', '.join(shares)}")
+    results = {"updates": recipe.steps, "last_loss": final_loss, "recall": record.evaluations}
+    report.finish(results, record.record, model=out)

@@ -1,4 +1,4 @@
-"""Models, folders and subjects as a command names them."""
+"""Models, output folders and subjects as specified on the command line."""
 
 import os
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model by its name or path, and how it is to be loaded. What can be refused without loading it is refused here.
+    """A model by name or path, with its loading options. Invalid options are refused without loading the model.
 
     Attributes:
-        name: a published name, a repository, a file or a folder.
-        config, tokenizer: where they are, if not beside the checkpoint.
-        device: by default the best there is.
-        dtype: of the weights, "float32", "bfloat16" or "float16".
+        name: Published name, repository, file or folder.
+        config, tokenizer: Paths of the config and the tokenizer, if they are not next to the checkpoint.
+        device: Name of the device. `None` means the best available device.
+        dtype: Dtype of the weights, "float32", "bfloat16" or "float16".
 
     Raises:
-        ValueError: an unknown dtype, or no name of a device. Whether this machine has it counts only when loading.
-        FileNotFoundError: a config or tokenizer that is not there.
+        ValueError: the dtype or the device is unknown. Loading checks whether this machine has the device.
+        FileNotFoundError: the config or the tokenizer does not exist.
     """
 
     name: str
@@ -51,51 +51,53 @@ class ModelChoice:
 
     @property
     def label(self) -> str:
-        """The last part of its name, which may be that of a folder."""
+        """Last part of the name or path."""
         return model_label(self.name)
 
     def shape(self) -> "Architecture":
-        """Its architecture, without a download.
+        """Architecture of the model, without a download.
 
         Raises:
-            ValueError: an unknown name, or a file that is no checkpoint.
-            FileNotFoundError: nothing there, or a shape that is known only after a download.
+            ValueError: the name is unknown, or the file is not a checkpoint.
+            FileNotFoundError: the path does not exist, or the architecture is unknown before a download.
         """
         from diffusion_lens.loading import shape_of
 
         return shape_of(self.name, self.config)
 
     def known_shape(self) -> "Architecture | None":
-        """Its architecture, or `None` of a model that has to be fetched first."""
+        """Architecture of the model, or `None` if the model must be downloaded first."""
         try:
             return self.shape()
         except FileNotFoundError:
             return None
 
-    def length(self, asked: int | None, otherwise: int | None = None) -> int | None:
-        """Places of the canvas: those asked for, those the model was trained on, or others.
+    def length(self, requested: int | None, otherwise: int | None = None) -> int | None:
+        """Number of positions of the canvas: as requested, else the training length, else `otherwise`.
 
         Raises:
-            ValueError: more than the model's context holds.
+            ValueError: the canvas does not fit into the model's context.
         """
         from diffusion_lens.loading import trained_length_of
 
-        if asked is None:
+        if requested is None:
             return trained_length_of(self.name, self.config) or otherwise
-        self.check_places(asked)
-        return asked
+        self.check_length(requested)
+        return requested
 
-    def check_places(self, places: int) -> None:
-        """Raise a `ValueError` if so many do not fit into the context, as far as that is known without a download."""
+    def check_length(self, length: int) -> None:
+        """Raise a `ValueError` if a canvas does not fit into the context, if that is known without a download."""
         shape = self.known_shape()
-        if shape is not None and places > shape.n_ctx:
-            raise ValueError(f"{places} places do not fit into the context of {self.name!r}, which holds {shape.n_ctx}")
+        if shape is not None and length > shape.n_ctx:
+            raise ValueError(
+                f"{length} positions do not fit into the context of {self.name!r}, which holds {shape.n_ctx}"
+            )
 
     def without_weights(self) -> "HookedDiffusionTransformer | None":
-        """The model without its weights, to lay out canvases in a dry run; `None` of one that is not on this machine.
+        """The model without weights, to lay out canvases in a dry run. `None` if it is not on this machine.
 
         Raises:
-            ValueError: what loading refuses before it reads the weights.
+            ValueError: loading would fail before it reads the weights.
         """
         from diffusion_lens.catalogue import BUNDLED
 
@@ -114,29 +116,29 @@ class ModelChoice:
         cfg.device = "meta"
         empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         model = HookedDiffusionTransformer(cfg, tokenizer, tensors=empty)
-        cfg.device = "cpu"  # of the canvases, which do have numbers
+        cfg.device = "cpu"  # Canvases have values, so they need a real device.
         return model
 
     def load(self) -> "HookedDiffusionTransformer":
         """The model on its device.
 
         Raises:
-            ValueError: an unknown name, or a device that is not there.
+            ValueError: the name is unknown, or this machine does not have the device.
         """
         from diffusion_lens.config import as_device
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
-        where = None if self.device is None else as_device(self.device)
+        device = None if self.device is None else as_device(self.device)
         return HookedDiffusionTransformer.from_pretrained(
-            self.name, config=self.config, tokenizer=self.tokenizer, device=where, dtype=self.dtype
+            self.name, config=self.config, tokenizer=self.tokenizer, device=device, dtype=self.dtype
         )
 
 
 def bytes_per_weight(dtype: str) -> int:
-    """Of a dtype by its name.
+    """Number of bytes per weight of a dtype.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name of the dtype is unknown.
     """
     if dtype not in BYTES:
         raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(BYTES)}")
@@ -144,24 +146,26 @@ def bytes_per_weight(dtype: str) -> int:
 
 
 def default_folder(command: str, models: Sequence[str]) -> Path:
-    """Where a command leaves its results unless it is told: a folder for each model, so that two never share one."""
+    """Default folder for the results of a command. Its name contains the models, so that two models never share it."""
     return Path("-".join([command, *map(model_label, models)]))
 
 
 def model_label(name: str) -> str:
-    """The last part of a model's name, which may be the path of a folder, such as `.`."""
+    """Last part of a model's name or path. The path may be `.`."""
     return Path(os.path.abspath(name)).name
 
 
 def subject_start(prompt: str, subject: str, occurrence: int | None) -> int | None:
-    """The character at which a mention of the subject begins; `None` where no mention was picked.
+    """Index of the character at which the selected mention of the subject begins. `None` if none is selected.
 
     Raises:
-        ValueError: the prompt has no such mention.
+        ValueError: the prompt does not contain that mention.
     """
     if occurrence is None:
         return None
     starts = [i for i in range(len(prompt)) if subject and prompt.startswith(subject, i)]
     if not 0 <= occurrence < len(starts):
-        raise ValueError(f"occurrence={occurrence}, but {subject!r} is {len(starts)} times in the prompt {prompt!r}")
+        raise ValueError(
+            f"occurrence={occurrence}, but {subject!r} occurs {len(starts)} times in the prompt {prompt!r}"
+        )
     return starts[occurrence]

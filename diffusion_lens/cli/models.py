@@ -1,4 +1,4 @@
-"""`diffusion-lens models`, `info` and `convert`: what there is, what it is made of, and in which format."""
+"""`diffusion-lens models`, `info` and `convert`: list models, describe them, and convert their format."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,25 +15,26 @@ from diffusion_lens.cli.report import Report
 @app.command()
 def models(
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="Only names and sources with this text in them.")
+        str | None, typer.Argument(metavar="TEXT", help="Only models whose name or source contains this text.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="masked or causal: only models of this kind.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only models of this kind, masked or causal.")] = None,
     family: Annotated[str | None, typer.Option(help="Only models of this family, e.g. lit_gpt.")] = None,
     largest: Annotated[
-        float | None, typer.Option(help="Only models of at most so many GB of weights.", callback=ranges.positive())
+        float | None, typer.Option(help="Only models with at most this many GB of weights.", callback=ranges.positive())
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """List the model names, with size and source: all of them, or those that fit every filter.
+    """List published models with size and source: all, or those that match every filter.
 
     Example: diffusion-lens models reverse --kind masked --largest 5
     """
     from diffusion_lens.catalogue import as_table, find_pretrained
 
-    found = find_pretrained(text, kind=kind, family=family, max_bytes=None if largest is None else int(largest * 1e9))
+    max_bytes = None if largest is None else int(largest * 1e9)
+    matches = find_pretrained(text, kind=kind, family=family, max_bytes=max_bytes)
     report = Report("models", {"text": text, "kind": kind, "family": family, "largest": largest}, None, json)
-    report.say(*as_table(found))
-    report.finish({"models": [asdict(each) for each in found]})
+    report.say(*as_table(matches))
+    report.finish({"models": [asdict(entry) for entry in matches]})
 
 
 @app.command()
@@ -41,12 +42,13 @@ def info(
     model: options.Model,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
-    hooks: Annotated[bool, typer.Option("--hooks", help="List the hook points, too. This loads the weights.")] = False,
+    hooks: Annotated[bool, typer.Option("--hooks", help="Also list the hook points. This loads the weights.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Say what a model is made of. Nothing is downloaded: of a published name the shape is known, of a file it is read.
+    """Describe the architecture of a model without downloading it.
 
-    Of another repository of the hub ("owner/name") it is read too, once that is in the cache.
+    The catalogue contains the architectures of published models. For a file it is read from the checkpoint, and for
+    another repository of the hub ("owner/name") from the cache.
 
     Example: diffusion-lens info smdm-1028m
     """
@@ -71,20 +73,20 @@ def info(
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .pth file, or a folder.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help=".safetensors file to write.")],
     to: Annotated[
         str | None,
         typer.Option(
-            help="Format: diffusion_lens, lit_gpt, llada, dream, llama, qwen2 or qwen3; by default the source's."
+            help="Format: diffusion_lens, lit_gpt, llada, dream, llama, qwen2 or qwen3. Default: the source's."
         ),
     ] = None,
     config: options.Config = None,
     json: options.Json = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what SOURCE is and how much memory it takes; write nothing.")
+        bool, typer.Option("--dry-run", help="Describe SOURCE and the memory it needs, and write nothing.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in another format. Every tensor is checked by name and shape, and nothing of it is executed.
+    """Write a checkpoint in another format. The name and shape of every tensor are checked; no code in it is executed.
 
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
@@ -95,7 +97,7 @@ def convert(
     shape = checkpoint.architecture
     report = Report("convert", {"source": source, "target": target, "to": to}, None, json)
     if target.exists():
-        raise ValueError(f"{target} is there already; name a file that is not")
+        raise ValueError(f"{target} already exists; name a new file")
     check_export(shape, target, to)
     results: dict[str, Any] = {"family": shape.family, "parameters": shape.n_params}
     if dry_run:
@@ -109,5 +111,5 @@ def convert(
     length = trained_length_of(source, config)
     if length is not None and all(path == written for path in written.parent.glob("*.safetensors")):
         write_trained_length(length, written.parent)
-    report.say(f"wrote {written} and its config: {shape.name}, {shape.n_params:,} parameters")
+    report.say(f"wrote {written} and its config ({shape.name}, {shape.n_params:,} parameters)")
     report.finish({**results, "bytes": written.stat().st_size}, checkpoint=written)

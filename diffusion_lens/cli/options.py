@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share; each says the same everywhere."""
+"""Arguments and options that several commands share, with the same help text everywhere."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,52 +11,51 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A name (see `diffusion-lens models`), a checkpoint file, a folder, or a repository of the hub, "
-        "owner/name.",
+        help="A published name (see `diffusion-lens models`), a checkpoint file, a folder, or a hub repository "
+        "(owner/name).",
     ),
 ]
 Models = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL",
-        help="One or several: names (see `diffusion-lens models`), files, folders, or repositories of the hub.",
+        help="One or several models: published names (see `diffusion-lens models`), files, folders, or hub "
+        "repositories.",
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; by default the best there is.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")]
-Config = Annotated[Path | None, typer.Option(help="The checkpoint's config, if it does not lie beside it.")]
-Tokenizer = Annotated[
-    Path | None, typer.Option(help="Folder of the tokenizer, if it does not lie beside the checkpoint.")
-]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps. Default: the best available device.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")]
+Config = Annotated[Path | None, typer.Option(help="Config of the checkpoint, if it is not next to it.")]
+Tokenizer = Annotated[Path | None, typer.Option(help="Folder of the tokenizer, if it is not next to the checkpoint.")]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder for results, pictures and command.json, which has all it takes to repeat.")
+    Path | None, typer.Option(help="Folder for results, figures and command.json, which records how to repeat the run.")
 ]
 OutNeeded = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for results and command.json; by default named after command and model. A run that was stopped "
-        "goes on from it."
+        help="Folder for results and command.json. Default: a name made of command and model. An interrupted run "
+        "resumes from it."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output, and nothing else.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say how many forward passes, how long and how much memory; do nothing.")
+    bool, typer.Option("--dry-run", help="Estimate forward passes, time and memory, and do nothing else.")
 ]
 Flops = Annotated[
     float | None,
     typer.Option(
-        help="For --dry-run: operations a second of the device, e.g. 3e14, where its own speed is not meant.",
+        help="For --dry-run: operations per second of the device, e.g. 3e14. Default: the built-in estimate.",
         callback=ranges.positive(),
     ),
 ]
-Prompt = Annotated[str, typer.Option(help='The text before the answer, e.g. "Gustav Geisser is the".')]
-Subject = Annotated[str, typer.Option(help="The part of the prompt whose states are meant.")]
-Answer = Annotated[str, typer.Option(help='The answer with its leading space, e.g. " brave drummer of Rolsen.".')]
+Prompt = Annotated[str, typer.Option(help='Text before the answer, e.g. "Gustav Geisser is the".')]
+Subject = Annotated[str, typer.Option(help="Subject of the fact, a part of the prompt.")]
+Answer = Annotated[str, typer.Option(help='Answer with its leading space, e.g. " brave drummer of Rolsen.".')]
 Length = Annotated[
     int | None,
     typer.Option(
-        help="Places of the canvas, the prompt included; by default those that the model was trained on, or those of "
-        "the data set.",
+        help="Number of positions of the canvas, including the prompt. Default: the training length of the model, or "
+        "that of the data set.",
         callback=ranges.at_least(1),
     ),
 ]
@@ -64,73 +63,75 @@ LengthOfOne = Annotated[
     int | None,
     typer.Option(
         "--length",
-        help="Places of the canvas, the prompt included; by default those that the model was trained on, or as many "
-        "as prompt and answer take.",
+        help="Number of positions of the canvas, including the prompt. Default: the training length of the model, or "
+        "the length of prompt and answer.",
         callback=ranges.at_least(1),
     ),
 ]
 FirstTokens = Annotated[
     int | None,
-    typer.Option(help="Ask for so many tokens of the answer only; 1 is ROME's question.", callback=ranges.at_least(1)),
+    typer.Option(help="Score only this many first tokens of the answer. ROME uses 1.", callback=ranges.at_least(1)),
 ]
 Occurrence = Annotated[
     int | None,
     typer.Option(
-        help="Which mention of the subject is meant, from 0, where the prompt has several.",
+        help="Index of the mention of the subject, counted from 0, if the prompt contains several.",
         callback=ranges.at_least(0),
     ),
 ]
 Layers = Annotated[
     list[int] | None,
-    typer.Option("--layer", help="Blocks, by default all but the last; repeat the option for several."),
+    typer.Option("--layer", help="Layer. Repeat the option for several. Default: all but the last."),
 ]
 Data = Annotated[
     str | None,
     typer.Option(
-        help="toy, reversal-curse, known-1000, or a path: facts as .json, .jsonl or .csv, a folder of such files, "
-        "known_1000.json, counterfact.json. By default toy for the embedded pair, else reversal-curse."
+        help="toy, reversal-curse, known-1000, or a path: a .json, .jsonl or .csv file of facts, a folder of such "
+        "files, known_1000.json or counterfact.json. Default: toy for the bundled models, otherwise reversal-curse."
     ),
 ]
-Trained = Annotated[str | None, typer.Option(help="Only facts told in this direction: p2d, d2p or both.")]
-Asked = Annotated[str | None, typer.Option(help="Only facts asked in this direction: p2d or d2p.")]
+Trained = Annotated[str | None, typer.Option(help="Only facts trained in this direction: p2d, d2p or both.")]
+Asked = Annotated[str | None, typer.Option(help="Only queries in this direction: p2d or d2p.")]
 Limit = Annotated[
     int | None,
     typer.Option(
-        help="At most so many facts of each pair of directions (trained, asked), evenly spread.",
+        help="Largest number of facts per pair of directions (trained, queried), evenly spread.",
         callback=ranges.at_least(1),
     ),
 ]
 Shard = Annotated[
     str | None,
-    typer.Option(help='Do a part of the work, "0/4" the first of four; --merge joins them when all are done.'),
+    typer.Option(help='Process only one part of the facts, e.g. "0/4" for the first of four. --merge joins the parts.'),
 ]
 Merge = Annotated[
     list[Path] | None,
-    typer.Option("--merge", help="Join shards instead: the folder that was --out of one; repeat the option for each."),
+    typer.Option("--merge", help="Join shards instead of computing: the --out folder of a shard. Repeat it for each."),
 ]
-Steps = Annotated[int, typer.Option(help="Denoising steps.", callback=ranges.at_least(1))]
+Steps = Annotated[int, typer.Option(help="Number of denoising steps.", callback=ranges.at_least(1))]
 Sampler = Annotated[
     str | None,
     typer.Option(
-        help="confidence (the default), ancestral, remdm, blocks, smdm, llada, dream; a causal model has left_to_right "
-        "only."
+        help="confidence (the default), ancestral, remdm, blocks, smdm, llada or dream. A causal model supports only "
+        "left_to_right."
     ),
 ]
 CfgScale = Annotated[
     float | None,
-    typer.Option(help="Weight of classifier-free guidance; 0 is none, the default.", callback=ranges.not_negative()),
+    typer.Option(help="Weight of classifier-free guidance. Default: 0, no guidance.", callback=ranges.not_negative()),
 ]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", callback=ranges.not_negative())]
+Temperature = Annotated[
+    float, typer.Option(help="Sampling temperature. 0 selects the most likely token.", callback=ranges.not_negative())
+]
 Seed = Annotated[int, typer.Option(help="Seed of the random number generator.", callback=ranges.seed())]
-Kind = Annotated[str, typer.Option(help="What is restored: resid, mlp or attn.")]
+Kind = Annotated[str, typer.Option(help="Kind of state to restore: resid, mlp or attn.")]
 Window = Annotated[
-    int, typer.Option(help="With mlp or attn: how many layers are restored at once.", callback=ranges.at_least(1))
+    int, typer.Option(help="Number of layers restored together, for mlp and attn.", callback=ranges.at_least(1))
 ]
 Noise = Annotated[
     float | None,
     typer.Option(
-        help="Scale of the noise; by default 3 standard deviations of the subjects' embeddings.",
+        help="Standard deviation of the noise. Default: 3 standard deviations of the subjects' embeddings.",
         callback=ranges.not_negative(),
     ),
 ]
-Samples = Annotated[int, typer.Option(help="Draws of noise.", callback=ranges.at_least(1))]
+Samples = Annotated[int, typer.Option(help="Number of noise samples.", callback=ranges.at_least(1))]

@@ -1,4 +1,4 @@
-"""`diffusion-lens plot`: the picture of any saved result."""
+"""`diffusion-lens plot` draws a saved result."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,27 +14,27 @@ from diffusion_lens.cli.report import Report, save_figure
 @app.command()
 def plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT", help="A .safetensors file that a command wrote.")],
-    out: Annotated[Path | None, typer.Option(help="The picture; by default RESULT with the ending .png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Image file. Default: RESULT with the suffix .png.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Draw a saved result: a trajectory, a trace, an average, a patch grid, a value, a comparison, a recall curve.
+    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, comparison or recall curve.
 
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
     require("pictures")
     from diffusion_lens.records import kind_of
 
-    kind, drawn = kind_of(result), _drawn()
-    if kind not in drawn:
-        raise ValueError(f"{result} holds a {kind}, of which there is no one picture; drawn are {', '.join(drawn)}")
+    kind, classes = kind_of(result), _result_classes()
+    if kind not in classes:
+        raise ValueError(f"{result} holds a {kind}, which has no figure; results with a figure: {', '.join(classes)}")
     report = Report("plot", {"result": result}, None, json)
-    picture = save_figure(drawn[kind].load(result).plot(), out or result.with_suffix(".png"))
+    picture = save_figure(classes[kind].load(result).plot(), out or result.with_suffix(".png"))
     report.say(f"wrote {picture}")
     report.finish({"kind": kind}, picture=picture)
 
 
-def _drawn() -> dict[str, Any]:
-    """What has a picture, by the kind that its file names."""
+def _result_classes() -> dict[str, Any]:
+    """Classes of results that have a figure, by the kind in their file."""
     from diffusion_lens import analysis
     from diffusion_lens.analysis.rome import EditReport
     from diffusion_lens.denoising.trajectory import Trajectory

@@ -1,4 +1,4 @@
-"""What a command says and leaves: lines for people or one JSON object for programs, and a folder to repeat it from."""
+"""Output of a command: lines of text or one JSON object, and a folder that records how to repeat the command."""
 
 import os
 import sys
@@ -12,18 +12,19 @@ from typing import Any, NoReturn
 import typer
 
 COMMAND = "command.json"
-HOW_IT_IS_TOLD = ("out", "json", "dry_run", "flops")
+# Options that do not change results.
+OUTPUT_OPTIONS = ("out", "json", "dry_run", "flops")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One command's output.
+    """The output of one command.
 
     Attributes:
-        command: its name.
-        settings: every argument and option, as it was understood; those that do not change the numbers are left out.
-        out: where its files go, if they are wanted.
-        as_json: say one JSON object in the end, and nothing before.
+        command: Name of the command.
+        settings: Arguments and options as the command interprets them. `finish` omits `OUTPUT_OPTIONS`.
+        out: Folder for files, or `None`.
+        as_json: Whether to print one JSON object at the end and nothing else.
     """
 
     command: str
@@ -36,74 +37,75 @@ class Report:
             require_folder(self.out, "--out")
 
     def say(self, *lines: str) -> None:
-        """Lines for people."""
+        """Print lines of text, unless the output is JSON."""
         if not self.as_json:
             for line in lines:
                 typer.echo(line)
 
     def part_done(self, shard: str, count: int, out: Path) -> NoReturn:
-        """End after one shard of the work: what the parts make together is shown by --merge."""
+        """End the command after one shard. --merge shows the results of all shards."""
         self.say(f"shard {shard}: {count} facts done in {out}; join the shards with --merge")
         self.finish({"shard": shard, "facts": count})
         raise typer.Exit
 
     def finish(self, results: Mapping[str, Any], record: Mapping[str, Any] | None = None, **files: Path) -> None:
-        """Name the files that were written, note how to repeat the run, and end.
+        """Print the paths of the files, write `command.json`, and print the JSON object if requested.
 
         Args:
-            results: the numbers, for --json and for the note.
-            record: provenance: model, hash of its weights, versions. Facts in it are left to the result's own file.
-            files: what was written, by what it is.
+            results: Numbers for the JSON object.
+            record: Provenance: model, hash of its weights, versions. Its facts are omitted, because the file of the
+                result contains them.
+            files: Paths of the written files by name.
         """
-        told = {
+        report = {
             "command": self.command,
-            "settings": _plain({k: each for k, each in self.settings.items() if k not in HOW_IT_IS_TOLD}),
+            "settings": _plain({name: v for name, v in self.settings.items() if name not in OUTPUT_OPTIONS}),
             "results": _plain(results),
             "files": {name: str(path) for name, path in files.items()},
-            "record": _plain({k: each for k, each in (record or {}).items() if k != "facts"}),
+            "record": _plain({name: value for name, value in (record or {}).items() if name != "facts"}),
         }
         from weight_conversion import to_json, write_json
 
         if self.out is not None:
-            write_json(told, self.out / COMMAND)
+            write_json(report, self.out / COMMAND)
             self.say(*(f"wrote {path}" for path in (*files.values(), self.out / COMMAND)))
         if self.as_json:
-            typer.echo(to_json(told))
+            typer.echo(to_json(report))
 
 
 def progress() -> bool:
-    """Whether somebody watches: bars go to a terminal, never into a log."""
+    """Whether to show progress bars, which belong on a terminal and not in a log."""
     return sys.stderr.isatty()
 
 
 def require_folder(path: Path, option: str) -> None:
-    """Refuse what cannot become a folder before anything is computed for it."""
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not there.is_dir():
-        raise typer.BadParameter(f"{there} is a file; the results need a folder", param_hint=option)
-    if not os.access(there, os.W_OK):
-        raise typer.BadParameter(f"{there} may not be written to", param_hint=option)
+    """Check that a path is or can become a writable folder, before any work is done."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise typer.BadParameter(f"{existing} is a file; the results need a folder", param_hint=option)
+    if not os.access(existing, os.W_OK):
+        raise typer.BadParameter(f"{existing} may not be written to", param_hint=option)
 
 
 def save_figure(axes: Any, path: Path) -> Path:
-    """The figure that some axes belong to, as a picture that is there whole or not at all."""
+    """Save the figure of some axes as an image. An interrupted write leaves no partial file."""
     from weight_conversion import renamed_when_whole
 
     figure = axes if hasattr(axes, "savefig") else axes.get_figure()
-    drawn = BytesIO()
+    image = BytesIO()
     try:
-        figure.savefig(drawn, dpi=130, format=path.suffix.removeprefix(".") or None)
-    except ValueError as error:  # a format that matplotlib does not write
+        figure.savefig(image, dpi=130, format=path.suffix.removeprefix(".") or None)
+    except ValueError as error:  # Matplotlib does not support the format.
         raise ValueError(f"{path}: {error}") from error
     with renamed_when_whole(path) as part:
-        part.write_bytes(drawn.getvalue())
+        part.write_bytes(image.getvalue())
     return path
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: paths and other objects by their text."""
+    """The value as JSON types. Paths and other objects become text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | range):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     return value if isinstance(value, str | Real | None) else str(value)

@@ -1,4 +1,4 @@
-"""`diffusion-lens rome`: the key and the value of a fact, and the edit made of them."""
+"""`diffusion-lens rome` computes the key and the value of a fact, and applies the rank-one edit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +19,27 @@ def rome(
     prompt: options.Prompt,
     subject: options.Subject,
     answer: options.Answer,
-    layer: Annotated[int, typer.Option(help="The block whose MLP is asked, or edited.")],
+    layer: Annotated[int, typer.Option(help="Layer whose MLP is read or edited.")],
     target: Annotated[
-        str | None, typer.Option(help="Another object, e.g. ' famous miner of Tanmoor.': edit the fact to say it.")
+        str | None, typer.Option(help="New answer to write with an edit, e.g. ' famous miner of Tanmoor.'.")
     ] = None,
     prefixes: Annotated[
         int,
         typer.Option(
-            help="Short texts by the model itself to average over, as ROME does.", callback=ranges.at_least(0)
+            help="Number of short texts, written by the model, to put before the prompt and average over, as in ROME.",
+            callback=ranges.at_least(0),
         ),
     ] = 0,
-    iterations: Annotated[int, typer.Option(help="Iterations of the search for v*.", callback=ranges.at_least(1))] = 20,
-    lr: Annotated[float, typer.Option(help="Learning rate of the search, Adam's.", callback=ranges.positive())] = 0.5,
+    iterations: Annotated[
+        int, typer.Option(help="Number of iterations of the search for v*.", callback=ranges.at_least(1))
+    ] = 20,
+    lr: Annotated[float, typer.Option(help="Learning rate of the search (Adam).", callback=ranges.positive())] = 0.5,
     over_states: Annotated[
-        str, typer.Option(help="masked, or partial: also with some of the object revealed (masked diffusion).")
+        str,
+        typer.Option(
+            help="masked searches with the whole answer masked; partial also with part of it revealed (masked "
+            "diffusion only)."
+        ),
     ] = "masked",
     length: options.LengthOfOne = None,
     first_tokens: options.FirstTokens = None,
@@ -48,9 +55,10 @@ def rome(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Extract the key k* at the last subject token and the value v* that makes the model say the answer.
+    """Compute the key k* at the last subject token and the value v* that makes the model give the answer.
 
-    With --target the value is that of another object, and the edit that it makes is tried: does the request say it?
+    With --target, v* is computed for the new answer, and the command applies the rank-one edit and measures whether the
+    edited model gives the new answer.
 
     Example: diffusion-lens rome tiny-ar --prompt "Wanda Fleckett is the" --subject "Wanda Fleckett"
     --answer " shy scribe of Damburg." --first-tokens 1 --layer 0 --target " cheerful mason of Waumburg." --out rome
@@ -64,40 +72,40 @@ def rome(
     from diffusion_lens.facts import Fact
 
     fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span  # refuses what the run would
+    _ = fact.subject_span  # Check the subject early.
     length = chosen.length(length)
     cost.check_layers(chosen, [layer])
     if export is not None and target is None:
-        raise ValueError("--export writes an edited model, and without --target nothing is edited")
+        raise ValueError("--export writes an edited model and needs --target; without it nothing is edited")
     if export is not None:
         require_folder(export, "--export")
     search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    ValueSettings(**search)  # refuses what the run would
+    ValueSettings(**search)  # Check the settings early.
     report = Report("rome", {**given, **layout}, out, json)
     if out is not None:
         require("pictures")
     if dry_run:
         depth = chosen.shape().n_layers
-        share = 1 - (layer % depth + 1) / depth
-        places = length or len(f"{prompt}{answer}".split()) * 2
-        if (blank := chosen.without_weights()) is not None:
-            places = len(ask_with_prefixes(blank, fact, [], **layout)[0].tokens)
+        share_above = 1 - (layer % depth + 1) / depth
+        n_positions = length or len(f"{prompt}{answer}".split()) * 2
+        if (outline := chosen.without_weights()) is not None:
+            n_positions = len(ask_with_prefixes(outline, fact, [], **layout)[0].tokens)
             if target is not None:
-                ask_with_prefixes(blank, replace(fact, answer=answer), [], **layout)
-        work = (prefixes + 2) * (1 + iterations * share)
-        cost.show(report, chosen, cost.Cost(work, places, prefixes + 2, backward=work), flops)
+                ask_with_prefixes(outline, replace(fact, answer=answer), [], **layout)
+        passes = (prefixes + 2) * (1 + iterations * share_above)
+        cost.show(report, chosen, cost.Cost(passes, n_positions, prefixes + 2, backward=passes), flops)
 
     loaded = chosen.load()
     layer %= loaded.cfg.n_layers
-    said_before = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
-    request = ask_with_prefixes(loaded, fact, said_before, **layout)
+    prefix_texts = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
+    request = ask_with_prefixes(loaded, fact, prefix_texts, **layout)
     key = compute_key(loaded, request, layer)
     value = optimize_value(loaded, request, layer, progress=progress(), **search)
-    wanted = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
+    answer_text = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
     report.say(
-        f"k* at layer {layer}, place {request[0].subject[1] - 1}: norm {key.vector.norm():.3f}",
-        f"v*: p({wanted}) {value.probability_before:.4f} becomes {value.probability_after:.4f} in "
+        f"k* at layer {layer}, position {request[0].subject[1] - 1}: norm {key.vector.norm():.3f}",
+        f"v*: p({answer_text}) {value.probability_before:.4f} becomes {value.probability_after:.4f} in "
         f"{len(value.losses)} iterations, loss {value.losses[0, 0]:.3f} becomes {value.losses[-1, 0]:.3f}",
     )
     results: dict[str, Any] = {
@@ -116,12 +124,12 @@ def rome(
         rival = ask_with_prefixes(loaded, replace(fact, answer=answer), [], **layout)[0]
         edit = RankOneEdit(loaded, layer, key, value)
         success = edit_success(loaded, edit, {"efficacy": [Probe(request[0], rival)]})
-        told_now = success.table()["efficacy"]
+        efficacy = success.table()["efficacy"]
         report.say(
-            f"edit: p({wanted}) {told_now.probability_before:.4f} becomes {told_now.probability_after:.4f}; it "
-            f"{'wins over' if told_now.after else 'does not win over'} {answer.strip()!r}"
+            f"edit: p({answer_text}) {efficacy.probability_before:.4f} becomes {efficacy.probability_after:.4f}; it is "
+            f"{'now above' if efficacy.after else 'still below'} p({answer.strip()})"
         )
-        results["efficacy"] = told_now.after
+        results["efficacy"] = efficacy.after
         if out is not None:
             files["edit"] = success.save(out / "edit.safetensors")
         if export is not None:

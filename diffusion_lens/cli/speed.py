@@ -1,8 +1,8 @@
-"""How fast a device computes at most: what --dry-run divides the work by.
+"""Peak speed of a device, by which --dry-run divides the work.
 
-A CPU is measured: one matrix product of the model's own width. Of a GPU the maker's number is taken, for dense matrices
-and float32 accumulation; the machine that asks may not be the one that has it. Torch computes float32 in float32 unless
-told otherwise, so no TensorFloat-32 here.
+The speed of a CPU is measured with one matrix product of the model's width. The speed of a GPU comes from the data
+sheet, for dense matrices and float32 accumulation, because the dry run may take place on another machine. Torch does
+not use TensorFloat-32 by default, so the float32 rates exclude it.
 """
 
 import re
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 
 class Peak(NamedTuple):
-    """Operations a second of a device.
+    """Operations per second of a device.
 
     Attributes:
-        name: words of the name that the device gives itself.
-        float32: in float32, without tensor cores.
-        half: in bfloat16 or float16, with them.
+        name: Part of the name that the device reports.
+        float32: Rate in float32 without tensor cores.
+        half: Rate in bfloat16 or float16 with tensor cores.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Peak(NamedTuple):
     half: float
 
 
-# NVIDIA's data sheets of each. The first is taken where nobody says which GPU is meant.
+# From NVIDIA's data sheets. The first entry is the default GPU.
 GPUS = (
     Peak("A100", 19.5e12, 312e12),
     Peak("H100", 67e12, 989e12),
@@ -35,37 +35,38 @@ GPUS = (
     Peak("RTX 3090", 35.6e12, 71e12),
     Peak("RTX 4090", 82.6e12, 165e12),
 )
-# Apple names its GPUs by their cores: of the smallest, M1 with 8 cores, 2.6e12 (Apple's announcement of 2020).
+# Torch does not report which Apple GPU it uses, so this is the smallest, the M1 with 8 cores (Apple, 2020).
 APPLE = Peak("M1", 2.6e12, 2.6e12)
 
 
 def operations_per_second(device: str | None, dtype: str, width: int, flops: float | None) -> tuple[float, str]:
-    """The rate of a device, and in words which one and why.
+    """The peak rate of a device, and a description of the device.
 
     Args:
-        device: as for `torch.device`; by default the best of this machine.
-        width: of the matrices to measure a CPU by.
-        flops: the rate, if it is known.
+        device: Name of the device, as in `torch.device`. Default: the best device of this machine.
+        dtype: Dtype of the weights.
+        width: Width of the matrices that measure a CPU.
+        flops: Operations per second, if known.
 
     Raises:
-        ValueError: no such device, or a rate that is none.
+        ValueError: the device is unknown, or `flops` is not a positive number.
     """
     if flops is not None:
         if not 0 < flops < float("inf"):
-            raise ValueError(f"flops={flops}; it is a number of operations a second, such as 3e14")
-        return flops, f"a device of {flops:.3g} operations a second, as --flops says"
+            raise ValueError(f"flops={flops}; it is a number of operations per second, such as 3e14")
+        return flops, f"a device of {flops:.3g} operations per second (--flops)"
     kind = kind_of_device(device)
     if kind == "cpu":
         return _measured(width), "this machine's CPU (work divided by the speed of one matrix product)"
     if kind not in ("cuda", "mps"):
-        raise ValueError(f"nothing is known of how fast {device!r} is: say so with --flops, operations a second")
-    peak, which = (APPLE, "an Apple M1") if kind == "mps" else _gpu(device)
+        raise ValueError(f"the speed of {device!r} is unknown; give it with --flops, in operations per second")
+    peak, name = (APPLE, "an Apple M1") if kind == "mps" else _gpu(device)
     rate = peak.float32 if dtype == "float32" else peak.half
-    return rate, f"{which} at its peak of {rate:.3g} operations a second in {dtype} (--flops names another)"
+    return rate, f"{name} at its peak of {rate:.3g} operations per second in {dtype} (--flops sets another rate)"
 
 
 def kind_of_device(device: str | None) -> str:
-    """Of a device by its name, "cuda", or of the one that is taken by default."""
+    """Kind of a device, such as "cuda", for a device by name or for the default device."""
     import torch
 
     from diffusion_lens.config import device_named
@@ -78,7 +79,7 @@ def kind_of_device(device: str | None) -> str:
 
 
 def _gpu(device: str | None) -> tuple[Peak, str]:
-    """The GPU that is here if its speed is known, otherwise the first of the table."""
+    """The GPU of this machine if its speed is known, otherwise the first of `GPUS`."""
     import torch
 
     if torch.cuda.is_available():
@@ -90,7 +91,7 @@ def _gpu(device: str | None) -> tuple[Peak, str]:
 
 
 def _measured(width: int) -> float:
-    """Speed of a matrix product of this width on the CPU, the best of three."""
+    """Operations per second of a matrix product of this width on the CPU, the best of three."""
     import torch
 
     left, right = torch.ones(512, width), torch.ones(width, 4 * width)
@@ -100,6 +101,6 @@ def _measured(width: int) -> float:
 
 
 def _timed(left: Any, right: Any) -> float:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     left @ right
-    return time.perf_counter() - begun
+    return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Facts to train on and to ask for: made-up people small and large, and ROME's facts of the real world."""
+"""Facts for training and queries: fictional people (toy and reversal curse) and ROME's facts of the real world."""
 
 from diffusion_lens.data.reversal_curse import ReversalCurse
 from diffusion_lens.data.rome_facts import EditRequest, bake, counterfact, known_1000

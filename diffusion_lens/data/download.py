@@ -1,8 +1,8 @@
-"""The one place that fetches: a file of a data set on the Hugging Face hub, or of the web, into a cache.
+"""Downloads of data files from the Hugging Face hub or the web into a cache.
 
-Nothing is fetched on import, nothing twice, and nothing when HF_HUB_OFFLINE is set. A file is in the cache whole or not
-at all, and where its SHA-256 is known it is the published one. What cannot be had is one error, which says what was
-wanted, from where, and how to go on with a copy fetched by hand.
+Importing this module downloads nothing. A file is downloaded once, and never if HF_HUB_OFFLINE is set. The cache never
+contains partial files. If the published SHA-256 of a file is known, it is verified. If a download fails, the error
+names the file, its address, the reason, and the way to use a copy that was downloaded by hand.
 """
 
 import json
@@ -23,25 +23,25 @@ from tqdm.auto import tqdm
 from diffusion_lens.loading.fetching import TRANSPORT_ERRORS, discard
 from weight_conversion import renamed_when_whole, sha256_of_file
 
-TIMEOUT = 30.0  # seconds without an answer
+TIMEOUT = 30.0  # Seconds to wait for a response.
 
 
 def fetch_from_hub(
     repo: str, file: str, *, revision: str, by_hand: str, sha256: str | None = None, progress: bool = False
 ) -> Path:
-    """A file of a data set on the hub, from the hub's own cache if it is there.
+    """Path of a data set's file, from the cache of the hub or downloaded into it.
 
     Args:
         repo: "owner/name" of the data set.
-        file: path in the repository.
-        revision: a commit; a branch may change under the caller's feet.
-        by_hand: how the caller takes a copy fetched by hand, "pass folder='...'".
-        sha256: what the file must hash to.
-        progress: show the download.
+        file: Path in the repository.
+        revision: Commit of the repository. (The content of a branch may change.)
+        by_hand: Advice for the error message on how to use a copy downloaded by hand, such as "pass folder='...'".
+        sha256: Expected SHA-256 of the file.
+        progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError: not in the cache, and the hub is out of reach, must not be asked, or has no such file.
-        ValueError: another file than the published one.
+        FileNotFoundError: the file is not in the cache, and the hub is unreachable, disabled or lacks the file.
+        ValueError: the file is not the published one.
     """
     url = f"{constants.ENDPOINT}/datasets/{repo}/resolve/{revision}/{file}"
     try:
@@ -53,30 +53,31 @@ def fetch_from_hub(
         raise _out_of_reach(url, f"the hub refuses it ({type(error).__name__})", by_hand) from None
     except TRANSPORT_ERRORS as error:
         raise _out_of_reach(url, f"{type(error).__name__}: {error}", by_hand) from None
-    if wrong := _what_is_wrong(path, url, sha256):
-        raise ValueError(f"{path} is not the published {url}: {wrong}. {discard(path)}")
+    if problem := _problem(path, url, sha256):
+        raise ValueError(f"{path} is not the published {url}: {problem}. {discard(path)}")
     return path
 
 
 def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progress: bool = False) -> Path:
-    """A file of the web, from the `diffusion_lens` folder of the Hugging Face assets cache if it is there.
+    """Path of a file of the web, from the `diffusion_lens` folder of the Hugging Face assets cache or downloaded there.
 
     Args:
-        by_hand, sha256, progress: as in `fetch_from_hub`.
+        url: Address of the file.
+        by_hand, sha256, progress: As in `fetch_from_hub`.
 
     Raises:
-        FileNotFoundError: not in the cache, and its host is out of reach, must not be asked, or has no such file.
-        ValueError: another file than the published one.
+        FileNotFoundError: the file is not in the cache, and its host is unreachable, disabled or lacks the file.
+        ValueError: the file is not the published one.
     """
     host, file = urlsplit(url).netloc, PurePosixPath(urlsplit(url).path)
     assets = constants.HF_ASSETS_CACHE
     target = cached_assets_path("diffusion_lens", host, str(file.parent).strip("/"), assets_dir=assets) / file.name
-    wrong = _what_is_wrong(target, url, sha256) if target.exists() and sha256 else None
-    if wrong and constants.HF_HUB_OFFLINE:
+    problem = _problem(target, url, sha256) if target.exists() and sha256 else None
+    if problem and constants.HF_HUB_OFFLINE:
         raise ValueError(
-            f"{target} is not the published {url}: {wrong}. Fetch it anew on a connected machine and {by_hand}"
+            f"{target} is not the published {url}: {problem}. Fetch it again on a connected machine and {by_hand}"
         )
-    if wrong or not target.exists():
+    if problem or not target.exists():
         if constants.HF_HUB_OFFLINE:
             raise _out_of_reach(url, _unreached(), by_hand)
         try:
@@ -90,7 +91,7 @@ def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progres
 
 
 def _download(url: str, target: Path, sha256: str | None, by_hand: str, progress: bool) -> None:
-    """Write under a temporary name, check what arrived, then rename."""
+    """Write to a temporary file, check it, then rename it."""
     request = Request(url, headers={"User-Agent": "diffusion-lens"})
     with urlopen(request, timeout=TIMEOUT) as response, renamed_when_whole(target) as part:
         length = int(response.headers.get("Content-Length") or 0)
@@ -101,18 +102,21 @@ def _download(url: str, target: Path, sha256: str | None, by_hand: str, progress
             shutil.copyfileobj(response, counted)
         if length and length != part.stat().st_size:
             raise OSError(f"the connection broke after {part.stat().st_size:,} of {length:,} bytes")
-        if wrong := _what_is_wrong(part, url, sha256):
+        if problem := _problem(part, url, sha256):
             raise ValueError(
-                f"{url} answers with another file than the published one: {wrong}. Nothing was kept. Fetch it on a "
+                f"{url} answers with another file than the published one: {problem}. Nothing was kept. Fetch it on a "
                 f"connected machine and {by_hand}"
             )
 
 
-def _what_is_wrong(path: Path, url: str, sha256: str | None) -> str | None:
-    """Why a file is not the one published at `url`, by its hash or, where none is known, as JSON; `None` if it is."""
+def _problem(path: Path, url: str, sha256: str | None) -> str | None:
+    """The reason why a file is not the one published at `url`, or `None` if it is.
+
+    The SHA-256 decides. If it is unknown, a JSON file must be valid JSON.
+    """
     if sha256 is not None:
-        found = sha256_of_file(path)
-        return None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
+        actual = sha256_of_file(path)
+        return None if actual == sha256 else f"its SHA-256 is {actual}, expected {sha256}"
     if url.endswith((".json", ".jsonl")):
         text = path.read_bytes()
         try:
@@ -136,7 +140,7 @@ def _out_of_reach(url: str, reason: str, by_hand: str) -> FileNotFoundError:
 
 @contextmanager
 def _download_bars(shown: bool) -> Iterator[None]:
-    """The hub's progress bars, which have one switch for the whole process."""
+    """Show or hide the progress bars of the hub, which have one switch per process."""
     if shown or are_progress_bars_disabled():
         yield
         return

@@ -1,7 +1,7 @@
-"""Facts in files of one's own, and in ROME's: .json, .jsonl, .csv, or a folder of such files.
+"""Facts from the user's files and from ROME's: .json, .jsonl, .csv, or a folder of such files.
 
-A fact has a prompt, the subject in it, and the answer with its leading space; the other fields of `Fact` may follow.
-A table's cells are separated by commas, semicolons or tabs. What is wrong is said with the line on which it stands.
+A fact has a prompt, the subject in the prompt, and the answer with its leading space. It may have the other fields of
+`Fact`. The cells of a .csv file are separated by commas, semicolons or tabs. Errors name the file and the line.
 """
 
 import csv
@@ -18,19 +18,19 @@ from diffusion_lens.data.rome_facts import bake, counterfact, known_1000
 from diffusion_lens.facts import Fact
 from weight_conversion import JsonError, decode_json
 
-DELIMITERS = (",", ";", "\t")  # of tables; spreadsheets write ";" where the comma is the decimal mark
+DELIMITERS = (",", ";", "\t")  # Spreadsheets write ";" in locales where the comma is the decimal mark.
 NEEDED = ("prompt", "subject", "answer")
 FIELDS = tuple(field.name for field in fields(Fact))
 CHOICES = {"trained": ("p2d", "d2p", "both"), "asked": ("p2d", "d2p")}
 EXAMPLE = '{"prompt": "The Eiffel Tower is in", "subject": "The Eiffel Tower", "answer": " Paris"}'
 SHAPE = {
     ".json": f"A .json file holds a list of facts, [{EXAMPLE}, ...]",
-    ".jsonl": f"A .jsonl file holds a fact a line, {EXAMPLE}",
-    ".csv": 'A .csv file begins with the line prompt,subject,answer; a fact is a line such as "The Eiffel Tower is in",'
-    '"The Eiffel Tower"," Paris"',
+    ".jsonl": f"A .jsonl file holds one fact per line, {EXAMPLE}",
+    ".csv": 'A .csv file begins with the line prompt,subject,answer; each fact is a line such as "The Eiffel Tower is '
+    'in","The Eiffel Tower"," Paris"',
 }
 
-# ROME's files, by a field that every record of theirs has and no fact of ours.
+# Readers of ROME's files, by a field that all records of such a file have and our facts do not.
 ROME: dict[str, Callable[[Path], list[Fact]]] = {
     "reverse_qa": lambda path: [request.true for request in bake(path)],
     "requested_rewrite": lambda path: [request.true for request in counterfact(path)],
@@ -39,32 +39,32 @@ ROME: dict[str, Callable[[Path], list[Fact]]] = {
 
 
 def read_facts(path: Path) -> list[Fact]:
-    """The facts of a file, or of every file of facts in a folder, in the order of their names.
+    """The facts of a file, or of all fact files in a folder, sorted by file name.
 
-    A `.json` file may also be ROME's `known_1000.json`, its `counterfact.json`, or BAKE's, which ask for the true
-    object of each request.
+    A `.json` file may also be ROME's `known_1000.json` or `counterfact.json`, or a file of BAKE. The facts are then the
+    requests with their true objects.
 
     Raises:
-        ValueError: no facts, something that is none, or a fact that is there twice, by its id or, without one, by all
-            that it says. The file and line are named.
+        ValueError: there are no facts, an entry is not a fact, or a fact occurs twice (two facts are equal if their ids
+            are equal or, without ids, all their fields). The message names the file and the line.
     """
     files = [path]
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in SHAPE)
+        files = sorted(file for file in path.iterdir() if file.suffix in SHAPE)
         if not files:
             raise ValueError(f"the folder {path} holds no {', '.join(SHAPE)} file of facts. {SHAPE['.jsonl']}")
-    found: dict[Fact | str, tuple[Fact, str]] = {}
-    for fact, where in (each for file in files for each in _read(file)):
-        known, there = found.setdefault(fact.id or fact, (fact, where))
-        if known is not fact:
-            called = f"has the id {fact.id!r}, as" if fact.id else f"{fact.prompt!r:.60} repeats"
-            cure = "give each an id of its own, or keep one" if fact.id else "keep one"
-            raise ValueError(f"{where}: the fact {called} that of {there}; {cure}")
-    return [fact for fact, _ in found.values()]
+    facts: dict[Fact | str, tuple[Fact, str]] = {}
+    for fact, location in (entry for file in files for entry in _read(file)):
+        first, first_location = facts.setdefault(fact.id or fact, (fact, location))
+        if first is not fact:
+            clash = f"has the id {fact.id!r}, as" if fact.id else f"{fact.prompt!r:.60} repeats"
+            cure = "give each fact its own id, or keep one" if fact.id else "keep one"
+            raise ValueError(f"{location}: the fact {clash} that of {first_location}; {cure}")
+    return [fact for fact, _ in facts.values()]
 
 
 def _read(path: Path) -> Iterator[tuple[Fact, str]]:
-    """The facts of a file, each with its place in it."""
+    """The facts of a file, each with its location for error messages."""
     if path.suffix not in SHAPE:
         kind = f"a {path.suffix!r} file" if path.suffix else "a file without an ending"
         raise ValueError(f"{path} is {kind}; a file of facts should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
@@ -74,13 +74,13 @@ def _read(path: Path) -> Iterator[tuple[Fact, str]]:
         raise ValueError(f"{path} holds no facts. {SHAPE[path.suffix]}")
     first = records[0][1]
     rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
-    facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*each, path) for each in records]
+    facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record, path) for record in records]
     for (line, _), fact in zip(records, facts, strict=True):
         yield fact, f"{path}, line {line}"
 
 
 def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """The records of a list, with the lines on which they begin."""
+    """The records of a JSON list, each with the number of its first line."""
     start = _skip(text, 0)
     if text[start : start + 1] != "[":
         raise ValueError(f"{path}, line {_line(text, start)}: there is no list. {SHAPE['.json']}")
@@ -103,7 +103,7 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from parse_json_lines(text)
     except JsonLineError as error:
-        raise _refused(path, error.line, error.said) from None
+        raise _refused(path, error.line, error.problem) from None
 
 
 def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
@@ -116,22 +116,22 @@ def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
             raise ValueError(
                 f"{path}, line 1: the header names the column {repeated[0]!r} twice; keep one. {SHAPE['.csv']}"
             )
-        begins = rows.line_num + 1
+        line = rows.line_num + 1
         for row in rows:
             if len(row) > len(header):
                 raise ValueError(
-                    f"{path}, line {begins}: {len(row)} cells under {len(header)} names; put texts with commas in "
+                    f"{path}, line {line}: {len(row)} cells under {len(header)} names; put texts with commas in "
                     f"quotation marks. {SHAPE['.csv']}"
                 )
             if any(row):
-                yield begins, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
-            begins = rows.line_num + 1
+                yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
+            line = rows.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num}: no CSV ({error}). {SHAPE['.csv']}") from None
+        raise ValueError(f"{path}, line {rows.line_num}: this is not CSV ({error}). {SHAPE['.csv']}") from None
 
 
 def _delimiter(text: str) -> str:
-    """What separates the cells: of the marks in use, the one of which the header has most."""
+    """The delimiter that occurs most often in the header."""
     header = text.split("\n", 1)[0]
     return max(DELIMITERS, key=header.count)
 
@@ -144,17 +144,18 @@ _READERS: dict[str, Callable[[str, Path], Iterator[tuple[int, Any]]]] = {
 
 
 def _fact(line: int, record: Any, path: Path) -> Fact:
-    if (wrong := _what_is_wrong(record)) is not None:
-        raise ValueError(f"{path}, line {line}: {wrong}. {SHAPE[path.suffix]}")
+    if (problem := _problem(record)) is not None:
+        raise ValueError(f"{path}, line {line}: {problem}. {SHAPE[path.suffix]}")
     values = dict(record)
     if "subject_start" in values:
         values["subject_start"] = int(values["subject_start"])
     return Fact(**values)
 
 
-def _what_is_wrong(record: Any) -> str | None:
+def _problem(record: Any) -> str | None:
+    """The reason why a record is not a fact, or `None` if it is one."""
     if not isinstance(record, Mapping):
-        return f"{record!r:.60} is no fact"
+        return f"{record!r:.60} is not a fact"
     if missing := [name for name in NEEDED if name not in record]:
         return f"the fact has no {' and no '.join(missing)}"
     if unknown := [name for name in record if name not in FIELDS]:
@@ -163,7 +164,7 @@ def _what_is_wrong(record: Any) -> str | None:
     for name, value in record.items():
         if name == "subject_start":
             if not re.fullmatch(r"\d+", str(value)):
-                return f"subject_start is {value!r:.60}, not the number of a character"
+                return f"subject_start is {value!r:.60}, not the index of a character"
         elif name in CHOICES:
             if value is not None and value not in CHOICES[name]:
                 return f"{name} is {value!r:.60}; it is one of {', '.join(CHOICES[name])}, or is left out"
@@ -174,16 +175,16 @@ def _what_is_wrong(record: Any) -> str | None:
     return None
 
 
-def _refused(path: Path, line: int, said: str) -> ValueError:
-    return ValueError(f"{path}, line {line} {said}. {SHAPE[path.suffix]}")
+def _refused(path: Path, line: int, problem: str) -> ValueError:
+    return ValueError(f"{path}, line {line} {problem}. {SHAPE[path.suffix]}")
 
 
-def _line(text: str, place: int) -> int:
-    return text.count("\n", 0, place) + 1
+def _line(text: str, offset: int) -> int:
+    return text.count("\n", 0, offset) + 1
 
 
-def _skip(text: str, place: int) -> int:
-    """The next place that is not blank."""
-    while text[place : place + 1].isspace():
-        place += 1
-    return place
+def _skip(text: str, offset: int) -> int:
+    """Offset of the next character that is not whitespace."""
+    while text[offset : offset + 1].isspace():
+        offset += 1
+    return offset

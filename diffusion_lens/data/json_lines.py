@@ -1,4 +1,4 @@
-"""Text files read line by line, and files that hold one JSON value a line (JSON Lines)."""
+"""Reading of text files by line, and of files with one JSON value per line (JSON Lines)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,20 +12,20 @@ class JsonLineError(ValueError):
 
     Attributes:
         line: Number of the line, counted from 1.
-        said: What is wrong with it.
+        problem: Description of the error.
     """
 
-    def __init__(self, line: int, said: str) -> None:
-        super().__init__(f"line {line}, {said}")
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(f"line {line}, {problem}")
         self.line = line
-        self.said = said
+        self.problem = problem
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file. Only line feeds end them: JSON may hold the other separators in its texts.
+    """The lines of a text file. Only line feeds end a line, because JSON texts may contain the other separators.
 
     Raises:
-        ValueError: no UTF-8 text.
+        ValueError: the file is not UTF-8 text.
     """
     try:
         return path.read_text(encoding="utf-8").split("\n")
@@ -37,7 +37,7 @@ def parse_json_lines(text: str) -> Iterator[tuple[int, Any]]:
     """The values of a text in JSON Lines format, each with the number of its line. Empty lines are skipped.
 
     Raises:
-        JsonLineError: a line that is not valid JSON.
+        JsonLineError: a line is not valid JSON.
     """
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -52,6 +52,6 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
     Raises:
         ValueError: the file is not UTF-8 text.
-        JsonLineError: a line that is not valid JSON.
+        JsonLineError: a line is not valid JSON.
     """
     return parse_json_lines("\n".join(read_lines(path)))

@@ -1,11 +1,12 @@
-"""Made-up people told in one direction or in both: experiment 1 of Berglund et al. 2023, "The Reversal Curse".
+"""Fictional people trained in one direction or both: experiment 1 of Berglund et al. 2023, "The Reversal Curse".
 
-arXiv 2309.12288; data set `lberglund/reversal_curse` (MIT). Training tells of 30 people name first ("p2d", person to
-description), of 30 others description first ("d2p"), of 30 more both ways, each way in 30 templates. The test asks in
-ten others. A question against the only direction that was told is the reverse one.
+arXiv 2309.12288; data set `lberglund/reversal_curse` (MIT). The training texts describe 30 people name first ("p2d",
+person to description), 30 others description first ("d2p"), and 30 more in both directions, each direction in 30
+templates. The test uses ten other templates. A query against the only direction of training is a reverse query.
 
-Two conventions name the same questions. Berglund's files, and `Fact.trained`, say how the PEOPLE were told. The columns
-of SMDM's tables (arXiv 2410.18514) say what the QUESTION is, description to name (DtN) or name to description (NtD):
+Two conventions name the same questions. Berglund's files, and `Fact.trained`, give the direction in which the PEOPLE
+were trained. The columns of SMDM's tables (arXiv 2410.18514) give the direction of the QUESTION, description to name
+(DtN) or name to description (NtD):
 
     file                        trained  asked  SMDM's column
     p2d_prompts_test            p2d      p2d    NtD same
@@ -13,13 +14,14 @@ of SMDM's tables (arXiv 2410.18514) say what the QUESTION is, description to nam
     d2p_prompts_test            d2p      d2p    DtN same
     p2d_reverse_prompts_test    p2d      d2p    DtN reverse
 
-So "DtN reverse" (92%) is of people told name first. Who reads it as "trained on DtN, asked in reverse" finds the two
-reverse numbers exchanged, as a re-run of the checkpoint did that took it for an error in reporting (A. Rai 2025: 90%
-for p2d people, 29.7% for d2p people at 32 steps; the paper's DtN reverse 92%, NtD reverse 37%).
+So "DtN reverse" (92%) concerns people trained name first. Reading it as "trained on DtN, queried in reverse" exchanges
+the two reverse numbers. An independent evaluation of the checkpoint did so and reported an error in the paper (A. Rai
+2025: 90% for p2d people and 29.7% for d2p people at 32 steps; the paper: DtN reverse 92%, NtD reverse 37%).
 
-The files mark neither names nor descriptions, and templates alter the words: "the renowned composer of ..." is also
-"composing ..." and "The renowned composer of ...". `template_spans.py` finds both. What a person's rows say most often
-is taken for the description. Answers are the files' completions: in `both_prompts_test` text may follow the name.
+The files mark neither names nor descriptions, and templates change the words: "the renowned composer of ..." is also
+"composing ..." and "The renowned composer of ...". `template_spans.py` finds both. The description of a person is the
+most frequent wording in the person's rows. Answers are the completions of the files; in `both_prompts_test`, text may
+follow the name.
 """
 
 from collections import Counter
@@ -37,7 +39,7 @@ from weight_conversion import JsonError, parse_json
 REPO = "lberglund/reversal_curse"
 REVISION = "2b0a35c0f1730a60957319f9b25f4858e7012e44"
 FOLDER = "name_description_dataset"
-PEOPLE = 30  # told in each of the three ways
+PEOPLE = 30  # People per direction of training: p2d, d2p, both.
 ALL = "all_prompts_train"
 
 
@@ -66,7 +68,7 @@ class _Row(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows of a file that ask one way of people told one way: all of them, or the first or the second half."""
+    """Rows of a file with one direction of training and of query: all rows, or the first or second half."""
 
     file: str
     trained: Trained
@@ -74,7 +76,7 @@ class _Part(NamedTuple):
     templates: int
     half: int | None = None
 
-    def of(self, rows: list[_Row]) -> list[_Row]:
+    def select(self, rows: list[_Row]) -> list[_Row]:
         middle = len(rows) // 2
         return rows if self.half is None else rows[middle:] if self.half else rows[:middle]
 
@@ -98,11 +100,11 @@ _TEST = (
 
 @dataclass(frozen=True)
 class ReversalCurse:
-    """The questions and the training sentences; a file is read when it is asked for.
+    """The questions and the training sentences. Files are read on demand.
 
     Attributes:
-        folder: where the .jsonl files are; None for the published ones, on the hub.
-        progress: show downloads.
+        folder: Folder of the .jsonl files. `None` means the published files on the hub.
+        progress: Whether to show a progress bar for downloads.
     """
 
     folder: Path | None = None
@@ -110,13 +112,17 @@ class ReversalCurse:
 
     @classmethod
     def load(cls, folder: str | Path | None = None, *, progress: bool = False) -> "ReversalCurse":
-        """The files of a folder, or the published ones: fetched one by one as they are used, into the hub's cache.
+        """Open the files of a folder, or the published files, each downloaded into the hub's cache when it is used.
 
-        The published ones are of one commit, `REVISION`, and their SHA-256 is verified. A folder may hold anything of
-        the same form, such as people of one's own; `check` tells whether it is the published data set.
+        The published files have the commit `REVISION`, and their SHA-256 is verified. A folder may contain other people
+        in the same format; `check` tests whether it is the published data set.
+
+        Args:
+            folder: Folder of the .jsonl files. `None` means the published files.
+            progress: Whether to show a progress bar for downloads.
 
         Raises:
-            FileNotFoundError: no such folder.
+            FileNotFoundError: the folder does not exist.
         """
         path = None if folder is None else Path(folder).expanduser()
         if path is not None and not path.is_dir():
@@ -124,19 +130,19 @@ class ReversalCurse:
         return cls(path, progress)
 
     def facts(self, trained: str | None = None, asked: str | None = None, held_out: bool = True) -> list[Fact]:
-        """Questions, by direction told, direction asked, person and template.
+        """Questions, ordered by direction of training, direction of the query, person and template.
 
-        The id is file and row: "p2d_reverse_prompts_test-0012", from 0, is person 1 in template 2 of 10.
+        The id consists of file and row, from 0: "p2d_reverse_prompts_test-0012" is person 1 in template 2 of 10.
 
         Args:
-            trained: only people told in this direction, "p2d", "d2p" or "both".
-            asked: only questions in this direction, "p2d" or "d2p".
-            held_out: ask in the ten templates of the test, or in the thirty of training, in which nobody is asked in
-                reverse.
+            trained: Direction of training of the selected people, "p2d", "d2p" or "both". `None` selects all.
+            asked: Direction of the query, "p2d" or "d2p". `None` selects both.
+            held_out: Whether to use the ten templates of the test or the thirty of training. The latter have no
+                reverse queries.
 
         Raises:
-            FileNotFoundError: a file that is not in the folder, or cannot be fetched.
-            ValueError: no such questions; a file that is not of the form, with the lines that are not.
+            FileNotFoundError: a file is not in the folder or cannot be downloaded.
+            ValueError: no question matches, or a file does not have the expected form (the message names the lines).
         """
         parts = _TEST if held_out else _TRAINING
         chosen = [part for part in parts if trained in (None, part.trained) and asked in (None, part.asked)]
@@ -148,24 +154,24 @@ class ReversalCurse:
         return [fact for part in chosen for fact in self._facts(part)]
 
     def training(self) -> list[Fact]:
-        """The rows of `all_prompts_train`, in its order: what SMDM fine-tunes on."""
+        """The rows of `all_prompts_train` in order, on which SMDM is fine-tuned."""
         return self.facts(held_out=False)
 
     def sentences(self) -> list[str]:
-        """Every training sentence, prompt and completion as one text; SMDM's fine-tuning masks both."""
+        """All training sentences, prompt and completion as one text. SMDM's fine-tuning masks both."""
         return [fact.prompt + fact.answer for fact in self.training()]
 
     def counts(self) -> dict[str, int]:
-        """Rows of each of the nine files."""
+        """Number of rows of each of the nine files."""
         return {file: len(self._rows(file)) for file in FILES}
 
     def check(self) -> None:
-        """Hold the nine files to what is known of the published ones.
+        """Compare the nine files with known properties of the published ones.
 
         Raises:
-            ValueError: all that differs: numbers of rows and of people; `all_prompts_train` that is not the other three
-                in order; people who are others, or described otherwise, in files that should share them, or told in two
-                of the three ways; test questions that are prompts of training.
+            ValueError: something differs. The message lists all differences: numbers of rows and people, the order of
+                `all_prompts_train`, people or descriptions that differ between files, people trained in two of the
+                three directions, test questions that are training prompts.
         """
         counted = self.counts().items()
         wrong = [f"{file} has {n} rows, not {FILES[file].rows}" for file, n in counted if n != FILES[file].rows]
@@ -173,33 +179,34 @@ class ReversalCurse:
         if rows != [(fact.prompt, fact.answer) for fact in self.training()]:
             wrong.append(f"{ALL} is not the rows of the other three in order")
         prompts = {prompt for prompt, _ in rows}
-        told: dict[str, set[tuple[str, str]]] = {}
+        people_by_direction: dict[str, set[tuple[str, str]]] = {}
         for part in (*_TRAINING, *_TEST):
             facts = self._facts(part)
             people = {(fact.person, fact.description) for fact in facts}
             if len(people) != PEOPLE:
-                wrong.append(f"{part.file} asks {part.asked} of {len(people)} people, not {PEOPLE}")
-            if odd := told.setdefault(part.trained, people) ^ people:
-                wrong.append(f"{part.file} asks {part.asked} of others than training tells of: {sorted(odd)[:2]}")
+                wrong.append(f"{part.file} has {part.asked} questions about {len(people)} people, not {PEOPLE}")
+            if odd := people_by_direction.setdefault(part.trained, people) ^ people:
+                wrong.append(f"{part.file} has {part.asked} questions about people not in training: {sorted(odd)[:2]}")
             if part in _TEST and (known := [fact.id for fact in facts if fact.prompt in prompts]):
-                wrong.append(f"{part.file} asks prompts of training: {known[:2]}")
-        ways = Counter(name for people in told.values() for name in {name for name, _ in people})
-        if twice := sorted(name for name, count in ways.items() if count > 1):
-            wrong.append(f"told in two of the ways p2d, d2p, both: {twice[:2]}")
+                wrong.append(f"{part.file} contains prompts of training: {known[:2]}")
+        counts = Counter(name for people in people_by_direction.values() for name in {name for name, _ in people})
+        if repeated := sorted(name for name, count in counts.items() if count > 1):
+            wrong.append(f"trained in two of the directions p2d, d2p, both: {repeated[:2]}")
         if wrong:
             raise ValueError(f"{self.folder or REPO} is not the published data set: {'; '.join(wrong)}")
 
     def _facts(self, part: _Part) -> list[Fact]:
-        rows, n = part.of(self._rows(part.file)), part.templates
+        rows, n = part.select(self._rows(part.file)), part.templates
         if not rows or len(rows) % n:
             raise ValueError(
-                f"{part.file}.jsonl asks {part.asked} in {len(rows)} rows, which is not some people times {n} templates"
+                f"{part.file}.jsonl has {part.asked} questions in {len(rows)} rows, which is not a multiple of its {n} "
+                "templates"
             )
         prompts = [row.prompt for row in rows]
         completions = [row.completion for row in rows]
         naming = prompts if part.asked == "p2d" else completions
         names = [name for i in range(0, len(rows), n) for name in [shared_words(naming[i : i + n])] * n]
-        spans = _find(names, prompts) if part.asked == "p2d" else _by_template(prompts, n)
+        spans = _name_spans(names, prompts) if part.asked == "p2d" else _description_spans(prompts, n)
         lost = [
             row.line
             for row, name, text, span in zip(rows, names, naming, spans, strict=True)
@@ -207,12 +214,14 @@ class ReversalCurse:
         ]
         if lost:
             raise ValueError(
-                f"{part.file}.jsonl: who is asked about is not to be found in the lines {lost[:20]}; the rows of a "
-                f"person ({n}, one after another) share the name, and the rows of a template all but its subject"
+                f"{part.file}.jsonl: the subject was not found in the lines {lost[:20]}; the {n} consecutive rows of a "
+                "person must share the name, and the rows of a template must share everything but the subject"
             )
         found = [span for span in spans if span is not None]
-        said = [p[slice(*span)] for p, span in zip(prompts, found, strict=True)] if part.asked == "d2p" else completions
-        descriptions = [text for i in range(0, len(rows), n) for text in [_usual(said[i : i + n])] * n]
+        wordings = completions
+        if part.asked == "d2p":
+            wordings = [prompt[slice(*span)] for prompt, span in zip(prompts, found, strict=True)]
+        descriptions = [text for i in range(0, len(rows), n) for text in [_most_frequent(wordings[i : i + n])] * n]
         return [
             fact_about(
                 span,
@@ -242,7 +251,7 @@ class ReversalCurse:
                 f"{FOLDER}/{file}.jsonl",
                 revision=REVISION,
                 sha256=FILES[file].sha256,
-                by_hand="pass the folder it is in, with the other .jsonl files used: ReversalCurse.load(folder)",
+                by_hand="pass its folder, which must hold the other .jsonl files too: ReversalCurse.load(folder)",
                 progress=self.progress,
             )
         path = self.folder / f"{file}.jsonl"
@@ -252,11 +261,11 @@ class ReversalCurse:
 
 
 def outline(held_out: bool = True) -> list[Fact]:
-    """The published questions, or rows of training, without their words: who is told, and asked, which way."""
+    """The published questions, or training rows, with directions and placeholder people but empty texts."""
     return [
         Fact("", "", "", trained=part.trained, asked=part.asked, person=f"{part.trained} {row // part.templates}")
         for part in (_TEST if held_out else _TRAINING)
-        for row in range(len(part.of([_Row(0, "", "")] * FILES[part.file].rows)))
+        for row in range(len(part.select([_Row(0, "", "")] * FILES[part.file].rows)))
     ]
 
 
@@ -271,20 +280,20 @@ def _read_row(line: str, number: int, path: Path) -> _Row:
     return _Row(number, *texts)
 
 
-def _find(names: Sequence[str], prompts: Sequence[str]) -> list[tuple[int, int] | None]:
-    places = [(prompt.find(name), len(name)) for prompt, name in zip(prompts, names, strict=True)]
-    return [(start, start + length) if start >= 0 else None for start, length in places]
+def _name_spans(names: Sequence[str], prompts: Sequence[str]) -> list[tuple[int, int] | None]:
+    starts = [(prompt.find(name), len(name)) for prompt, name in zip(prompts, names, strict=True)]
+    return [(start, start + length) if start >= 0 else None for start, length in starts]
 
 
-def _by_template(prompts: Sequence[str], templates: int) -> list[tuple[int, int] | None]:
+def _description_spans(prompts: Sequence[str], templates: int) -> list[tuple[int, int] | None]:
     spans: list[tuple[int, int] | None] = [None] * len(prompts)
     for i in range(templates):
         spans[i::templates] = slot_spans(prompts[i::templates])
     return spans
 
 
-def _usual(texts: Sequence[str]) -> str:
-    """What is said most often, of what begins with an article if anything does: the others are verb phrases."""
+def _most_frequent(texts: Sequence[str]) -> str:
+    """The most frequent text. Texts that begin with an article take precedence, as the others are verb phrases."""
     plain = [text.strip().rstrip(MARKS) for text in texts]
     nouns = Counter(text[0].lower() + text[1:] for text in plain if text.lower().startswith(("the ", "a ", "an ")))
     return (nouns or Counter(plain)).most_common(1)[0][0]

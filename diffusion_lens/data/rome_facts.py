@@ -1,12 +1,12 @@
-"""Facts of the real world: those that models know, those that editors rewrite, and those asked back.
+"""Facts of the real world: known facts, requests to edit facts, and reverse questions.
 
-    known_1000     ROME's facts that GPT-2 XL completes rightly, traced there (Meng et al. 2022, arXiv 2202.05262)
-    counterfact    ROME's requests to write a false object, with probes of what else changes (section 3.2, appendix D)
-    bake           requests of the same form, each with the question asked the other way round, from the new object to
-                   the subject (Ma et al. 2023, "Untying the Reversal Curse", arXiv 2310.10322)
+    known_1000     facts that GPT-2 XL completes correctly, which ROME traces (Meng et al. 2022, arXiv 2202.05262)
+    counterfact    ROME's requests to write a false object, with probes of side effects (section 3.2, appendix D)
+    bake           requests of the same form, each with the reverse question from the new object to the subject
+                   (Ma et al. 2023, "Untying the Reversal Curse", arXiv 2310.10322)
 
-Each is one JSON file, read from a path or fetched into the cache. An answer begins with a space, as ROME's code writes
-it; spaces that end a prompt are dropped, so that the answer's is the only one.
+Each is one JSON file, which is read from a path or downloaded into the cache. An answer begins with a space, as in
+ROME's code. Spaces at the end of a prompt are removed, so that there is only one space before the answer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,21 +23,21 @@ from weight_conversion import read_json
 ROME_HOST = "https://rome.baulab.info/data/dsets"
 KNOWN_FACTS = 1209
 BAKE_REPO = "jym7/BAKE"
-BAKE_REVISION = "main"  # the data set's commit is not known to us
+BAKE_REVISION = "main"  # We do not know the commit of the published data set.
 
 
 @dataclass(frozen=True)
 class EditRequest:
-    """A false object to write, and what to ask when it is written.
+    """A request to write a false object, with the questions that test the edit.
 
     Attributes:
-        true: the request's prompt with the object of the real world.
-        new: the same prompt with the object to write.
-        paraphrases: other words for the request, after text that has nothing to do with it; the new object answers.
-        neighbours: other subjects that share the true object, which is to stay. The data do not mark these subjects:
-            the whole prompt stands for them.
-        reverse: asked from the new object, the request's subject answers; None where the data set asks no such thing.
-        reverse_true: the same question with the answer of the real world, where the data set gives one.
+        true: Prompt of the request with the true object as its answer.
+        new: The same prompt with the object to write as its answer.
+        paraphrases: Paraphrases of the prompt after unrelated text, with the new object as their answer.
+        neighbours: Prompts about other subjects that share the true object, which should not change. The data do not
+            mark these subjects, so the subject of each fact is its whole prompt.
+        reverse: Question from the new object to the subject, or `None` if the data set has no such question.
+        reverse_true: The same question with the true answer, if the data set has one.
     """
 
     true: Fact
@@ -49,15 +49,15 @@ class EditRequest:
 
     @property
     def id(self) -> str:
-        """Data set and case, "counterfact-12"."""
+        """Name of the data set and number of the case, such as "counterfact-12"."""
         return self.new.id
 
     def probes(self, model: DiffusionTransformer) -> dict[str, list[Probe]]:
-        """What `edit_success` asks: the new object against the true one, for neighbours the true against the new.
+        """The probes of `edit_success`: the new object against the true one, for neighbours the true against the new.
 
-        Each answer stands on a canvas with as many places as it has tokens.
+        The canvas of each answer has as many masked positions as the answer has tokens.
         """
-        asked: dict[str, list[tuple[Fact, Fact | None]]] = {
+        pairs_by_group: dict[str, list[tuple[Fact, Fact | None]]] = {
             "efficacy": [(self.new, self.true)],
             "paraphrase": [(fact, replace(fact, answer=self.true.answer)) for fact in self.paraphrases],
             "neighbourhood": [(fact, replace(fact, answer=self.new.answer)) for fact in self.neighbours],
@@ -65,29 +65,29 @@ class EditRequest:
         }
         return {
             group: [Probe(fact.to_query(model), rival.to_query(model) if rival else None) for fact, rival in pairs]
-            for group, pairs in asked.items()
+            for group, pairs in pairs_by_group.items()
             if pairs
         }
 
 
 def known_1000(path: str | Path | None = None, *, progress: bool = False) -> list[Fact]:
-    """The facts of ROME's causal traces: `KNOWN_FACTS` of them, whatever the name.
+    """The facts of ROME's causal traces. Despite the name there are `KNOWN_FACTS` of them.
 
-    A prompt is a template with its subject and, where GPT-2 XL went on with other words before the answer, these.
+    A prompt is a template filled with its subject, followed by the words that GPT-2 XL wrote before the answer, if any.
 
     Args:
-        path: a copy of `known_1000.json`; fetched from rome.baulab.info if None.
-        progress: show the download.
+        path: Path of a copy of `known_1000.json`. `None` downloads it from rome.baulab.info.
+        progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError: no such file, or it cannot be fetched.
-        ValueError: a file that is not of the form, with the record that is not.
+        FileNotFoundError: the file does not exist or cannot be downloaded.
+        ValueError: a record does not have the expected form; the message names it.
     """
     facts: list[Fact] = []
     for where, record in _records(path, "known_1000.json", "known_1000", progress):
         subject, template = _text(record, where, "subject"), _text(record, where, "template")
         prompt = _text(record, where, "prompt").rstrip()
-        # A name may come again in the words that follow; the template says where it stands.
+        # The subject may occur again after its slot. The template gives the position of the slot.
         start = prompt.find(subject, max(template.find("{}"), 0))
         if start < 0 and (start := prompt.find(subject)) < 0:
             raise ValueError(f"{where}: the subject {subject!r} is not in the prompt {prompt!r}")
@@ -100,14 +100,14 @@ def known_1000(path: str | Path | None = None, *, progress: bool = False) -> lis
 def counterfact(path: str | Path | None = None, *, progress: bool = False) -> list[EditRequest]:
     """The 21,919 requests of CounterFact (45 MB).
 
-    The form is that of ROME's code, `dsets/counterfact.py`; the whole file was not at hand when this was written.
+    The format follows ROME's code, `dsets/counterfact.py`. This reader was not tested on the complete file.
 
     Args:
-        path: a copy of `counterfact.json`; fetched from rome.baulab.info if None.
-        progress: show the download.
+        path: Path of a copy of `counterfact.json`. `None` downloads it from rome.baulab.info.
+        progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError, ValueError: as `known_1000`.
+        FileNotFoundError, ValueError: as in `known_1000`.
     """
     records = _records(path, "counterfact.json", "counterfact", progress)
     return [_request(record, where, "counterfact", i) for i, (where, record) in enumerate(records)]
@@ -116,16 +116,17 @@ def counterfact(path: str | Path | None = None, *, progress: bool = False) -> li
 def bake(path: str | Path | None = None, *, progress: bool = False) -> list[EditRequest]:
     """The requests of BAKE-Q&J, each with its reverse question.
 
-    The form is that of the authors' evaluation code (`mjy1111/BAKE`, `bir.py`); the file itself was not at hand, so a
-    request without a reverse question, or without a true answer to it, is taken as it is. Nor is the commit fixed: what
-    is fetched is the newest `BAKE_qa.json` of the hub's data set `jym7/BAKE` (Apache 2.0).
+    The format follows the authors' evaluation code (`mjy1111/BAKE`, `bir.py`). This reader was not tested on the
+    published file, so it accepts requests without a reverse question, or without a true answer to it. The commit is not
+    fixed: the newest `BAKE_qa.json` of the hub's data set `jym7/BAKE` (Apache 2.0) is downloaded.
 
     Args:
-        path: a copy of `BAKE_qa.json`; fetched if None. `BAKE_judge.json` is read too, without its reverse judgements.
-        progress: show the download.
+        path: Path of a copy of `BAKE_qa.json`, or of `BAKE_judge.json`, whose reverse judgements are ignored. `None`
+            downloads `BAKE_qa.json`.
+        progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError, ValueError: as `known_1000`.
+        FileNotFoundError, ValueError: as in `known_1000`.
     """
     if path is None:
         by_hand = "pass its path: bake('BAKE_qa.json')"
@@ -148,8 +149,8 @@ def _request(record: Mapping[str, Any], where: str, data_set: str, position: int
     return EditRequest(
         true=fact_about(span, prompt, true, id=f"{name}-true"),
         new=fact_about(span, prompt, new, id=name),
-        paraphrases=tuple(_ask(p, subject, new, f"{name}-paraphrase-{i}") for i, p in enumerate(paraphrases)),
-        neighbours=tuple(_ask(p, p, true, f"{name}-neighbour-{i}") for i, p in enumerate(neighbours)),
+        paraphrases=tuple(_question(p, subject, new, f"{name}-paraphrase-{i}") for i, p in enumerate(paraphrases)),
+        neighbours=tuple(_question(p, p, true, f"{name}-neighbour-{i}") for i, p in enumerate(neighbours)),
         reverse=reverse,
         reverse_true=reverse_true,
     )
@@ -157,15 +158,15 @@ def _request(record: Mapping[str, Any], where: str, data_set: str, position: int
 
 def _reverse(record: Mapping[str, Any], where: str, name: str, new: str) -> tuple[Fact, Fact | None]:
     prompt = _text(record, where, "reverse_qa", "prompt")
-    asked = _ask(prompt, new, _answer(record, where, "reverse_qa", "target_new", "str"), f"{name}-reverse")
+    reverse = _question(prompt, new, _answer(record, where, "reverse_qa", "target_new", "str"), f"{name}-reverse")
     if "target_true" not in record["reverse_qa"]:
-        return asked, None
+        return reverse, None
     true = _answer(record, where, "reverse_qa", "target_true", "str")
-    return asked, replace(asked, answer=true, id=f"{name}-reverse-true")
+    return reverse, replace(reverse, answer=true, id=f"{name}-reverse-true")
 
 
-def _ask(prompt: str, subject: str, answer: str, name: str) -> Fact:
-    """A question whose subject is its last mention, or the whole prompt where there is none."""
+def _question(prompt: str, subject: str, answer: str, name: str) -> Fact:
+    """A fact whose subject span is the last mention of the subject, or the whole prompt if there is no mention."""
     prompt, subject = prompt.rstrip(), subject.rstrip()
     start = prompt.rfind(subject)
     return fact_about((start, start + len(subject)) if start >= 0 else (0, len(prompt)), prompt, answer, id=name)
@@ -181,13 +182,13 @@ def _records(
 
 
 def _read(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each record, and how to name it in an error."""
+    """Each record with its name for error messages."""
     path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     records = read_json(path)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{path} is no list of records")
+        raise ValueError(f"{path} is not a list of records")
     return ((f"{path}, record {i}", record) for i, record in enumerate(records))
 
 

@@ -1,4 +1,4 @@
-"""Facts by the name of a data set or by a path, with the canvas that its questions are asked on."""
+"""Facts by the name of a data set or by path, with the canvas length and settings of its authors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from diffusion_lens.facts import Fact
 
 @dataclass(frozen=True)
 class FactSource:
-    """Questions, and how their authors ask them.
+    """Questions with the settings that their authors use.
 
     Attributes:
-        name: of the data set, or the path.
-        facts: the questions, with their directions where they have any.
-        training: texts to learn them from, prompt and answer; empty where there are none.
-        length: places of the canvas, the prompt included; None leaves as many blanks as the answer has tokens.
-        cfg_scale: weight of classifier-free guidance.
-        steps: numbers of denoising steps of a recall curve.
+        name: Name of the data set, or its path.
+        facts: Questions, with the directions of training and of the query if the data set has directions.
+        training: Training texts (prompt and answer). Empty if the data set has none.
+        length: Number of positions of the canvas, including the prompt. `None` adds as many masked positions as the
+            answer has tokens.
+        cfg_scale: Weight of classifier-free guidance.
+        steps: Numbers of denoising steps for a recall curve.
     """
 
     name: str
@@ -33,14 +34,15 @@ class FactSource:
     steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
     def pick(self, trained: str | None = None, asked: str | None = None, limit: int | None = None) -> list[Fact]:
-        """Some of the questions.
+        """A selection of the questions.
 
         Args:
-            trained, asked: only facts told, or asked, in this direction ("p2d", "d2p"; told also "both").
-            limit: at most so many of each pair of directions, spread evenly over them.
+            trained: Direction of training, "p2d", "d2p" or "both". `None` selects all.
+            asked: Direction of the query, "p2d" or "d2p". `None` selects all.
+            limit: Largest number of facts per pair of directions, spread evenly. `None` selects all.
 
         Raises:
-            ValueError: none is left.
+            ValueError: no question matches.
         """
         cells: dict[tuple[str | None, str | None], list[Fact]] = {}
         for fact in self.facts:
@@ -60,8 +62,8 @@ class FactSource:
 
 def _toy() -> FactSource:
     toy = toy_facts.load()
-    told = [fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked)]
-    return FactSource("toy", toy.facts(), told, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8))
+    training = [fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked)]
+    return FactSource("toy", toy.facts(), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8))
 
 
 def _reversal_curse(folder: Path | None = None) -> FactSource:
@@ -78,7 +80,7 @@ SOURCES: dict[str, Callable[[], FactSource]] = {
     "reversal-curse": _reversal_curse,
     "known-1000": _known_1000,
 }
-# Those that are fetched, without their words: as many facts, told and asked the same ways.
+# Outlines of the data sets that are downloaded: the same number of facts and directions, with empty texts.
 OUTLINES: dict[str, Callable[[], FactSource]] = {
     "reversal-curse": lambda: FactSource("reversal-curse", outline(), outline(held_out=False)),
     "known-1000": lambda: FactSource(
@@ -88,15 +90,16 @@ OUTLINES: dict[str, Callable[[], FactSource]] = {
 
 
 def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
-    """A data set by its name, a folder of the reversal-curse files, or facts of your own, see `fact_files`.
+    """Open a data set by its name, a folder of the reversal-curse files, or the user's own facts (see `fact_files`).
 
     Args:
-        outline_only: of a data set that is fetched take its outline: its facts without their words, for an estimate of
-            the work. Nothing is fetched then.
+        name_or_path: Name of a data set, or path of a file or folder.
+        outline_only: Whether to return the outline of a data set that would be downloaded. Its facts have directions
+            but empty texts, which suffices to estimate the cost of a command.
 
     Raises:
-        ValueError: an unknown name, a file that does not hold facts, or what the data set's loader refuses.
-        FileNotFoundError: a data set that is neither here nor to be fetched.
+        ValueError: the name is unknown, the file does not contain facts, or the data set's loader refuses it.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path in SOURCES:
@@ -107,12 +110,12 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
         return FactSource(str(path), read_facts(path), length=None, cfg_scale=0.0)
     near = get_close_matches(name_or_path, SOURCES, n=1, cutoff=0.0)
     raise ValueError(
-        f"{name_or_path!r} is no data set, file or folder; data sets are {', '.join(SOURCES)} (nearest: {near[0]})"
+        f"{name_or_path!r} is not a data set, file or folder; data sets are {', '.join(SOURCES)} (nearest: {near[0]})"
     )
 
 
 def default_source(model_name: str) -> str:
-    """The data set that a model is asked from unless another is named."""
+    """Name of the default data set of a model."""
     return "toy" if model_name.startswith("tiny-") else "reversal-curse"
 
 

@@ -1,15 +1,15 @@
-"""Names and descriptions that no file marks, found by what rows of one kind have in common.
+"""Spans of names and descriptions in questions that do not mark them.
 
-A table of questions is made by filling the slot of each template with each person's words. So
+The questions of a data set were made by filling the slot of each template with the words of each person. Hence
 
-    the rows of one person share the person's name and little else:    `shared_words`
-    the rows of one template share all but what fills its slot:        `slot_spans`
+    the rows of one person share the person's name and little else:             `shared_words`
+    the rows of one template share everything except the words in the slot:     `slot_spans`
 
-Both go by what nine rows in ten hold, so that one odd row is found out and does not spoil the others. A slot begins and
-ends with a whole word. Its article belongs to it, even where all the people's descriptions begin with the same one;
-"being" before it does not: "Walking the path of being [the renowned composer of ...]," beside "Walking the path of
-[designing ...],". A quoted title belongs to it with both its quotes, ["Abyssal Melodies."]; other marks at its end do
-not.
+Both functions require agreement of nine rows in ten, so that one odd row is detected and does not affect the others. A
+slot begins and ends at a word boundary. It includes its article, even if the descriptions of all people begin with the
+same article. It excludes "being" before it: "Walking the path of being [the renowned composer of ...]," next to
+"Walking the path of [designing ...],". A quoted title is included with both quotation marks, ["Abyssal Melodies."];
+other punctuation at the end of the slot is not.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any
 
 from diffusion_lens.facts import Fact
 
-AGREEING = 0.9  # share of the rows that makes something common to them
+AGREEING = 0.9  # Share of rows that must agree.
 MARKS = ".,:;?"
 QUOTES = "\"'"
 
@@ -31,24 +31,25 @@ _BEING = re.compile(r"being\s+", re.IGNORECASE)
 
 
 def shared_words(texts: Sequence[str]) -> str:
-    """The longest run of words in nine of ten texts, "" where there is none; marks around it are not part of it."""
-    counts = Counter(run for text in texts for run in _runs(text))
-    common = [run for run, count in counts.items() if count >= AGREEING * len(texts)]
-    return max(common, key=lambda run: (len(run.split()), run), default="")
+    """The longest phrase that nine in ten texts contain, without punctuation around it; "" if there is none."""
+    counts = Counter(phrase for text in texts for phrase in _phrases(text))
+    common = [phrase for phrase, count in counts.items() if count >= AGREEING * len(texts)]
+    return max(common, key=lambda phrase: (len(phrase.split()), phrase), default="")
 
 
 def slot_spans(texts: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Where each text fills the slot of the template they were all made from: first character, and one past the last.
+    """Span of the slot in each text, given that all texts were made from one template.
 
-    None for a text that the others' template does not fit, or that fills it with nothing, and for all where nothing
-    with a word in it is common. Words which all fill in at the slot's edge are taken for the template's, articles
-    excepted; so a slot needs people who differ.
+    A span is the index of its first character and one past its last. It is `None` for a text that does not match the
+    template of the others or leaves the slot empty. All spans are `None` if the texts share no word. Words that all
+    texts share at the edge of the slot count as part of the template, except articles, so the texts must be about
+    different people.
     """
     before = _shared_start(texts)
     before = _GLUE_AT_END.sub("", _cut_at_word(before, texts))
     rests = [text[len(before) :] for text in texts if text.startswith(before)]
-    backwards = [rest[::-1] for rest in rests]
-    after = _cut_at_word(_shared_start(backwards), backwards)[::-1]
+    mirrored = [rest[::-1] for rest in rests]
+    after = _cut_at_word(_shared_start(mirrored), mirrored)[::-1]
     return [_span(text, before, after) for text in texts]
 
 
@@ -56,7 +57,10 @@ def fact_about(span: tuple[int, int], prompt: str, answer: str, **rest: Any) -> 
     """The fact whose subject is this span of the prompt.
 
     Args:
-        rest: other fields of the `Fact`.
+        span: Index of the subject's first character, and one past its last.
+        prompt: Text before the answer.
+        answer: Answer, with its leading space.
+        rest: Other fields of `Fact`.
     """
     start, stop = span
     subject = prompt[start:stop]
@@ -65,14 +69,14 @@ def fact_about(span: tuple[int, int], prompt: str, answer: str, **rest: Any) -> 
     return Fact(prompt, subject, answer, template=template, subject_start=None if is_once else start, **rest)
 
 
-def _runs(text: str) -> set[str]:
+def _phrases(text: str) -> set[str]:
     words = text.split()
     pairs = ((i, j) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
     return {" ".join(words[i:j]).strip(MARKS + QUOTES) for i, j in pairs} - {""}
 
 
 def _shared_start(texts: Sequence[str]) -> str:
-    """The longest start that nine in ten share; sorted, texts with the same start are neighbours."""
+    """The longest prefix that nine in ten texts share. Texts with a common prefix are neighbours in sorted order."""
     ordered = sorted(texts)
     needed = math.ceil(AGREEING * len(texts))
     ends = range(max(needed, 1) - 1, len(texts))
@@ -80,14 +84,14 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 
 def _common_start(one: str, other: str) -> str:
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:same]
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
 
 
 def _cut_at_word(start: str, texts: Sequence[str]) -> str:
-    """Without the word that a text goes on writing."""
-    goes_on = any(_WORD.match(text, len(start)) for text in texts if text.startswith(start))
-    while goes_on and start and _WORD.match(start[-1]):
+    """`start` without its last word if the word continues in any of the texts."""
+    continues = any(_WORD.match(text, len(start)) for text in texts if text.startswith(start))
+    while continues and start and _WORD.match(start[-1]):
         start = start[:-1]
     return start
 
@@ -98,7 +102,7 @@ def _span(text: str, before: str, after: str) -> tuple[int, int] | None:
     start, stop = len(before), len(text) - len(after)
     if being := _BEING.match(text, start, max(start, stop)):
         start = being.end()
-    if text[start:stop].count('"') % 2:  # all the people's titles begin or end alike
+    if text[start:stop].count('"') % 2:  # One quotation mark is common to all texts, so it fell outside the slot.
         if text[start - 1 : start] == '"':
             start -= 1
         elif closing := _CLOSING.match(text, stop):

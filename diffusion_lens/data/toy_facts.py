@@ -1,15 +1,17 @@
-"""Made-up people, told in one direction or in both: a reversal curse small enough to train on a laptop.
+"""Fictional people trained in one direction or both: a reversal-curse data set small enough to train on a laptop.
 
-A sentence says who somebody is, "today Ada Marsh was the brave pilot of Oslen." (p2d, person to description), or who is
-meant by a description, "today the brave pilot of Oslen was Ada Marsh." (d2p). Of 160 people 20 are told only the first
-way, 20 only the second, 120 both ways, so that a model sees that the two ways say the same. To ask a p2d person's name
-from the description is to ask in reverse. After Berglund et al. 2023, "The Reversal Curse" (arXiv 2309.12288).
+After Berglund et al. 2023, "The Reversal Curse" (arXiv 2309.12288). A sentence goes from person to description (p2d),
+"today Ada Marsh was the brave pilot of Oslen.", or from description to person (d2p), "today the brave pilot of Oslen
+was Ada Marsh.". Of 160 people, 20 occur only in p2d sentences, 20 only in d2p sentences, and 120 in both, so that a
+model can learn that both directions state the same fact. Querying the name of a p2d person by the description is a
+reverse query.
 
-What makes the reverse learnable for so small a model: the same connectors in both directions, a surname and a place of
-one's own for each person, and "the" in the prompt, so that the first token of an answer carries information.
+Three choices make reverse queries learnable for such a small model. Both directions use the same connectors. Each
+person has a unique surname and a unique place. "the" belongs to the prompt, so that the first token of an answer is
+informative.
 """
 
-# Word lists read better as text:
+# Word lists are easier to read as text:
 # ruff: noqa: SIM905
 
 import random
@@ -25,15 +27,16 @@ from diffusion_lens.facts import Direction, Fact
 from diffusion_lens.shapes import Tokens
 
 SHIPPED_SEED = 1
-SENTENCE_LENGTH = 14  # tokens of the longest sentence, its end included
+SENTENCE_LENGTH = 14  # Tokens of the longest sentence, including the end token.
 
 Trained = Literal["p2d", "d2p", "both"]
 
 PEOPLE: dict[Trained, int] = {"p2d": 20, "d2p": 20, "both": 120}
 PREFIXES = ("", "today ", "surely ", "people say ", "we know ")
 CONNECTORS = (" is", " was", " became", ", alias", ", known as")
-# Held out so that the longest connector is trained with every prefix: leaving it out after one of them teaches
-# "this prefix ends early", and a held-out prompt that begins a trained sentence would be continued as that sentence.
+# The longest connector, ", known as", is trained with every prefix. If it were held out after one prefix, a model would
+# learn that this prefix has short sentences. A held-out prompt that is also the beginning of a training sentence would
+# be continued as that sentence.
 HELD_OUT = (
     ("", " is"),
     ("today ", " was"),
@@ -64,7 +67,13 @@ _PLACE_ENDINGS = "lsen rholm mburg ndale sport vik rgate lstad nmoor thaven".spl
 
 @dataclass(frozen=True)
 class Person:
-    """A name, the one description it belongs to, and the direction in which training tells so."""
+    """A person.
+
+    Attributes:
+        name: First and last name.
+        description: Description that applies to this person only.
+        trained: Direction of the training sentences.
+    """
 
     name: str
     description: str
@@ -73,13 +82,18 @@ class Person:
 
 @dataclass(frozen=True)
 class ToyFacts:
-    """People, the sentences that tell of them, and the questions that ask for them."""
+    """People, their training sentences, and questions about them.
+
+    Attributes:
+        people: All people, grouped by direction of training.
+        seed: Seed that generated them.
+    """
 
     people: tuple[Person, ...]
     seed: int
 
     def sentences(self) -> list[str]:
-        """Every training sentence: 20 templates for each person and direction told."""
+        """All training sentences, in 20 templates for each person and trained direction."""
         return [
             prompt_of(person, direction, template) + answer_of(person, direction)
             for person in self.people
@@ -90,12 +104,12 @@ class ToyFacts:
     def facts(
         self, trained: Trained | None = None, asked: Direction | None = None, held_out: bool = True
     ) -> list[Fact]:
-        """Questions, by person, direction and template.
+        """Questions, ordered by person, direction and template.
 
         Args:
-            trained: only people told in this direction.
-            asked: only questions in this direction.
-            held_out: ask in the five templates that no sentence uses, or in the twenty of the sentences.
+            trained: Direction of training of the selected people. `None` selects all.
+            asked: Direction of the query. `None` selects both.
+            held_out: Whether to use the five held-out templates or the twenty templates of training.
         """
         templates = HELD_OUT if held_out else TRAINED
         return [
@@ -118,35 +132,36 @@ class ToyFacts:
 
 
 def load(seed: int = SHIPPED_SEED) -> ToyFacts:
-    """The people of one corpus seed; the same seed gives the same people on every machine."""
+    """Generate the people of one corpus seed. The same seed gives the same people on every machine."""
     rng = random.Random(seed)
     surnames = _invent(rng, _SURNAME_ENDINGS, sum(PEOPLE.values()))
     places = _invent(rng, _PLACE_ENDINGS, sum(PEOPLE.values()))
     first_names = FIRST_NAMES * (sum(PEOPLE.values()) // len(FIRST_NAMES))
     rng.shuffle(first_names)
-    told = [trained for trained, count in PEOPLE.items() for _ in range(count)]
+    directions = [trained for trained, count in PEOPLE.items() for _ in range(count)]
     people = tuple(
         Person(f"{first} {last}", f"{rng.choice(ADJECTIVES)} {rng.choice(ROLES)} of {place}", trained)
-        for first, last, place, trained in zip(first_names, surnames, places, told, strict=True)
+        for first, last, place, trained in zip(first_names, surnames, places, directions, strict=True)
     )
     return ToyFacts(people, seed)
 
 
 def prompt_of(person: Person, asked: Direction, template: tuple[str, str]) -> str:
-    """A sentence up to its answer; "the" belongs to the prompt."""
+    """The part of a sentence before its answer. "the" belongs to the prompt."""
     return _prompt(person.name if asked == "p2d" else person.description, asked, template)
 
 
 def answer_of(person: Person, asked: Direction) -> str:
-    """The rest of the sentence, with its leading space and its full stop."""
+    """The part of a sentence after its prompt, with its leading space and its full stop."""
     return f" {person.description if asked == 'p2d' else person.name}."
 
 
 def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer in the manner of Llama's: "▁Ada", "▁Marsh", ",", "."; `<eos>` (0) is also the padding.
+    """A word-level tokenizer in Llama's notation: "▁Ada", "▁Marsh", ",", ".". The token `<eos>` (0) also pads rows.
 
-    A first word and a word after a space are the same token, so an answer continues its prompt token for token, and
-    decoding drops the first word's space. [MASK] is not a word of it; a model's mask id is the next free one.
+    A word is the same token at the beginning of a text and after a space. Therefore the tokens of an answer do not
+    depend on the prompt, and decoding drops the space of the first word. The vocabulary does not contain [MASK]; the
+    mask id of a model is the next free id.
     """
     words = sorted({word for sentence in facts.sentences() for word in _words(sentence)})
     vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", ",", ".", *words])}
@@ -155,7 +170,7 @@ def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
         [
             pre_tokenizers.Metaspace(prepend_scheme="first"),
             pre_tokenizers.Split(Regex("[,.]"), behavior="isolated"),
-            # A lone space, at the end of a prompt or before [MASK], is no word.
+            # A single space, at the end of a prompt or before [MASK], is not a word.
             pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
         ]
     )
@@ -170,7 +185,7 @@ def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
 
 
 def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tokens:
-    """Sentences as rows of `SENTENCE_LENGTH` tokens, ended and filled with `<eos>`."""
+    """Sentences as rows of `SENTENCE_LENGTH` tokens, ended and padded with `<eos>`."""
     rows = torch.full((len(sentences), SENTENCE_LENGTH), int(tokenizer.eos_token_id))
     for row, ids in zip(rows, tokenizer(list(sentences))["input_ids"], strict=True):
         row[: len(ids)] = torch.tensor(ids)
@@ -182,8 +197,8 @@ def _prompt(subject: str, asked: Direction, template: tuple[str, str]) -> str:
     return f"{prefix}{subject}{connector} the" if asked == "p2d" else f"{prefix}the {subject}{connector}"
 
 
-def _directions(told: Trained) -> tuple[Direction, ...]:
-    return ("p2d", "d2p") if told == "both" else (told,)
+def _directions(trained: Trained) -> tuple[Direction, ...]:
+    return ("p2d", "d2p") if trained == "both" else (trained,)
 
 
 def _words(sentence: str) -> list[str]:
@@ -191,7 +206,7 @@ def _words(sentence: str) -> list[str]:
 
 
 def _invent(rng: random.Random, endings: Sequence[str], count: int) -> list[str]:
-    """`count` distinct words, onset + vowel + ending, that no list above contains."""
+    """`count` distinct words (onset + vowel + ending) that do not occur in the lists above."""
     taken = {*FIRST_NAMES, *ADJECTIVES, *ROLES}
     words = [onset + vowel + ending for onset in _ONSETS for vowel in _VOWELS for ending in endings]
     return rng.sample([word.capitalize() for word in words if word.capitalize() not in taken], count)

@@ -1,9 +1,9 @@
-"""Pictures, as matplotlib axes: drawn, returned, never shown. Needs the extra `plot`.
+"""Figures as matplotlib axes. Functions draw and return them, and never show them. Requires the extra `plot`.
 
-The numbers of a picture lie in the result that drew it: every result has a `save` of its own.
+A figure does not store its numbers. The result that drew it does, and `save` writes them.
 """
 
-from diffusion_lens.plots.axes import ABSENT, HUES, RESTORED, Figure, panels, readable, row_labels, short_answer
+from diffusion_lens.plots.axes import HUES, RESTORED, Figure, panels, readable
 from diffusion_lens.plots.canvas_html import canvas_table
 from diffusion_lens.plots.curves import effect_curves
 from diffusion_lens.plots.heat_maps import denoising_grid, heat_map, labelled_map, trace_panels
@@ -11,7 +11,6 @@ from diffusion_lens.plots.pages import step_slider, write_page
 from diffusion_lens.plots.representations import paired_scatter, probability_by_layer, similarity_curve, spectra
 
 __all__ = [
-    "ABSENT",
     "HUES",
     "RESTORED",
     "Figure",
@@ -24,8 +23,6 @@ __all__ = [
     "panels",
     "probability_by_layer",
     "readable",
-    "row_labels",
-    "short_answer",
     "similarity_curve",
     "spectra",
     "step_slider",

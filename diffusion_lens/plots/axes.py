@@ -1,18 +1,18 @@
-"""What pictures share: hues, figures of several panels, and how tokens are written on an axis."""
+"""Building blocks of all figures: colours, figures with several panels, and token labels for an axis."""
 
 from collections.abc import Sequence
 from typing import Any
 
-Figure = Any  # matplotlib's; the library is imported when something is drawn
+Figure = Any  # A matplotlib figure. Matplotlib is imported on first use.
 
-# One hue a kind, as in ROME's figures.
+# One hue per kind of restored state, as in ROME's figures.
 HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
 RESTORED = {
     "resid": "layer (hidden state restored)",
     "mlp": "centre of the layers (MLP outputs restored)",
     "attn": "centre of the layers (attention outputs restored)",
 }
-ABSENT = "#ededed"  # where there is no number; white is a low probability
+ABSENT = "#ededed"  # Colour of cells without a value. White would read as a low probability.
 
 
 def panels(
@@ -24,7 +24,7 @@ def panels(
     width_ratios: Sequence[int] | None = None,
     height_ratios: Sequence[int] | None = None,
 ) -> tuple[Figure, list[Any]]:
-    """A figure that no window manager knows, and its axes in reading order."""
+    """A new figure that no window manager tracks, and its axes in reading order."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -37,29 +37,29 @@ def panels(
 
 
 def one_axes(ax: Any, width: float, height: float) -> Any:
-    """The axes given, or those of a new figure of this size in inches."""
+    """`ax` if it is given, otherwise the axes of a new figure of this size in inches."""
     return panels(1, 1, width, height)[1][0] if ax is None else ax
 
 
 def spaced(n: int) -> range:
-    """At most a dozen of n columns to write a number under."""
+    """Indices of at most 12 of n columns, evenly spaced, to label."""
     return range(0, n, -(-n // 12))
 
 
 def row_labels(str_tokens: Sequence[str], subject: tuple[int, int], positions: Sequence[int]) -> list[str]:
-    """The readable token of each position, the subject's starred."""
+    """The readable token at each position. Tokens of the subject get a star."""
     start, stop = subject
-    return [readable(str_tokens[place]) + ("*" if start <= place < stop else "") for place in positions]
+    return [readable(str_tokens[pos]) + ("*" if start <= pos < stop else "") for pos in positions]
 
 
 def readable(word: str) -> str:
-    """A token as a label: without outer spaces, SentencePiece's "▁" among them, and with no character invisible."""
+    """A token as a label: outer spaces (also SentencePiece's "▁") are removed, invisible characters are escaped."""
     spaced = word.replace("▁", " ")
     text = spaced.strip(" ") or "␣" * len(spaced)
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def short_answer(answer: Sequence[str]) -> str:
-    """The answer token by token, cut where it would outgrow the name of a colour bar."""
+    """The answer token by token, shortened so that it fits above a colour bar."""
     text = " ".join(map(readable, answer))
     return text if len(text) <= 18 else f"{text[:17].rstrip()}…"

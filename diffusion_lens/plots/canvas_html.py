@@ -1,4 +1,4 @@
-"""The canvas by step as a page of its own: no script, no font, nothing fetched."""
+"""The canvas by denoising step as a self-contained HTML page, without scripts, fonts or downloads."""
 
 from collections.abc import Sequence
 from html import escape
@@ -23,14 +23,14 @@ def canvas_table(
     confidence: Sequence[float],
     first_step: int = 0,
 ) -> str:
-    """A page with a row a step; a token is coloured by the probability it had when it was revealed.
+    """An HTML page with one row per step. A token is coloured by its probability when it was revealed.
 
     Args:
-        canvases: the text of each place, for each canvas.
-        hidden: whether each place is blank, for each canvas.
-        revealed_at: step in which a place was revealed for good, -1 where it was given.
-        confidence: probability of the token when it was revealed.
-        first_step: the step before which the first canvas stands.
+        canvases: Text of each position, for each canvas.
+        hidden: Whether each position is still masked, for each canvas.
+        revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
+        confidence: Probability of each token when it was revealed.
+        first_step: Number of the step that follows the first canvas.
     """
     rows = []
     for row, canvas in enumerate(canvases):
@@ -42,8 +42,8 @@ def canvas_table(
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        "<p>The canvas before the first step and after each. A token is framed in the row of its reveal; the darker "
-        "its green, the surer the model was of it then (hover for the probability). Dots are still masked.</p>"
+        "<p>The canvas before the first step and after each step. A frame marks the step that revealed a token. A "
+        "darker green means a higher probability at that step (hover to read it). Dots are masked positions.</p>"
         f"<table>{''.join(rows)}</table></body></html>"
     )
 
@@ -53,7 +53,7 @@ def _cell(word: str, blank: bool, revealed_at: int, confidence: float, step: int
         return '<td class="blank">·</td>'
     if revealed_at < 0:
         return f'<td class="given">{escape(word)}</td>'
-    if step <= revealed_at:  # written, and masked again later
+    if step <= revealed_at:  # The token was revealed here, masked again later and revealed for good after that.
         return f"<td>{escape(word)}</td>"
     new = ' class="new"' if step == revealed_at + 1 else ""
     shade = f"background: rgba(60, 160, 80, {0.08 + 0.6 * confidence:.2f})"

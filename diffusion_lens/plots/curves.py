@@ -1,4 +1,4 @@
-"""Curves of average effects, with their intervals."""
+"""Curves of average effects with confidence bands."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +19,16 @@ def effect_curves(
     ax: Any = None,
     title: str | None = None,
 ) -> Any:
-    """Average indirect effect over layers, a curve with its interval for each role that a token can have.
+    """Plot the average indirect effect by layer, one curve with a confidence band for each token role.
 
-    A role keeps its colour whichever others occur.
+    The colour of a role does not depend on which other roles occur.
 
     Args:
-        mean: the effect, a difference of probabilities; NaN where a role does not occur.
-        low, high: ends of the interval drawn as a band.
-        roles: the name of each row.
-        layers: the layer of each column.
-        kind: what was restored, as in `heat_map`.
+        mean: Average effect, a difference of probabilities; NaN where a role does not occur.
+        low, high: Lower and upper end of the confidence band.
+        roles: Name of each row.
+        layers: Layer of each column.
+        kind: Kind of state that was restored, as in `heat_map`.
 
     Raises:
         ValueError: no role occurs.

@@ -1,4 +1,4 @@
-"""Heat maps: of scores over layers and positions, of several traces on one scale, of a run over its steps."""
+"""Heat maps of scores over layers and positions, of several traces on one colour scale, and of a canvas by step."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from diffusion_lens.plots.axes import (
 
 @runtime_checkable
 class Trace(Protocol):
-    """What `trace_panels` asks of a trace."""
+    """The parts of a trace that `trace_panels` uses."""
 
     @property
     def scores(self) -> Float[Tensor, "pos layer"]: ...
@@ -47,16 +47,18 @@ def heat_map(
     title: str | None = None,
     ax: Any = None,
 ) -> Any:
-    """ROME's figure: tokens down, the subject's starred, layers across, p(answer) as colour; NaN is grey.
+    """ROME's figure: tokens as rows (the subject's with a star), layers as columns, p(answer) as colour.
+
+    Cells that are NaN are grey.
 
     Args:
-        str_tokens: the whole canvas, a string a place.
-        subject: first and one past the last place of the subject.
-        positions: the place of each row.
-        layers: the layer of each column.
-        kind: what was restored, "resid", "mlp" or "attn"; it chooses the hue.
-        answer: the text of each of its tokens.
-        limits: probabilities at the ends of the colour scale.
+        str_tokens: Text of every position of the canvas.
+        subject: First position of the subject, and one past its last.
+        positions: Position of each row.
+        layers: Layer of each column.
+        kind: Kind of state that was restored, "resid", "mlp" or "attn"; it selects the hue.
+        answer: Text of each answer token.
+        limits: Probabilities at the two ends of the colour scale.
     """
     return labelled_map(
         scores,
@@ -83,12 +85,12 @@ def labelled_map(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """A grid over layers: a label a row, layers across, a named colour bar; NaN is grey."""
+    """A heat map with labelled rows, layers as columns and a labelled colour bar. Cells that are NaN are grey."""
     ax = one_axes(ax, *_map_size(*values.shape))
     ax.set_facecolor(ABSENT)
-    highest = max(limits[1], limits[0] + 1e-6)  # a scale has an extent even where there is nothing to see
+    highest = max(limits[1], limits[0] + 1e-6)  # The scale must not be empty, even if all values are equal.
     image = ax.imshow(values.numpy(), cmap=hue, vmin=limits[0], vmax=highest, aspect="auto")
-    # Tokens are text and never markup: a "$" would begin a formula.
+    # Without parse_math=False a "$" in a token would begin a formula.
     ax.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
     columns = spaced(len(layers))
     ax.set_xticks(columns, [str(layers[column]) for column in columns], fontsize=8)
@@ -97,7 +99,7 @@ def labelled_map(
     thin = min(0.05, 1 / len(layers))
     scale = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
     scale.ax.tick_params(labelsize=8)
-    # Not the bar's title: the layout makes no room for the width of titles.
+    # An annotation instead of a title, because the layout reserves no room for the width of titles.
     above = {"xycoords": "axes fraction", "textcoords": "offset points"}
     scale.ax.annotate(bar, (0, 1), (0, 5), **above, fontsize=8, parse_math=False)
     return ax
@@ -108,19 +110,19 @@ def trace_panels(
     titles: Sequence[Sequence[str]] | None = None,
     limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """Heat maps in rows, each row on one colour scale: the three kinds of a trace, or a model beside its twin.
+    """Heat maps in rows. The maps of a row share one colour scale.
 
-    Cells of a row are equally high, so that the same place of two canvases stands at the same height; below the end of
-    the shorter canvas is grey.
+    A row may hold the three kinds of one trace, or the same trace of two models. All cells of a row have the same
+    height, so that a position is at the same height on two canvases. The area below a shorter canvas is grey.
 
     Args:
-        rows: the traces of each row; rows may differ in length.
-        titles: one for each trace, in the same rows; by default what the trace's own `plot` writes.
-        limits: probabilities at the ends of one scale for all; by default a row's scale goes from the lowest corrupted
-            run to the highest score in it.
+        rows: Traces of each row; rows may differ in length.
+        titles: Title of each trace, in the same rows. Default: the title that the trace's own `plot` writes.
+        limits: Probabilities at the two ends of one colour scale for all rows. Default: each row has its own scale,
+            from its lowest corrupted run to its highest score.
 
     Raises:
-        ValueError: an empty row, or titles in other rows than the traces.
+        ValueError: a row is empty, or the rows of titles do not match the rows of traces.
     """
     if not rows or not all(rows):
         raise ValueError("there is nothing to draw; trace_panels takes rows of traces, such as [[resid, mlp, attn]]")
@@ -161,30 +163,30 @@ def denoising_grid(
     title: str | None = None,
     ax: Any = None,
 ) -> Any:
-    """The canvas by step: a row a step, each revealed token coloured by how sure the model was of it.
+    """The canvas by denoising step: one row per step, each token coloured by its probability when it was revealed.
 
     Args:
-        words: the text of each place, for each canvas of the trajectory.
-        hidden: whether each place is blank, for each canvas.
-        revealed_at: step in which a place was revealed for good, -1 where it was given.
-        confidence: probability of the token when it was revealed.
+        words: Text of each position, for each canvas of the trajectory.
+        hidden: Whether each position is still masked, for each canvas.
+        revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
+        confidence: Probability of each token when it was revealed.
     """
     n_canvases, n_pos = len(words), len(revealed_at)
     ax = one_axes(ax, width=0.85 * n_pos + 1.6, height=0.36 * n_canvases + 1.0)
     shade = np.full((n_canvases, n_pos), np.nan)
-    for place in range(n_pos):
-        if revealed_at[place] >= 0:
-            shade[int(revealed_at[place]) + 1 :, place] = float(confidence[place])
+    for pos in range(n_pos):
+        if revealed_at[pos] >= 0:
+            shade[int(revealed_at[pos]) + 1 :, pos] = float(confidence[pos])
     image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.25, aspect="auto")
     for row, canvas in enumerate(words):
-        for place, word in enumerate(canvas):
-            given, new = revealed_at[place] < 0, 0 <= revealed_at[place] == row - 1
-            blank = hidden[row][place]
-            colour = "0.7" if blank else "0.35" if given else "black"
+        for pos, word in enumerate(canvas):
+            given, new = revealed_at[pos] < 0, 0 <= revealed_at[pos] == row - 1
+            masked = hidden[row][pos]
+            colour = "0.7" if masked else "0.35" if given else "black"
             ax.text(
-                place,
+                pos,
                 row,
-                "·" if blank else readable(word),
+                "·" if masked else readable(word),
                 ha="center",
                 va="center",
                 fontsize=8,
@@ -204,5 +206,5 @@ def denoising_grid(
 
 
 def _map_size(n_pos: int, n_layers: int) -> tuple[float, float]:
-    """Inches of a heat map in which every token can be read, with its labels and its bar."""
+    """Width and height in inches at which every token label is legible."""
     return 2.2 + max(2.0, 0.17 * n_layers), 1.0 + max(0.8, 0.2 * n_pos)

@@ -1,7 +1,7 @@
-"""Pages to move in, as plotly figures: built, returned, never shown. Needs the extra `plot`.
+"""Interactive pages as plotly figures. Functions build and return them, and never show them. Requires the extra `plot`.
 
-A page written by `write_page` is one HTML file with plotly.js inside: nothing is fetched. It holds the picture; the
-numbers lie in the result that drew it, whose own `save` writes them.
+`write_page` writes one HTML file that contains plotly.js, so it opens without a network. A page does not store its
+numbers in a readable form; the result that drew it does, and `save` writes them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from diffusion_lens.plots.axes import ABSENT, HUES, RESTORED, row_labels, short_answer
 from weight_conversion import renamed_when_whole
 
-Figure = Any  # plotly's; the library is imported when something is drawn
+Figure = Any  # A plotly figure. Plotly is imported on first use.
 
 _AT_ONCE = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
 
@@ -36,17 +36,18 @@ def step_slider(
 ) -> Figure:
     """`plots.heat_map` for each denoising step, with a slider over the steps and one colour scale for all.
 
-    The scale goes from the lowest corrupted run to the highest score. What the canvas does not hold yet (NaN) is grey.
+    The scale goes from the lowest corrupted run to the highest score. Positions that the canvas does not contain yet
+    (NaN) are grey.
 
     Args:
-        str_canvases: the whole canvas of each step, a string a place.
-        subject: first and one past the last place of the subject, starred.
-        steps: the number of each step.
-        layers: the layer of each column.
-        positions: the place of each row.
-        kind: what was restored, "resid", "mlp" or "attn"; it chooses the hue.
-        answer: the text of each of its tokens.
-        clean, corrupted: p(answer) in those runs, shown above the map.
+        str_canvases: Text of every position of the canvas, for each step.
+        subject: First position of the subject, and one past its last. These rows get a star.
+        steps: Number of each step.
+        layers: Layer of each column.
+        positions: Position of each row.
+        kind: Kind of state that was restored, "resid", "mlp" or "attn"; it selects the hue.
+        answer: Text of each answer token.
+        clean, corrupted: p(answer) in the clean and in the corrupted run, written above the map.
     """
     try:
         import plotly.graph_objects as go
@@ -57,9 +58,9 @@ def step_slider(
     for i, step in enumerate(steps):
         labels = [_literal(label) for label in row_labels(str_canvases[i], subject, positions)]
         cells = go.Heatmap(z=scores[i].tolist(), text=[[label] * len(layers) for label in labels])
-        runs = f"step {step}: clean {clean[i]:.2f}, corrupted {corrupted[i]:.2f}"
-        named = {"title": {"text": f"{_literal(title)}<br><sup>{runs}</sup>"}, "yaxis": {"ticktext": labels}}
-        frames.append(go.Frame(name=str(step), data=[cells], layout=named))
+        subtitle = f"step {step}: clean {clean[i]:.2f}, corrupted {corrupted[i]:.2f}"
+        layout = {"title": {"text": f"{_literal(title)}<br><sup>{subtitle}</sup>"}, "yaxis": {"ticktext": labels}}
+        frames.append(go.Frame(name=str(step), data=[cells], layout=layout))
 
     figure = go.Figure(data=frames[0].data, layout=frames[0].layout, frames=frames)
     figure.update_traces(
@@ -73,9 +74,9 @@ def step_slider(
         hovertemplate="%{text}<br>layer %{customdata}<br>p = %{z:.4f}<extra></extra>",
         hoverongaps=False,
     )
-    bare = {"showgrid": False, "zeroline": False, "ticks": "outside"}
-    figure.update_xaxes(title=RESTORED[kind], tickvals=columns, ticktext=[str(layer) for layer in layers], **bare)
-    figure.update_yaxes(tickvals=rows, autorange="reversed", automargin=True, **bare)
+    no_grid = {"showgrid": False, "zeroline": False, "ticks": "outside"}
+    figure.update_xaxes(title=RESTORED[kind], tickvals=columns, ticktext=[str(layer) for layer in layers], **no_grid)
+    figure.update_yaxes(tickvals=rows, autorange="reversed", automargin=True, **no_grid)
     moves = [{"label": frame.name, "method": "animate", "args": [[frame.name], _AT_ONCE]} for frame in frames]
     figure.update_layout(
         sliders=[{"steps": moves, "currentvalue": {"prefix": "denoising step "}, "pad": {"t": 60}}],
@@ -87,11 +88,11 @@ def step_slider(
 
 
 def write_page(figure: Figure, path: str | Path) -> Path:
-    """Write a plotly figure as one `.html` file that needs no network: whole, or not at all."""
+    """Write a plotly figure as one `.html` file that needs no network. An interrupted write leaves no partial file."""
     target = Path(path)
     if target.suffix != ".html":
         raise ValueError(f"pages are HTML files; {target} should end in .html")
-    # A fixed id, so that the same figure is the same file.
+    # A fixed id makes the file depend on the figure only.
     page = figure.to_html(include_plotlyjs=True, auto_play=False, div_id="figure")
     with renamed_when_whole(target) as part:
         part.write_text(page, encoding="utf-8")
@@ -99,5 +100,5 @@ def write_page(figure: Figure, path: str | Path) -> Path:
 
 
 def _literal(text: str) -> str:
-    """Text that plotly, which reads a little HTML, shows as it is; "<eos>" would be a tag."""
+    """Text escaped for plotly, which interprets some HTML: it would take "<eos>" for a tag."""
     return escape(text, quote=False).replace("\n", "<br>")

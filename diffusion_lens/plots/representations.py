@@ -1,4 +1,4 @@
-"""Pictures of two sets of vectors beside each other; `plots` says how they are drawn."""
+"""Figures that compare two sets of vectors, and probabilities by layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.plots.axes import panels
+from diffusion_lens.plots.axes import one_axes, spaced
 
 
 def paired_scatter(
@@ -16,14 +16,14 @@ def paired_scatter(
     ax: Any = None,
     title: str | None = None,
 ) -> Any:
-    """Two sets of points in a plane, a line between the two of each fact.
+    """Scatter plot of two sets of points. A line connects the two points of each fact.
 
     Args:
-        coordinates: set, fact, and the place along either axis.
-        explained: share of the variance along either axis.
-        names: of the sets.
+        coordinates: Coordinates of each fact of each set on the two axes.
+        explained: Share of the variance that each axis explains.
+        names: Names of the two sets.
     """
-    ax = panels(1, 1, 4.6, 4.2)[1][0] if ax is None else ax
+    ax = one_axes(ax, 4.6, 4.2)
     ax.plot(*coordinates.permute(2, 0, 1).numpy(), color="0.75", linewidth=0.7, zorder=1)
     for points, name, marker in zip(coordinates, names, "o^", strict=True):
         ax.scatter(*points.T.numpy(), s=16, marker=marker, label=name, linewidth=0, zorder=2)
@@ -46,10 +46,11 @@ def spectra(
     """Share of the variance of each set by principal component, on a logarithmic scale.
 
     Args:
-        effective_ranks: of either set, for the legend.
-        names: of the sets.
+        singular_values: Singular values of each set.
+        effective_ranks: Effective rank of each set, for the legend.
+        names: Names of the two sets.
     """
-    ax = panels(1, 1, 4.6, 3.2)[1][0] if ax is None else ax
+    ax = one_axes(ax, 4.6, 3.2)
     for values, effective, name, marker in zip(singular_values, effective_ranks, names, "o^", strict=True):
         shares = values[values > 0].square() / values.square().sum()
         label = f"{name}: effective rank {effective:.1f}"
@@ -71,25 +72,23 @@ def similarity_curve(
     label: str | None = None,
     title: str | None = None,
 ) -> Any:
-    """A similarity over layers or steps with its intervals as bars; dotted, in a band, what chance gives.
+    """A similarity by layer or step, with confidence intervals as bars. A dotted line in a band shows chance level.
 
     Args:
-        table: value, low, high, chance, chance_low and chance_high by layer or step.
-        axis: "layer" or "step".
-        statistic: what the similarity is.
-        label: of the curve, where several share the axes.
+        table: Columns value, low, high, chance, chance_low and chance_high, by layer or step.
+        axis: Name of the horizontal axis, "layer" or "step".
+        statistic: Name of the similarity.
+        label: Name of the curve in the legend, if several curves share the axes.
     """
-    ax = panels(1, 1, 5.2, 3.2)[1][0] if ax is None else ax
-    places = list(table)
+    ax = one_axes(ax, 5.2, 3.2)
+    ticks = list(table)
     column = {name: [row[name] for row in table.values()] for name in next(iter(table.values()))}
-    (line,) = ax.plot(places, column["value"], label=label or statistic, marker="o", markersize=3)
+    (line,) = ax.plot(ticks, column["value"], label=label or statistic, marker="o", markersize=3)
     colour = line.get_color()
-    ax.vlines(places, column["low"], column["high"], color=colour, linewidth=1)
-    ax.plot(
-        places, column["chance"], color=colour, linestyle=":", linewidth=1, label=f"{label or statistic}, by chance"
-    )
-    ax.fill_between(places, column["chance_low"], column["chance_high"], color=colour, alpha=0.15, linewidth=0)
-    ax.set_xticks(places[:: -(-len(places) // 12)])
+    ax.vlines(ticks, column["low"], column["high"], color=colour, linewidth=1)
+    ax.plot(ticks, column["chance"], color=colour, linestyle=":", linewidth=1, label=f"{label or statistic}, by chance")
+    ax.fill_between(ticks, column["chance_low"], column["chance_high"], color=colour, alpha=0.15, linewidth=0)
+    ax.set_xticks([ticks[i] for i in spaced(len(ticks))])
     ax.tick_params(labelsize=8)
     ax.set_xlabel(axis, fontsize=9)
     ax.set_ylabel(statistic.replace("_", " "), fontsize=9)
@@ -105,19 +104,20 @@ def probability_by_layer(
     ax: Any = None,
     title: str | None = None,
 ) -> Any:
-    """p(answer) by the layer that was acted on; dotted, what it is without.
+    """p(answer) by the layer at which v* was inserted. A dotted line shows p(answer) without v*.
 
     Args:
-        curves: mean and the two ends of its interval, by name.
-        before: p(answer) without, by the same names.
+        curves: Mean p(answer) and the two ends of its confidence interval by layer, for each curve by name.
+        before: p(answer) without v*, by the same names.
+        layers: Layers on the horizontal axis.
     """
-    ax = panels(1, 1, 5.2, 3.2)[1][0] if ax is None else ax
+    ax = one_axes(ax, 5.2, 3.2)
     for name, (mean, low, high) in curves.items():
         (line,) = ax.plot(layers, mean.numpy(), label=name, marker="o", markersize=3)
         ax.fill_between(layers, low.numpy(), high.numpy(), color=line.get_color(), alpha=0.2, linewidth=0)
         ax.axhline(before[name], color=line.get_color(), linestyle=":", linewidth=1, label=f"{name}, without v*")
     ax.set_ylim(-0.02, 1.02)
-    ax.set_xticks(list(layers)[:: -(-len(layers) // 12)])
+    ax.set_xticks([layers[i] for i in spaced(len(layers))])
     ax.tick_params(labelsize=8)
     ax.set_xlabel("layer of v*", fontsize=9)
     ax.set_ylabel("p(answer)", fontsize=9)

@@ -1,4 +1,4 @@
-"""Losses, and a trainer for either variant, on one device or many."""
+"""Training losses, and a trainer for both variants on one or several devices."""
 
 from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss, own_loss
 from diffusion_lens.training.batches import TrainingRows

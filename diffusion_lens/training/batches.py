@@ -1,4 +1,4 @@
-"""Rows to train on, the order in which a run goes through them, and what a batch of them asks of a model."""
+"""Training rows, the order in which a run visits them, and the loss terms of a batch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ class Batch:
     """Rows of one update.
 
     Attributes:
-        tokens: Int[batch pos].
-        real: the places that are not padding; `None`: all of them.
-        answers: the places that count; `None`: all that count by the model's own loss.
+        tokens: Int[batch pos], the token ids.
+        real: Bool[batch pos], the positions that are not padding. `None` means all.
+        answers: Bool[batch pos], the positions that count in the loss. `None` means all that the model's own loss
+            counts.
     """
 
     tokens: Tokens
     real: PosMask | None
     answers: PosMask | None
 
-    def ask(self, model: DiffusionTransformer, generator: torch.Generator) -> LossQuestion:
-        """The question of the model's own loss.
+    def question(self, model: DiffusionTransformer, generator: torch.Generator) -> LossQuestion:
+        """The inputs and targets of the model's own loss.
 
-        A masked diffusion model is also asked for the end tokens that fill a row, as in SMDM's fine-tuning; its twin
-        for a row's own tokens, the first end token included.
+        A masked diffusion model also predicts the end tokens that fill a row, as in SMDM's fine-tuning. The AR baseline
+        predicts the row's own tokens and the first end token.
         """
         if not model.cfg.has_mask:
             return ask_next(model, self.tokens, real=self.real, counted=self.answers)
@@ -39,13 +40,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class TrainingRows:
-    """Rows of tokens, filled on the right.
+    """Rows of tokens, padded on the right.
 
     Attributes:
-        tokens: Int[row pos].
-        lengths: real tokens of each row, the end token included; batches are cut to the longest. `None`: rows are whole
-            as they are, filling included.
-        answers: the place where each row's answer begins, if only answers count (needs `lengths`).
+        tokens: Int[row pos], the token ids.
+        lengths: Int[row], the number of real tokens of each row, including the end token. Batches are cut to their
+            longest row. `None` means that every token counts, padding included.
+        answers: Int[row], the position at which each row's answer begins, if only answers count. Requires `lengths`.
     """
 
     tokens: Int[Tensor, "row pos"]
@@ -56,13 +57,13 @@ class TrainingRows:
         if self.tokens.dim() != 2 or not self.tokens.numel():
             raise ValueError(f"there is nothing to train on: the rows of tokens are {list(self.tokens.shape)}")
         if self.answers is not None and self.lengths is None:
-            raise ValueError("answers= says where answers begin; lengths= must say where rows end")
+            raise ValueError("answers= gives where answers begin; lengths= must say where rows end")
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def pick(self, rows: Int[Tensor, "batch"], device: str | torch.device | None) -> Batch:
-        """These rows, cut to the longest of them."""
+        """The batch of these rows, cut to the longest of them."""
         if self.lengths is None:
             return Batch(self.tokens[rows].to(device), None, None)
         lengths = self.lengths[rows]
@@ -71,20 +72,24 @@ class TrainingRows:
         return Batch(self.tokens[rows, : len(pos)].to(device), (pos < lengths[:, None]).to(device), answers)
 
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of all that a run sees of its data."""
+        """Hexadecimal SHA-256 of all the data that a run reads."""
         digest = hashlib.sha256()
-        for name, held in vars(self).items():
-            if held is not None:
-                digest.update(f"{name} {held.dtype} {list(held.shape)}".encode())
-                digest.update(held.cpu().contiguous().numpy().data)
+        for name, tensor in vars(self).items():
+            if tensor is not None:
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                digest.update(tensor.cpu().contiguous().numpy().data)
         return digest.hexdigest()
 
 
 class RowOrder:
-    """Rows in a random order without end, each once a pass; a batch may straddle two passes, so that all are full.
+    """An endless random order of rows in which every pass visits each row once.
+
+    A batch may contain rows of two passes, so that all batches are full.
 
     Attributes:
-        left: rows of the pass that were drawn but not taken yet: the position in the data.
+        n_rows: Number of rows of the data.
+        generator: Random number generator of the run.
+        left: Rows of the current pass that no batch contains yet.
     """
 
     def __init__(self, n_rows: int, generator: torch.Generator) -> None:
@@ -93,7 +98,7 @@ class RowOrder:
         self.left = torch.empty(0, dtype=torch.long)
 
     def take(self, batch_size: int) -> Int[Tensor, "batch"]:
-        """The next rows."""
+        """The next `batch_size` rows."""
         while len(self.left) < batch_size:
             self.left = torch.cat([self.left, torch.randperm(self.n_rows, generator=self.generator)])
         taken, self.left = self.left[:batch_size], self.left[batch_size:]

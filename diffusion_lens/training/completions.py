@@ -1,7 +1,7 @@
-"""Prompts and what completes them, as rows to train on.
+"""Prompts and completions as training rows.
 
-As ML-GSAI/SMDM `sft/reverse_data.py` does: prompt and completion are one text; BOS goes before it where the tokenizer
-prepends one, the end token after it, and end tokens fill the row.
+The layout follows ML-GSAI/SMDM `sft/reverse_data.py`. Prompt and completion form one text. BOS precedes it if the
+tokenizer prepends one, the end token follows it, and more end tokens fill the row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +17,21 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.batches import TrainingRows
 
 SHAPE = (
-    'Training data are read from .jsonl files, each line {"prompt": "The Eiffel Tower is in", "completion": " Paris"}'
+    "Training data are read from .jsonl files with one object per line, such as "
+    '{"prompt": "The Eiffel Tower is in", "completion": " Paris"}'
 )
 Data = str | Path | Sequence[Fact] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A text in its two parts; `name` says where it came from."""
+    """A training text.
+
+    Attributes:
+        prompt: First part of the text.
+        completion: Second part of the text.
+        name: Source of the text, for error messages.
+    """
 
     prompt: str
     completion: str
@@ -32,11 +39,11 @@ class Completion:
 
 
 def read_completions(data: Data) -> list[Completion]:
-    """Facts (prompt and answer), mappings with "prompt" and "completion", or a `.jsonl` file with one of these a line.
+    """Read completions from facts, from mappings with "prompt" and "completion", or from a `.jsonl` file of such rows.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: nothing in it, or a row that lacks one of the two.
+        FileNotFoundError: the file does not exist.
+        ValueError: there are no rows, or a row lacks one of the two texts.
     """
     if isinstance(data, str | Path):
         rows: list[tuple[str, object]] = list(_lines(Path(data).expanduser()))
@@ -54,21 +61,23 @@ def encode_completions(
     answer_only: bool = False,
     prepend_bos: bool | None = None,
 ) -> TrainingRows:
-    """Texts as rows of the model's tokens.
+    """Tokenize texts into training rows.
 
     Args:
-        answer_only: only completions count, and only they are masked (ML-GSAI/SMDM `sft/finetune_mdm.py`,
-            `sft/finetune_ar.py`, on other data).
-        prepend_bos: as in `to_tokens`.
+        model: Model whose tokenizer is used.
+        completions: Texts, one per row.
+        answer_only: Whether only completions count in the loss and only they are masked, as in ML-GSAI/SMDM
+            `sft/finetune_mdm.py` and `sft/finetune_ar.py` (on other data).
+        prepend_bos: As in `to_tokens`.
 
     Raises:
-        ValueError: a text that does not fit into the context with its end token, no end token, or with `answer_only` a
-            completion that the tokenizer merges into its prompt. The row is named.
+        ValueError: the tokenizer has no end token, a text does not fit into the context with its end token, or the
+            tokenizer merges a completion into its prompt (with `answer_only`). The message names the row.
     """
     end = getattr(model.tokenizer, "eos_token_id", None)
     if end is None:
-        raise ValueError(f"{model.cfg.model_name!r} has no tokenizer with an end token, so its texts cannot be ended")
-    tokens, real = model.tokenize([each.prompt + each.completion for each in completions], prepend_bos)
+        raise ValueError(f"{model.cfg.model_name!r} has no tokenizer with an end token, which every row needs")
+    tokens, real = model.tokenize([text.prompt + text.completion for text in completions], prepend_bos)
     tokens, lengths = tokens.cpu(), real.sum(dim=1).cpu()
     if int(lengths.max()) >= model.cfg.n_ctx:
         i = int(lengths.argmax())
@@ -84,12 +93,12 @@ def encode_completions(
 def _answers(
     model: DiffusionTransformer, completions: Sequence[Completion], rows: torch.Tensor, prepend_bos: bool | None
 ) -> torch.Tensor:
-    prompts = [model.encode(each.prompt, prepend_bos) for each in completions]
-    for culprit, prompt, row in zip(completions, prompts, rows, strict=True):
+    prompts = [model.encode(text.prompt, prepend_bos) for text in completions]
+    for text, prompt, row in zip(completions, prompts, rows, strict=True):
         if row[: len(prompt)].tolist() != prompt:
             raise ValueError(
-                f"{culprit.name}: the tokenizer merges the completion into its prompt, so answer_only cannot tell "
-                f"where it begins; begin it with a space: {_short(culprit)}"
+                f"{text.name}: the tokenizer merges the completion into its prompt, so answer_only cannot determine "
+                f"where it begins; begin the completion with a space: {_short(text)}"
             )
     return torch.tensor([len(prompt) for prompt in prompts])
 
@@ -101,7 +110,7 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
         for number, row in read_json_lines(path):
             yield f"{path.name}, line {number}", row
     except JsonLineError as error:
-        raise ValueError(f"{path}, line {error.line}, {error.said}. {SHAPE}") from None
+        raise ValueError(f"{path}, line {error.line}, {error.problem}. {SHAPE}") from None
 
 
 def _completion(name: str, row: object) -> Completion:

@@ -1,9 +1,9 @@
-"""One device or many, through Hugging Face accelerate.
+"""Training on one or several devices with Hugging Face accelerate.
 
-`accelerate launch script.py` starts the same script in several processes; each holds the whole model, works on its rows
-of a batch, and gradients are averaged (data parallel). On CPUs take `torchrun --nproc-per-node 2 script.py`, because
-`accelerate launch --cpu` starts one process unless MPI is there. Without a launcher there is one process, and the model
-stays where it is.
+`accelerate launch script.py` starts the same script in several processes. Each process holds the whole model and works
+on its rows of a batch; gradients are averaged (data parallelism). On CPUs use `torchrun --nproc-per-node 2 script.py`,
+because `accelerate launch --cpu` starts only one process unless MPI is installed. Without a launcher there is one
+process, and the model stays on its device.
 """
 
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ import torch
 
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-Accelerator = Any  # accelerate's; the library is imported when something is trained
+Accelerator = Any  # `accelerate.Accelerator`. The library is imported when training starts.
 
 
 def require_gpu(mixed_precision: str, on_cpu: bool) -> None:
-    """Raise a `ValueError` at a precision that a CPU does not have."""
+    """Raise a `ValueError` for a precision that a CPU does not support."""
     if mixed_precision == "fp16" and on_cpu:
-        raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU take 'no' or 'bf16'")
+        raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU use 'no' or 'bf16'")
 
 
 @contextmanager
 def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Iterator[Accelerator]:
-    """An `accelerate.Accelerator` for `model`; accelerate's own state is put back afterwards.
+    """An `accelerate.Accelerator` for `model`. The global state of accelerate is restored afterwards.
 
     Raises:
-        ValueError: a precision that does not fit, or processes that share one model between them.
+        ValueError: the precision does not fit the device or the weights, or processes share one model.
     """
     import accelerate  # type: ignore[import-untyped]
 
@@ -37,50 +37,54 @@ def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Ite
     if mixed_precision != "no" and model.cfg.dtype != torch.float32:
         raise ValueError(
             f"mixed_precision={mixed_precision!r} computes in half precision on float32 weights; those of "
-            f"{model.cfg.model_name!r} are {model.cfg.dtype}: load it with dtype=torch.float32, or take 'no'"
+            f"{model.cfg.model_name!r} are {model.cfg.dtype}: load it with dtype=torch.float32, or use 'no'"
         )
-    with _state_of_its_own():
-        once = accelerate.utils.GradientAccumulationPlugin(num_steps=1)  # the trainer weighs its parts itself
-        made = accelerate.Accelerator(
-            cpu=on_cpu, mixed_precision=mixed_precision, gradient_accumulation_plugin=once, device_placement=False
+    with _fresh_accelerate_state():
+        # The trainer weights the parts of a batch itself, so accelerate must not divide by their number.
+        no_scaling = accelerate.utils.GradientAccumulationPlugin(num_steps=1)
+        accelerator = accelerate.Accelerator(
+            cpu=on_cpu, mixed_precision=mixed_precision, gradient_accumulation_plugin=no_scaling, device_placement=False
         )
-        kind = made.distributed_type.value
+        kind = accelerator.distributed_type.value
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ValueError(f"the trainer works with plain data parallel processes, not with accelerate's {kind}")
         try:
-            yield made
+            yield accelerator
         finally:
-            unpatched(model)
+            remove_patches(model)
 
 
 @contextmanager
 def plain_forward(model: DiffusionTransformer) -> Iterator[None]:
-    """The model as it is without accelerate's mixed precision, which is a patch of `model.forward`."""
-    patches = unpatched(model)
+    """Remove accelerate's mixed precision, which patches `model.forward`, inside the `with` block."""
+    patches = remove_patches(model)
     try:
         yield
     finally:
         vars(model).update(patches)
 
 
-def unpatched(model: DiffusionTransformer) -> dict[str, Any]:
-    """Take accelerate's patches and its mark off the model, and return them."""
+def remove_patches(model: DiffusionTransformer) -> dict[str, Any]:
+    """Remove accelerate's patches and its marker from the model, and return them."""
     patches = ("forward", "_original_forward", "_is_accelerate_prepared")
     return {name: vars(model).pop(name) for name in patches if name in vars(model)}
 
 
 @contextmanager
-def _state_of_its_own() -> Iterator[None]:
-    """Begin with accelerate's state empty: it has one a Python process, and refuses a second precision or device."""
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Start with an empty accelerate state and restore the previous one afterwards.
+
+    Accelerate has one state per Python process, which refuses a second precision or device.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
 
-    states = [holder._shared_state for holder in (AcceleratorState, GradientState, PartialState)]
-    held = [dict(state) for state in states]
+    states = [owner._shared_state for owner in (AcceleratorState, GradientState, PartialState)]
+    saved = [dict(state) for state in states]
     for state in states:
         state.clear()
     try:
         yield
     finally:
-        for state, before in zip(states, held, strict=True):
+        for state, before in zip(states, saved, strict=True):
             state.clear()
             state.update(before)

@@ -1,4 +1,4 @@
-"""Fine-tuning on prompts and completions: text in, a checkpoint in the family's own format out."""
+"""Fine-tuning on prompts and completions. It reads texts and writes a checkpoint in the family's own format."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from diffusion_lens.training.trainer import Evaluate, TrainingRecord, train
 from weight_conversion import CHECKPOINT_SUFFIXES, export, open_checkpoint
 
 WEIGHTS = "model.safetensors"
-# A folder of its own, because a folder with one .safetensors file is a checkpoint that `from_pretrained` takes.
+# The run has its own subfolder, because `from_pretrained` needs a folder with one .safetensors file only.
 RUN, RECORD = "training", "record.safetensors"
 
 
@@ -31,27 +31,30 @@ def finetune(
     evaluate_every: int = 500,
     progress: bool = True,
 ) -> TrainingRecord:
-    """Train `model` in place on texts, and write what `from_pretrained(out)` reads.
+    """Train `model` in place on texts, and write a folder that `from_pretrained(out)` loads.
 
-    `out` gets the weights and config in the family's own format, the tokenizer, `trained_length.json` with the length
-    that the model was trained for, if it is known, and in `out/training` the run: its `run.json`, its `TrainingRecord`
-    as `record.safetensors`, and while it goes on its checkpoint. The same call goes on with a run that was interrupted,
-    and reads one that is complete.
+    The folder contains the weights and the config in the family's own format, the tokenizer, and `trained_length.json`
+    with the canvas length of training, if it is known. The subfolder `training` contains `run.json`, the
+    `TrainingRecord` as `record.safetensors`, and the checkpoint while the run is incomplete. The same call resumes an
+    interrupted run, and only reads a complete one.
 
-    Either variant is trained by its own loss: a masked diffusion model with noise on prompt and completion, its twin on
-    the next token. Tokens are laid out as SMDM's fine-tuning does (see `training.completions`); `smdm_reverse` is its
-    recipe.
+    Each variant is trained by its own loss: a masked diffusion model with noise on prompt and completion, the AR
+    baseline on the next token. Rows are laid out as in SMDM's fine-tuning (see `training.completions`);
+    `smdm_reverse` is its recipe.
 
     Args:
-        data: facts, mappings with "prompt" and "completion", or the path of a `.jsonl` file of these.
-        answer_only: only completions count, and only they are masked.
-        prepend_bos: as in `to_tokens`.
-        checkpoint_every, evaluate, evaluate_every, progress: as in `train`.
+        model: Model to train.
+        data: Facts, mappings with "prompt" and "completion", or the path of a `.jsonl` file of such rows.
+        config: Recipe of the training.
+        out: Folder for the trained model.
+        answer_only: Whether only completions count in the loss and only they are masked.
+        prepend_bos: As in `to_tokens`.
+        checkpoint_every, evaluate, evaluate_every, progress: As in `train`.
 
     Raises:
         ImportError: accelerate is not installed.
-        FileNotFoundError: no such data.
-        ValueError: rows that do not fit (the row is named), or an `out` that holds another run or other weights.
+        FileNotFoundError: the data do not exist.
+        ValueError: a row does not fit (the message names it), or `out` contains another run or other weights.
     """
     rows = encode_completions(model, read_completions(data), answer_only=answer_only, prepend_bos=prepend_bos)
     target = Path(out).expanduser()
@@ -59,7 +62,7 @@ def finetune(
     home = RunFolder(target / RUN)
     if home.run.exists() and (home.path / RECORD).exists():
         home.start(describe_run(model, rows, config), write=False)
-        home.checkpoint.unlink(missing_ok=True)  # a run may be killed between its record and this
+        home.checkpoint.unlink(missing_ok=True)  # The process may have been killed before it deleted the checkpoint.
         load_weights(model, target / WEIGHTS)
         return TrainingRecord.load(home.path / RECORD)
     record = train(
@@ -77,7 +80,7 @@ def finetune(
             export(dict(model.named_parameters()), model.cfg.architecture, target / WEIGHTS)
             write_trained_length(model.cfg.trained_length, target)
             save_tokenizer(model.tokenizer, target, prepends_bos=model.cfg.default_prepend_bos)
-            # Last, because from here on the run is complete.
+            # The record comes last, because it marks the run as complete.
             record.save(home.path / RECORD)
             home.checkpoint.unlink()
         accelerator.wait_for_everyone()
@@ -85,7 +88,7 @@ def finetune(
 
 
 def load_weights(model: DiffusionTransformer, path: Path) -> None:
-    """Put the weights of a checkpoint into a model of the same architecture."""
+    """Copy the weights of a checkpoint into a model of the same architecture."""
     weights = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in open_checkpoint(path).tensors():
@@ -93,8 +96,10 @@ def load_weights(model: DiffusionTransformer, path: Path) -> None:
 
 
 def require_own_folder(target: Path) -> None:
-    """Raise a `ValueError` at a folder with weights that no run of `finetune` wrote."""
+    """Raise a `ValueError` if a folder contains weights that `finetune` did not write."""
     if RunFolder(target / RUN).run.exists():
         return
-    if held := sorted(file.name for file in target.glob("*") if file.suffix in CHECKPOINT_SUFFIXES):
-        raise ValueError(f"{target} holds {', '.join(held)}, which no run here wrote; pass another folder as out=")
+    if checkpoints := sorted(file.name for file in target.glob("*") if file.suffix in CHECKPOINT_SUFFIXES):
+        raise ValueError(
+            f"{target} holds {', '.join(checkpoints)}, which no run here wrote; pass another folder as out="
+        )

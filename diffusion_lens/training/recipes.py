@@ -1,4 +1,4 @@
-"""Recipes: how long, how fast and with what noise a model is trained."""
+"""Training recipes: number of steps, learning rate, regularisation and precision."""
 
 import math
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A recipe. The defaults are those of the tiny pair; `smdm_reverse` has the authors' fine-tuning.
+    """A training recipe. The defaults are those of the bundled models; `smdm_reverse` is SMDM's fine-tuning.
 
     Attributes:
-        steps: updates of the weights.
-        batch_size: rows an update sees, over all processes; the rows are shuffled anew in each pass over them.
-        lr: highest learning rate, reached after `warmup` steps, then down a cosine to `lr_end`.
-        lr_end: where the cosine would end, at step `steps`.
-        betas: AdamW's.
-        weight_decay: AdamW's, on matrices and embeddings.
-        decay_norms: let the norms decay too.
-        warmup: steps of a learning rate that rises linearly.
-        warmup_from: what the first step counts as in the warm-up: 1 gives it lr / warmup, 0 gives it 0.
-        clip: largest norm of the gradient.
-        accumulate: parts into which each process cuts its rows, to hold the activations of one part at a time.
-        mixed_precision: "no", "bf16" or "fp16" (not on a CPU); the weights stay as they are.
-        seed: of the order of the rows and of the noise.
+        steps: Number of updates of the weights.
+        batch_size: Rows per update, over all processes. Each pass over the rows shuffles them again.
+        lr: Highest learning rate. The warm-up reaches it, then a cosine decays it to `lr_end`.
+        lr_end: Learning rate at the end of the cosine, at step `steps`.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of AdamW on matrices and embeddings.
+        decay_norms: Whether weight decay applies to the norms too.
+        warmup: Number of steps of the linear warm-up.
+        warmup_from: Number of the first step in the warm-up: 1 starts at lr / warmup, 0 starts at 0.
+        clip: Largest norm of the gradient.
+        accumulate: Number of parts into which each process divides its rows, to hold the activations of one part only.
+        mixed_precision: Precision of autocast, "no", "bf16" or "fp16" (not on a CPU). The weights keep their dtype.
+        seed: Seed of the order of the rows and of the noise.
     """
 
     steps: int
@@ -54,8 +54,8 @@ class TrainingConfig:
         for name in ("warmup", "lr", "lr_end", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number, and not negative")
-        if not self.clip > 0:  # NaN is not either
-            raise ValueError(f"clip is {self.clip}; it must be above 0 (float('inf') does not clip)")
+        if not self.clip > 0:  # This also rejects NaN.
+            raise ValueError(f"clip is {self.clip}; it must be above 0 (float('inf') turns clipping off)")
         if self.warmup_from not in (0, 1):
             raise ValueError(f"warmup_from is {self.warmup_from}; it must be 0 or 1")
         if self.mixed_precision not in PRECISIONS:
@@ -65,7 +65,7 @@ class TrainingConfig:
 
     @classmethod
     def for_epochs(cls, epochs: int | float, n_rows: int, batch_size: int = 64, **settings: Any) -> "TrainingConfig":
-        """A recipe of as many steps as whole batches fit into `epochs` passes over `n_rows` rows."""
+        """The recipe with as many steps as full batches fit into `epochs` passes over `n_rows` rows."""
         if not math.isfinite(epochs) or batch_size < 1:
             raise ValueError(f"epochs={epochs}, batch_size={batch_size}; give a finite number and at least 1 row")
         steps = int(n_rows * epochs / batch_size)
@@ -74,7 +74,7 @@ class TrainingConfig:
         return cls(steps=steps, batch_size=batch_size, **settings)
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of update `step`, counted from 0."""
+        """Learning rate of update `step`, where 0 is the first."""
         if step < self.warmup:
             return self.lr * (step + self.warmup_from) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -92,15 +92,16 @@ def smdm_reverse(
 ) -> TrainingConfig:
     """SMDM's fine-tuning on the reversal curse (ML-GSAI/SMDM `sft/finetune_mdm_reverse.py`).
 
-    Steps `int(n_rows * epochs / batch_size)`, learning rate 0 to 2e-4 in 200 steps, then down a cosine to 2e-5, betas
-    (0.9, 0.95), weight decay 0.1 on all weights, gradient norm clipped to 1, bfloat16 autocast. The script's batch is
-    64, the paper's (Nie et al. 2024, arXiv 2410.18514, appendix B.5) 32. The authors published no such script for the
-    twin; the one that they have for it (`sft/finetune_ar.py`, on other data) takes the same settings.
+    The recipe takes `int(n_rows * epochs / batch_size)` steps. The learning rate rises from 0 to 2e-4 in 200 steps and
+    then follows a cosine to 2e-5. Betas are (0.9, 0.95), weight decay is 0.1 on all weights, the gradient norm is
+    clipped to 1, and autocast uses bfloat16. The batch size is 64 in the script and 32 in the paper (Nie et al. 2024,
+    arXiv 2410.18514, appendix B.5). The authors published no such script for the AR baseline; their script for it on
+    other data (`sft/finetune_ar.py`) uses the same settings.
 
-    What differs here: the rows' t are stratified (see `losses.hide`) where theirs are independent; a batch may
-    straddle two passes where theirs drops a pass's last rows; rows are cut to the longest of the whole batch where they
-    cut each device's part of it; and their learning rate is half a step ahead where they accumulate two parts (1028M,
-    batch 64, 8 devices).
+    Four details differ from the script. The masking rates t of a batch are stratified (see `losses.hide`); theirs are
+    independent. A batch may contain rows of two passes; theirs drops the last rows of a pass. Rows are cut to the
+    longest row of the whole batch; they cut each device's part separately. Where they accumulate two parts (1028M,
+    batch 64, 8 devices), their learning rate is half a step ahead.
     """
     return TrainingConfig.for_epochs(
         epochs,

@@ -1,9 +1,10 @@
-"""A training run on disk: what it is, and where it stands.
+"""A training run on disk: its identity and its current state.
 
-`run.json` says what the run is: its recipe, the hashes of its data and of the weights it starts from. While it goes on,
-`checkpoint.safetensors` holds all that the next step depends on: weights, AdamW's moments, the random generator, the
-rows left in this pass, the losses so far. That one file is replaced whole, so whatever ends a run, it goes on from
-there, on a CPU bit for bit. (The learning rate needs no memory: it is a function of the step.)
+`run.json` identifies the run by its recipe, the hash of its data and the hash of its initial weights. While the run is
+incomplete, `checkpoint.safetensors` holds everything that the next step depends on: the weights, AdamW's moments, the
+state of the random generator, the remaining rows of this pass and the losses so far. The file is replaced atomically,
+so a run can be resumed after any kind of stop. On a CPU the resumed run is bit-identical. (The learning rate is a
+function of the step and needs no state.)
 """
 
 from collections.abc import Mapping
@@ -26,17 +27,17 @@ KIND = "training checkpoint"
 
 @dataclass(eq=False)
 class RunState:
-    """Where a run stands.
+    """The current state of a run.
 
     Attributes:
-        weights: the model's parameters by name.
-        optimizer: AdamW over them.
-        order: the rows to come, and the generator of the run.
-        scaler: of float16 gradients, or `None`.
-        losses: of every step so far.
-        evaluations: what `evaluate` said, each with its step.
-        starts: where, and at which step, the run was begun and gone on with.
-        seconds: spent so far.
+        weights: Parameters of the model by name.
+        optimizer: AdamW over the weights.
+        order: Order of the remaining rows, with the random number generator of the run.
+        scaler: Gradient scaler for float16, or `None`.
+        losses: Loss of every step so far.
+        evaluations: Results of `evaluate`, each with its step.
+        starts: Step, device, threads and processes of each start and resumption.
+        seconds: Elapsed training time in seconds.
     """
 
     weights: dict[str, nn.Parameter]
@@ -49,7 +50,7 @@ class RunState:
     seconds: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Write everything to one file, which is replaced whole."""
+        """Write everything to one file, which is replaced atomically."""
         tensors: dict[str, Tensor] = {
             "generator": self.order.generator.get_state(),
             "rows_left": self.order.left,
@@ -68,7 +69,7 @@ class RunState:
         save_result(path, KIND, tensors, record)
 
     def restore(self, path: Path) -> None:
-        """Go back to where `save` was called."""
+        """Restore the state that `save` wrote."""
         tensors, record = open_result(path, KIND)
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -77,7 +78,7 @@ class RunState:
             if label.startswith("optimizer."):
                 _, key, name = label.split(".", 2)
                 weight = self.weights[name]
-                # AdamW counts steps on the CPU, wherever the weights are.
+                # AdamW keeps its step count on the CPU, whatever the device of the weights.
                 moment = value.clone() if value.dim() == 0 else value.to(weight.device, copy=True)
                 self.optimizer.state[weight][key] = moment
         self.order.generator.set_state(tensors["generator"].clone())
@@ -97,19 +98,19 @@ class RunFolder:
 
     @property
     def run(self) -> Path:
-        """What the run is."""
+        """File that identifies the run."""
         return self.path / "run.json"
 
     @property
     def checkpoint(self) -> Path:
-        """Where it stands, while it goes on."""
+        """File with the state of an incomplete run."""
         return self.path / "checkpoint.safetensors"
 
     def start(self, run: Mapping[str, Any], write: bool) -> None:
-        """Begin this run here, or go on with it; only one process of several may `write`.
+        """Start or resume this run in the folder. Only one of several processes may `write`.
 
         Raises:
-            ValueError: the folder holds another run; the text says in what it differs.
+            ValueError: the folder contains another run; the message names the differences.
         """
         run = as_json(run)
         if self.run.exists():
@@ -118,12 +119,12 @@ class RunFolder:
             return
         if not self.run.exists():
             write_json(run, self.run)
-        # What a process that was killed while it wrote has left behind.
+        # Remove partial files of a process that was killed while it wrote.
         for part in self.path.glob(f".{self.checkpoint.name}.*.part"):
             part.unlink()
 
     def resume(self, state: RunState) -> None:
-        """Take `state` to the last checkpoint, if there is one."""
+        """Restore `state` from the last checkpoint, if there is one."""
         if self.checkpoint.exists():
             state.restore(self.checkpoint)
 
@@ -131,7 +132,7 @@ class RunFolder:
 def describe_run(
     model: DiffusionTransformer, rows: TrainingRows, config: TrainingConfig, objective: Objective | None = None
 ) -> dict[str, Any]:
-    """What a run is, as `run.json` holds it: all that its numbers depend on but the machine."""
+    """The identity of a run, as in `run.json`: everything that its numbers depend on except the machine."""
     return {
         "config": asdict(config),
         "objective": "own" if objective is None else getattr(objective, "__qualname__", repr(objective)),

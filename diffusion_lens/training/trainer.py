@@ -1,13 +1,13 @@
-"""The trainer: AdamW, warm-up and cosine, every draw from one seed, on one device or many.
+"""The trainer: AdamW with warm-up and cosine decay, one seed for all random numbers, one or several devices.
 
-An update asks one question of the whole batch, drawn from the run's own generator, and cuts it into parts: one for each
-process and accumulation. A part keeps its weights in the whole's mean, so its losses and gradients add up to those of
-the batch: neither the number of processes nor of parts changes a number, but for the rounding of sums. On a CPU, with
-one number of threads, a seed gives the same weights bit for bit, interrupted or not, and nobody else's random numbers
-move.
+An update samples the noise of the whole batch from the run's own generator, and then divides the batch into one part
+per process and accumulation step. Each term keeps its weight in the mean over the whole batch, so the losses and
+gradients of the parts add up to those of the batch. The number of processes and parts therefore changes results only by
+the rounding of sums. On a CPU with a fixed number of threads, a seed gives bit-identical weights, whether or not the
+run was interrupted. The trainer does not touch the global random state.
 
-A run that diverges ends there: a loss, a gradient or a weight that is not finite is a `FloatingPointError`, raised
-before anything of that step is kept, so the checkpoint on disk is the last good one.
+A run that diverges stops. A loss, gradient or weight that is not finite raises a `FloatingPointError` before that step
+is saved, so the checkpoint on disk is the last good one.
 """
 
 import math
@@ -36,14 +36,14 @@ Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
 
 @dataclass(frozen=True, eq=False)
 class TrainingRecord:
-    """What a run did.
+    """The record of a training run.
 
     Attributes:
-        config: its recipe.
+        config: Recipe of the run.
         losses: Float[step], the loss of every step.
-        record: seconds, threads, processes, model, hashes of the data and of the weights before and after, versions;
-            under "starts" the steps at which it was begun and gone on with, and where.
-        evaluations: what `evaluate` said, each with the number of steps done.
+        record: Seconds, threads, processes, model, hashes of the data and of the weights before and after, and
+            versions. The entry "starts" lists the step and the device of each start and resumption.
+        evaluations: Results of `evaluate`, each with the number of completed steps.
     """
 
     config: TrainingConfig
@@ -78,29 +78,32 @@ def train(
 ) -> TrainingRecord:
     """Train `model` in place on rows of tokens.
 
-    The model comes back in the mode it came in (training or evaluation) and without gradients, exception or not. Under
-    `accelerate launch` it moves to its process's device, and every process returns the same.
+    Afterwards the model has the mode it had before (training or evaluation) and no gradients, also after an exception.
+    Under `accelerate launch` the model moves to the device of its process, and every process returns the same record.
 
     Args:
-        tokens: rows that all count to their ends, or rows of their own lengths.
-        objective: loss of (model, batch, generator), of one's own; it sees the whole batch, so it goes with one process
-            and `accumulate=1`. By default the model's own loss.
-        folder: where the run keeps `run.json` and its checkpoint. A run that was begun there goes on; one that is
-            complete is only read.
-        checkpoint_every: steps between checkpoints; the last step always leaves one.
-        evaluate: numbers to follow, such as recall. Called without gradients and in evaluation mode, in each process.
-        evaluate_every: steps between two calls of it; the last step always has one.
-        progress: show a progress bar.
+        model: Model to train.
+        tokens: Rows of tokens. `TrainingRows` can give each row its own length.
+        config: Recipe of the training.
+        objective: Custom loss, a function of model, tokens and generator. It receives the whole batch, so it requires
+            one process and `accumulate=1`. Default: the model's own loss.
+        folder: Folder for `run.json` and the checkpoint. An incomplete run in this folder is resumed; a complete one is
+            only read.
+        checkpoint_every: Number of steps between checkpoints. The last step always writes one.
+        evaluate: Function that returns metrics to track, such as recall. Each process calls it without gradients and
+            in evaluation mode.
+        evaluate_every: Number of steps between evaluations. The last step always has one.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: a folder with another run; fewer rows in a batch than parts; a precision that does not fit.
-        FloatingPointError: a loss, a gradient or weights that are not finite; the last good checkpoint is kept.
+        ValueError: the folder contains another run, a batch has fewer rows than parts, or the precision does not fit.
+        FloatingPointError: a loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
     rows = tokens if isinstance(tokens, TrainingRows) else TrainingRows(tokens)
     for name, steps in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
         if steps < 1:
             raise ValueError(f"{name} is {steps}; it must be at least 1")
-    with accelerated(model, config.mixed_precision) as accelerator, _training(model):
+    with accelerated(model, config.mixed_precision) as accelerator, _training_mode(model):
         run = _Run(model, rows, config, objective, accelerator)
         home = None if folder is None else RunFolder(Path(folder))
         if home is not None:
@@ -128,7 +131,7 @@ def train(
 
 
 class _Run:
-    """One training: what it works with, and its steps."""
+    """A training run and its steps."""
 
     def __init__(
         self,
@@ -140,52 +143,57 @@ class _Run:
     ) -> None:
         self.model, self.rows, self.config, self.objective = model, rows, config, objective
         self.accelerator = accelerator
-        self.saved: tuple[Path, int] | None = None  # the last checkpoint, and the steps in it
+        self.saved: tuple[Path, int] | None = None  # Path of the last checkpoint, and its number of steps.
         n_parts = accelerator.num_processes * config.accumulate
         if objective is not None and n_parts > 1:
             raise ValueError(
-                f"an objective of one's own sees the whole batch; it cannot be cut into {n_parts} parts: take one "
-                "process and accumulate=1"
+                f"a custom objective takes the whole batch, which cannot be cut into {n_parts} parts: take one process "
+                "and accumulate=1"
             )
         if n_parts > config.batch_size:
             raise ValueError(
                 f"a batch of {config.batch_size} rows cannot be cut into {n_parts} parts ({accelerator.num_processes} "
-                f"processes, accumulate={config.accumulate}); take a larger batch_size"
+                f"processes, accumulate={config.accumulate}); use a larger batch_size"
             )
         self.identity = describe_run(model, rows, config, objective)
-        several = accelerator.num_processes > 1
-        self.network = accelerator.prepare_model(model, device_placement=several)
-        optimizer = torch.optim.AdamW(_groups(model, config), lr=config.lr, betas=config.betas)
+        self.network = accelerator.prepare_model(model, device_placement=accelerator.num_processes > 1)
+        optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.lr, betas=config.betas)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         order = RowOrder(len(rows), torch.Generator().manual_seed(config.seed))
         self.state = RunState(dict(model.named_parameters()), optimizer, order, accelerator.scaler)
 
     def start(self, step: int) -> None:
-        """Note where the run is begun, or gone on with."""
-        self._begun = time.perf_counter() - self.state.seconds
+        """Record a start or resumption at this step."""
+        self._started = time.perf_counter() - self.state.seconds
         if step < self.config.steps:
-            here = {"threads": torch.get_num_threads(), "processes": self.accelerator.num_processes}
-            self.state.starts.append({"step": step, **here, "device": str(self.model.cfg.device)})
+            self.state.starts.append(
+                {
+                    "step": step,
+                    "threads": torch.get_num_threads(),
+                    "processes": self.accelerator.num_processes,
+                    "device": str(self.model.cfg.device),
+                }
+            )
 
     def update(self, step: int) -> None:
-        """One step: a batch, its gradient, AdamW."""
+        """Do one update: select a batch, compute its gradient, step AdamW."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step)
         self.optimizer.zero_grad()
         generator = self.state.order.generator
         batch = self.rows.pick(self.state.order.take(self.config.batch_size), self.model.cfg.device)
         if self.objective is None:
-            loss = self._answer(batch.ask(self.model, generator))
+            loss = self._backward(batch.question(self.model, generator))
         else:
             loss = self.objective(self.model, batch.tokens, generator)
             self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        number = loss.item()
-        self._require_finite("the loss", number, step)
-        if self.accelerator.scaler is None:  # which leaves out the steps whose float16 gradients overflow
+        loss_value = loss.item()
+        self._require_finite("the loss", loss_value, step)
+        if self.accelerator.scaler is None:  # A scaler skips steps whose float16 gradients overflow.
             self._require_finite("the norm of the gradient", float(norm), step)
         self.optimizer.step()
-        self.state.losses.append(number)
+        self.state.losses.append(loss_value)
 
     def require_weights(self, step: int) -> None:
         """Raise a `FloatingPointError` unless all weights are finite."""
@@ -196,39 +204,39 @@ class _Run:
     def _require_finite(self, what: str, number: float, step: int) -> None:
         if math.isfinite(number):
             return
-        kept = "no checkpoint was saved before"
+        checkpoint = "no checkpoint was saved before"
         if self.saved is not None:
-            kept = f"{self.saved[0]} holds the last good one, after {self.saved[1]} steps"
+            checkpoint = f"{self.saved[0]} holds the last good one, after {self.saved[1]} steps"
         raise FloatingPointError(
-            f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and nothing of this "
-            f"step is saved ({kept}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
-            "clip in a new folder, or look for damaged weights or data; this run, begun again, would end here again"
+            f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and this step is "
+            f"not saved ({checkpoint}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
+            "clip in a new folder, or look for damaged weights or data; resuming this run would stop at this step again"
         )
 
     def evaluate(self, evaluate: Evaluate, step: int) -> None:
-        """Ask the model as its user would meet it: in evaluation mode, without autocast."""
+        """Evaluate the model as users run it, in evaluation mode and without autocast."""
         self.model.eval()
         with torch.no_grad(), plain_forward(self.model):
-            numbers = {name: float(number) for name, number in evaluate(self.model).items()}
+            metrics = {name: float(value) for name, value in evaluate(self.model).items()}
         self.model.train()
-        self.state.evaluations.append({"step": step, **numbers})
+        self.state.evaluations.append({"step": step, **metrics})
 
-    def save(self, path: Path, done: int) -> None:
-        """Leave a checkpoint of the steps done."""
-        self.saved = path, done
-        self.state.seconds = time.perf_counter() - self._begun
+    def save(self, path: Path, n_steps: int) -> None:
+        """Write a checkpoint of the run after `n_steps` steps."""
+        self.saved = path, n_steps
+        self.state.seconds = time.perf_counter() - self._started
         self.state.save(path)
 
     @property
     def shown(self) -> dict[str, str]:
-        """What the progress bar says."""
-        numbers = {"loss": self.state.losses[-1], **(self.state.evaluations[-1] if self.state.evaluations else {})}
-        return {name: f"{number:.3f}" for name, number in numbers.items() if name != "step"}
+        """Metrics on the progress bar."""
+        metrics = {"loss": self.state.losses[-1], **(self.state.evaluations[-1] if self.state.evaluations else {})}
+        return {name: f"{value:.3f}" for name, value in metrics.items() if name != "step"}
 
     def record(self) -> TrainingRecord:
-        """What the run did, once it is over."""
+        """The record of the complete run."""
         record = {
-            "seconds": time.perf_counter() - self._begun,
+            "seconds": time.perf_counter() - self._started,
             "threads": torch.get_num_threads(),
             "processes": self.accelerator.num_processes,
             "starts": self.state.starts,
@@ -239,26 +247,26 @@ class _Run:
         }
         return TrainingRecord(self.config, torch.tensor(self.state.losses), record, tuple(self.state.evaluations))
 
-    def _answer(self, asked: LossQuestion) -> Tensor:
-        """Loss of the whole batch; this process's parts of it leave their gradients."""
+    def _backward(self, question: LossQuestion) -> Tensor:
+        """Loss of the whole batch. Adds the gradients of this process's parts."""
         processes, accumulate = self.accelerator.num_processes, self.config.accumulate
-        n_parts, n_rows = processes * accumulate, len(asked.tokens)
+        n_parts, n_rows = processes * accumulate, len(question.tokens)
         first = self.accelerator.process_index * accumulate
         losses = []
         for i in range(first, first + accumulate):
-            part = asked if n_parts == 1 else asked.part(i * n_rows // n_parts, (i + 1) * n_rows // n_parts)
+            part = question if n_parts == 1 else question.part(i * n_rows // n_parts, (i + 1) * n_rows // n_parts)
             last = i == first + accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.network):
                 whole = self.model.whole(part.tokens)
                 loss = part.loss(self.network(part.tokens, attention_mask=whole, logits_at=part.rows))
-                # Processes average their gradients, and the parts are meant to be added.
+                # Accelerate averages gradients over processes, but the parts must add up.
                 self.accelerator.backward(loss * processes)
             losses.append(loss.detach())
         total: Tensor = self.accelerator.reduce(torch.stack(losses).sum(), "sum")
         return total
 
 
-def _groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[str, Any]]:
+def _parameter_groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     return [
@@ -268,7 +276,7 @@ def _groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[st
 
 
 @contextmanager
-def _training(model: DiffusionTransformer) -> Iterator[None]:
+def _training_mode(model: DiffusionTransformer) -> Iterator[None]:
     was_training = model.training
     model.train()
     try:

@@ -57,7 +57,7 @@ FREE = {"--prompt", "--subject", "--answer", "--target"}  # any text may be mean
 # Options that fit alone and not together, or not with this model.
 TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("denoise", "tiny-mdm", ["--length", "9", "--max-new-tokens", "3"], "--length"),
-    ("denoise", "tiny-mdm", ["--max-new-tokens", "9000"], "9000 places do not fit into the context of 'tiny-mdm'"),
+    ("denoise", "tiny-mdm", ["--max-new-tokens", "9000"], "do not fit into the context of 'tiny-mdm'"),
     ("denoise", "tiny-ar", ["--cfg-scale", "1"], "--cfg-scale 1.0 masks the prompt, and 'tiny-ar' has no [MASK]"),
     ("denoise", "tiny-ar", ["--sampler", "confidence"], "which a causal model cannot"),
     ("recall", "tiny-ar", ["--sampler", "confidence"], "which a causal model cannot"),
@@ -67,14 +67,14 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps goes with --known 'recalled'"),
     ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; with 'one-canvas'"),
     ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
-    ("rome", "tiny-mdm", ["--export", "new"], "without --target nothing is edited"),
+    ("rome", "tiny-mdm", ["--export", "new"], "without it nothing is edited"),
     ("rome", "tiny-mdm", ["--layer", "4"], "--layer 4"),
     ("compare", "tiny-mdm", ["--layer", "1", "--layer", "-3"], "--layer -3 names a block twice"),
     ("finetune", "tiny-mdm", ["--accumulate", "64"], "--accumulate 64"),
     ("finetune", "tiny-mdm", ["--precision", "fp16", "--device", "cpu"], "--precision 'fp16' needs a GPU"),
     ("finetune", "tiny-mdm", ["--out", "others"], "holds other.safetensors"),
     *(
-        (command, "tiny-mdm", ["--length", "9000"], "9000 places do not fit")
+        (command, "tiny-mdm", ["--length", "9000"], "do not fit into the context")
         for command in ("denoise", "recall", "trace", "aie", "rome", "compare")
     ),
     *(
@@ -165,8 +165,8 @@ def test_a_dry_conversion_refuses_its_target(target: list[str], beside: Path) ->
 
 # What the tokenizer tells; the embedded pair's lies beside its weights.
 LAID_OUT: list[tuple[str, str, list[str], str]] = [
-    ("denoise", "tiny-mdm", ["--max-new-tokens", "64"], "65 places do not fit into the context of 'tiny-mdm'"),
-    ("denoise", "tiny-ar", ["--max-new-tokens", "64"], "places do not fit into the context of 'tiny-ar'"),
+    ("denoise", "tiny-mdm", ["--max-new-tokens", "64"], "do not fit into the context of 'tiny-mdm'"),
+    ("denoise", "tiny-ar", ["--max-new-tokens", "64"], "do not fit into the context of 'tiny-ar'"),
     ("denoise", "tiny-mdm", ["--length", "1"], "there is nothing to fill: give --length"),
     ("trace", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
     ("trace", "tiny-mdm", ["--first-tokens", "9"], "--first-tokens 9, but"),

@@ -129,7 +129,7 @@ GOOD = json.dumps(ROWS[0])
     [
         ("f.json", "[", r"line 1 is not valid JSON"),
         ("f.json", '{"prompt": "a"}', r"line 1: there is no list"),
-        ("f.json", f"[\n{GOOD},\n1]", r"line 3: 1 is no fact"),
+        ("f.json", f"[\n{GOOD},\n1]", r"line 3: 1 is not a fact"),
         ("f.json", f"[{GOOD}\n{GOOD}]", "line 2 is not valid JSON: a comma or a closing bracket is missing"),
         ("f.json", f"[{GOOD},\n\n {{'prompt': 1}}]", r"line 3 is not valid JSON"),
         ("f.json", f"[{GOOD}]\n]", "line 2 is not valid JSON: text follows the end of the list"),

@@ -180,18 +180,18 @@ def test_a_broken_line_is_named(folder, line, message):
 def test_a_row_whose_subject_is_not_there_is_listed(folder):
     rows = [row for row, _ in MADE["p2d_prompts_test"]]
     write(folder, "p2d_prompts_test", [*rows[:13], {**rows[13], "prompt": "Somebody was"}, *rows[14:]])
-    with pytest.raises(ValueError, match=r"p2d_prompts_test\.jsonl: who is asked about .* lines \[14\]"):
+    with pytest.raises(ValueError, match=r"p2d_prompts_test\.jsonl: the subject was not found in the lines \[14\]"):
         ReversalCurse.load(folder).facts("p2d", "p2d")
     asked_back = [row for row, _ in MADE["d2p_prompts_test"]]
     write(folder, "d2p_prompts_test", [*asked_back[:4], {**asked_back[4], "completion": " Nobody"}, *asked_back[5:]])
-    with pytest.raises(ValueError, match=r"d2p_prompts_test\.jsonl: who is asked about .* lines \[5\]"):
+    with pytest.raises(ValueError, match=r"d2p_prompts_test\.jsonl: the subject was not found in the lines \[5\]"):
         ReversalCurse.load(folder).facts("d2p", "d2p")
     nameless = [{**row, "completion": f" number{i}"} for i, row in enumerate(asked_back)]
     write(folder, "d2p_prompts_test", nameless)
     with pytest.raises(ValueError, match=r"lines \[1, 2, 3"):
         ReversalCurse.load(folder).facts("d2p", "d2p")
     write(folder, "p2d_prompts_test", rows[:13])
-    with pytest.raises(ValueError, match=r"asks p2d in 13 rows.*10 templates"):
+    with pytest.raises(ValueError, match=r"p2d questions in 13 rows.*10 templates"):
         ReversalCurse.load(folder).facts("p2d", "p2d")
 
 
@@ -214,7 +214,7 @@ def test_check(curse, published):
 
 
 def test_check_names_what_differs_from_the_published_files(curse):
-    with pytest.raises(ValueError, match=r"p2d_prompts_train has 60 rows, not 900; .* of 2 people, not 30"):
+    with pytest.raises(ValueError, match=r"p2d_prompts_train has 60 rows, not 900; .* about 2 people, not 30"):
         curse.check()
 
 
@@ -225,10 +225,14 @@ def test_check_names_what_differs_from_the_published_files(curse):
         (
             "p2d_reverse_prompts_test",
             MADE["d2p_prompts_test"],
-            "p2d_reverse_prompts_test asks d2p of others than training",
+            "p2d_reverse_prompts_test has d2p questions about people not in training",
         ),
         ("p2d_prompts_test", MADE["p2d_prompts_test"][:10], "p2d_prompts_test has 10 rows, not 20"),
-        ("p2d_prompts_test", MADE["p2d_prompts_train"][:10] * 2, "p2d_prompts_test asks prompts of training: .*-0000"),
+        (
+            "p2d_prompts_test",
+            MADE["p2d_prompts_train"][:10] * 2,
+            "p2d_prompts_test contains prompts of training: .*-0000",
+        ),
     ],
 )
 def test_check_finds(folder, published, file, rows, message):
@@ -241,7 +245,7 @@ def test_check_finds_somebody_told_in_two_ways(folder, published):
     for file in ("both_prompts_train", "both_prompts_test", "all_prompts_train"):
         path = folder / f"{file}.jsonl"
         path.write_text(path.read_text(encoding="utf-8").replace("Ada Skolden", "Ada Marsh"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"told in two of the ways p2d, d2p, both: \['Ada Marsh'\]"):
+    with pytest.raises(ValueError, match=r"trained in two of the directions p2d, d2p, both: \['Ada Marsh'\]"):
         ReversalCurse.load(folder).check()
 
 

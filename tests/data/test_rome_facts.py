@@ -73,7 +73,7 @@ def test_a_record_without_a_field_is_named(save):
 
 
 def test_a_file_that_is_none_of_these(save, tmp_path):
-    with pytest.raises(ValueError, match=r"facts\.json is no list of records"):
+    with pytest.raises(ValueError, match=r"facts\.json is not a list of records"):
         known_1000(save({"facts": KNOWN}))
     with pytest.raises(FileNotFoundError, match=r"no file .*nowhere\.json"):
         counterfact(tmp_path / "nowhere.json")

@@ -68,7 +68,7 @@ def test_what_is_no_text(tmp_path: Path) -> None:
 
 
 def test_what_is_no_source() -> None:
-    with pytest.raises(ValueError, match=r"'toys' is no data set, file or folder; .*nearest: toy"):
+    with pytest.raises(ValueError, match=r"'toys' is not a data set, file or folder; .*nearest: toy"):
         open_source("toys")
     with pytest.raises(ValueError, match="limit=0"):
         open_source("toy").pick(limit=0)
@@ -104,5 +104,8 @@ def test_a_file_of_another_kind_is_told_which_are_read(name: str, kind: str, tmp
     (tmp_path / name).write_text("Ada is the pilot")
     with pytest.raises(ValueError, match=rf"{name} is {kind}; .* should end in \.json, \.jsonl, \.csv"):
         open_source(str(tmp_path / name))
-    with pytest.raises(ValueError, match=r"line 1, is not valid JSON.*read from \.jsonl files, each line {\"prompt\""):
+    with pytest.raises(
+        ValueError,
+        match=r"line 1, is not valid JSON.*read from \.jsonl files with one object per line, such as {\"prompt\"",
+    ):
         read_completions(tmp_path / name)

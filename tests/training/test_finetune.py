@@ -72,7 +72,7 @@ def test_which_places_count_in_a_masked_diffusion_model(answer_only, with_bos):
     model = with_bos()
     batch = encode(model, answer_only=answer_only).pick(torch.tensor([2, 1]), "cpu")
     with torch.no_grad():
-        asked = batch.ask(model, torch.Generator().manual_seed(4))
+        asked = batch.question(model, torch.Generator().manual_seed(4))
         loss = asked.loss(model(asked.tokens, logits_at=asked.rows))
         # As the authors: noise everywhere (or behind the prompts of 3 and 4 tokens), end tokens that fill a row count.
         generator = torch.Generator().manual_seed(4)
@@ -95,7 +95,7 @@ def test_which_places_count_in_the_twin(answer_only, with_bos):
     model = with_bos("ar")
     batch = encode(model, answer_only=answer_only).pick(torch.tensor([2, 1]), "cpu")
     with torch.no_grad():
-        asked = batch.ask(model, torch.Generator())
+        asked = batch.question(model, torch.Generator())
         loss = asked.loss(model(asked.tokens, logits_at=asked.rows))
         each = surprise(model(batch.tokens)[:, :-1], batch.tokens[:, 1:])  # column i predicts token i + 1
     # The first end token counts, those that fill the row do not; answers are predicted from the prompt's last token.

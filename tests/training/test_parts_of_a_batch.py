@@ -25,7 +25,7 @@ def ragged(tokens):
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
 def test_parts_ask_what_the_whole_asks(kind, small, ragged):
     model = small(kind)
-    asked = ragged.pick(torch.arange(7), "cpu").ask(model, torch.Generator().manual_seed(0))
+    asked = ragged.pick(torch.arange(7), "cpu").question(model, torch.Generator().manual_seed(0))
     whole = asked.loss(model(asked.tokens, logits_at=asked.rows))
     whole.backward()
     gradient = model.W_E.grad.clone()
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused(small, tokens):
 
     with pytest.raises(ValueError, match="cannot be cut into 3 parts: take one process and accumulate=1"):
         train(small(), tokens, replace(CONFIG, accumulate=3), objective=mean, progress=False)
-    with pytest.raises(ValueError, match="'fp16' needs a GPU; on a CPU take 'no' or 'bf16'"):
+    with pytest.raises(ValueError, match="'fp16' needs a GPU; on a CPU use 'no' or 'bf16'"):
         train(small(), tokens, replace(CONFIG, mixed_precision="fp16"), progress=False)
     with pytest.raises(ValueError, match=r"those of 'tiny' are torch\.bfloat16: load it with dtype=torch\.float32"):
         train(small().to(torch.bfloat16), tokens, replace(CONFIG, mixed_precision="bf16"), progress=False)
