@@ -103,7 +103,7 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from parse_json_lines(text)
     except JsonLineError as error:
-        raise _refused(path, error.line, error.problem) from None
+        raise _refused(path, error.line, error.reason) from None
 
 
 def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:

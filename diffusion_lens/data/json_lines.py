@@ -12,13 +12,13 @@ class JsonLineError(ValueError):
 
     Attributes:
         line: Number of the line, counted from 1.
-        problem: Description of the error.
+        reason: Description of the error.
     """
 
-    def __init__(self, line: int, problem: str) -> None:
-        super().__init__(f"line {line}, {problem}")
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(f"line {line}, {reason}")
         self.line = line
-        self.problem = problem
+        self.reason = problem
 
 
 def read_lines(path: Path) -> list[str]:

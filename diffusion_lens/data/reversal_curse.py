@@ -273,7 +273,7 @@ def _read_row(line: str, number: int, path: Path) -> _Row:
     try:
         row = parse_json(line)
     except JsonError as error:
-        raise ValueError(f"{path}, line {number} {error.said}") from None
+        raise ValueError(f"{path}, line {number} {error.reason}") from None
     texts = [row.get(key) for key in ("prompt", "completion")] if isinstance(row, dict) else [None]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError(f"{path}, line {number}: a row is {{'prompt': text, 'completion': text}}, not {line[:80]}")

@@ -110,7 +110,7 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
         for number, row in read_json_lines(path):
             yield f"{path.name}, line {number}", row
     except JsonLineError as error:
-        raise ValueError(f"{path}, line {error.line}, {error.problem}. {SHAPE}") from None
+        raise ValueError(f"{path}, line {error.line}, {error.reason}. {SHAPE}") from None
 
 
 def _completion(name: str, row: object) -> Completion:
