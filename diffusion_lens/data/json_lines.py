@@ -18,7 +18,7 @@ class JsonLineError(ValueError):
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(f"line {line}, {reason}")
         self.line = line
-        self.reason = problem
+        self.reason = reason
 
 
 def read_lines(path: Path) -> list[str]:
