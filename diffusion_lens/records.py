@@ -8,9 +8,10 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast, get_origin
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from diffusion_lens.identity import identity_of, require_identified
 from diffusion_lens.identity import weights_sha256 as weights_sha256
 from weight_conversion import as_json, from_json, read_json, restore_numbers, to_json, write_safetensors
 
+D = TypeVar("D")  # a dataclass
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
@@ -123,15 +125,27 @@ def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
 
 def save_fields(path: str | Path, kind: str, result: Any) -> Path:
     """Write a dataclass in one atomic file: its tensors as tensors, all else in the record."""
-    tensors = {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
-    record = {name: value for name, value in vars(result).items() if name not in tensors}
-    return save_result(path, kind, {name: tensor.contiguous() for name, tensor in tensors.items()}, record)
+    return save_result(path, kind, *split_fields(result))
 
 
-def load_fields(path: str | Path, kind: str) -> dict[str, Any]:
-    """The fields that `save_fields` wrote; pairs and other tuples come back as lists."""
+def load_fields(path: str | Path, kind: str, result_type: type[D]) -> D:
+    """The dataclass that `save_fields` wrote. Fields of earlier versions that this one no longer has are left out."""
     tensors, record = load_result(path, kind)
-    return {**tensors, **record}
+    return as_dataclass(result_type, {**tensors, **record})
+
+
+def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The fields of a dataclass that are tensors, and the others; `as_dataclass` is the inverse."""
+    tensors = {name: value.contiguous() for name, value in vars(result).items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in vars(result).items() if name not in tensors}
+
+
+def as_dataclass(result_type: type[D], saved: Mapping[str, Any]) -> D:
+    """An instance with the saved values; JSON keeps tuples as lists, and here they become tuples again."""
+    annotations = {field.name: field.type for field in fields(cast(Any, result_type))}
+    given = {name: value for name, value in saved.items() if name in annotations}
+    tuples = {name: tuple(value) for name, value in given.items() if get_origin(annotations[name]) is tuple}
+    return result_type(**{**given, **tuples})
 
 
 def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -20,7 +20,7 @@ import torch
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.data import toy_facts
-from diffusion_lens.evaluation.exact_match import exact_match
+from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.training.recipes import TrainingConfig
@@ -86,10 +86,11 @@ def train_twin(
 def measure(model: HookedDiffusionTransformer, facts: toy_facts.ToyFacts) -> list[dict[str, Any]]:
     """Exact match on the held-out questions about people told in one direction: a cell for each (trained, asked)."""
     asked = [*facts.facts("p2d"), *facts.facts("d2p")]
-    found = exact_match(model, asked, length=toy_facts.SENTENCE_LENGTH, steps=DENOISING_STEPS)
+    recall = recall_by_steps(model, asked, [DENOISING_STEPS], length=toy_facts.SENTENCE_LENGTH, cfg_scale=0.0)
     return [
-        {"trained": trained, "asked": direction, "accuracy": accuracy}
-        for (trained, direction), accuracy in found.table().items()
+        {"trained": trained, "asked": direction, "accuracy": share.mean}
+        for (trained, direction), row in recall.table("exact").items()
+        for share in row.values()
     ]
 
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.steps,
             length=args.length or source.length or 52,
             cfg_scale=source.cfg_scale,
-            folder=args.out / "recall_by_steps" / Path(name).name,
+            out=args.out / "recall_by_steps" / Path(name).name,
         )
         print(recall.to_text())
         print_replies(recall)

@@ -99,7 +99,7 @@ class Study:
         figure, axes = plots.panels(len(self.models), 1, width=9.0, height=3.5 * len(self.models))
         results = []
         for (name, model), ax in zip(self.models.items(), axes, strict=True):
-            found = recall_by_steps(model, facts, self.source.steps, **settings, folder=self.out / "recall" / name)
+            found = recall_by_steps(model, facts, self.source.steps, **settings, out=self.out / "recall" / name)
             found.plot(ax=ax)
             self.add("pre", found.to_text())
             reverse, hits = torch.tensor([fact.is_reverse for fact in found.facts]), found.contained[:, -1].double()

@@ -292,7 +292,7 @@ def test_what_cannot_be_told_is_said_and_no_folder_is_kept_under_it(tiny, tmp_pa
             assert "cannot be told from others: value['it']" in told
             for study in (
                 lambda: second_moment(tiny, [FACTS[0].prompt], 0, folder=tmp_path),
-                lambda: recall_by_steps(tiny, FACTS, (1,), length=14, folder=tmp_path),
+                lambda: recall_by_steps(tiny, FACTS, (1,), length=14, out=tmp_path),
             ):
                 with pytest.raises(ValueError, match=r"hook at 'blocks\.1\.hook_resid_post'.*interventions\.named"):
                     study()
@@ -445,12 +445,12 @@ def test_what_is_computed_of_a_weight_is_part_of_what_a_model_is():
 
 @on_mdm
 def test_a_folder_does_not_hand_the_numbers_of_other_modules_on(tiny, tmp_path):
-    recall_by_steps(tiny, FACTS, (1,), length=14, folder=tmp_path)
-    recall_by_steps(copy.deepcopy(tiny).double().float(), FACTS, (1,), length=14, folder=tmp_path)
+    recall_by_steps(tiny, FACTS, (1,), length=14, out=tmp_path)
+    recall_by_steps(copy.deepcopy(tiny).double().float(), FACTS, (1,), length=14, out=tmp_path)
     model = copy.deepcopy(tiny)
     spliced(0.0)(model)
     with pytest.raises(ValueError, match=r"modules\.blocks\.0\.hook_attn_out: None there, 'Buffered #"):
-        recall_by_steps(model, FACTS, (1,), length=14, folder=tmp_path)
+        recall_by_steps(model, FACTS, (1,), length=14, out=tmp_path)
 
 
 @on_mdm

@@ -83,14 +83,12 @@ MOST_ARGUMENTS = 8
 DOORS = {
     "diffusion_lens.analysis.average_effects.average.average_indirect_effect",
     "diffusion_lens.analysis.average_effects.average_trajectory.average_trajectory_effect",
-    "diffusion_lens.analysis.average_effects.survey.Survey.plan",
     "diffusion_lens.analysis.causal_tracing.temporal.temporal_effect",
     "diffusion_lens.analysis.causal_tracing.trace.causal_trace",
     "diffusion_lens.analysis.causal_tracing.trajectory_trace.trace_trajectory",
     "diffusion_lens.analysis.patching.grid.patch_grid",
     "diffusion_lens.analysis.representations.forward_reverse.compare",
     "diffusion_lens.analysis.rome.study.key_value_study",
-    "diffusion_lens.evaluation.exact_match.exact_match",
     "diffusion_lens.evaluation.likelihood.monte_carlo_nll",
     "diffusion_lens.evaluation.recall_by_steps.recall_by_steps",
     "diffusion_lens.forward.Forward.forward",
@@ -148,16 +146,13 @@ def test_the_plan_names_only_rooms_that_exist() -> None:
     assert [room for room in ROOMS if not any(within(name, room) for name in FILES)] == []
 
 
-def test_imports_reach_only_rooms_listed_before() -> None:
-    offenders = []
-    for name in FILES:
-        own = ROOMS.index(room_of(name))
-        for target in sorted(target for target in IMPORTS[name] if target.split(".")[0] in PACKAGES):
-            if target not in FILES:
-                offenders.append(f"{name} imports {target}, which is no module")
-            elif ROOMS.index(room_of(target)) > own:
-                offenders.append(f"{name} (room {ROOMS[own]}) imports {target}, from a room listed after it")
-    assert not offenders, "\n".join(offenders)
+@pytest.mark.parametrize("name", FILES)
+def test_imports_reach_only_rooms_listed_before(name: str) -> None:
+    own = ROOMS.index(room_of(name))
+    ours = {target for target in IMPORTS[name] if target.split(".")[0] in PACKAGES}
+    assert ours <= set(FILES), f"{name} imports what is no module: {sorted(ours - set(FILES))}"
+    later = sorted(target for target in ours if ROOMS.index(room_of(target)) > own)
+    assert not later, f"{name} (room {ROOMS[own]}) imports from rooms listed after it: {later}"
 
 
 def test_there_are_no_cycles() -> None:
@@ -243,38 +238,25 @@ def words_of_code(tree: ast.AST) -> set[tuple[int, str]]:
     return words
 
 
-WORDS = {name: words_of_code(tree) for name, tree in TREES.items()}
-
-# Names of families that stand elsewhere than in their tables, by room.
-ALLOWED_NAMES = {
-    "diffusion_lens.denoising.samplers": PRESETS,
-    "diffusion_lens.training": RECIPES,
-    "diffusion_lens.cli": RECIPES,
-}
-
-
-def test_families_stand_in_their_tables() -> None:
+@pytest.mark.parametrize("name", [name for name in FILES if not any(within(name, room) for room in FAMILIES_KNOWN)])
+def test_families_stand_in_their_tables(name: str) -> None:
     """Elsewhere prose may cite one; no name, no import and no string that could be compared does."""
-    offenders = []
-    for name in (name for name in FILES if not any(within(name, room) for room in FAMILIES_KNOWN)):
-        allowed = {word for room, words in ALLOWED_NAMES.items() if within(name, room) for word in words}
-        if name == "weight_conversion":  # its face shows the published sizes
-            allowed = {"weight_conversion.families.lit_gpt"}
-        offenders += [
-            f"{name}:{line} knows a family by name: {word}"
-            for line, word in sorted(WORDS[name])
-            if FAMILY_NAME.search(word) and " " not in word and word not in allowed
-        ]
-    assert not offenders, "\n".join(offenders)
+    named = {(line, word) for line, word in words_of_code(TREES[name]) if FAMILY_NAME.search(word) and " " not in word}
+    said = {
+        "diffusion_lens.denoising.samplers": PRESETS,
+        "diffusion_lens.training": RECIPES,
+        "diffusion_lens.cli": RECIPES,
+    }
+    allowed = {word for room, words in said.items() if within(name, room) for word in words}
+    if name == "weight_conversion":  # its face shows the published sizes
+        allowed = {"weight_conversion.families.lit_gpt"}
+    assert not {(line, word) for line, word in named if word not in allowed}, f"{name} knows a family by name"
 
 
-def test_families_are_not_known_by_name() -> None:
-    offenders = []
-    for name in (name for name in FILES if any(within(name, room) for room in FAMILY_BLIND)):
-        allowed = PRESETS if within(name, "diffusion_lens.denoising.samplers") else set()
-        for line, word in sorted(WORDS[name]):
-            if FAMILY_NAME.search(word) and word not in allowed:
-                offenders.append(f"{name}:{line} asks which family this is: {word}")
-            if word == "family":
-                offenders.append(f"{name}:{line} asks for the family; ask for the property it needs")
-    assert not offenders, "\n".join(offenders)
+@pytest.mark.parametrize("name", [name for name in FILES if any(within(name, room) for room in FAMILY_BLIND)])
+def test_families_are_not_known_by_name(name: str) -> None:
+    allowed = PRESETS if within(name, "diffusion_lens.denoising.samplers") else set()
+    named = {(line, word) for line, word in words_of_code(TREES[name]) if FAMILY_NAME.search(word)}
+    assert not {(line, word) for line, word in named if word not in allowed}, f"{name} asks which family this is"
+    asked = {line for line, word in words_of_code(TREES[name]) if word == "family"}
+    assert not asked, f"{name} asks for the family in lines {sorted(asked)}; ask for the property it needs"

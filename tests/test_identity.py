@@ -29,7 +29,7 @@ from diffusion_lens.interventions import freeze, named, steer, swap, zero_ablate
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
 SITE = "blocks.1.hook_attn_out"
 STUDIES = {
-    "recall": lambda model, folder: recall_by_steps(model, FACTS, (1, 2), length=14, cfg_scale=0.0, folder=folder),
+    "recall": lambda model, folder: recall_by_steps(model, FACTS, (1, 2), length=14, cfg_scale=0.0, out=folder),
     "average": lambda model, folder: average_indirect_effect(
         model, FACTS, samples=1, layers=[0], first_tokens=1, length=14, out=folder
     ),
@@ -294,7 +294,7 @@ def test_results_of_another_run_are_refused_when_its_note_is_gone(tiny, tmp_path
 
 @on_mdm
 def test_replies_of_other_steps_or_another_fact_are_refused(tiny, tmp_path):
-    recall = partial(recall_by_steps, tiny, FACTS, length=14, cfg_scale=0.0, folder=tmp_path)
+    recall = partial(recall_by_steps, tiny, FACTS, length=14, cfg_scale=0.0, out=tmp_path)
     recall((1, 2))
     (tmp_path / "run.json").unlink()
     with pytest.raises(ValueError, match="is of another run"):
@@ -321,12 +321,13 @@ def test_a_file_cut_off_is_named(tiny, tmp_path, study):
 
 @on_mdm
 def test_a_bad_file_is_found_before_the_work(tiny, tmp_path, monkeypatch):
-    ask = partial(recall_by_steps, tiny, FACTS, (1,), length=14, cfg_scale=0.0, batch_size=1, folder=tmp_path)
+    ask = partial(recall_by_steps, tiny, FACTS, (1,), length=14, cfg_scale=0.0, batch_size=1, out=tmp_path)
     last = FactFolder.start(tmp_path, ask().record).file(sorted(fact.id for fact in FACTS)[-1])
     for file in set(tmp_path.glob("*.safetensors")) - {last}:
         file.unlink()
     last.write_bytes(b"")
-    monkeypatch.setattr(type(tiny), "denoise", lambda *_, **__: pytest.fail("the model was asked"))
+    room = sys.modules[recall_by_steps.__module__]
+    monkeypatch.setattr(room, "denoise", lambda *_: pytest.fail("the model wrote"))
     with pytest.raises(ValueError, match=r"not a whole safetensors file"):
         ask()
 

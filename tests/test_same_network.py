@@ -33,9 +33,9 @@ def model():
 def test_a_folder_is_not_taken_up_by_another_network_with_the_same_weights(model, fact, tmp_path):
     facts = toy_facts.load().facts(trained="d2p", asked="d2p")[:2]
     other = changed(model, **{fact: CHANGES[fact]})
-    recall_by_steps(other, facts, steps=[2], length=14, sampler="confidence", folder=tmp_path)
+    recall_by_steps(other, facts, steps=[2], length=14, sampler="confidence", out=tmp_path)
     with pytest.raises(ValueError, match="architecture"):
-        recall_by_steps(model, facts, steps=[2], length=14, sampler="confidence", folder=tmp_path)
+        recall_by_steps(model, facts, steps=[2], length=14, sampler="confidence", out=tmp_path)
 
 
 def test_a_second_moment_of_another_network_is_not_handed_back(model, tmp_path):
@@ -49,14 +49,14 @@ def test_a_second_moment_of_another_network_is_not_handed_back(model, tmp_path):
 
 def test_a_folder_is_not_taken_up_with_other_words(model, tmp_path):
     facts = toy_facts.load().facts(trained="d2p", asked="d2p")[:2]
-    recall_by_steps(model, facts, steps=[2], length=14, folder=tmp_path)
+    recall_by_steps(model, facts, steps=[2], length=14, out=tmp_path)
     told = json.loads(model.tokenizer.backend_tokenizer.to_str())
     ids = told["model"]["vocab"]
     first, second = [word for word in ids if word not in {each["content"] for each in told["added_tokens"]}][5:7]
     ids[first], ids[second] = ids[second], ids[first]
     model.set_tokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told))))
     with pytest.raises(ValueError, match="tokenizer"):
-        recall_by_steps(model, facts, steps=[2], length=14, folder=tmp_path)
+        recall_by_steps(model, facts, steps=[2], length=14, out=tmp_path)
 
 
 def test_the_tokenizer_is_told_by_what_it_does(model):

@@ -1,42 +1,62 @@
-"""Facts that cannot be asked, set aside with the reason: one of them does not end the work on all others.
+"""Facts that a model can be queried for, and those set aside with the reason: one of them does not end the whole study.
 
 The tokenizer may merge an answer into its prompt, a subject may not be in its prompt, a sentence may be longer than the
-canvas. In a list of a thousand facts a few are like that. They are left out of the run, and `set_aside` in its record
-says which and why.
+canvas. In a list of a thousand facts a few are like that. The study leaves them out, and `set_aside` in its record says
+which and why.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+from diffusion_lens.analysis.resumable import content, name_facts
 from diffusion_lens.facts import Fact
 
 T = TypeVar("T")
 SHOWN = 3
 
 
-def sort_out(named: Mapping[str, Fact], lay_out: Callable[[Fact], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """What each fact becomes, and why others become nothing; both by id.
+@dataclass(frozen=True)
+class UsableFacts(Generic[T]):
+    """The facts of a study, by id.
 
-    Args:
-        lay_out: makes of a fact what is asked, or raises a `ValueError`.
-
-    Raises:
-        ValueError: not one fact can be asked.
+    Attributes:
+        facts: Facts that the model can be queried for.
+        prepared: What each of them became, such as a query on a canvas.
+        set_aside: Reasons why the other facts are left out.
     """
-    usable: dict[str, T] = {}
-    set_aside: dict[str, str] = {}
-    for fact_id, fact in named.items():
-        try:
-            usable[fact_id] = lay_out(fact)
-        except ValueError as error:
-            set_aside[fact_id] = str(error)
-    if not usable:
-        raise ValueError(f"none of the {len(named)} facts can be asked; {_first(set_aside)}")
-    return usable, set_aside
+
+    facts: dict[str, Fact]
+    prepared: dict[str, T]
+    set_aside: dict[str, str]
+
+    @classmethod
+    def of(cls, facts: Sequence[Fact], prepare: Callable[[Fact], T]) -> "UsableFacts[T]":
+        """The facts that `prepare` accepts; it raises a `ValueError` at the others.
+
+        Raises:
+            ValueError: No fact is usable, or two facts have one id.
+        """
+        named = name_facts(facts)
+        prepared: dict[str, T] = {}
+        set_aside: dict[str, str] = {}
+        for fact_id, fact in named.items():
+            try:
+                prepared[fact_id] = prepare(fact)
+            except ValueError as error:
+                set_aside[fact_id] = str(error)
+        if not prepared:
+            raise ValueError(f"none of the {len(named)} facts can be asked; {_first(set_aside)}")
+        return cls({fact_id: named[fact_id] for fact_id in prepared}, prepared, set_aside)
+
+    def describe(self) -> dict[str, Any]:
+        """What a study records of its facts."""
+        facts = {fact_id: content(fact) for fact_id, fact in self.facts.items()}
+        return {"facts": facts, "set_aside": self.set_aside}
 
 
 def say_set_aside(set_aside: Mapping[str, str]) -> str:
-    """A line for people; empty where every fact was asked."""
+    """A line that counts the facts set aside and gives the first reasons; empty where there are none."""
     if not set_aside:
         return ""
     counted = (

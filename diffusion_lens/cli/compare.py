@@ -55,13 +55,14 @@ def compare(
     """
     given = dict(locals())
     require("pictures")
-    from diffusion_lens.analysis import KeyValueStudy, key_value_study
+    from diffusion_lens.analysis import KeyValueStudy
+    from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.representations.forward_reverse import fewest_facts
     from diffusion_lens.analysis.representations.similarity import statistics
-    from diffusion_lens.analysis.rome import ask_with_prefixes
+    from diffusion_lens.analysis.rome.study import KeyValueSettings, study_keys_and_values
     from diffusion_lens.analysis.rome.study_result import DIRECTIONS, check_vectors
     from diffusion_lens.analysis.usable_facts import say_set_aside
-    from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
+    from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.records import require_same_settings
 
@@ -86,40 +87,31 @@ def compare(
         raise ValueError(
             f"{len(forward & reverse)} persons are asked both ways, too few to compare: take at least {fewest_facts()}"
         )
-    mine = share_of_work(len(facts), shard, merge)
+    n_facts = share_of_work(len(facts), shard, merge)
     report = Report("compare", {**given, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
     require_parts(merge, names)
-    for model, places in [] if merge else zip(chosen, lengths, strict=True):
-        layout: dict[str, Any] = {"length": places, "first_tokens": first_tokens}
-        compared, folder = {**layout, "dtype": dtype}, out / model.label
-        if (shape := model.known_shape()) is not None:
-            compared["layers"] = [layer % shape.n_layers for layer in layers or range(shape.n_layers - 1)]
+    settings = [
+        KeyValueSettings(layers or None, layout=CanvasLayout(places, first_tokens=first_tokens)) for places in lengths
+    ]
+    for model, own in [] if merge else zip(chosen, settings, strict=True):
+        described = {**own.describe(model.known_shape()), "dtype": dtype}
         if dry_run and (blank := model.without_weights()) is not None:
-            compared |= asked_facts(blank, facts, partial(ask_with_prefixes, blank, prefixes=[], **layout), folder)
-        require_same_settings(folder, compared)
+            described |= describe_facts(blank, facts, partial(own.request, blank))
+        require_same_settings(out / model.label, described)
     if dry_run:
-        cost.show(report, chosen[0], _searches(chosen, mine, layers, max(each or 32 for each in lengths)), flops)
+        cost.show(report, chosen[0], _searches(chosen, n_facts, layers, max(each or 32 for each in lengths)), flops)
 
     axes: Any = None
     done = 0
     results, record = {}, {}
     files: dict[str, Path] = {}
-    for model, places in zip(chosen, lengths, strict=True):
+    for model, own in zip(chosen, settings, strict=True):
         name = model.label
         if merge:
             study = KeyValueStudy.merge([folder / name for folder in merge])
             require_model(model, study.record)
         else:
-            study = key_value_study(
-                model.load(),
-                facts,
-                layers,
-                length=places,
-                first_tokens=first_tokens,
-                out=out / name,
-                shard=shard or "0/1",
-                progress=progress(),
-            )
+            study = study_keys_and_values(model.load(), facts, own, out / name, shard or "0/1", progress())
         if shard is not None:
             done += len(study.ids)
             continue

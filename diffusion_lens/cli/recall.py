@@ -55,12 +55,18 @@ def recall(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     require("pictures", *({score} & set(EXTRAS)))
-    from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
+    from diffusion_lens.analysis import LoopSettings
+    from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
-    from diffusion_lens.denoising.samplers import LeftToRight, describe_sampler, resolve_sampler
-    from diffusion_lens.evaluation import Recall, recall_by_steps
+    from diffusion_lens.evaluation import Recall
     from diffusion_lens.evaluation.naming import cell_name
-    from diffusion_lens.evaluation.recall_by_steps import prompt_length, step_columns
+    from diffusion_lens.evaluation.recall_by_steps import (
+        LENGTH,
+        RecallSettings,
+        prompt_length,
+        recall_facts,
+        step_columns,
+    )
     from diffusion_lens.evaluation.scores import check_score
     from diffusion_lens.records import require_same_settings
 
@@ -68,50 +74,29 @@ def recall(
     out = out or default_folder("recall", [model])
     source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
-    settings: dict[str, Any] = {
-        "length": chosen.length(length, source.length) or 52,
-        "cfg_scale": source.cfg_scale if cfg_scale is None else cfg_scale,
-        "sampler": sampler,
-        "temperature": temperature,
-        "seed": seed,
-    }
+    length = chosen.length(length, source.length) or LENGTH
+    cfg_scale = source.cfg_scale if cfg_scale is None else cfg_scale
     columns = step_columns(steps or source.steps)
-    compared = {**settings, "dtype": dtype}
-    del compared["sampler"], compared["cfg_scale"]
-    shape = chosen.known_shape()
-    if shape is not None:
-        writes = resolve_sampler(sampler, shape)
-        compared |= {
-            "steps": [None] if isinstance(writes, LeftToRight) else columns,
-            "cfg_scale": settings["cfg_scale"] if shape.has_mask else 0.0,
-            "sampler": describe_sampler(writes),
-        }
-    mine = share_of_work(len(facts), shard, merge)
+    loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed)
+    settings = RecallSettings(columns, length, loop)
+    described = {**settings.describe(chosen.known_shape()), "dtype": dtype}
+    n_facts = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["replies"])
     if not merge:
-        replies, length = out / "replies", settings["length"]
         if dry_run and (blank := chosen.without_weights()) is not None:
-            compared |= asked_facts(blank, facts, lambda fact: prompt_length(blank, fact, length), replies)
-        require_same_settings(replies, compared)
-    told = {**given, "data": source.name, "facts": len(facts), "steps": columns, **settings}
-    report = Report("recall", told, out, json)
+            described |= describe_facts(blank, facts, lambda fact: prompt_length(blank, fact, length))
+        require_same_settings(out / "replies", described)
+    effective = {"data": source.name, "facts": len(facts), "steps": columns, "length": length, "cfg_scale": cfg_scale}
+    report = Report("recall", {**given, **effective}, out, json)
     if dry_run:
-        work = cost.denoising(chosen, columns, settings["length"], settings["cfg_scale"], mine, rows=32)
+        work = cost.denoising(chosen, columns, length, cfg_scale, n_facts, rows=32)
         cost.show(report, chosen, work, flops)
 
     if merge:
         found = Recall.merge([folder / "replies" for folder in merge])
         require_model(chosen, found.record)
     else:
-        found = recall_by_steps(
-            chosen.load(),
-            facts,
-            columns,
-            **settings,
-            folder=out / "replies",
-            shard=shard or "0/1",
-            progress=progress(),
-        )
+        found = recall_facts(chosen.load(), facts, settings, out / "replies", shard or "0/1", progress())
     if shard is not None:
         report.part_done(shard, len(found.facts), out)
     report.say(found.to_text(score))

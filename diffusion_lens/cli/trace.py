@@ -1,6 +1,7 @@
 """`diffusion-lens trace` and `aie`: one fact traced, and many averaged."""
 
 import math
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -166,14 +167,15 @@ def aie(
     given = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     require("pictures")
-    from diffusion_lens.analysis import LoopSettings, average_indirect_effect
-    from diffusion_lens.analysis import merge as join
+    from diffusion_lens.analysis import AverageEffect, LoopSettings
     from diffusion_lens.analysis.average_effects.known import Known, default_rule
+    from diffusion_lens.analysis.average_effects.study import average_facts
+    from diffusion_lens.analysis.average_effects.token_roles import pick_roles
+    from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings, corruption_of_facts
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.analysis.causal_tracing.corruption import Corruption
     from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.analysis.usable_facts import say_set_aside
-    from diffusion_lens.cli.shards import asked_facts, require_model, require_parts, share_of_work
+    from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.records import require_same_settings
 
@@ -181,54 +183,33 @@ def aie(
     source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
     length = chosen.length(length, source.length)
-    settings: dict[str, Any] = {
-        "kind": kind,
-        "window": window,
-        "noise": noise,
-        "samples": samples,
-        "first_tokens": first_tokens,
-        "known": default_rule(first_tokens) if known is None else {"one-canvas": "one_canvas"}.get(known, known),
-        "loop": None if steps is None else LoopSettings(steps=steps),
-    }
-    rule, loop = Known.of(settings["known"], ()), settings["loop"]
-    rule.check_loop(loop)
-    restoration = Restoration.of(kind, window)
-    mine = share_of_work(len(facts), shard, merge)
+    corruption, measures_noise = corruption_of_facts("gaussian", noise, samples, seed)
+    settings = TraceSettings(
+        layout=CanvasLayout(length, first_tokens=first_tokens),
+        restoration=Restoration.of(kind, window),
+        corruption=corruption,
+        measures_noise=measures_noise,
+        roles=pick_roles(None),
+        known=Known.of(default_rule(first_tokens) if known is None else {"one-canvas": "one_canvas"}.get(known, known)),
+        loop=None if steps is None else LoopSettings(steps=steps),
+    )
+    n_facts = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["facts"])
     if not merge:
-        corrupt = Corruption.of("gaussian", noise or 0.0, samples, seed).describe()
-        compared: dict[str, Any] = {
-            **restoration.describe(),
-            **{name: value for name, value in corrupt.items() if name != "noise" or noise is not None},
-            **rule.describe(),
-            **({} if length is None else {"length": length}),
-            "first_tokens": first_tokens,
-            "dtype": dtype,
-        }
+        described = {**settings.describe(chosen.known_shape()), "dtype": dtype}
         if dry_run and (blank := chosen.without_weights()) is not None:
-            layout, writes = CanvasLayout(length, first_tokens=first_tokens), loop or LoopSettings()
-            asks_loop = rule.rule == "recalled"
-            check = writes.check if asks_loop else None
-            compared |= {"loop": writes.describe(blank)} if asks_loop else {}
-            compared |= asked_facts(blank, facts, lambda fact: layout.query(blank, fact, check), out / "facts")
-        require_same_settings(out / "facts", compared)
+            described |= describe_facts(blank, facts, partial(settings.query, blank))
+        require_same_settings(out / "facts", described)
     report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
-        cost.show(report, chosen, _grid(chosen, length or 32, samples, mine), flops)
+        cost.show(report, chosen, _grid(chosen, length or 32, samples, n_facts), flops)
 
     if merge:
-        average = join([folder / "facts" for folder in merge])
+        average = AverageEffect.merge([folder / "facts" for folder in merge])
         require_model(chosen, average.record)
     else:
-        average = average_indirect_effect(
-            chosen.load(),
-            facts,
-            **settings,
-            length=length,
-            seed=seed,
-            out=out / "facts",
-            shard=shard or "0/1",
-            progress=progress(),
+        average = average_facts(
+            AverageEffect, chosen.load(), facts, settings, out / "facts", shard or "0/1", progress()
         )
     if shard is not None:
         report.part_done(shard, len(average.ids) + len(average.unknown), out)

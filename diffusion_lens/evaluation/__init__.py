@@ -1,14 +1,11 @@
 """How well a model answers, how likely it finds an answer, and what it recalls by the steps it is given."""
 
-from diffusion_lens.evaluation.exact_match import Answer, ExactMatch, exact_match
 from diffusion_lens.evaluation.likelihood import NLLEstimate, chain_rule_nll, monte_carlo_nll
 from diffusion_lens.evaluation.recall import Recall, Reply
 from diffusion_lens.evaluation.recall_by_steps import recall_by_steps
 from diffusion_lens.evaluation.scores import character_bleu, contained, corpus_word_bleu, exact, word_bleu
 
 __all__ = [
-    "Answer",
-    "ExactMatch",
     "NLLEstimate",
     "Recall",
     "Reply",
@@ -17,7 +14,6 @@ __all__ = [
     "contained",
     "corpus_word_bleu",
     "exact",
-    "exact_match",
     "monte_carlo_nll",
     "recall_by_steps",
     "word_bleu",

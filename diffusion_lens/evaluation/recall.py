@@ -4,17 +4,17 @@ A fact counts as recalled when its answer is contained in what the model wrote a
 al. 2024, arXiv 2410.18514, section 4.3); stricter scores stand beside it. `recall_by_steps` makes a `Recall`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.resumable import FactFolder, join_parts
+from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.evaluation.naming import Cell
 from diffusion_lens.evaluation.recall_curves import recall_curves
 from diffusion_lens.evaluation.recall_table import Share, recall_table
@@ -64,11 +64,15 @@ class Reply:
     @classmethod
     def load(cls, path: str | Path) -> "Reply":
         """Read what `save` wrote."""
-        return cls(**load_fields(path, "reply"))
+        return load_fields(path, "reply", cls)
+
+    def equals(self, other: "Reply") -> bool:
+        """Whether the texts are the same."""
+        return self.written == other.written
 
 
 @dataclass(frozen=True, eq=False)
-class Recall:
+class Recall(StudyResult[Reply]):
     """Facts asked, what was written, and how it scored.
 
     Attributes:
@@ -90,31 +94,33 @@ class Recall:
     character_bleu: Float[Tensor, "fact step"]
     record: dict[str, Any]
 
+    KIND: ClassVar[str] = "recall"
+    FACT_FILE: ClassVar[type[Any]] = Reply
+
     @classmethod
-    def of(cls, replies: Mapping[str, Reply], run: dict[str, Any]) -> "Recall":
-        """Replies by fact, as one result of the run."""
-        rows, n_steps = list(replies.values()), len(run["steps"])
-        empty = torch.empty(0, n_steps)
+    def of(cls, results: Mapping[str, Reply], record: dict[str, Any]) -> "Recall":
+        """Replies by fact, side by side."""
+        rows = list(results.values())
+        empty = torch.empty(0, len(record["steps"]))
         return cls(
-            ids=list(replies),
-            steps=run["steps"],
+            ids=list(results),
+            steps=record["steps"],
             written=[reply.written for reply in rows],
             contained=torch.stack([reply.contained for reply in rows]) if rows else empty.bool(),
             exact=torch.stack([reply.exact for reply in rows]) if rows else empty.bool(),
             character_bleu=torch.stack([reply.character_bleu for reply in rows]) if rows else empty.double(),
-            record=run,
+            record=record,
         )
+
+    def by_fact(self) -> dict[str, Reply]:
+        """The inverse of `of`."""
+        columns = (self.ids, self.written, self.contained, self.exact, self.character_bleu)
+        return {row[0]: Reply(*row) for row in zip(*columns, strict=True)}
 
     @property
     def facts(self) -> list[Fact]:
         """The fact of each row."""
         return [Fact(**self.record["facts"][fact_id], id=fact_id) for fact_id in self.ids]
-
-    @property
-    def set_aside(self) -> dict[str, str]:
-        """Facts that the model cannot be asked, and why: no part of the run."""
-        reasons: dict[str, str] = self.record["set_aside"]
-        return reasons
 
     @property
     def cells(self) -> dict[Cell, list[int]]:
@@ -187,46 +193,6 @@ class Recall:
             ax=ax,
             title=title or f"{self.record['model']}: recall by steps",
         )
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "recall", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Recall":
-        """Read what `save` wrote."""
-        return cls(**load_fields(path, "recall"))
-
-    @classmethod
-    def merge(cls, parts: "str | Path | Recall | Sequence[str | Path | Recall]") -> "Recall":
-        """The shards of one run as one result, what a single process on the same machine gives.
-
-        Args:
-            parts: folders that `folder` named, saved results, or results; one folder may hold all shards.
-
-        Raises:
-            ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
-        """
-        given = [parts] if isinstance(parts, str | Path | Recall) else list(parts)
-        held = []
-        for part in given:
-            found = part if isinstance(part, Recall) else cls._read(Path(part))
-            where = "one of the results" if isinstance(part, Recall) else str(part)
-            held.append((where, found.record, {reply.fact: reply for reply in found._replies()}))
-        run, replies = join_parts(held, lambda one, other: one.written == other.written)
-        return cls.of(replies, run)
-
-    @classmethod
-    def _read(cls, path: Path) -> "Recall":
-        """A saved result, or as many facts of a run as its folder holds."""
-        if path.is_file():
-            return cls.load(path)
-        folder = FactFolder.open(path)
-        return cls.of(dict(folder.results(Reply.load)), folder.run)
-
-    def _replies(self) -> Iterable[Reply]:
-        columns = (self.ids, self.written, self.contained, self.exact, self.character_bleu)
-        return (Reply(*row) for row in zip(*columns, strict=True))
 
 
 def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Float[Tensor, "fact step"]:

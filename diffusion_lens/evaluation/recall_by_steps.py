@@ -1,32 +1,26 @@
-"""Asking facts of a model, at each number of denoising steps; as ML-GSAI/SMDM `evaluate_reverse.py` does it.
+"""Recall of facts at each number of denoising steps, measured as ML-GSAI/SMDM `evaluate_reverse.py` does.
 
-There the canvas has 52 places, the prompt (after BOS) and masks; what stands behind the prompt after the last step is
-decoded without special tokens, also what may follow an end token. A causal model is asked as SMDM's `ar_sample_kvcache`
-asks it: from left to right, and its text ends with the first end token.
+There the canvas has 52 positions: the prompt (after BOS) and masks; the text after the prompt is decoded after the last
+step without special tokens, also what may follow an end token. A causal model writes as `ar_sample_kvcache` does there:
+from left to right, and its text ends with the first end token.
 
-The authors ask one prompt at a time. Rows of a batch are independent here, so prompts share batches; in half precision
-rounding may depend on the company, which is why the size of the batches is a setting of the run.
+The authors run one prompt at a time. Rows of a batch are independent here, so prompts share batches; in half precision
+rounding may depend on the other rows, which is why the size of the batches is a setting of the study.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.analysis.resumable import (
-    FactFolder,
-    Shard,
-    content,
-    fact_seed,
-    name_facts,
-    pick_shard,
-    work_through_batches,
-)
-from diffusion_lens.analysis.usable_facts import sort_out
+from diffusion_lens.analysis.loop_settings import LoopSettings
+from diffusion_lens.analysis.over_facts import Study
+from diffusion_lens.analysis.resumable import Shard
+from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import prepare
-from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.denoise import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import Confidence, LeftToRight, describe_sampler, resolve_sampler
 from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.evaluation.naming import cell_name
 from diffusion_lens.evaluation.recall import Recall, Reply
@@ -34,16 +28,51 @@ from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import not_negative, whole_numbers
+from diffusion_lens.settings import whole_numbers
+from weight_conversion import Architecture, Variant
 
 STEPS = (1, 2, 4, 8, 16, 32)
 LENGTH = 52
 
 
-@begins_run
+@dataclass(frozen=True)
+class RecallSettings:
+    """How a model writes the answers that are scored.
+
+    Attributes:
+        steps: Numbers of denoising steps, each once.
+        length: Length of the canvas, the prompt included; `None` is the length that the model was trained on, or SMDM's
+            52.
+        loop: How the loop writes, whatever the number of steps.
+    """
+
+    steps: Sequence[int]
+    length: int | None
+    loop: LoopSettings
+
+    def columns(self, variant: Variant) -> list[int | None]:
+        """The columns of the table on a model of this variant; `None` is from left to right, one step per token."""
+        return [None] if self.loop.writes_in_order(variant) else [*step_columns(self.steps)]
+
+    def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
+        """What a study records of them, as far as it is known.
+
+        Args:
+            shape: The model's shape, if it is known already; sampler and guidance depend on it.
+        """
+        if shape is None:
+            return {"length": self.length, "temperature": self.loop.temperature, "seed": self.loop.seed}
+        return {
+            **self.loop.describe(shape),
+            "steps": self.columns(shape),
+            "length": self.length,
+            "batch_size": self.loop.facts_together(shape),
+        }
+
+
 def recall_by_steps(
     model: HookedDiffusionTransformer,
-    data: Sequence[Fact],
+    facts: Sequence[Fact],
     steps: Sequence[int] = STEPS,
     *,
     length: int | None = None,
@@ -52,87 +81,81 @@ def recall_by_steps(
     temperature: float = 0.0,
     seed: int = 1234,
     batch_size: int = 32,
-    folder: str | Path | None = None,
-    shard: Shard | None = None,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
     progress: bool = False,
 ) -> Recall:
-    """Ask every fact at every number of steps; the defaults are those of SMDM's evaluation.
+    """Let the model answer every fact at every number of steps; the defaults are those of SMDM's evaluation.
 
-    A sampler that writes from left to right takes as many steps as there are tokens to write: the facts are asked once,
-    in a column of its own, whatever `steps` says. A causal model knows no guidance: it is asked with `cfg_scale=0`.
+    A sampler that writes from left to right takes as many steps as there are tokens to write: it writes once, in a
+    column of its own, whatever `steps` says. A causal model has no guidance: it writes with `cfg_scale=0`.
 
     Args:
-        data: facts; their trained and asked directions make the cells of the table.
-        steps: numbers of denoising steps, each once.
-        length: places in all, the prompt included; by default those that the model was trained on, or SMDM's 52.
-        cfg_scale, sampler, temperature: as in `model.denoise`.
-        seed: each fact draws from a seed made of this one and its id, the same for all steps.
-        batch_size: most prompts in one batch; on a causal model only those of equal length share one. A sampler that
-            ranks a batch as one pool is given one prompt at a time.
-        folder: for a file a fact, `Reply.load` reads it. A run that finds its facts there goes on after them. By
-            default nothing is written.
-        shard: (i, n) or "i/n": ask only the batches i, i + n, i + 2n, ... of the run; `Recall.merge` joins the shards.
-        progress: show a bar.
+        facts: Facts; their trained and queried directions make the cells of the table.
+        steps: Numbers of denoising steps, each once.
+        length: Length of the canvas, the prompt included; by default the length that the model was trained on, or
+            SMDM's 52.
+        cfg_scale, sampler, temperature: The same as in `model.denoise`.
+        seed: Seed of the study; each fact has its own seed, made of this one and its id, the same for all steps.
+        batch_size: Largest number of prompts in one batch; on a causal model only prompts of equal length share one. A
+            sampler that ranks a batch as one pool gets one prompt at a time.
+        out: Folder for one file per fact, which `Reply.load` reads. A call that finds facts there computes only the
+            others. By default nothing is written.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `Recall.merge` joins the shards.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, a folder that holds another run, or no fact that can
-            be asked. A single one that cannot (no answer, a prompt that leaves no place for it, words that the
-            tokenizer does not know) is set aside, with the reason in `Recall.set_aside`.
+        ValueError: A setting is out of range, two facts have one id, the folder holds another study, or the model can
+            be queried for none of the facts. A single fact that it cannot be queried for (no answer, a prompt that
+            leaves no position for it, words that the tokenizer does not know) is set aside, with the reason in
+            `Recall.set_aside`.
     """
-    cfg_scale = not_negative("cfg_scale", cfg_scale)
-    masked = model.cfg.has_mask
-    chosen = resolve_sampler(sampler, model.cfg)
-    columns: list[int | None] = [None] if isinstance(chosen, LeftToRight) else [*step_columns(steps)]
-    if isinstance(chosen, Confidence) and chosen.scope != "row":
-        batch_size = 1
-    if length is None:
-        length = model.cfg.trained_length or LENGTH
-    settings: dict[str, Any] = {
-        "length": length,
-        "cfg_scale": cfg_scale if masked else 0.0,
-        "temperature": float(temperature),
-    }
-    named = name_facts(data)
-    prompts, set_aside = sort_out(named, lambda fact: prompt_length(model, fact, length))
-    # Sorted by id first, so that the batches do not depend on the order in which the facts came.
-    batches = by_length(sorted(prompts), prompts.__getitem__, batch_size, mixed=masked)
-    mine = pick_shard(batches, (0, 1) if shard is None else shard)
-    # Refuses what this model cannot be asked, before a folder is made.
-    canvas = lay_out(model, named[next(iter(prompts))].prompt, length)
-    prepare(model, canvas, DenoiseSettings(columns[0], chosen, settings["cfg_scale"], temperature))
-    run = {
-        "steps": columns,
-        **settings,
-        "sampler": describe_sampler(chosen),
-        "seed": seed,
-        "batch_size": batch_size,
-        "too_long": sorted(fact_id for fact_id in prompts if _whole_length(model, named[fact_id]) > length),
-        "set_aside": set_aside,
-        "facts": {fact_id: content(named[fact_id]) for fact_id in prompts},
+    loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed, batch_size=batch_size)
+    return recall_facts(model, facts, RecallSettings(steps, length, loop), out, shard, progress)
+
+
+@begins_run
+def recall_facts(
+    model: HookedDiffusionTransformer,
+    facts: Sequence[Fact],
+    settings: RecallSettings,
+    out: str | Path | None,
+    shard: Shard,
+    progress: bool,
+) -> Recall:
+    """Let the model answer every fact; `recall_by_steps` describes the arguments."""
+    length = model.cfg.trained_length or LENGTH if settings.length is None else settings.length
+    settings, columns = replace(settings, length=length), settings.columns(model.cfg)
+    usable = UsableFacts.of(facts, lambda fact: prompt_length(model, fact, length))
+    prompt_lengths = usable.prepared
+    # Refuse what this model cannot do, before a folder is made.
+    first_canvas = lay_out(model, usable.facts[next(iter(prompt_lengths))].prompt, length)
+    prepare(model, first_canvas, replace(settings.loop.denoise.fitted_to(model.cfg), steps=columns[0]))
+    record = {
+        **settings.describe(model.cfg),
+        "too_long": sorted(fact_id for fact_id, fact in usable.facts.items() if _whole_length(model, fact) > length),
+        **usable.describe(),
         **provenance(model, model.cfg),
     }
-    started = FactFolder.start(folder, run) if folder is not None else None
 
-    def ask(batch: Sequence[str]) -> list[Reply]:
-        written: dict[str, list[str]] = {fact_id: [] for fact_id in batch}
+    def compute(batch: Sequence[str]) -> list[Reply]:
+        texts: dict[str, list[str]] = {fact_id: [] for fact_id in batch}
         for column in columns:
-            trajectory = model.denoise(
-                [named[fact_id].prompt for fact_id in batch],
-                steps=column,
-                sampler=chosen,
-                seed=[fact_seed(seed, fact_id) for fact_id in batch],
-                **settings,
-            )
+            prompts = [usable.facts[fact_id].prompt for fact_id in batch]
+            loop = replace(settings.loop.for_facts(batch, model.cfg), steps=column)
+            trajectory = denoise(model, lay_out(model, prompts, length), loop)
             for fact_id, row in zip(batch, trajectory.tokens.tolist(), strict=True):
-                written[fact_id].append(_decode(model, row[prompts[fact_id] :]))
-        return [Reply.to(named[fact_id], texts) for fact_id, texts in written.items()]
+                texts[fact_id].append(_decode(model, row[prompt_lengths[fact_id] :]))
+        return [Reply.to(usable.facts[fact_id], written) for fact_id, written in texts.items()]
 
-    replies = dict(work_through_batches(mine, ask, Reply.load, started, progress))
-    return Recall.of({fact_id: replies[fact_id] for fact_id in prompts if fact_id in replies}, run)
+    # Sorted by id first, so that the batches do not depend on the order in which the facts came.
+    ids, size = sorted(prompt_lengths), settings.loop.facts_together(model.cfg)
+    batches = by_length(ids, prompt_lengths.__getitem__, size, mixed=model.cfg.has_mask)
+    return Study(record, batches, compute).collect(Recall, out, shard, progress)
 
 
 def step_columns(steps: Sequence[int]) -> list[int]:
-    """The columns of a table, in the order given."""
+    """The numbers of steps of a table, in the order given."""
     given = whole_numbers("steps", steps)
     if not given or min(given) < 1 or len(set(given)) < len(given):
         raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, from 1 on, each once")
@@ -140,7 +163,11 @@ def step_columns(steps: Sequence[int]) -> list[int]:
 
 
 def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:
-    """Tokens of a prompt that can be asked."""
+    """Number of tokens of a fact's prompt.
+
+    Raises:
+        ValueError: The model cannot be queried for the fact.
+    """
     cell_name(fact.trained, fact.asked)  # refuses directions that no table could name
     if not fact.answer.strip():
         raise ValueError(f"the fact {fact.id!r} has no answer: any text would contain it")
@@ -159,7 +186,7 @@ def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
 
 
 def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:
-    """The text of what was written, special tokens left out; on a causal model it ends with the first end token."""
+    """The written text without special tokens; on a causal model it ends with the first end token."""
     end = model.tokenizer.eos_token_id
     if not model.cfg.has_mask and end in tokens:
         tokens = tokens[: tokens.index(end)]

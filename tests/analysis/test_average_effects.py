@@ -13,9 +13,10 @@ import torch
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import causal_trace, noise_scale
-from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, fact_tracer, merge, survey
+from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, fact_tracer, merge, study
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.causal_tracing import CausalTrace
+from diffusion_lens.analysis.causal_tracing.trace import trace_query
 from diffusion_lens.analysis.resumable import fact_seed, name_facts, pick_shard
 from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
 from diffusion_lens.seeds import own_seed
@@ -47,9 +48,9 @@ def count_traces(monkeypatch, stop_at=None):
         calls["traces"] += 1
         if calls["traces"] == stop_at:
             raise KeyboardInterrupt
-        return causal_trace(*args, **kwargs)
+        return trace_query(*args, **kwargs)
 
-    monkeypatch.setattr(fact_tracer, "causal_trace", counted)
+    monkeypatch.setattr(fact_tracer, "trace_query", counted)
     return calls
 
 
@@ -140,7 +141,7 @@ def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
     def in_order(model, queries):
         return 0.01 * sum(i * query.tokens.sum().item() for i, query in enumerate(queries))
 
-    monkeypatch.setattr(survey, "noise_scale", in_order)
+    monkeypatch.setattr(study, "noise_scale", in_order)
     runs = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TOLD[:3], TOLD[2::-1])]
     assert runs[0].record["noise"] == runs[1].record["noise"]
 
@@ -186,7 +187,7 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, {folder!r})
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis import causal_trace
+from diffusion_lens.analysis.causal_tracing.trace import trace_query
 from diffusion_lens.analysis.average_effects import fact_tracer
 from diffusion_lens.analysis.average_effects import average_indirect_effect
 from test_average_effects import FACTS, QUICK
@@ -196,10 +197,10 @@ def stuck(*args, **kwargs):
     if len(done) == 1:
         print("stuck", flush=True)
         time.sleep(600)
-    done.append(causal_trace(*args, **kwargs))
+    done.append(trace_query(*args, **kwargs))
     return done[-1]
 
-fact_tracer.causal_trace = stuck
+fact_tracer.trace_query = stuck
 model = HookedDiffusionTransformer.from_pretrained({model!r}, device="cpu")
 average_indirect_effect(model, FACTS, shard=(1, 2), out={out!r}, **QUICK)
 """

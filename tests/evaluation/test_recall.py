@@ -1,20 +1,22 @@
 """Recall by steps: against a slow loop, against the curse, and beside the published numbers."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.samplers import smdm
 from diffusion_lens.evaluation import Recall, recall_by_steps, word_bleu
 from diffusion_lens.evaluation.naming import cell_meaning, cell_name
 from diffusion_lens.evaluation.published import PUBLISHED, published_rows
 
+ROOM = sys.modules[recall_by_steps.__module__]
 LENGTH = toy_facts.SENTENCE_LENGTH
 TOY = toy_facts.load()
 HELD_OUT = [*TOY.facts("p2d"), *TOY.facts("d2p")]
@@ -37,13 +39,13 @@ def found(tiny):
 
 def count_rows(monkeypatch):
     """The number of rows of each call of `denoise` from here on."""
-    rows, denoise = [], HookedDiffusionTransformer.denoise
+    rows = []
 
-    def counted(self, prompt, **settings):
-        rows.append(len(prompt))
-        return denoise(self, prompt, **settings)
+    def counted(model, canvas, settings):
+        rows.append(len(canvas.tokens))
+        return denoise(model, canvas, settings)
 
-    monkeypatch.setattr(HookedDiffusionTransformer, "denoise", counted)
+    monkeypatch.setattr(ROOM, "denoise", counted)
     return rows
 
 
@@ -129,7 +131,7 @@ def test_what_follows_the_end_counts_on_an_mdm_only(tiny, monkeypatch):
     fact, end = FEW[0], tiny.tokenizer.eos_token_id
     prompt, answer = fact.tokenize(tiny)
     late = torch.tensor([[*prompt, end, *answer]])
-    monkeypatch.setattr(tiny, "denoise", lambda *args, **kwargs: SimpleNamespace(tokens=late), raising=False)
+    monkeypatch.setattr(ROOM, "denoise", lambda *_: SimpleNamespace(tokens=late))
     found = recall_by_steps(tiny, [fact], steps=[2], length=LENGTH, cfg_scale=0.0)
     masked = tiny.cfg.mask_token_id is not None
     assert found.written == [[fact.answer.strip() if masked else ""]]
@@ -148,6 +150,20 @@ def test_the_scores_of_a_text(found):
             assert (score == 1) == (found.table("exact")[cell][steps].mean == 1)
     with pytest.raises(ValueError, match="no score 'bleu'; choose contained, exact"):
         found.table("bleu")
+
+
+def test_an_answer_must_be_whole_and_end(tiny):
+    fact = TOY.facts("p2d", "p2d")[1]
+    others = (" " + fact.answer.split(maxsplit=1)[1], fact.answer[:-1], fact.answer + " today")
+    facts = [fact, *(replace(fact, id=str(i), answer=answer) for i, answer in enumerate(others))]
+    exact = recall_by_steps(tiny, facts, [8], length=LENGTH, cfg_scale=0.0).exact
+    assert exact.tolist() == [[True], [False], [False], [False]]
+
+
+def test_it_leaves_the_global_random_numbers_alone(tiny):
+    before = torch.get_rng_state()
+    recall_by_steps(tiny, FEW[:2], [2], length=LENGTH, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def hits(facts, right):
@@ -257,9 +273,9 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(data=[]), "no facts were given"),
-        (dict(data=[FEW[0], FEW[0]]), "two facts are called"),
-        (dict(data=[replace(FEW[0], answer=" ")]), f"'{FEW[0].id}' has no answer"),
+        (dict(facts=[]), "no facts were given"),
+        (dict(facts=[FEW[0], FEW[0]]), "two facts are called"),
+        (dict(facts=[replace(FEW[0], answer=" ")]), f"'{FEW[0].id}' has no answer"),
         (dict(length=4), r"length=4 counts the prompt too, and that of the fact 'toy1-\S+' has \d tokens"),
         (dict(length=100), "100 places do not fit"),
         (dict(cfg_scale=-1.0), "cfg_scale=-1.0"),
@@ -270,9 +286,9 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
     ],
 )
 def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
-    settings = {"data": FEW, "length": LENGTH, "steps": (1,), **change}
+    settings = {"facts": FEW, "length": LENGTH, "steps": (1,), **change}
     with pytest.raises(ValueError, match=message):
-        recall_by_steps(tiny, settings.pop("data"), folder=tmp_path / "run", **settings)
+        recall_by_steps(tiny, settings.pop("facts"), out=tmp_path / "run", **settings)
     assert not list(tmp_path.iterdir())
 
 
@@ -282,7 +298,7 @@ def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
         replace(FEW[1], id="long", prompt=" ".join(9 * [FEW[1].prompt])),
     )
     settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
-    found = recall_by_steps(tiny, [mute, *FEWER, long], folder=tmp_path, **settings)
+    found = recall_by_steps(tiny, [mute, *FEWER, long], out=tmp_path, **settings)
     alone = recall_by_steps(tiny, FEWER, **settings)
     assert (found.ids, found.written) == (alone.ids, alone.written)
     assert set(found.set_aside) == {"mute", "long"}

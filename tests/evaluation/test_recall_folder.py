@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis.resumable import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
 from diffusion_lens.records import load_result, save_result
 
@@ -59,7 +59,7 @@ def test_it_comes_back_from_its_file(whole, tmp_path):
 
 @on_mdm
 def test_each_fact_has_a_file(tiny, whole, tmp_path):
-    assert_same(recall_by_steps(tiny, FACTS, folder=tmp_path, **RUN), whole)
+    assert_same(recall_by_steps(tiny, FACTS, out=tmp_path, **RUN), whole)
     replies = {reply.fact: reply for reply in map(Reply.load, tmp_path.glob("*.safetensors"))}
     assert {fact_id: reply.written for fact_id, reply in replies.items()} == dict(
         zip(whole.ids, whole.written, strict=True)
@@ -68,23 +68,23 @@ def test_each_fact_has_a_file(tiny, whole, tmp_path):
 
 @on_mdm
 def test_an_interrupted_run_goes_on(tiny, whole, tmp_path, monkeypatch):
-    calls, denoise = [], HookedDiffusionTransformer.denoise
+    calls = []
 
-    def interrupted(self, *args, **settings):
-        calls.append(settings["steps"])
+    def interrupted(model, canvas, settings):
+        calls.append(settings.steps)
         if len(calls) == 2 * len(whole.steps):
             raise KeyboardInterrupt
-        return denoise(self, *args, **settings)
+        return denoise(model, canvas, settings)
 
-    monkeypatch.setattr(HookedDiffusionTransformer, "denoise", interrupted)
+    monkeypatch.setattr(sys.modules[recall_by_steps.__module__], "denoise", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recall_by_steps(tiny, FACTS, folder=tmp_path, **RUN)
+        recall_by_steps(tiny, FACTS, out=tmp_path, **RUN)
     kept = times(tmp_path)
     assert 1 <= len(kept) <= 4
-    assert_same(recall_by_steps(tiny, FACTS, folder=tmp_path, **RUN), whole)
+    assert_same(recall_by_steps(tiny, FACTS, out=tmp_path, **RUN), whole)
     assert {file: times(tmp_path)[file] for file in kept} == kept
     n_calls = len(calls)
-    assert_same(recall_by_steps(tiny, FACTS[::-1], folder=tmp_path, **RUN), in_order(whole, FACTS[::-1]))
+    assert_same(recall_by_steps(tiny, FACTS[::-1], out=tmp_path, **RUN), in_order(whole, FACTS[::-1]))
     assert len(calls) == n_calls
 
 
@@ -120,7 +120,7 @@ def stuck(self, path):
 
 Reply.save = stuck
 model = HookedDiffusionTransformer.from_pretrained({model!r}, device="cpu")
-recall_by_steps(model, FACTS, shard=(1, 2), folder={out!r}, **RUN)
+recall_by_steps(model, FACTS, shard=(1, 2), out={out!r}, **RUN)
 """
 
 
@@ -128,14 +128,14 @@ recall_by_steps(model, FACTS, shard=(1, 2), folder={out!r}, **RUN)
 def test_two_processes_fill_one_folder_and_one_is_killed_inside_a_batch(tiny, whole, tmp_path):
     script = CHILD.format(folder=str(Path(__file__).parent), model=tiny.cfg.model_name, out=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
-        mine = recall_by_steps(tiny, FACTS, shard=(0, 2), folder=tmp_path, **RUN)
+        mine = recall_by_steps(tiny, FACTS, shard=(0, 2), out=tmp_path, **RUN)
         assert child.stdout.readline() == "stuck\n"
         child.kill()
     kept = times(tmp_path)
     assert len(kept) == len(mine.ids) + 2
     with pytest.raises(ValueError, match=rf"{len(FACTS) - len(kept)} of {len(FACTS)} facts are not there"):
         Recall.merge(tmp_path)
-    recall_by_steps(tiny, FACTS, shard=(1, 2), folder=tmp_path, **RUN)
+    recall_by_steps(tiny, FACTS, shard=(1, 2), out=tmp_path, **RUN)
     assert_same(Recall.merge(tmp_path), whole)
     assert {file: times(tmp_path)[file] for file in kept} == kept
 
@@ -150,7 +150,7 @@ def test_shards_merge_to_one_run(tiny, whole, tmp_path):
     saved = [part.save(tmp_path / f"{i}.safetensors") for i, part in enumerate([nothing, *parts])]
     assert_same(Recall.merge([saved[2], parts[0], saved[0], saved[3]]), whole)
     for i in range(2):
-        recall_by_steps(tiny, FACTS, shard=f"{i}/2", folder=tmp_path / str(i), **RUN)
+        recall_by_steps(tiny, FACTS, shard=f"{i}/2", out=tmp_path / str(i), **RUN)
     assert_same(Recall.merge([tmp_path / "0", str(tmp_path / "1")]), whole)
 
 
@@ -181,11 +181,11 @@ def test_what_does_not_merge(tiny, whole, tmp_path):
 )
 def test_a_folder_of_another_run_is_refused(tiny, tmp_path, change, message):
     settings = {**RUN, "facts": FACTS, "shard": (0, 4)}
-    recall_by_steps(tiny, settings.pop("facts"), folder=tmp_path, **settings)
+    recall_by_steps(tiny, settings.pop("facts"), out=tmp_path, **settings)
     before = times(tmp_path)
     other = {**settings, "facts": FACTS, **change}
     with pytest.raises(ValueError, match=message):
-        recall_by_steps(tiny, other.pop("facts"), folder=tmp_path, **other)
+        recall_by_steps(tiny, other.pop("facts"), out=tmp_path, **other)
     assert times(tmp_path) == before
 
 

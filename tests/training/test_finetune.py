@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
-from diffusion_lens.evaluation.exact_match import exact_match
+from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.training import TrainingConfig, TrainingRecord, TrainingRows, finetune, train
 from diffusion_lens.training.completions import encode_completions, read_completions
 from weight_conversion import open_checkpoint
@@ -163,7 +163,7 @@ def test_the_twin_learns_a_reverse_that_it_is_told(toy, tmp_path):
     told = toy.facts(trained="p2d", asked="d2p")[:1]
 
     def recall(model):
-        return {"recall": float(exact_match(model, told, length=14).answers[0].correct)}
+        return {"recall": float(recall_by_steps(model, told, length=14).exact)}
 
     assert recall(model) == {"recall": 0.0}
     config = TrainingConfig(steps=8, batch_size=1, warmup=2)

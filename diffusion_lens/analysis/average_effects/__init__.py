@@ -5,7 +5,8 @@ from diffusion_lens.analysis.average_effects.average_trajectory import (
     AverageTrajectoryEffect,
     average_trajectory_effect,
 )
-from diffusion_lens.analysis.average_effects.known import LoopSettings, recalled_facts
+from diffusion_lens.analysis.average_effects.known import recalled_facts
+from diffusion_lens.analysis.loop_settings import LoopSettings
 
 __all__ = [
     "AverageEffect",

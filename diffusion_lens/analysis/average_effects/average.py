@@ -13,92 +13,62 @@ model's own loop writes; for the first token alone, ROME's question, those whose
 that is traced. No grid is computed for the others, and the result lists them apart.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
-from diffusion_lens.analysis.average_effects.known import LoopSettings, default_rule, say_rule, warned
-from diffusion_lens.analysis.average_effects.survey import Survey
+from diffusion_lens.analysis.average_effects.fact_average import FactAverage
+from diffusion_lens.analysis.average_effects.known import Known, default_rule
+from diffusion_lens.analysis.average_effects.study import average_facts
 from diffusion_lens.analysis.average_effects.token_roles import pick_roles
+from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings, corruption_of_facts
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.analysis.resumable import FactFolder, Shard
+from diffusion_lens.analysis.loop_settings import LoopSettings
+from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, save_fields
 
 
 @dataclass(frozen=True, eq=False)
-class AverageEffect:
-    """Facts traced, and what they have in common.
+class AverageEffect(FactAverage):
+    """Facts traced on one canvas each, and their average.
 
     Attributes:
-        effects: Float[fact role layer], indirect effect, mean over the places of each role; NaN where a fact has none.
+        effects: Float[fact role layer], indirect effect, mean over the positions of each role; NaN where a fact has
+            none.
         clean: Float[fact], p(answer) of the clean runs.
-        corrupted: Float[fact], p(answer) of the corrupted runs, mean over the draws.
-        ids: the fact of each row.
-        roles: the role of each row of the average.
-        layers: the layer of each column.
-        unknown: facts left out as not known, by the rule of the run: p(answer) of their clean runs, by id.
-        record: the settings, the rule (`known`, and `loop` where the loop was asked), all facts of the run by id, those
-            `set_aside`, model, weights' hash, versions.
+        corrupted: Float[fact], p(answer) of the corrupted runs, mean over the samples.
+        ids: The fact of each row.
+        roles: The role of each row of the average.
+        layers: The layer of each column of the average.
+        unknown: p(answer) of the clean run, by id, of the facts that the rule of the study leaves out as not known.
+        record: The settings, the rule (`known`, and `loop` where the loop writes the answers), all facts of the study
+            by id, those `set_aside`, model, weights' hash, versions.
     """
+
+    KIND: ClassVar[str] = "average effect"
+    FACT_FILE: ClassVar[type[Any]] = CausalTrace
+    BY_STEP: ClassVar[bool] = False
 
     effects: Float[Tensor, "fact role layer"]
     clean: Float[Tensor, "fact"]
     corrupted: Float[Tensor, "fact"]
-    ids: list[str]
-    roles: list[str]
-    layers: list[int]
-    unknown: dict[str, float]
-    record: dict[str, Any]
-
-    @classmethod
-    def of(cls, effects: Mapping[str, FactEffect], run: dict[str, Any]) -> "AverageEffect":
-        """Facts of a run, side by side."""
-        fields = side_by_side(effects, run)
-        by_fact = {name: fields.pop(name)[:, 0] for name in ("effects", "clean", "corrupted")}
-        return cls(**by_fact, **fields, roles=run["roles"], layers=run["layers"], record=run)
-
-    def by_fact(self) -> dict[str, FactEffect]:
-        """The inverse of `of`."""
-        return apart(self.effects[:, None], self.clean[:, None], self.corrupted[:, None], self.ids, self.unknown)
-
-    @property
-    def set_aside(self) -> dict[str, str]:
-        """Facts that the model cannot be asked, and why: no part of the run."""
-        reasons: dict[str, str] = self.record["set_aside"]
-        return reasons
-
-    @property
-    def rule(self) -> str:
-        """Which facts are averaged, in words: "64 of 100 facts, recalled in 4 steps"."""
-        return say_rule(self.record, len(self.ids), len(self.unknown))
-
-    @property
-    def total_effects(self) -> Float[Tensor, "fact"]:
-        """How much the corruption takes away from each fact: clean - corrupted."""
-        return self.clean - self.corrupted
 
     @property
     def ate(self) -> float:
         """Average total effect."""
         return self.total_effects.mean().item()
-
-    @property
-    def aie(self) -> Float[Tensor, "role layer"]:
-        """Average indirect effect, over the facts that have such a token; NaN where none has."""
-        return self.effects.nanmean(dim=0)
 
     def ate_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Ends of the confidence interval of the ATE."""
@@ -110,15 +80,6 @@ class AverageEffect:
         having = [effect[~effect.isnan().any(dim=1)] for effect in self.effects.unbind(dim=1)]
         ends = [bootstrap_interval(effect, level, self.record["seed"]) for effect in having]
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "average effect", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "AverageEffect":
-        """Read what `save` wrote."""
-        return cls(**load_fields(path, "average effect"))
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
@@ -141,13 +102,13 @@ class AverageEffect:
 def average_indirect_effect(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
-    kind: str = "resid",
+    kind: str | Restoration = "resid",
     *,
     window: int = 10,
     noise: float | None = None,
     samples: int = 10,
     seed: int = 1,
-    corruption: str = "gaussian",
+    corruption: str | Corruption = "gaussian",
     severed: str | None = None,
     roles: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
@@ -197,44 +158,21 @@ def average_indirect_effect(
     Warns:
         UserWarning: no fact is averaged, since the rule leaves out all of them.
     """
-    survey = Survey.plan(
-        model,
-        facts,
-        CanvasLayout(length, answer_places, first_tokens, occurrence),
-        Restoration.of(kind, window, severed),
-        corruption=corruption,
-        noise=noise,
-        samples=samples,
-        seed=seed,
+    corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
+    settings = TraceSettings(
+        layout=CanvasLayout(length, answer_places, first_tokens, occurrence),
+        restoration=Restoration.of(kind, window, severed),
+        corruption=corrupted,
+        measures_noise=measures_noise,
         roles=pick_roles(roles),
-        layers=layers,
-        known=default_rule(first_tokens) if known is None else known,
+        known=Known.of(default_rule(first_tokens) if known is None else known),
+        layers=None if layers is None else list(layers),
         loop=loop,
         max_bytes=max_bytes,
     )
-    return warned(_average(survey.work(survey.tracer.on_canvas, CausalTrace.load, out, shard, progress), survey.run))
+    return average_facts(AverageEffect, model, facts, settings, out, shard, progress)
 
 
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:
-    """The shards of one run as one result, bit for bit what a single process on the same machine gives.
-
-    Args:
-        parts: folders that `out` named, saved results, or results; one folder may hold all shards.
-
-    Raises:
-        ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
-    """
-    run, effects = join(parts, _read)
-    return warned(AverageEffect.of(effects, run))
-
-
-def _average(traces: Iterable[tuple[str, CausalTrace]], run: dict[str, Any]) -> AverageEffect:
-    return AverageEffect.of({fact_id: FactEffect.of(trace, run["roles"]) for fact_id, trace in traces}, run)
-
-
-def _read(path: Path) -> AverageEffect:
-    """A saved result, or as many facts of a run as its folder holds."""
-    if path.is_file():
-        return AverageEffect.load(path)
-    folder = FactFolder.open(path)
-    return _average(folder.results(CausalTrace.load), folder.run)
+    """The same as `AverageEffect.merge`."""
+    return AverageEffect.merge(parts)

@@ -14,10 +14,10 @@ probability of the tokens still open.
 A step far from t2 is one that few facts have: `n_facts` counts them, and their answers are the longest.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,70 +25,52 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.average import AverageEffect
-from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, apart, join, side_by_side
-from diffusion_lens.analysis.average_effects.known import LoopSettings, say_rule, warned
-from diffusion_lens.analysis.average_effects.survey import Survey
+from diffusion_lens.analysis.average_effects.fact_average import FactAverage
+from diffusion_lens.analysis.average_effects.known import Known
+from diffusion_lens.analysis.average_effects.study import average_facts
 from diffusion_lens.analysis.average_effects.token_roles import STEP_ROLES, pick_roles
+from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings, corruption_of_facts
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, check_canvas
-from diffusion_lens.analysis.resumable import FactFolder, Shard
+from diffusion_lens.analysis.loop_settings import LoopSettings
+from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, save_fields
 
 
 @dataclass(frozen=True, eq=False)
-class AverageTrajectoryEffect:
+class AverageTrajectoryEffect(FactAverage):
     """Facts traced at the steps that write their answers, aligned at the step that reveals the last token.
 
     Attributes:
-        effects: Float[fact step role layer], indirect effect, mean over the places of each role; NaN where a fact has
-            no such step or no such place.
-        clean: Float[fact step], p(answer) of the clean runs: of the tokens still open at that step.
-        corrupted: Float[fact step], of the corrupted runs.
-        ids: the fact of each row.
-        offsets: the step of each column, counted from the one that reveals the answer's last token: ..., -1, 0.
-        roles: the role of each row of the averages.
-        layers: the layer of each column of the averages.
-        unknown: facts left out as not known, by the rule of the run, or because some of their answer's places are
-            still masked in the end: p(answer) on their first canvas, by id.
-        record: as in `AverageEffect`; `loop` are the settings of the runs that are traced.
+        effects: Float[fact step role layer], indirect effect, mean over the positions of each role; NaN where a fact
+            has no such step or no such position.
+        clean: Float[fact step], p(answer) of the clean runs: the joint probability of the tokens masked at that step.
+        corrupted: Float[fact step], the same of the corrupted runs, mean over the samples.
+        ids: The fact of each row.
+        roles: The role of each row of the averages.
+        layers: The layer of each column of the averages.
+        unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
+            or because some of their answer's positions are still masked in the end.
+        record: The same as in `AverageEffect`; `loop` holds the settings of the runs that are traced.
     """
+
+    KIND: ClassVar[str] = "average trajectory effect"
+    FACT_FILE: ClassVar[type[Any]] = TrajectoryTrace
+    BY_STEP: ClassVar[bool] = True
 
     effects: Float[Tensor, "fact step role layer"]
     clean: Float[Tensor, "fact step"]
     corrupted: Float[Tensor, "fact step"]
-    ids: list[str]
-    offsets: list[int]
-    roles: list[str]
-    layers: list[int]
-    unknown: dict[str, float]
-    record: dict[str, Any]
-
-    @classmethod
-    def of(cls, effects: Mapping[str, FactEffect], run: dict[str, Any]) -> "AverageTrajectoryEffect":
-        """Facts of a run, side by side."""
-        fields = side_by_side(effects, run)
-        offsets = list(range(1 - fields["clean"].shape[1], 1))
-        return cls(**fields, offsets=offsets, roles=run["roles"], layers=run["layers"], record=run)
-
-    def by_fact(self) -> dict[str, FactEffect]:
-        """The inverse of `of`."""
-        return apart(self.effects, self.clean, self.corrupted, self.ids, self.unknown)
 
     @property
-    def set_aside(self) -> dict[str, str]:
-        """Facts that the model cannot be asked, and why: no part of the run."""
-        reasons: dict[str, str] = self.record["set_aside"]
-        return reasons
-
-    @property
-    def rule(self) -> str:
-        """Which facts are averaged, in words."""
-        return say_rule(self.record, len(self.ids), len(self.unknown))
+    def offsets(self) -> list[int]:
+        """The step of each column, counted from the one that reveals the answer's last token: ..., -1, 0."""
+        return list(range(1 - self.clean.shape[1], 1))
 
     @property
     def n_facts(self) -> list[int]:
@@ -97,19 +79,9 @@ class AverageTrajectoryEffect:
         return counts
 
     @property
-    def total_effects(self) -> Float[Tensor, "fact step"]:
-        """How much the corruption takes away from each fact at each step: clean - corrupted."""
-        return self.clean - self.corrupted
-
-    @property
     def ate(self) -> Float[Tensor, "step"]:
         """Average total effect by step, over the facts that have it."""
         return self.total_effects.nanmean(dim=0)
-
-    @property
-    def aie(self) -> Float[Tensor, "step role layer"]:
-        """Average indirect effect by step, over the facts that have it and such a token; NaN where none has."""
-        return self.effects.nanmean(dim=0)
 
     def ate_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "step"], Float[Tensor, "step"]]:
         """Ends of the confidence intervals of the ATE, by step; only the facts that have a step are resampled."""
@@ -138,33 +110,6 @@ class AverageTrajectoryEffect:
             unknown=self.unknown,
             record={**self.record, "offset": offset},
         )
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "average trajectory effect", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "AverageTrajectoryEffect":
-        """Read what `save` wrote, or as many facts as the folder `out` of a run holds."""
-        if Path(path).is_dir():
-            folder = FactFolder.open(path)
-            return _average(folder.results(TrajectoryTrace.load), folder.run)
-        return cls(**load_fields(path, "average trajectory effect"))
-
-    @classmethod
-    def merge(
-        cls, parts: "str | Path | AverageTrajectoryEffect | Sequence[str | Path | AverageTrajectoryEffect]"
-    ) -> "AverageTrajectoryEffect":
-        """The shards of one run as one result, bit for bit what a single process on the same machine gives.
-
-        Args:
-            parts: folders that `out` named, saved results, or results; one folder may hold all shards.
-
-        Raises:
-            ValueError: parts of different runs, facts that no part holds, or a fact that came out in two ways.
-        """
-        run, effects = join(parts, cls.load)
-        return warned(cls.of(effects, run))
 
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """The AIE of one role: steps down, the one that reveals the answer at the bottom, layers across.
@@ -223,14 +168,14 @@ class AverageTrajectoryEffect:
 def average_trajectory_effect(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
-    kind: str = "resid",
+    kind: str | Restoration = "resid",
     *,
     canvas: str = "forced",
     window: int = 10,
     noise: float | None = None,
     samples: int = 10,
     seed: int = 1,
-    corruption: str = "gaussian",
+    corruption: str | Corruption = "gaussian",
     severed: str | None = None,
     roles: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
@@ -265,28 +210,20 @@ def average_trajectory_effect(
         UserWarning: as in `average_indirect_effect`.
     """
     check_canvas(canvas)
-    survey = Survey.plan(
-        model,
-        facts,
-        CanvasLayout(length, answer_places, first_tokens, occurrence),
-        Restoration.of(kind, window, severed),
-        corruption=corruption,
-        noise=noise,
-        samples=samples,
-        seed=seed,
+    corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
+    settings = TraceSettings(
+        layout=CanvasLayout(length, answer_places, first_tokens, occurrence),
+        restoration=Restoration.of(kind, window, severed),
+        corruption=corrupted,
+        measures_noise=measures_noise,
         roles=pick_roles(roles, STEP_ROLES),
-        layers=layers,
-        known=known,
+        known=Known.of(known),
+        layers=None if layers is None else list(layers),
         loop=loop,
         canvas=canvas,
         max_bytes=max_bytes,
     )
-    traces = survey.work(survey.tracer.on_trajectory, TrajectoryTrace.load, out, shard, progress)
-    return warned(_average(traces, survey.run))
-
-
-def _average(traces: Iterable[tuple[str, TrajectoryTrace]], run: dict[str, Any]) -> AverageTrajectoryEffect:
-    return AverageTrajectoryEffect.of({fact_id: FactEffect.of(trace, run["roles"]) for fact_id, trace in traces}, run)
+    return average_facts(AverageTrajectoryEffect, model, facts, settings, out, shard, progress)
 
 
 def _place(offset: int) -> str:

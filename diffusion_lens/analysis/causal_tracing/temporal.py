@@ -74,8 +74,7 @@ class TemporalEffect:
     @classmethod
     def load(cls, path: str | Path) -> "TemporalEffect":
         """Read what `save` wrote."""
-        fields = load_fields(path, "temporal effect")
-        return cls(**{**fields, "subject": tuple(fields["subject"])})
+        return load_fields(path, "temporal effect", cls)
 
 
 @begins_run

@@ -83,8 +83,7 @@ class CausalTrace:
     @classmethod
     def load(cls, path: str | Path) -> "CausalTrace":
         """Read what `save` wrote."""
-        fields = load_fields(path, "causal trace")
-        return cls(**{**fields, "subject": tuple(fields["subject"])})
+        return load_fields(path, "causal trace", cls)
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """ROME's heat map: tokens down, the subject's starred, layers across. Returns the matplotlib axes.

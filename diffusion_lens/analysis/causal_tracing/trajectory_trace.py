@@ -141,8 +141,7 @@ class TrajectoryTrace:
     @classmethod
     def load(cls, path: str | Path) -> "TrajectoryTrace":
         """Read what `save` wrote."""
-        fields = load_fields(path, "trajectory trace")
-        return cls(**{**fields, "subject": tuple(fields["subject"])})
+        return load_fields(path, "trajectory trace", cls)
 
 
 @begins_run

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.patching.attribution import EstimateError
-from diffusion_lens.records import load_result, save_result
+from diffusion_lens.records import as_dataclass, load_result, save_result
 
 _TENSORS = ("scores", "clean", "corrupted")
 _ERROR_TENSORS = ("cells", "estimated", "exact")
@@ -66,8 +66,7 @@ class PatchGrid:
         """Read what `save` wrote."""
         tensors, record = load_result(path, "patch grid")
         error = {name.removeprefix("error."): tensors.pop(name) for name in list(tensors) if name.startswith("error.")}
-        fields: dict[str, Any] = {**tensors, **record, "axes": tuple(record["axes"])}
-        return cls(**fields, error=EstimateError(**error) if error else None)
+        return as_dataclass(cls, {**tensors, **record, "error": EstimateError(**error) if error else None})
 
     def plot(
         self,

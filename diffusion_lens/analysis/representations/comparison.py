@@ -1,6 +1,5 @@
 """What `representations.compare` finds: similarities of two sets of vectors, their intervals, and what chance gives."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.representations.similarity import NEVER_NEGATIVE, effective_rank
-from diffusion_lens.records import load_result, save_result
+from diffusion_lens.records import as_dataclass, load_fields, load_result, save_fields, save_result, split_fields
 
 ROUND_OFF = 1e-10
 
@@ -88,12 +87,12 @@ class Comparison:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        return save_result(path, "comparison", *self._parts())
+        return save_fields(path, "comparison", self)
 
     @classmethod
     def load(cls, path: str | Path) -> "Comparison":
         """Read what `save` wrote."""
-        return cls._from_parts(*load_result(path, "comparison"))
+        return load_fields(path, "comparison", cls)
 
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """Principal components, a line between the two vectors of each fact. Returns the matplotlib axes.
@@ -116,15 +115,6 @@ class Comparison:
         told = [str(source["model"])] if "model" in source else []
         told += [f"{word} {source[word]}" for word in ("layer", "step") if word in source]
         return ", ".join([*told, f"{len(self.ids)} facts"])
-
-    def _parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return tensors, {name: value for name, value in vars(self).items() if name not in tensors}
-
-    @classmethod
-    def _from_parts(cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> "Comparison":
-        fields: dict[str, Any] = {**tensors, **record, "names": tuple(record["names"])}
-        return cls(**fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +141,8 @@ class Comparisons:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        parts = {place: comparison._parts() for place, comparison in self.at.items()}
-        tensors = {f"{place}.{name}": value for place, (held, _) in parts.items() for name, value in held.items()}
+        parts = {place: split_fields(comparison) for place, comparison in self.at.items()}
+        tensors = {f"{place}.{name}": value for place, (own, _) in parts.items() for name, value in own.items()}
         record = {"axis": self.axis, "at": {place: record for place, (_, record) in parts.items()}}
         return save_result(path, "comparisons", tensors, record)
 
@@ -161,9 +151,9 @@ class Comparisons:
         """Read what `save` wrote."""
         tensors, record = load_result(path, "comparisons")
         at = {}
-        for place, own in record["at"].items():
-            held = {name.removeprefix(f"{place}."): t for name, t in tensors.items() if name.startswith(f"{place}.")}
-            at[int(place)] = Comparison._from_parts(held, own)
+        for place, others in record["at"].items():
+            own = {name.removeprefix(f"{place}."): t for name, t in tensors.items() if name.startswith(f"{place}.")}
+            at[int(place)] = as_dataclass(Comparison, {**own, **others})
         return cls(record["axis"], at)
 
     def plot(

@@ -88,7 +88,7 @@ class SecondMoment:
     @classmethod
     def load(cls, path: str | Path) -> "SecondMoment":
         """Read what `save` wrote."""
-        return cls(**load_fields(path, "second moment"))
+        return load_fields(path, "second moment", cls)
 
 
 @begins_run

@@ -55,7 +55,7 @@ class KeyResult:
     @classmethod
     def load(cls, path: str | Path) -> "KeyResult":
         """Read what `save` wrote."""
-        return cls(**load_fields(path, "ROME key"))
+        return load_fields(path, "ROME key", cls)
 
 
 def compute_key(

@@ -1,44 +1,97 @@
-"""Keys and values of many facts, at several layers, asked either way: is a fact encoded alike in both directions?
+"""Keys and values of many facts at several layers, queried in either direction: are both directions encoded alike?
 
-For every fact and layer, k* (`rome.keys`) and v* (`rome.values`, towards the fact's own answer). A person asked for
-forwards ("Daphne Barrington was once ...") has the name as key and the description as value; asked for in reverse
-("... was directed by ...") the description as key and the name as value. `KeyValueStudy.compare` pairs the two
-directions person by person and measures how alike they are (`representations.compare`), against chance.
+For every fact and layer, k* (`rome.keys`) and v* (`rome.values`, towards the fact's own answer). In a forward query
+("Daphne Barrington was once ...") the name is the key and the description the value; in a reverse query ("... was
+directed by ...") the description is the key and the name the value. `KeyValueStudy.compare` pairs the two directions
+person by person and measures their similarity (`representations.compare`), against chance.
 
-Every fact finds what it finds alone, up to round-off, which Adam at ROME's rate of 0.5 makes larger with each step. So
-the batches are part of the run, and a batch is always searched for whole.
+Every fact gets what it gets alone, up to round-off, which Adam at ROME's rate of 0.5 amplifies with each step. So the
+batches belong to the study, and a batch is always searched as a whole.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
-from diffusion_lens.analysis.resumable import (
-    FactFolder,
-    Shard,
-    content,
-    name_facts,
-    pick_shard,
-    work_through_batches,
-)
+from diffusion_lens.analysis.over_facts import Study
+from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.rome.keys import PLACES, compute_keys
 from diffusion_lens.analysis.rome.prompts import ask_with_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.values import optimize_values
-from diffusion_lens.analysis.usable_facts import sort_out
+from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, pick_indices
+from weight_conversion import Architecture
 
 
-@begins_run
+@dataclass(frozen=True)
+class KeyValueSettings:
+    """Which keys and values a study computes.
+
+    Attributes:
+        layers: Blocks, negative ones from the end; `None` selects all but the last.
+        prefixes: Short texts before every request, over which k* and the loss are averaged.
+        at: Where the key is taken.
+        search: How v* is searched.
+        batch_size: Number of facts searched together.
+        layout: The canvas of each request.
+    """
+
+    layers: list[int] | None = None
+    prefixes: tuple[str, ...] = ()
+    at: str = "subject_last"
+    search: ValueSettings = field(default_factory=ValueSettings)
+    batch_size: int = 32
+    layout: CanvasLayout = field(default_factory=CanvasLayout)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
+        if self.at not in PLACES:
+            raise ValueError(f"at={self.at!r} is no place of a key; it is one of {', '.join(PLACES)}")
+
+    def blocks(self, n_layers: int) -> list[int]:
+        """The blocks of a model with so many layers, counted from 0."""
+        return pick_indices("layers", range(n_layers - 1) if self.layers is None else self.layers, n_layers)
+
+    def request(self, model: DiffusionTransformer, fact: Fact) -> list[Query]:
+        """A fact as the plain request and the same after each prefix."""
+        length, first_tokens, occurrence = self.layout.length, self.layout.first_tokens, self.layout.occurrence
+        return ask_with_prefixes(
+            model, fact, self.prefixes, length=length, first_tokens=first_tokens, occurrence=occurrence
+        )
+
+    def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
+        """What a study records of them, as far as it is known.
+
+        Args:
+            shape: The model's shape, if it is known already.
+        """
+        settings = {
+            "prefixes": list(self.prefixes),
+            "at": self.at,
+            "settings": asdict(self.search),
+            "batch_size": self.batch_size,
+            "length": self.layout.length,
+            "first_tokens": self.layout.first_tokens,
+            "occurrence": self.layout.occurrence,
+        }
+        if shape is not None:
+            return {"layers": self.blocks(shape.n_layers), **settings}
+        if self.layout.length is None:
+            del settings["length"]
+        return settings
+
+
 def key_value_study(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
@@ -58,69 +111,74 @@ def key_value_study(
     """k* and v* of every fact at every layer.
 
     Args:
-        facts: with `person` and `asked` if the directions are to be compared.
-        layers: blocks whose MLP is asked; by default all but the last, whose output nothing but its own place reads.
-        prefixes: short texts before every request (`rome.sample_prefixes`), over which k* and the loss are averaged.
-        at: where the key is taken, as in `compute_key`.
-        settings: of the search for v*.
-        length: places of every canvas of a masked diffusion model, those of prefix and prompt included; by default, as
-            in `average_indirect_effect`, the length that it was trained on, if that is known. The record's `length`
-            says which. A fact that needs more places is set aside.
-        first_tokens, occurrence: as in `rome.ask_with_prefixes`.
-        batch_size: facts searched for together.
-        out: a folder for a file a fact. A run that finds its facts there goes on after them. By default nothing is
+        facts: Facts, with `person` and `asked` if the directions are to be compared.
+        layers: Blocks whose MLPs are studied; by default all but the last, whose output reaches no other position.
+        prefixes: Short texts before every request (`rome.sample_prefixes`), over which k* and the loss are averaged.
+        at: Where the key is taken, as in `compute_key`.
+        settings: Settings of the search for v*.
+        length: Length of every canvas of a masked diffusion model, prefix and prompt included; by default, as in
+            `average_indirect_effect`, the length that it was trained on, if that is known. The record's `length` says
+            which. A fact that needs a longer canvas is set aside.
+        first_tokens, occurrence: The same as in `rome.ask_with_prefixes`.
+        batch_size: Number of facts searched together.
+        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
             written.
-        shard: (i, n) or "i/n": do the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards, bit
-            for bit what one run gives on the same machine.
-        progress: show a bar.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards,
+            bit for bit what one process gives on the same machine.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, a folder that holds another run, what
-            `rome.optimize_value` refuses, or no fact that can be asked. A single one that `rome.ask_with_prefixes`
-            refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
+        ValueError: A setting is out of range, two facts have one id, the folder holds another study,
+            `rome.optimize_value` refuses a request, or the model can be queried for none of the facts. A single fact
+            that `rome.ask_with_prefixes` refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
     """
-    settings = settings or ValueSettings()
-    batch_size = at_least(1, "batch_size", batch_size)
-    blocks = pick_indices("layers", range(model.cfg.n_layers - 1) if layers is None else layers, model.cfg.n_layers)
-    if at not in PLACES:
-        raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
-    length = CanvasLayout(length).on(model).length
-    layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens, "occurrence": occurrence}
-    named = name_facts(facts)
-    requests, set_aside = sort_out(named, lambda fact: ask_with_prefixes(model, fact, prefixes, **layout))
-    batches = [list(requests)[start : start + batch_size] for start in range(0, len(requests), batch_size)]
-    run = {
-        "layers": blocks,
-        "prefixes": list(prefixes),
-        "at": at,
-        "settings": asdict(settings),
-        "batch_size": batch_size,
-        **layout,
-        "facts": {fact_id: content(named[fact_id]) for fact_id in requests},
-        "set_aside": set_aside,
-        **provenance(model, model.cfg),
-    }
-
-    def work(ids: Sequence[str]) -> list[FactVectors]:
-        return _find(model, [requests[fact_id] for fact_id in ids], blocks, at, settings)
-
-    folder = None if out is None else FactFolder.start(out, run)
-    mine = pick_shard(batches, shard)
-    return KeyValueStudy.collect(dict(work_through_batches(mine, work, FactVectors.load, folder, progress)), run)
+    chosen = KeyValueSettings(
+        layers=None if layers is None else pick_indices("layers", layers, model.cfg.n_layers),
+        prefixes=tuple(prefixes),
+        at=at,
+        search=settings or ValueSettings(),
+        batch_size=at_least(1, "batch_size", batch_size),
+        layout=CanvasLayout(length, first_tokens=first_tokens, occurrence=occurrence),
+    )
+    return study_keys_and_values(model, facts, chosen, out, shard, progress)
 
 
-def _find(
-    model: DiffusionTransformer, requests: list[list[Query]], layers: Sequence[int], at: str, settings: ValueSettings
+@begins_run
+def study_keys_and_values(
+    model: DiffusionTransformer,
+    facts: Sequence[Fact],
+    settings: KeyValueSettings,
+    out: str | Path | None,
+    shard: Shard,
+    progress: bool,
+) -> KeyValueStudy:
+    """k* and v* of every fact at every layer; `key_value_study` describes the arguments."""
+    settings = replace(settings, layout=settings.layout.on(model))
+    usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
+    ids, size = list(usable.prepared), settings.batch_size
+    record = {**settings.describe(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
+
+    def compute(batch: Sequence[str]) -> list[FactVectors]:
+        return find_vectors(model, [usable.prepared[fact_id] for fact_id in batch], settings)
+
+    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
+    return Study(record, batches, compute).collect(KeyValueStudy, out, shard, progress)
+
+
+def find_vectors(
+    model: DiffusionTransformer, requests: list[list[Query]], settings: KeyValueSettings
 ) -> list[FactVectors]:
-    keys = [compute_keys(model, requests, layer, at) for layer in layers]
-    values = [optimize_values(model, requests, layer, settings=settings) for layer in layers]
+    """k* and v* of a batch of requests at every layer."""
+    layers = settings.blocks(model.cfg.n_layers)
+    keys = [compute_keys(model, requests, layer, settings.at) for layer in layers]
+    values = [optimize_values(model, requests, layer, settings=settings.search) for layer in layers]
     return [
         FactVectors(
-            keys=torch.stack([each[row].vector for each in keys]),
-            outputs=torch.stack([each[row].initial for each in values]),
-            deltas=torch.stack([each[row].delta for each in values]),
+            keys=torch.stack([of_layer[row].vector for of_layer in keys]),
+            outputs=torch.stack([of_layer[row].initial for of_layer in values]),
+            deltas=torch.stack([of_layer[row].delta for of_layer in values]),
             before=values[0][row].probability_before,
-            after=torch.tensor([each[row].probability_after for each in values]),
+            after=torch.tensor([of_layer[row].probability_after for of_layer in values]),
         )
         for row in range(len(requests))
     ]

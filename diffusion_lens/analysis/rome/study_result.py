@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.representations import Comparisons, compare_along
-from diffusion_lens.analysis.resumable import FactFolder, join_parts
 from diffusion_lens.facts import Direction
 from diffusion_lens.records import load_fields, network_of, save_fields
 
@@ -45,7 +45,7 @@ class FactVectors:
     @classmethod
     def load(cls, path: str | Path) -> "FactVectors":
         """Read what `save` wrote."""
-        return cls(**load_fields(path, "key and values of a fact"))
+        return load_fields(path, "key and values of a fact", cls)
 
     def equals(self, other: "FactVectors") -> bool:
         """Whether both are the same to the bit."""
@@ -55,7 +55,7 @@ class FactVectors:
 
 
 @dataclass(frozen=True, eq=False)
-class KeyValueStudy:
+class KeyValueStudy(StudyResult[FactVectors]):
     """Keys and values of facts at several layers.
 
     Attributes:
@@ -78,23 +78,22 @@ class KeyValueStudy:
     layers: list[int]
     record: dict[str, Any]
 
-    @classmethod
-    def collect(cls, found: Mapping[str, FactVectors], run: dict[str, Any]) -> "KeyValueStudy":
-        """The vectors of some facts of a run, by id."""
-        if not found:
-            raise ValueError("none of the facts of this run is there yet")
-        each = list(found.values())
-        stacked = {
-            name: torch.stack([getattr(one, name) for one in each]) for name in ("keys", "outputs", "deltas", "after")
-        }
-        before = torch.tensor([one.before for one in each])
-        return cls(**stacked, before=before, ids=list(found), layers=run["layers"], record=run)
+    KIND: ClassVar[str] = "key and value study"
+    FACT_FILE: ClassVar[type[Any]] = FactVectors
 
-    @property
-    def set_aside(self) -> dict[str, str]:
-        """Facts that the model cannot be asked, and why: no part of the run."""
-        reasons: dict[str, str] = self.record["set_aside"]
-        return reasons
+    @classmethod
+    def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":
+        """The vectors of some facts of a study side by side."""
+        names = ("keys", "outputs", "deltas", "after")
+        rows = {name: [getattr(vectors, name) for vectors in results.values()] for name in names}
+        stacked = {name: torch.stack(rows[name]) for name in names} if results else _no_rows(record)
+        before = torch.tensor([vectors.before for vectors in results.values()])
+        return cls(**stacked, before=before, ids=list(results), layers=record["layers"], record=record)
+
+    def by_fact(self) -> dict[str, FactVectors]:
+        """The inverse of `of`."""
+        rows = zip(self.keys, self.outputs, self.deltas, self.before.tolist(), self.after, strict=True)
+        return {fact_id: FactVectors(*row) for fact_id, row in zip(self.ids, rows, strict=True)}
 
     @property
     def values(self) -> Float[Tensor, "fact layer d_model"]:
@@ -216,30 +215,6 @@ class KeyValueStudy:
             for column, layer in enumerate(self.layers)
         }
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "key and value study", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "KeyValueStudy":
-        """Read what `save` wrote, or what a run put into the folder `out` so far."""
-        if Path(path).is_dir():
-            folder = FactFolder.open(path)
-            return cls.collect(dict(folder.results(FactVectors.load)), folder.run)
-        return cls(**load_fields(path, "key and value study"))
-
-    @classmethod
-    def merge(cls, folders: Sequence[str | Path]) -> "KeyValueStudy":
-        """The shards of one run, from the folders that `out` named.
-
-        Raises:
-            ValueError: folders of different runs, facts that none of them holds, or a fact that came out in two ways.
-        """
-        opened = [FactFolder.open(folder) for folder in folders]
-        parts = [(str(each.path), each.run, dict(each.results(FactVectors.load))) for each in opened]
-        run, found = join_parts(parts, FactVectors.equals)
-        return cls.collect(found, run)
-
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """p(answer) with v* by layer, a curve with its interval for each direction. Returns the matplotlib axes."""
         rows: dict[str, list[int]] = {}
@@ -255,6 +230,14 @@ class KeyValueStudy:
             ax=ax,
             title=title or f"{self.record['model']}: {len(self.ids)} facts",
         )
+
+
+def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a study of no facts."""
+    n_layers, architecture = len(record["layers"]), record["architecture"]
+    widths = {"keys": "d_mlp", "outputs": "d_model", "deltas": "d_model"}
+    by_width = {name: torch.empty(0, n_layers, architecture[width]) for name, width in widths.items()}
+    return {**by_width, "after": torch.empty(0, n_layers)}
 
 
 def check_vectors(name: str) -> None:

@@ -78,7 +78,7 @@ class EditReport:
     @classmethod
     def load(cls, path: str | Path) -> "EditReport":
         """Read what `save` wrote."""
-        return cls(**load_fields(path, "edit report"))
+        return load_fields(path, "edit report", cls)
 
     def plot(self, ax: Any = None) -> Any:
         """Share of wins by group, before and after. Returns the matplotlib axes."""

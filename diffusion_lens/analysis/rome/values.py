@@ -80,7 +80,7 @@ class ValueResult:
     @classmethod
     def load(cls, path: str | Path) -> "ValueResult":
         """Read what `save` wrote."""
-        return cls(**load_fields(path, "ROME value"))
+        return load_fields(path, "ROME value", cls)
 
     def plot(self, ax: Any = None) -> Any:
         """The losses by iteration. Returns the matplotlib axes."""

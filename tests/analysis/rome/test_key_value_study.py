@@ -78,7 +78,7 @@ def test_values_raise_the_answer(tiny):
 
 def stop_at(monkeypatch, number):
     """Batches searched for from here on; the one numbered so is interrupted."""
-    calls, search = Counter(), study._find
+    calls, search = Counter(), study.find_vectors
 
     def counted(*args):
         calls["batches"] += 1
@@ -86,7 +86,7 @@ def stop_at(monkeypatch, number):
             raise KeyboardInterrupt
         return search(*args)
 
-    monkeypatch.setattr(study, "_find", counted)
+    monkeypatch.setattr(study, "find_vectors", counted)
     return calls
 
 

@@ -1,0 +1,67 @@
+"""A study that traces many facts: what is settled before the first trace."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from diffusion_lens.analysis.average_effects.fact_average import FactAverage
+from diffusion_lens.analysis.average_effects.fact_tracer import FactTracer
+from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns, refuse_step_hooks
+from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings
+from diffusion_lens.analysis.causal_tracing.trace import noise_scale
+from diffusion_lens.analysis.over_facts import Study
+from diffusion_lens.analysis.resumable import Shard
+from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.facts import Fact
+from diffusion_lens.identity import begins_run
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import provenance
+from diffusion_lens.settings import pick_indices
+
+A = TypeVar("A", bound=FactAverage)
+
+
+@begins_run
+def average_facts(
+    result_type: type[A],
+    model: DiffusionTransformer,
+    facts: Sequence[Fact],
+    settings: TraceSettings,
+    out: str | Path | None,
+    shard: Shard,
+    progress: bool,
+) -> A:
+    """Trace many facts and average them; `average_indirect_effect` describes the arguments."""
+    return plan(model, facts, settings).collect(result_type, out, shard, progress)
+
+
+def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: TraceSettings) -> Study:
+    """Lay out the facts, measure the noise, and plan a trace for each fact.
+
+    Raises:
+        ValueError: A setting is out of range, two facts have one id, a hook would choose the facts by another network
+            than is traced, or the model can be queried for none of the facts.
+    """
+    # 1. Settle what depends on the model, and refuse what the traces would.
+    layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
+    settings = replace(settings, layout=settings.layout.on(model), layers=layers)
+    if settings.canvas is None and settings.known.rule == "recalled":
+        refuse_step_hooks(model)
+
+    # 2. Lay out the facts, and set aside those that the model cannot be queried for.
+    usable = UsableFacts.of(facts, partial(settings.query, model))
+    queries = usable.prepared
+    settings.known.check_ids([*queries, *usable.set_aside])
+
+    # 3. Measure the noise; in the order of the ids, so that the order of the facts does not move its last bit.
+    if settings.measures_noise and "noise" in settings.corruption.describe():
+        settings = settings.with_noise(noise_scale(model, [queries[fact_id] for fact_id in sorted(queries)]))
+    settings.corruption.hooks(model, next(iter(queries.values())))  # refuses a corruption that this model cannot have
+
+    # 4. Plan one trace per fact.
+    runs = LoopRuns(model, queries, settings.loop) if settings.loop else None
+    tracer = FactTracer(model, queries, settings, runs)
+    record = {**settings.describe(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
+    return Study(record, [[fact_id] for fact_id in queries], lambda batch: [tracer.trace(fact_id) for fact_id in batch])

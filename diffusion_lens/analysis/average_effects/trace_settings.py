@@ -1,0 +1,106 @@
+"""How the facts of an average are traced."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from diffusion_lens.analysis.average_effects.known import Known
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.loop_settings import LoopSettings
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.facts import Fact, Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import Real, Whole, pick_indices
+from weight_conversion import Architecture
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How every fact of a study is traced.
+
+    Attributes:
+        layout: The canvas of each fact.
+        restoration: What is restored.
+        corruption: How the subjects are corrupted; each fact draws from a seed made of this one's and its id.
+        measures_noise: Whether the scale of the noise is measured on the subjects of all facts.
+        roles: Roles of the tokens whose states are restored.
+        layers: Layers whose states are restored, negative ones from the end; `None` selects all.
+        known: The rule for which facts are averaged.
+        loop: How the loop writes the answers. By default with the settings of `denoise` where the steps of the loop are
+            traced, or the loop decides what is known; elsewhere no loop runs.
+        canvas: "forced" or "free" to trace the steps of the loop; `None` to trace one canvas of each fact.
+        max_bytes: Memory to use beside the weights.
+
+    Raises:
+        ValueError: There are settings of a loop where none runs.
+    """
+
+    layout: CanvasLayout
+    restoration: Restoration
+    corruption: Corruption
+    measures_noise: bool
+    roles: list[str]
+    known: Known
+    layers: list[int] | None = None
+    loop: LoopSettings | None = None
+    canvas: str | None = None
+    max_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        runs_loop = self.canvas is not None or self.known.rule == "recalled"
+        if self.loop is None and runs_loop:
+            object.__setattr__(self, "loop", LoopSettings())
+        if self.loop is not None and not runs_loop:
+            raise ValueError(f"loop= goes with known='recalled'; with {self.known.rule!r} nothing asks the loop")
+
+    def query(self, model: DiffusionTransformer, fact: Fact) -> Query:
+        """A fact on the canvas on which it is traced.
+
+        Raises:
+            ValueError: The model cannot be queried for the fact, or the loop cannot write its answer.
+        """
+        return self.layout.query(model, fact, self.loop.check if self.loop else None)
+
+    def with_noise(self, noise: float) -> "TraceSettings":
+        """The same settings with the scale of the noise that was measured."""
+        return replace(self, corruption=replace(self.corruption, noise=noise), measures_noise=False)
+
+    def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
+        """What a study records of them, as far as it is known.
+
+        Args:
+            shape: The model's shape, if it is known already; its layers and its sampler depend on it.
+        """
+        settings = {
+            **self.restoration.describe(),
+            **self.corruption.describe(),
+            "seed": self.corruption.seed,
+            "roles": self.roles,
+            **self.known.describe(),
+            **({} if self.canvas is None else {"canvas": self.canvas}),
+            **asdict(self.layout),
+        }
+        if self.measures_noise:
+            settings.pop("noise", None)
+        if shape is not None:
+            settings["layers"] = pick_indices("layers", self.layers, shape.n_layers)
+            return {**settings, **({} if self.loop is None else {"loop": self.loop.describe(shape)})}
+        if self.layout.length is None:
+            del settings["length"]
+        return settings
+
+
+def corruption_of_facts(
+    corruption: str | Corruption, noise: Real | None, samples: Whole, seed: Whole
+) -> tuple[Corruption, bool]:
+    """The corruption of all facts, and whether its noise has to be measured first.
+
+    Raises:
+        ValueError: A setting is out of range, or each fact would need another subject of its own.
+    """
+    kind = corruption.kind if isinstance(corruption, Corruption) else corruption
+    if kind == "swap":
+        raise ValueError("corruption='swap' needs another subject for each fact: call causal_trace fact by fact")
+    measures_noise = noise is None and isinstance(corruption, str)
+    return Corruption.of(corruption, 0.0 if measures_noise else noise, samples, seed), measures_noise

@@ -1,0 +1,135 @@
+"""Studies over facts: what every runner does with its facts, and what every result of one offers.
+
+A runner describes its study in a record, plans which facts are computed together, and says how. `Study.collect` reads
+the facts that a folder holds already, computes the others and saves each as it is done (`analysis.resumable`). The
+result is a `StudyResult`: its shards merge, and it loads from its own file or from the folder of its study.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+
+from diffusion_lens.analysis.resumable import FactFolder, Shard, join_parts, pick_shard, work_through_batches
+from diffusion_lens.records import load_fields, save_fields
+
+
+@runtime_checkable
+class FactResult(Protocol):
+    """What a study holds of one fact."""
+
+    def equals(self, other: Any) -> bool:
+        """Whether both are the same to the bit."""
+
+
+C = TypeVar("C", bound="StudyResult[Any]")
+F = TypeVar("F", bound=FactResult)
+
+
+class StudyResult(ABC, Generic[F]):
+    """The result of a study over facts, or of a part of one; F is what it holds of one fact.
+
+    Attributes:
+        ids: The fact of each row.
+        record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
+    """
+
+    KIND: ClassVar[str]  # what its file says that it is
+    FACT_FILE: ClassVar[type[Any]]  # what is saved of one fact: a class with `save` and `load`
+
+    ids: list[str]
+    record: dict[str, Any]
+
+    @classmethod
+    @abstractmethod
+    def of(cls: type[C], results: Mapping[str, F], record: dict[str, Any]) -> C:
+        """The result that holds these facts of a study."""
+
+    @abstractmethod
+    def by_fact(self) -> dict[str, F]:
+        """The inverse of `of`."""
+
+    @classmethod
+    def from_file(cls, saved: Any, record: Mapping[str, Any]) -> F:
+        """What the result holds of a fact, from what is saved of it."""
+        result: F = saved
+        return result
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the study leaves out because the model cannot be queried for them, with the reasons."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
+
+    def warn_of_gaps(self) -> None:
+        """Warn where the facts of a whole study leave nothing to report."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, self.KIND, self)
+
+    @classmethod
+    def load(cls: type[C], path: str | Path) -> C:
+        """Read what `save` wrote, or the facts that the folder `out` of a study holds so far."""
+        if Path(path).is_file() or Path(path).suffix == ".safetensors":
+            return load_fields(path, cls.KIND, cls)
+        folder = FactFolder.open(path)
+        return cls.from_files(folder.results(cls.FACT_FILE.load), folder.record)
+
+    @classmethod
+    def from_files(cls: type[C], saved: Iterable[tuple[str, Any]], record: dict[str, Any]) -> C:
+        """The result that holds these facts, from what is saved of each; in the order of the study's facts."""
+        results = {fact_id: cls.from_file(each, record) for fact_id, each in saved}
+        return cls.of({fact_id: results[fact_id] for fact_id in record["facts"] if fact_id in results}, record)
+
+    @classmethod
+    def merge(cls: type[C], parts: str | Path | C | Sequence[str | Path | C]) -> C:
+        """The shards of one study as one result, bit for bit what a single process on the same machine gives.
+
+        Args:
+            parts: Folders that `out` named, saved results, or results; one folder may hold all shards.
+
+        Raises:
+            ValueError: The parts belong to different studies, a fact is in none of them, or two of them differ in a
+                fact.
+        """
+        given = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
+        opened = []
+        for part in given:
+            name, result = (str(part), cls.load(part)) if isinstance(part, str | Path) else ("one of the results", part)
+            opened.append((name, result.record, result.by_fact()))
+        record, results = join_parts(opened, lambda one, other: one.equals(other))
+        merged = cls.of(results, record)
+        merged.warn_of_gaps()
+        return merged
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study that is planned: nothing of it is computed yet.
+
+    Attributes:
+        record: What the study is, as `run.json` of its folder holds it.
+        batches: Ids of the facts that are computed together; shards consist of whole batches.
+        compute: Computes what is saved of each fact of a batch.
+    """
+
+    record: dict[str, Any]
+    batches: Sequence[Sequence[str]]
+    compute: Callable[[Sequence[str]], Sequence[Any]]
+
+    def collect(self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool) -> C:
+        """The result of a shard: each fact is read where the folder has it, and computed otherwise.
+
+        Args:
+            out: Folder for one file per fact; by default nothing is written.
+            shard: (i, n) or "i/n": the batches i, i + n, i + 2n, ...
+            progress: Whether to show a progress bar.
+        """
+        own = pick_shard(self.batches, shard)
+        folder = None if out is None else FactFolder.start(out, self.record)
+        saved = work_through_batches(own, self.compute, result_type.FACT_FILE.load, folder, progress)
+        result = result_type.from_files(saved, self.record)
+        result.warn_of_gaps()
+        return result
