@@ -1,14 +1,14 @@
-"""Causal tracing against the plain procedure, side by side in one run, at equal grids.
+"""Speed and memory of causal tracing, compared with a straightforward implementation that computes the same grid.
 
-The plain procedure is ROME's `trace_with_patch` (Meng et al. 2022) on Hugging Face's Llama with the same weights: for
-every cell the whole network on samples + 1 rows, the first of them clean, the others noised, each state that is to be
-restored copied from the first row by a forward hook; logits of the full vocabulary at every place. For the masked
-diffusion model every place sees every place.
+The straightforward implementation is ROME's `trace_with_patch` (Meng et al. 2022) on Hugging Face's Llama with the
+same weights. For every cell it runs the whole network on samples + 1 rows, the first of them clean and the others with
+noise. A forward hook copies each restored state from the first row. It computes the logits of the full vocabulary at
+every position. For the masked diffusion model, every position attends to every position.
 
-Then what the time is spent on: operations of the matrix products of one trace, as `torch.utils.flop_counter` counts
-them, against those that a trace needs (`Shape.needed_flops`), and their rate against that of one large product on this
-machine. How cost grows with layers, tokens and samples. Last, the memory of a trace beside
-the weights (Linux: growth of VmHWM, in a process of its own), as a share of the budget that was given.
+The benchmark then compares the operations in the matrix products of one trace, counted by `torch.utils.flop_counter`,
+with the number that a trace needs (`Shape.needed_flops`), and their rate with that of one large product on this
+machine. It measures how cost grows with layers, tokens and samples. Finally it measures the memory of a trace in
+addition to the weights (on Linux: growth of VmHWM in a separate process), as a share of the budget.
 
     python benchmarks/causal_trace.py [--rounds 3] [--threads 2]
 """
@@ -46,7 +46,7 @@ WIDE = {"n_layers": 12, "d_model": 768, "d_mlp": 3072, "n_heads": 12, "d_vocab":
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a question of it: the answer is read in the last row, in place or as the next token."""
+    """Sizes of a model and its query. The answer is read in the last row, in place or as the next token."""
 
     variant: str
     n_layers: int = 8
@@ -59,11 +59,11 @@ class Shape:
 
     @property
     def masked(self) -> bool:
-        """Whether it is a masked diffusion model."""
+        """Whether the model is a masked diffusion model."""
         return self.variant == "masked"
 
     def build(self) -> HookedDiffusionTransformer:
-        """Random weights, large enough that the model is sure of something."""
+        """A model with random weights, scaled so that its predictions are confident."""
         architecture = Architecture(
             family="lit_gpt",
             name="benchmark",
@@ -88,7 +88,7 @@ class Shape:
         return model
 
     def query(self, model: HookedDiffusionTransformer) -> Query:
-        """Random tokens; the answer is what the clean run holds likeliest."""
+        """A query of random tokens. The answer is the most likely token of the clean run."""
         tokens = torch.randint(self.d_vocab - 1, (self.n_pos,), generator=torch.Generator().manual_seed(0))
         if self.masked:
             tokens[-1] = self.d_vocab - 1
@@ -96,57 +96,57 @@ class Shape:
         return Query(tokens, SUBJECT, (self.n_pos - self.masked,), (int(answer),))
 
     def trace(self, model: HookedDiffusionTransformer, query: Query, **options: Any) -> CausalTrace:
-        """What is measured."""
+        """The trace to measure."""
         return causal_trace(model, query, noise=NOISE, samples=self.samples, seed=SEED, window=WINDOW, **options)
 
     def needed_flops(self) -> int:
-        """Operations of the matrix products that a trace of kind "resid" needs with one place read.
+        """Operations of the matrix products that a trace of kind "resid" needs if one position is read.
 
-        A cell at layer l runs the blocks above it: all places of them, on the causal model those from its own on; of
-        the last block the keys and values, and one row of the rest. The fused attention kernel is left out, as
-        `torch.utils.flop_counter` leaves it out on the CPU (here 1 % of a block).
+        A cell at layer l runs the blocks above it at all positions, on the causal model from its own position on. The
+        last block needs the keys and values of all these positions and one row of everything else. The fused attention
+        kernel is not counted, because `torch.utils.flop_counter` does not count it on the CPU (here 1 % of a block).
         """
         n, d = self.n_pos, self.d_model
-        row, head = 4 * d**2 + 6 * d * self.d_mlp, 2 * d * self.d_vocab  # queries, output and MLP; logits
+        row, head = 4 * d**2 + 6 * d * self.d_mlp, 2 * d * self.d_vocab  # Queries, output and MLP; logits.
 
-        def run(blocks: int, places: int) -> int:
-            return (blocks - 1) * places * (row + 4 * d**2) + places * 4 * d**2 + row + head
+        def run(blocks: int, positions: int) -> int:
+            return (blocks - 1) * positions * (row + 4 * d**2) + positions * 4 * d**2 + row + head
 
         runs = [n] * n if self.masked else range(n - SUBJECT[0], 0, -1)
-        cells = sum(run(blocks, places) for places in runs for blocks in range(1, self.n_layers))
+        cells = sum(run(blocks, positions) for positions in runs for blocks in range(1, self.n_layers))
         return (1 + self.samples) * run(self.n_layers, n) + self.samples * (cells + head)
 
 
 class Plain:
-    """The plain procedure on Llama with a model's weights."""
+    """The straightforward implementation on Llama with the weights of a model."""
 
     def __init__(self, model: HookedDiffusionTransformer, shape: Shape) -> None:
         self.llama: LlamaForCausalLM = hugging_face_llama(model)
         self.shape = shape
-        drawn = np.random.RandomState(SEED).randn(shape.samples, SUBJECT[1] - SUBJECT[0], shape.d_model)
-        self.noise = torch.from_numpy(NOISE * drawn).float()
+        noise = np.random.RandomState(SEED).randn(shape.samples, SUBJECT[1] - SUBJECT[0], shape.d_model)
+        self.noise = torch.from_numpy(NOISE * noise).float()
 
     def trace(self, query: Query, kind: str) -> Tensor:
         """The grid Float[pos layer] of p(answer)."""
-        places, layers = range(self.shape.n_pos), range(self.shape.n_layers)
-        return torch.tensor([[self.cell(query, place, kind, layer) for layer in layers] for place in places])
+        positions, layers = range(self.shape.n_pos), range(self.shape.n_layers)
+        return torch.tensor([[self.cell(query, pos, kind, layer) for layer in layers] for pos in positions])
 
-    def cell(self, query: Query, place: int, kind: str, layer: int) -> float:
-        """p(answer) with one state restored, mean over the draws."""
+    def cell(self, query: Query, position: int, kind: str, layer: int) -> float:
+        """p(answer) with one state restored, averaged over the noise samples."""
 
-        def disturb(module: Any, args: Any, out: Tensor) -> None:
+        def add_noise(module: Any, args: Any, out: Tensor) -> None:
             out[1:, slice(*SUBJECT)] += self.noise
 
         def restore(module: Any, args: Any, out: Any) -> None:
             state = out[0] if isinstance(out, tuple) else out
-            state[1:, place] = state[0, place]
+            state[1:, position] = state[0, position]
 
         blocks = self.llama.model.layers
         around = blocks[max(0, layer - WINDOW // 2) : layer + WINDOW // 2]
         restored = {"resid": [blocks[layer]], "mlp": [b.mlp for b in around], "attn": [b.self_attn for b in around]}
         tokens = query.tokens.repeat(self.shape.samples + 1, 1)
         with contextlib.ExitStack() as hooks:
-            hooks.enter_context(self.llama.model.embed_tokens.register_forward_hook(disturb))
+            hooks.enter_context(self.llama.model.embed_tokens.register_forward_hook(add_noise))
             for module in restored[kind]:
                 hooks.enter_context(module.register_forward_hook(restore))
             logits = self.llama(tokens, attention_mask=everything_visible(tokens) if self.shape.masked else None).logits
@@ -154,20 +154,20 @@ class Plain:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what `run` returns."""
-    begun = time.perf_counter()
+    """Duration of a call in seconds, and its result."""
+    started = time.perf_counter()
     out = run()
-    return time.perf_counter() - begun, out
+    return time.perf_counter() - started, out
 
 
 def matmul_rate(size: int = 2048) -> float:
-    """Operations a second of one large matrix product."""
+    """Operations per second of one large matrix product."""
     a, b = torch.randn(2, size, size).unbind()
     return 2 * size**3 / timed(lambda: a @ b)[0]
 
 
 def compare(shape: Shape, kind: str, rounds: int) -> float:
-    """Print one line; returns the median of the paired ratios theirs/ours."""
+    """Print one line. Returns the median of the paired ratios theirs/ours."""
     model = shape.build()
     query, plain = shape.query(model), Plain(model, shape)
     ours = shape.trace(model, query, kind=kind)
@@ -192,7 +192,7 @@ def compare(shape: Shape, kind: str, rounds: int) -> float:
 
 
 def efficiency(shape: Shape) -> None:
-    """Print the rate of useful work beside that of one large product, in turn."""
+    """Print the rate of a trace next to that of one large product, measured alternately."""
     model = shape.build()
     query = shape.query(model)
     with FlopCounterMode(display=False) as counter:
@@ -208,14 +208,14 @@ def efficiency(shape: Shape) -> None:
 
 
 def growth(base: Shape) -> None:
-    """Print seconds (the better of two) and operations as one measure doubles, and by how much each grows."""
+    """Print seconds (the better of two) and operations as one size doubles, with their growth factors."""
     for field, values in (("n_layers", (4, 8, 16)), ("n_pos", (8, 16, 32)), ("samples", (4, 8, 16))):
         line, before = f"{base.variant:7} {field:8}", None
         for value in values:
             shape = replace(base, **{field: value})
             model = shape.build()
             query = shape.query(model)
-            shape.trace(model, query, positions=[-1])  # hashes the weights, once for a model
+            shape.trace(model, query, positions=[-1])  # The first trace of a model also hashes its weights.
             seconds = min(timed(partial(shape.trace, model, query))[0] for _ in range(2))
             work = shape.needed_flops()
             line += f"  {value}: {seconds:.2f} s {work / 1e9:.1f} GFLOP"
@@ -227,14 +227,14 @@ def growth(base: Shape) -> None:
 
 @torch.no_grad()
 def measure(shape: Shape, max_bytes: int, options: dict[str, Any]) -> dict[str, int]:
-    """Trace in this process: bytes of the weights, and growth of the peak beside them."""
+    """Trace in this process. Returns the bytes of the weights and the growth of the peak memory during the trace."""
     small = replace(shape, n_layers=2, d_model=64, d_mlp=128, n_heads=2, d_vocab=100)
     warm = small.build()
     small.trace(warm, small.query(warm))
     model = shape.build()
     query = shape.query(model)
-    with contextlib.suppress(AttributeError, OSError):  # where it is not possible, building the model is in the peak
-        ctypes.CDLL(None).malloc_trim(0)  # what is free and still resident would hide the growth
+    with contextlib.suppress(AttributeError, OSError):  # If unsupported, the peak includes building the model.
+        ctypes.CDLL(None).malloc_trim(0)  # Free memory that is still resident would hide growth.
         Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     shape.trace(model, query, max_bytes=max_bytes, **options)
@@ -243,7 +243,7 @@ def measure(shape: Shape, max_bytes: int, options: dict[str, Any]) -> dict[str, 
 
 
 def measure_apart(shape: Shape, max_bytes: int, **options: Any) -> dict[str, int]:
-    """`measure` in a fresh process, so that no run inherits another's memory."""
+    """`measure` in a new process, so that no measurement includes the memory of another."""
     command = [sys.executable, __file__, "--measure", json.dumps([vars(shape), max_bytes, options])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
@@ -251,11 +251,11 @@ def measure_apart(shape: Shape, max_bytes: int, **options: Any) -> dict[str, int
 
 
 def memory(shape: Shape) -> None:
-    """Print growth of the peak as a share of two budgets."""
+    """Print the growth of the peak memory as a share of two budgets."""
     for budget in (192, 512):
-        places, layer = list(range(0, shape.n_pos, 4)), shape.n_layers - 3
-        found = measure_apart(shape, budget * 2**20, positions=places, layers=[layer])
-        weights, growth = (found[name] / 2**20 for name in ("weights", "growth"))
+        positions, layer = list(range(0, shape.n_pos, 4)), shape.n_layers - 3
+        measured = measure_apart(shape, budget * 2**20, positions=positions, layers=[layer])
+        weights, growth = (measured[name] / 2**20 for name in ("weights", "growth"))
         print(
             f"{shape.variant:7} {weights:4.0f} MiB of weights, budget {budget:4} MiB: peak growth {growth:4.0f} MiB, "
             f"{growth / budget:.0%} of the budget"
@@ -264,25 +264,25 @@ def memory(shape: Shape) -> None:
 
 @torch.no_grad()
 def main(rounds: int = 3, threads: int | None = None) -> dict[str, float]:
-    """Measure; returns the ratio for each variant and kind."""
+    """Run all measurements. Returns the ratio for each variant and kind."""
     if threads:
         torch.set_num_threads(threads)
     shapes = [Shape(variant) for variant in BARS]
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} rounds in turn")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} alternating rounds")
     print(f"{shapes[0]}, window {WINDOW}\n")
     ratios = {
         f"{shape.variant} {kind}": compare(shape, kind, rounds if kind == "resid" else 1)
         for shape in shapes
         for kind in ("resid", "mlp", "attn")
     }
-    print("\nuseful work of a trace of kind resid")
+    print("\nefficiency of a trace of kind resid")
     for shape in shapes:
         efficiency(shape)
     print("\ngrowth of kind resid; work: on the masked model about layers² tokens² samples / 2 blocks")
     for shape in shapes:
         growth(replace(shape, samples=4))
     print(f"\nmemory: {WIDE}")
-    for shape in shapes if sys.platform == "linux" else []:  # only Linux publishes its count of resident pages
+    for shape in shapes if sys.platform == "linux" else []:  # Only Linux reports the peak resident memory in /proc.
         memory(replace(shape, **WIDE))
     return ratios
 

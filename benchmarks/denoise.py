@@ -1,8 +1,9 @@
-"""The denoising loop against the plain one, side by side in one run, at equal trajectories.
+"""Speed of the denoising loop, compared with a straightforward loop that computes the same trajectory.
 
-The plain loop is what papers hand-roll: at every step a full forward pass of both branches of guidance and logits of
-the full vocabulary at every place; for the causal twin, the whole prefix for every token. Then the cost of hooks: one
-that looks at every `hook_resid_post` at every step, against the same loop without.
+At every step, the straightforward loop runs a full forward pass of both branches of guidance and computes the logits
+of the full vocabulary at every position. For the autoregressive (AR) baseline it runs the whole prefix for every
+token. The benchmark also measures the cost of hooks: the loop with a read-only hook at every `hook_resid_post`, and
+without hooks.
 
     python benchmarks/denoise.py [--rounds 5] [--threads 2]
 """
@@ -24,7 +25,7 @@ LENGTH, STEPS, GUIDANCE = 52, 32, 0.8
 
 
 def build(masked: bool) -> HookedDiffusionTransformer:
-    """8 layers, d=512, vocabulary 32000, random weights."""
+    """A model with 8 layers, d=512, vocabulary 32000 and random weights."""
     architecture = Architecture(
         family="lit_gpt",
         name="benchmark",
@@ -46,7 +47,7 @@ def build(masked: bool) -> HookedDiffusionTransformer:
 
 @torch.no_grad()
 def plain_diffusion(model: HookedDiffusionTransformer, prompt: Tensor) -> Tensor:
-    """SMDM's greedy sampler as its authors write it, a canvas a step."""
+    """SMDM's greedy sampler as in the authors' code. Returns the canvas of each step."""
     n_given = prompt.shape[1]
     canvas = torch.full((1, LENGTH), 32000)
     canvas[:, :n_given] = prompt
@@ -58,10 +59,10 @@ def plain_diffusion(model: HookedDiffusionTransformer, prompt: Tensor) -> Tensor
         logits = unconditional + (GUIDANCE + 1) * (conditional - unconditional)
         masked = canvas == 32000
         tokens = logits.argmax(-1)
-        sure = torch.softmax(logits.double(), -1).gather(-1, tokens[..., None])[..., 0].masked_fill(~masked, -1)
+        confidence = torch.softmax(logits.double(), -1).gather(-1, tokens[..., None])[..., 0].masked_fill(~masked, -1)
         left = int(masked.sum())
         n = left if step == STEPS - 1 else int(left * (1 - times[step + 1] / times[step]))
-        revealed = sure[0].topk(n).indices
+        revealed = confidence[0].topk(n).indices
         canvas = canvas.clone()
         canvas[0, revealed] = tokens[0, revealed]
         canvases.append(canvas)
@@ -70,7 +71,7 @@ def plain_diffusion(model: HookedDiffusionTransformer, prompt: Tensor) -> Tensor
 
 @torch.no_grad()
 def plain_autoregression(model: HookedDiffusionTransformer, prompt: Tensor) -> Tensor:
-    """The whole prefix for every token."""
+    """Greedy generation that runs the whole prefix for every token."""
     tokens = prompt
     while tokens.shape[1] < LENGTH:
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
@@ -84,9 +85,9 @@ def compare(name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor],
     for _ in range(rounds):
         seconds = []
         for run in (ours, theirs):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             run()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - started)
         pairs.append(seconds)
     a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(other / own for own, other in pairs)
@@ -95,14 +96,14 @@ def compare(name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor],
 
 
 def main(rounds: int = 5, threads: int | None = None) -> dict[str, float]:
-    """Measure; returns the ratio of each line."""
+    """Run all measurements. Returns the ratio of each line."""
     if threads:
         torch.set_num_threads(threads)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} rounds in turn")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} alternating rounds")
     print(f"length {LENGTH}, {STEPS} steps, guidance {GUIDANCE}; columns: ours, the other\n")
-    mdm, twin = build(masked=True), build(masked=False)
+    mdm, baseline = build(masked=True), build(masked=False)
     guided = {"length": LENGTH, "steps": STEPS, "cfg_scale": GUIDANCE, "sampler": smdm()}
-    looking = {"fwd_hooks": [(lambda name: name.endswith("hook_resid_post"), lambda activation, hook: None)]}
+    read_only = {"fwd_hooks": [(lambda name: name.endswith("hook_resid_post"), lambda activation, hook: None)]}
     long, short = (torch.randint(32000, (1, n), generator=torch.Generator().manual_seed(n)) for n in (34, 20))
 
     def loop(prompt: Tensor, **options: Any) -> Tensor:
@@ -113,16 +114,15 @@ def main(rounds: int = 5, threads: int | None = None) -> dict[str, float]:
         for name, ours, theirs in (
             ("diffusion, prompt 34: loop / plain loop", lambda: loop(long), lambda: plain_diffusion(mdm, long)),
             ("diffusion, prompt 20: loop / plain loop", lambda: loop(short), lambda: plain_diffusion(mdm, short)),
-            ("diffusion, prompt 20: unhooked / hooked", lambda: loop(short), lambda: loop(short, **looking)),
+            ("diffusion, prompt 20: unhooked / hooked", lambda: loop(short), lambda: loop(short, **read_only)),
             (
-                "twin, prompt 20: loop / no-cache loop",
-                lambda: twin.denoise(short, length=LENGTH).tokens,
-                lambda: plain_autoregression(twin, short),
+                "AR baseline, prompt 20: loop / no-cache loop",
+                lambda: baseline.denoise(short, length=LENGTH).tokens,
+                lambda: plain_autoregression(baseline, short),
             ),
         )
     }
-    prompt = short
-    run = mdm.denoise(prompt, length=LENGTH, steps=STEPS, cfg_scale=GUIDANCE)
+    run = mdm.denoise(short, length=LENGTH, steps=STEPS, cfg_scale=GUIDANCE)
     print(f"\n{run.forward_passes} forward passes for {run.n_steps} steps, {run.tokens_per_second:.1f} tokens/s")
     return ratios
 

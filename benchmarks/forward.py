@@ -1,8 +1,8 @@
-"""The unhooked forward pass against Hugging Face's Llama with the same weights, in turn in one process.
+"""Speed of the forward pass without hooks, compared with Hugging Face's Llama with the same weights.
 
-Two shapes: a wide one, where matrix products dominate, and a narrow deep one, where the fixed cost of a layer does,
-which a denoising loop pays hundreds of times. Prints medians and the median of the paired ratios; below 1 is faster
-than Llama.
+The benchmark measures both alternately in one process, on two shapes. In the wide shape, matrix products dominate. In
+the narrow, deep shape, the fixed cost of a layer dominates, which a denoising loop pays hundreds of times. It prints
+medians and the median of the paired ratios; a ratio below 1 is faster than Llama.
 
     python benchmarks/forward.py [--rounds 40] [--threads 2]
 """
@@ -47,18 +47,18 @@ def build(n_layers: int, d_model: int, n_heads: int, d_mlp: int, d_vocab: int) -
 
 
 def seconds(network: Callable[[Tensor], object], tokens: Tensor) -> float:
-    """Wall time of one forward pass."""
-    begun = time.perf_counter()
+    """Wall time of one forward pass in seconds."""
+    started = time.perf_counter()
     network(tokens)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 @torch.no_grad()
 def main(rounds: int = 40, threads: int | None = None) -> dict[str, float]:
-    """Measure; returns the ratio of each shape."""
+    """Run all measurements. Returns the ratio of each shape."""
     if threads:
         torch.set_num_threads(threads)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} rounds in turn")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} alternating rounds")
     ratios = {}
     for name, (n_layers, d_model, n_heads, d_mlp, d_vocab, batch, pos) in SHAPES.items():
         model = build(n_layers, d_model, n_heads, d_mlp, d_vocab)

@@ -21,7 +21,7 @@ _BLOCK = {
 
 
 def hugging_face_llama(model: HookedDiffusionTransformer, attn_implementation: str = "sdpa") -> LlamaForCausalLM:
-    """The same network as Hugging Face builds it. It is causal; `everything_visible` makes it bidirectional."""
+    """Hugging Face's implementation of the same network. It is causal; `everything_visible` makes it bidirectional."""
     cfg = model.cfg
     if cfg.d_vocab != cfg.d_vocab_out or cfg.rotary_dtype != torch.float32:
         raise ValueError("Hugging Face's Llama has no mask row and no rounded rotary tables")
@@ -47,7 +47,7 @@ def hugging_face_llama(model: HookedDiffusionTransformer, attn_implementation: s
 
 
 def everything_visible(tokens: Tensor) -> Tensor:
-    """A 4-d additive mask under which every place sees every place."""
+    """A 4-d additive attention mask with which every position attends to every position."""
     batch, pos = tokens.shape
     return torch.zeros(batch, 1, pos, pos)
 

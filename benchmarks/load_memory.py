@@ -1,10 +1,10 @@
-"""Memory taken by loading a checkpoint of a published size, as a multiple of the weights themselves.
+"""Memory for loading a checkpoint of a published size, as a multiple of the size of its weights.
 
-Writes a checkpoint of that size with random numbers, then loads it for each dtype in a process of its own and reads the
-peak of its resident memory (Linux: VmHWM). A size of SMDM's is one float32 file; "llada-8b" stands for two layers of
-LLaDA-8B's widths with all of its vocabulary, 2.9 GB in bfloat16, in shards as Hugging Face writes them. Growth is
-counted from just before `from_pretrained`, with everything imported and the embedded tiny model loaded once; pages of
-the file that are mapped at the same time count too. 1.00 would be the weights and nothing else.
+The benchmark writes a checkpoint of that size with random weights. It then loads it for each dtype in a separate
+process, and reads the peak resident memory (Linux: VmHWM). A size of SMDM is one float32 file. "llada-8b" is two
+layers with the widths and the full vocabulary of LLaDA-8B, 2.9 GB in bfloat16, in shards as Hugging Face writes them.
+Growth is relative to the memory just before `from_pretrained`, after all imports and after one load of a bundled
+model. It includes mapped pages of the file. A ratio of 1.00 would be the weights and nothing else.
 
     python benchmarks/load_memory.py [--size 1028M | llada-8b] [--suffix .safetensors] [--folder /tmp] [--keep]
 """
@@ -50,7 +50,7 @@ LLADA_8B = Architecture(
 
 
 def write_checkpoint(architecture: Architecture, path: Path) -> Path:
-    """A checkpoint with random numbers and the config that belongs to it; a `.pth` holds them under "model"."""
+    """Write a checkpoint with random weights and its config. A `.pth` file has the weights under "model"."""
     generator = torch.Generator().manual_seed(0)
     plain = path.with_suffix(".safetensors")
     shapes = tensor_shapes(architecture)
@@ -63,50 +63,50 @@ def write_checkpoint(architecture: Architecture, path: Path) -> Path:
 
 
 def write_shards(architecture: Architecture, folder: Path, most_bytes: int = 10**9) -> Path:
-    """The same in bfloat16, in shards of at most `most_bytes` (a tensor is never split) with their index."""
+    """Write a checkpoint in bfloat16 in shards of at most `most_bytes` (a tensor is never split), with their index."""
     generator = torch.Generator().manual_seed(0)
     family = FAMILIES[architecture.family]
     shards: list[dict[str, tuple[int, ...]]] = [{}]
-    held = total = 0
+    shard_bytes = total = 0
     for name, shape in KeyMap(family.rules, architecture).their_shapes.items():
         size = 2 * torch.Size(shape).numel()
-        if shards[-1] and held + size > most_bytes:
+        if shards[-1] and shard_bytes + size > most_bytes:
             shards.append({})
-            held = 0
+            shard_bytes = 0
         shards[-1][name] = shape
-        held, total = held + size, total + size
-    where: dict[str, str] = {}
+        shard_bytes, total = shard_bytes + size, total + size
+    weight_map: dict[str, str] = {}
     for i, shapes in enumerate(shards, start=1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        where |= dict.fromkeys(shapes, file)
-        drawn = {name: torch.rand(shape, generator=generator, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        save_file(drawn, folder / file, metadata={"format": "pt"})
-    write_json({"metadata": {"total_size": total}, "weight_map": where}, folder / INDEX)
+        weight_map |= dict.fromkeys(shapes, file)
+        tensors = {name: torch.rand(shape, generator=generator, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
     write_json(family.write_config(architecture), folder / family.config_file)
     return folder
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far, file pages included."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    """Peak resident memory of this process in bytes, including file pages."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def measure(path: Path, dtype: str) -> dict[str, float]:
-    """Load `path` in this process: bytes of the weights, growth of the peak, seconds."""
+    """Load `path` in this process. Returns the bytes of the weights, the growth of the peak memory, and seconds."""
     HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
-    with contextlib.suppress(OSError):  # where it is not allowed, the peak of the imports is the baseline
+    with contextlib.suppress(OSError):  # If it is not permitted, the peak of the imports is the reference.
         Path("/proc/self/clear_refs").write_text("5")
-    before, begun = peak_bytes(), time.perf_counter()
+    before, started = peak_bytes(), time.perf_counter()
     model = HookedDiffusionTransformer.from_pretrained(path, device="cpu", dtype=getattr(torch, dtype))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {"weights": weights, "growth": peak_bytes() - before, "seconds": seconds}
 
 
 def measure_apart(path: Path, dtype: str) -> dict[str, float]:
-    """`measure` in a fresh process, so that no run inherits another's memory."""
+    """`measure` in a new process, so that no measurement includes the memory of another."""
     command = [sys.executable, __file__, "--measure", str(path), dtype]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -114,7 +114,7 @@ def measure_apart(path: Path, dtype: str) -> dict[str, float]:
 
 
 def main(size: str = "1028M", suffix: str = ".safetensors", folder: str | None = None, keep: bool = False) -> None:
-    """Write, measure, print one table; the file is deleted again unless it is to be kept."""
+    """Write the checkpoint, measure, and print one table. The files are deleted unless `keep`."""
     scratch = Path(tempfile.mkdtemp(dir=folder))
     try:
         if sharded := size.lower() == "llada-8b":
@@ -126,9 +126,9 @@ def main(size: str = "1028M", suffix: str = ".safetensors", folder: str | None =
         print(f"{path}: {n_bytes:,} bytes in {len(files)} files, torch {torch.__version__}, CPU")
         print(f"{'dtype':10} {'weights':>15} {'peak growth':>15} {'ratio':>6} {'seconds':>8}")
         for dtype in ("bfloat16",) if sharded else DTYPES:
-            found = measure_apart(path, dtype)
-            ratio = found["growth"] / found["weights"]
-            print(f"{dtype:10} {found['weights']:15,} {found['growth']:15,} {ratio:6.3f} {found['seconds']:8.1f}")
+            result = measure_apart(path, dtype)
+            ratio = result["growth"] / result["weights"]
+            print(f"{dtype:10} {result['weights']:15,} {result['growth']:15,} {ratio:6.3f} {result['seconds']:8.1f}")
     finally:
         if not keep:
             shutil.rmtree(scratch)

@@ -1,8 +1,9 @@
-"""The search for v* against the plain procedure, in turn in one process, at equal losses.
+"""Speed of the search for v*, compared with a straightforward implementation that computes the same losses.
 
-The plain procedure is ROME's: in every iteration the whole network, with the logits of the full vocabulary at every
-place. Layer 4 of 12, d=512, vocabulary 32000, three prompts and the essence, 20 iterations. Then many facts together
-against the same facts one by one, in facts a minute.
+The straightforward implementation is ROME's: every iteration runs the whole network and computes the logits of the
+full vocabulary at every position. The search is at layer 4 of 12, with d=512, vocabulary 32000, three prompts and the
+essence prompt, and 20 iterations. The benchmark also compares one search for several facts with one search per fact,
+in facts per minute.
 
     python benchmarks/rome.py [--rounds 3] [--threads 2]
 """
@@ -23,13 +24,18 @@ from diffusion_lens.analysis.rome import ValueResult, ValueSettings, optimize_va
 from weight_conversion import Architecture
 
 LAYER, N_FACTS = 4, 4
-PREFIXES, PROMPT, SUBJECT, OBJECT = (0, 5, 10), 10, (2, 5), 3  # tokens before the prompt, of it, of its parts
-SETTINGS = ValueSettings(stop_below=0.0)  # all iterations, whatever the loss
-Fact = tuple[list[Query], Query]  # a request and its essence
+PREFIXES, PROMPT, SUBJECT, OBJECT = (
+    (0, 5, 10),
+    10,
+    (2, 5),
+    3,
+)  # Token counts of prefixes, prompt and object; subject span.
+SETTINGS = ValueSettings(stop_below=0.0)  # Never stop early.
+Fact = tuple[list[Query], Query]  # A request and its essence prompt.
 
 
 def build(masked: bool) -> HookedDiffusionTransformer:
-    """12 layers, d=512, vocabulary 32000, random weights."""
+    """A model with 12 layers, d=512, vocabulary 32000 and random weights."""
     architecture = Architecture(
         family="lit_gpt",
         name="benchmark",
@@ -49,18 +55,18 @@ def build(masked: bool) -> HookedDiffusionTransformer:
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
-def draw(model: HookedDiffusionTransformer, seed: int) -> Fact:
-    """A request of three prompts, and its essence."""
+def random_fact(model: HookedDiffusionTransformer, seed: int) -> Fact:
+    """A request of three random prompts, and its essence prompt."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(32000, (100,), generator=generator)
-    prompt, answer, before = drawn[:PROMPT], drawn[PROMPT : PROMPT + OBJECT], drawn[PROMPT + OBJECT :]
+    tokens = torch.randint(32000, (100,), generator=generator)
+    prompt, answer, before = tokens[:PROMPT], tokens[PROMPT : PROMPT + OBJECT], tokens[PROMPT + OBJECT :]
     mask = model.cfg.mask_token_id
     canvas = answer[:-1] if mask is None else torch.full((OBJECT,), mask)
     queries = []
     for n in PREFIXES:
-        places = range(n + PROMPT, n + PROMPT + OBJECT)
+        positions = range(n + PROMPT, n + PROMPT + OBJECT)
         tokens = torch.cat([before[:n], prompt, canvas])
-        queries.append(Query(tokens, (n + SUBJECT[0], n + SUBJECT[1]), tuple(places), tuple(answer.tolist())))
+        queries.append(Query(tokens, (n + SUBJECT[0], n + SUBJECT[1]), tuple(positions), tuple(answer.tolist())))
     ending = [7, 8] if mask is None else [7, 8, mask]
     subject = prompt[slice(*SUBJECT)]
     return queries, Query(torch.cat([subject, torch.tensor(ending)]), (0, len(subject)), (), ())
@@ -69,29 +75,29 @@ def draw(model: HookedDiffusionTransformer, seed: int) -> Fact:
 def plain_search(
     model: HookedDiffusionTransformer, queries: Sequence[Query], essence: Query, layer: int, settings: ValueSettings
 ) -> tuple[Tensor, Tensor]:
-    """ROME's `compute_v`: losses [iteration 4] and v*."""
+    """ROME's `compute_v`. Returns the losses Float[iteration 4] and v*."""
     canvases = [*queries, essence]
     tokens = torch.nn.utils.rnn.pad_sequence([canvas.tokens for canvas in canvases], batch_first=True)
     real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(canvas.tokens)) for canvas in canvases], batch_first=True)
     lookups = [canvas.subject[1] - 1 for canvas in canvases]
     shift = int(model.cfg.readout == "shifted")
-    last = len(essence.tokens) - shift - (model.cfg.mask_token_id is not None)  # behind the text, or at its [MASK]
+    last = len(essence.tokens) - shift - model.cfg.has_mask  # The position after the text, or its [MASK].
     delta = torch.zeros(model.cfg.d_model, requires_grad=True)
     initial: list[Tensor] = []
-    held: list[Tensor] = []
+    essence_log_probs: list[Tensor] = []
 
     def edit(out: Tensor, hook: Any) -> Tensor:
         if not initial:
             initial.append(out[0, lookups[0]].detach().clone())
-        moved = out.clone()
-        for row, place in enumerate(lookups):
-            moved[row, place] = moved[row, place] + delta
-        return moved
+        edited = out.clone()
+        for row, position in enumerate(lookups):
+            edited[row, position] = edited[row, position] + delta
+        return edited
 
     targets = torch.full(tokens.shape, -100)
     for row, query in enumerate(queries):
-        targets[row, [place - shift for place in query.answer_positions]] = torch.tensor(query.answer_tokens)
-    asked = (targets != -100).float()
+        targets[row, [pos - shift for pos in query.answer_positions]] = torch.tensor(query.answer_tokens)
+    is_target = (targets != -100).float()
     model.requires_grad_(False)
     optimizer = torch.optim.Adam([delta], lr=settings.lr)
     losses = []
@@ -99,10 +105,11 @@ def plain_search(
         optimizer.zero_grad()
         logits = model.run_with_hooks(tokens, attention_mask=real, fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", edit)])
         log_probs = torch.log_softmax(logits, dim=-1)
-        said = log_probs.gather(2, targets.clamp(min=0)[..., None])[..., 0] * asked
-        nll = -(said.sum(1)[: len(queries)] / len(queries[0].answer_tokens)).mean()
-        held.append(torch.log_softmax(logits[-1, last], dim=-1))
-        kl = settings.kl_factor * (held[-1].exp() * (held[-1] - held[0].detach())).sum()
+        answer_log_probs = log_probs.gather(2, targets.clamp(min=0)[..., None])[..., 0] * is_target
+        nll = -(answer_log_probs.sum(1)[: len(queries)] / len(queries[0].answer_tokens)).mean()
+        essence_log_probs.append(torch.log_softmax(logits[-1, last], dim=-1))
+        first, current = essence_log_probs[0].detach(), essence_log_probs[-1]
+        kl = settings.kl_factor * (current.exp() * (current - first)).sum()
         decay = settings.weight_decay * delta.norm() / initial[0].norm() ** 2
         total = nll + kl + decay
         losses.append(torch.stack([total, nll, kl, decay]).detach())
@@ -119,25 +126,25 @@ def plain_search(
 
 
 def one_by_one(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> list[ValueResult]:
-    """Each fact in a search of its own."""
-    return [optimize_value(model, request, LAYER, essence=held, **asdict(SETTINGS)) for request, held in facts]
+    """One search per fact."""
+    return [optimize_value(model, request, LAYER, essence=essence, **asdict(SETTINGS)) for request, essence in facts]
 
 
 def all_at_once(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> list[ValueResult]:
-    """All facts in one search."""
+    """One search for all facts."""
     requests, essences = zip(*facts, strict=True)
     return optimize_values(model, requests, LAYER, essences=essences, settings=SETTINGS)
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall time of one run."""
-    begun = time.perf_counter()
+    """Wall time of one call in seconds."""
+    started = time.perf_counter()
     run()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def compare(name: str, ours: Callable[[], Any], other: Callable[[], Any], rounds: int, n_facts: int = 1) -> float:
-    """Print medians, facts a minute and the median of the paired ratios other/ours."""
+    """Print medians, facts per minute and the median of the paired ratios other/ours."""
     pairs = [(seconds(ours), seconds(other)) for _ in range(rounds)]
     own, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(b / a for a, b in pairs)
@@ -147,19 +154,19 @@ def compare(name: str, ours: Callable[[], Any], other: Callable[[], Any], rounds
 
 
 def main(rounds: int = 3, threads: int | None = None) -> dict[str, float]:
-    """Measure; returns the ratio of each line."""
+    """Run all measurements. Returns the ratio of each line."""
     if threads:
         torch.set_num_threads(threads)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} rounds in turn")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} alternating rounds")
     print("columns: ours, the other\n")
     ratios = {}
-    for kind in ("diffusion", "twin"):
+    for kind in ("diffusion", "AR baseline"):
         model = build(masked=kind == "diffusion")
-        facts = [draw(model, seed) for seed in range(N_FACTS)]
+        facts = [random_fact(model, seed) for seed in range(N_FACTS)]
         alone = partial(one_by_one, model, facts[:1])
         plain = partial(plain_search, model, *facts[0], LAYER, SETTINGS)
         error = (alone()[0].losses - plain()[0]).abs().max().item()
-        name = f"{kind}: v* / plain procedure"
+        name = f"{kind}: v* / plain search"
         ratios[name] = compare(name, alone, plain, rounds)
         print(f"{'':40} losses differ by at most {error:.1e}")
         name = f"{kind}: {N_FACTS} facts together / one by one"

@@ -1,4 +1,4 @@
-"""The command line as it says itself: `{commands}` is every command's help, `{exit-codes}` what its codes mean."""
+"""Sphinx directives for the command line: `{commands}` shows the help of all commands, `{exit-codes}` exit codes."""
 
 import re
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ def commands() -> dict[str, Any]:
 
 
 def command_lines(name: str, command: Any) -> Iterator[str]:
-    """One command in Markdown: what it does, its example, its arguments and options."""
-    *told, example = command.help.split("\n\n")
+    """The help of one command in Markdown: description, example, arguments and options."""
+    *description, example = command.help.split("\n\n")
     yield from (f"### {name}", "")
-    for paragraph in told:
+    for paragraph in description:
         yield from (_plain(paragraph.replace("\n", " ")), "")
     yield from ("```sh", _broken(example.removeprefix("Example: ").replace("\n", " ")), "```", "")
     context = command.make_context(name, [], resilient_parsing=True)
@@ -35,19 +35,19 @@ def command_lines(name: str, command: Any) -> Iterator[str]:
 
 
 def exit_codes() -> list[tuple[str, str]]:
-    """Code and meaning, from the docstring of the application's module."""
-    told = import_module("diffusion_lens.cli.app").__doc__
-    return re.findall(r"(?:^|\s{4,})(\d+)  (\S.*?)(?=\s{4,}|$)", str(told), re.MULTILINE)
+    """Exit codes and their meanings, from the docstring of the application's module."""
+    docstring = import_module("diffusion_lens.cli.app").__doc__
+    return re.findall(r"(?:^|\s{4,})(\d+)  (\S.*?)(?=\s{4,}|$)", str(docstring), re.MULTILINE)
 
 
 def _plain(text: str) -> str:
-    """Text without markup but for `code`."""
+    """Text with all markup escaped, except `code`."""
     pieces = re.split(r"(`[^`]+`)", text)
     return "".join(p if p.startswith("`") else re.sub(r"([*_<>|\[\]])", r"\\\1", p) for p in pieces)
 
 
 def _broken(command: str, width: int = 88) -> str:
-    """A long command on several lines, before options."""
+    """A long command on several lines, broken before options."""
     lines = [""]
     for piece in re.split(r" (?=--)", command):
         if lines[-1] and len(f"{lines[-1]} {piece}") > width:
@@ -62,14 +62,14 @@ class Commands(SphinxDirective):
     """`{commands}`: a section for each command."""
 
     def run(self) -> list[nodes.Node]:
-        return parsed(self, [line for name, each in commands().items() for line in command_lines(name, each)])
+        return parsed(self, [line for name, command in commands().items() for line in command_lines(name, command)])
 
 
 class ExitCodes(SphinxDirective):
     """`{exit-codes}`: a table."""
 
     def run(self) -> list[nodes.Node]:
-        return parsed(self, markdown(("code", "meaning"), [(f"`{code}`", told) for code, told in exit_codes()]))
+        return parsed(self, markdown(("code", "meaning"), [(f"`{code}`", meaning) for code, meaning in exit_codes()]))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

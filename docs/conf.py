@@ -1,15 +1,15 @@
-"""The documentation site: `make docs`, or `sphinx-build -W -n docs docs/_build`. Nothing is fetched."""
+"""Sphinx configuration of the documentation site: `make docs`, or `sphinx-build -W -n docs docs/_build`, offline."""
 
 import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-# Before numpy comes in. The matrices of the pages are small: more threads only wait for one another.
+# This must precede the import of numpy. More threads only slow down the small matrices of these pages.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # our own extensions, and the runner of snippets
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # Our extensions, and the module that runs snippets.
 
 project = "diffusion_lens"
 author = "The diffusion_lens authors"
@@ -43,7 +43,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 napoleon_attr_annotations = False
 highlight_language = "none"
-smartquotes_action = "D"  # dashes alone: what stands in quotes is often something to type
+smartquotes_action = "D"  # Convert dashes only, because quoted text is often code.
 
 html_theme = "furo"
 html_title = f"diffusion_lens {release}"

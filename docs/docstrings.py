@@ -1,9 +1,9 @@
-"""Docstrings as they are written here, plain text with `code` in backticks, handed to Sphinx.
+"""Sphinx extension for docstrings in plain text with `code` in backticks.
 
-Nothing else is markup but *a few words* between stars: bars, underscores and lone stars are escaped, and an indented
-piece after a blank line (a formula, a table) is shown as it stands. What a backtick holds becomes a link where exactly
-one documented name ends in it, and is set as code otherwise. `{py:func}` and its kin in the pages find names in the
-same way; there a name that nothing is called is a warning, which fails the build.
+The only other markup is *emphasis* between stars. Bars, underscores and single stars are escaped. An indented block
+after a blank line (a formula or a table) is shown verbatim. The text between backticks becomes a link if exactly one
+documented name ends in it; otherwise it is set as code. Roles in the pages, such as `{py:func}`, resolve names in the
+same way. An unknown name in a page is a warning, which fails the build.
 """
 
 import re
@@ -24,26 +24,26 @@ _SEVERAL = re.compile(r"^(    )(\w+(?:, \w+)+): (.*\n(?:     .*\n)*)", re.MULTIL
 def setup(app: Sphinx) -> dict[str, bool]:
     app.setup_extension("sphinx.ext.napoleon")
     app.config.default_role = "py:obj"
-    app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon, which is at 500
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # Napoleon has priority 500.
     app.connect("missing-reference", find_by_its_end)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def as_restructured_text(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Make plain text safe, in place."""
-    each = _SEVERAL.sub(_one_by_one, "\n".join([*lines, ""]))
-    lines[:] = [*_blocks_kept(each.split("\n"))]
+    """Escape plain text for reStructuredText, in place."""
+    text = _SEVERAL.sub(_one_by_one, "\n".join([*lines, ""]))
+    lines[:] = [*_escape_outside_blocks(text.split("\n"))]
     if what == "property":
-        lines.insert(0, "\\ ")  # or napoleon would take "The id that ...: the tokenizer's" for a type
+        lines.insert(0, "\\ ")  # Otherwise napoleon takes the text before a colon for a type.
 
 
 def _one_by_one(entry: re.Match[str]) -> str:
-    """An entry for two names, "before, after: ...", as one for each: napoleon knows such entries of arguments only."""
+    """Split an entry for several names, "before, after: ...". Napoleon supports such entries for arguments only."""
     return "".join(f"{entry[1]}{name}: {entry[3]}" for name in entry[2].split(", "))
 
 
-def _blocks_kept(lines: list[str]) -> Iterator[str]:
-    """Lines with special characters escaped, but for indented blocks between blank lines, which become literal."""
+def _escape_outside_blocks(lines: list[str]) -> Iterator[str]:
+    """Escape special characters, except in indented blocks between blank lines, which become literal blocks."""
     text, literal = "", False
     for i, line in enumerate(lines):
         indented = line.startswith("    ")
@@ -71,22 +71,22 @@ def _plain(text: str) -> str:
 
 
 def find_by_its_end(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> Any:
-    """The one documented object of the kind asked for whose dotted name ends in what is referred to."""
+    """Resolve a reference to the only documented object of its kind whose dotted name ends in the target."""
     if node.get("refdomain") != "py":
         return None
     python, role = env.get_domain("py"), node["reftype"]
     target = re.sub(r"\(.*\)$", "", node["reftarget"].lstrip("."))
     kinds = set(python.objtypes_for_role(role) or ()) - {"module"}
     if "." not in target:
-        kinds -= {"attribute", "property"}  # as a bare word a parameter is more likely meant
-    found = {
+        kinds -= {"attribute", "property"}  # A bare word more likely names a parameter.
+    matches = {
         name: entry
         for name, entry in python.objects.items()
         if entry.objtype in kinds and not entry.aliased and (name == target or name.endswith(f".{target}"))
     }
-    if len(found) == 1:
-        ((name, entry),) = found.items()
+    if len(matches) == 1:
+        ((name, entry),) = matches.items()
         return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
-    # Types of annotations may belong to other packages, or to us alone; text means what it says.
+    # Annotations may name types of other packages or internal types. An explicit reference in the text must resolve.
     may_be_unknown = role == "obj" or "refexplicit" not in node
     return contnode if may_be_unknown else None

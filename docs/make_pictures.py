@@ -1,6 +1,6 @@
-"""The pictures of the pages, made by their own code each time the site is built: `docs/_made/*.png`.
+"""Figures of the pages, drawn by the pages' own code at every build: `docs/_made/*.png`.
 
-Where the code of such a page prints something else than the page says, the build warns.
+If the code of such a page does not print the output that the page shows, the build warns.
 """
 
 import os
@@ -18,7 +18,7 @@ FOLDER = "_made"
 
 
 def pages_with_pictures(source: Path) -> list[Path]:
-    """The pages that show a picture which Python on a page of this kind has drawn."""
+    """Pages that contain Python and show a figure from the folder of drawn figures."""
     return [
         page
         for page in sorted(source.glob("*.md"))
@@ -28,26 +28,26 @@ def pages_with_pictures(source: Path) -> list[Path]:
 
 
 def make_pictures(page: Path) -> list[Path]:
-    """Run a page in a folder of its own and keep what it draws; returns the paths."""
+    """Run a page in its own folder and keep its figures. Returns their paths."""
     made = page.parent / FOLDER
     made.mkdir(exist_ok=True)
     here = Path.cwd()
     with tempfile.TemporaryDirectory(dir=made) as scratch:
         os.chdir(scratch)
         try:
-            for block, said in run_python(page):
-                if said != (block.output or ""):
-                    where = f"{page}:{block.line}"
-                    logger.warning("the page says something else than is printed:\n%s", said, location=where)
+            for block, output in run_python(page):
+                if output != (block.output or ""):
+                    location = f"{page}:{block.line}"
+                    logger.warning("the page shows another output than its code prints:\n%s", output, location=location)
         finally:
             os.chdir(here)
-        drawn = sorted(Path(scratch).glob("*.png"))
-        # Moved whole: two builds at a time do not see half of one another's pictures.
-        return [Path(shutil.move(picture, made / picture.name)) for picture in drawn]
+        figures = sorted(Path(scratch).glob("*.png"))
+        # Moving is atomic, so that two simultaneous builds never see partial figures.
+        return [Path(shutil.move(figure, made / figure.name)) for figure in figures]
 
 
 def make_all(app: Sphinx) -> None:
-    """Every page's pictures; no two pages draw one of the same name."""
+    """Draw the figures of all pages. Two pages must not draw figures with the same name."""
     drawn: dict[str, Path] = {}
     for page in pages_with_pictures(Path(app.srcdir)):
         for picture in make_pictures(page):
@@ -57,6 +57,6 @@ def make_all(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    torch.set_num_threads(1)  # the models are small: more threads only wait for one another
+    torch.set_num_threads(1)  # More threads only slow down small models.
     app.connect("builder-inited", make_all)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,11 +1,11 @@
-"""Make a masked diffusion model write in another order, and see whether it still writes the same.
+"""Make a masked diffusion model write in another order, and compare the texts and their probabilities.
 
-The prompt begins a sentence that many people fit, so the order decides how it goes on. A hook on `denoise.hook_reveal`
-says which places are revealed (left to right, right to left); one on `denoise.hook_confidence` replaces the ranking
-(the least sure first). For each order you see the sentence, the step in which each place was revealed, the probability
-along that order, and the one that the chain rule gives, left to right; for "left to right" they are one number. None is
-the right one: a model gives a sentence as many probabilities as there are orders to write it in.
-OUT gets a picture with a panel for each order.
+The prompt begins a sentence that fits many people, so the order of revealing decides how the text continues. A hook at
+`denoise.hook_reveal` selects the positions (left to right, right to left), and a hook at `denoise.hook_confidence`
+replaces the ranking (least confident first). For each order the example prints the text, the step that revealed each
+position, the probability in that order, and the probability of the chain rule from left to right. These two are equal
+for "left to right". Neither is the probability of the text: a masked diffusion model assigns one for every order.
+OUT contains a figure with one panel per order.
 """
 
 import argparse
@@ -20,19 +20,19 @@ from diffusion_lens.evaluation import chain_rule_nll
 
 
 def leftmost(reveal: torch.Tensor, hook: Any) -> torch.Tensor:
-    """Reveal the first masked place of each row, whatever was chosen."""
+    """Reveal the first masked position of each row, regardless of the sampler's choice."""
     masked = hook.step.masked
     return masked & (masked.cumsum(dim=1) == 1)
 
 
 def rightmost(reveal: torch.Tensor, hook: Any) -> torch.Tensor:
-    """Reveal the last masked place of each row."""
+    """Reveal the last masked position of each row."""
     masked = hook.step.masked
     return masked & (masked.flip(1).cumsum(dim=1).flip(1) == 1)
 
 
-def least_sure(confidence: torch.Tensor, hook: Any) -> torch.Tensor:
-    """Turn the ranking round: the sampler reveals as many places as before, but others."""
+def least_confident(confidence: torch.Tensor, hook: Any) -> torch.Tensor:
+    """Reverse the ranking. The sampler reveals the same number of positions, but different ones."""
     return 1 - confidence
 
 
@@ -40,20 +40,20 @@ ORDERS = {
     "its own": [],
     "left to right": [("denoise.hook_reveal", leftmost)],
     "right to left": [("denoise.hook_reveal", rightmost)],
-    "least sure first": [("denoise.hook_confidence", least_sure)],
+    "least confident first": [("denoise.hook_confidence", least_confident)],
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="The default model is small and comes with the library; the real thing is --model smdm-1028m. "
-        "Autoregressive twins have one order only.",
+        epilog="The default model is small and bundled. For a published model, use --model smdm-1028m. "
+        "Autoregressive models have one order only.",
     )
     parser.add_argument("--model", default="tiny-mdm", help="name or path of a masked diffusion model")
     parser.add_argument("--prompt", default="surely the tall", help="default: 'surely the tall'")
-    parser.add_argument("--places", type=int, default=11, help="blanks after the prompt, and steps (default 11)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
+    parser.add_argument("--places", type=int, default=11, help="masked positions, and steps (default 11)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
     args = parser.parse_args(argv)
 
     model = HookedDiffusionTransformer.from_pretrained(args.model)
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     figure, axes = plots.panels(2, 2, width=22.0, height=8.0)
     for (label, hooks), ax in zip(ORDERS.items(), axes, strict=True):
         run = model.denoise(args.prompt, max_new_tokens=args.places, steps=args.places, fwd_hooks=hooks)
-        # Where a hook replaced the confidence, the run holds what the hook said. The same canvases again, without it,
-        # give the model's own probability of each token when it was revealed.
+        # If a hook replaced the confidence, the run records the replacement. Replaying the same canvases without hooks
+        # gives the model's own probability of each token when it was revealed.
         run = run.replay(model, canvas="forced")
         given = int(run.given[0].sum())
         along = run.confidence[0].log().sum().exp().item()

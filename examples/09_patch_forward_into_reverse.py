@@ -1,14 +1,16 @@
-"""Is a fact stored symmetrically? Patch what a model retrieves forwards into the reverse question about somebody else.
+"""Is a fact stored symmetrically? Patch a model's forward run into the reverse question about another person.
 
-Asked forwards, "A is the [M] [M] [M] [M]", the diffusion model retrieves A's description at the masked places; on the
-twin it stands there. The reverse question about B, "the DESCRIPTION is [M] [M]", reads a description. The states of the
-first run take the place of those of the second, token by token, as they enter each block. If the retrieved description
-served as the one that is read, the answer would become A. The control, A's own reverse run put there, tells whether a
-description is still read at that depth.
-On the small pair it is not: the control brings A at block 0 and never after. The forward run, which has retrieved
-nothing before block 1, brings A nowhere; both only take from B. The retrieved description comes too late to be read,
-so that the pair leaves the question open; a deeper model may not. The twin finds neither name to begin with.
-OUT gets a picture, all description places together and each alone, and a folder with the grids.
+On the forward query "A is the [M] [M] [M] [M]", the diffusion model retrieves A's description at the masked positions
+(on the autoregressive baseline the canvas contains the description). The reverse query about B, "the DESCRIPTION is
+[M] [M]", reads a description. The example replaces the description's states in the second run by those of the first,
+token by token, at the input of each block. If the retrieved description worked like the one that is read, the answer
+would become A. The control patches A's own reverse run instead. It shows whether the model still reads the description
+at that depth.
+On the bundled models it does not: the control produces A at block 0 and never after. The forward run has retrieved
+nothing before block 1, and produces A nowhere. Both patches only reduce B. The retrieved description comes too late to
+be read, so these models leave the question open; a deeper model may answer it. The autoregressive baseline finds
+neither name.
+OUT contains a figure, with all description positions patched together and each alone, and a folder of grids.
 """
 
 import argparse
@@ -25,14 +27,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     people = [[person.name, person.description] for person in toy_facts.load().people[:2]]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="The default models are small and come with the library. The real thing is --model smdm-1028m ar-1028m "
-        "--length 52 with two people that they know, and descriptions of the same number of tokens.",
+        epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
+        "ar-1028m --length 52 with two people that they know and descriptions of the same number of tokens.",
     )
     parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
     parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), default=people[0], help="A")
     parser.add_argument("--other", nargs=2, metavar=("NAME", "DESCRIPTION"), default=people[1], help="B")
-    parser.add_argument("--length", type=int, default=14, help="places of the canvas, the prompt included (default 14)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for picture and grids (default: out)")
+    parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figure and grids (default: out)")
     args = parser.parse_args(argv)
 
     name_a, description_a = args.person
@@ -44,30 +46,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = args.out / "patch_forward_into_reverse"
     figure, axes = plots.panels(2 * len(args.model), 2, width=13.0, height=4.6 * len(args.model))
     panels = iter(axes)
-    for each in args.model:
-        model, name = HookedDiffusionTransformer.from_pretrained(each), Path(each).name
-        blanks = [args.length - len(fact.tokenize(model)[0]) for fact in (forward_a, reverse_a, reverse_b)]
-        forward = forward_a.to_query(model, answer_places=blanks[0])
-        control = reverse_a.to_query(model, answer_places=blanks[1], first_tokens=1)
-        asked = reverse_b.to_query(model, answer_places=blanks[2], first_tokens=1)
-        described = range(*asked.subject)
-        if len(range(*control.subject)) != len(described):
+    for model_name in args.model:
+        model, name = HookedDiffusionTransformer.from_pretrained(model_name), Path(model_name).name
+        n_masks = [args.length - len(fact.tokenize(model)[0]) for fact in (forward_a, reverse_a, reverse_b)]
+        forward = forward_a.to_query(model, answer_places=n_masks[0])
+        control = reverse_a.to_query(model, answer_places=n_masks[1], first_tokens=1)
+        target = reverse_b.to_query(model, answer_places=n_masks[2], first_tokens=1)
+        description = range(*target.subject)
+        if len(range(*control.subject)) != len(description):
             parser.error("the two descriptions must have the same number of tokens")
-        # B is asked for; either name may come.
-        scored = {"A": replace(asked, answer_tokens=control.answer_tokens), "B": asked}
+        # The query is about B; measure the probability of both names.
+        scored = {"A": replace(target, answer_tokens=control.answer_tokens), "B": target}
         blocks = " ".join(f"{block:5}" for block in range(model.cfg.n_layers))
         print(f"{name}: {reverse_b.prompt} …\n  {'states entering block':37} {blocks}")
-        for source, clean, places in (
-            ("forward", forward, forward.answer_positions[: len(described)]),
+        for source, clean, positions in (
+            ("forward", forward, forward.answer_positions[: len(description)]),
             ("reverse", control, range(*control.subject)),
         ):
-            pairs = list(zip(places, described, strict=True))
-            for who, query in scored.items():
+            pairs = list(zip(positions, description, strict=True))
+            together_and_alone = [pairs, *([pair] for pair in pairs)]
+            for person, query in scored.items():
                 metric = answer_probability(model, query)
-                grid = patch_grid(
-                    model, clean, asked, metric, "resid_pre", positions=[pairs, *([one] for one in pairs)]
-                )
-                grid.save(folder / f"{name}_{source}_{who}.safetensors")
+                grid = patch_grid(model, clean, target, metric, "resid_pre", positions=together_and_alone)
+                grid.save(folder / f"{name}_{source}_{person}.safetensors")
                 title = f"p({model.words(query.answer_tokens)[0].strip()})"
                 by_layer = " ".join(f"{p:5.2f}" for p in grid.scores[:, 0].tolist())
                 print(f"  A's {source} run: {title:10} {grid.corrupted:.2f} becomes {by_layer}")

@@ -1,4 +1,4 @@
-"""Every example runs offline in a folder of its own, says what it promises to say, and leaves the files it names."""
+"""Every example runs offline in its own folder, prints the expected results, and writes the files that it names."""
 
 import importlib.util
 import json
@@ -23,10 +23,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def watches_a_fact(said: str) -> None:
     verdicts = re.findall(r"^(\S+), (\w+): .*?probability [\d.]+: (\w+)$", said, re.MULTILINE | re.DOTALL)
     assert {(model, way): verdict for model, way, verdict in verdicts} == {
-        ("tiny-mdm", "forwards"): "right",
-        ("tiny-mdm", "backwards"): "right",
-        ("tiny-ar", "forwards"): "right",
-        ("tiny-ar", "backwards"): "wrong",
+        ("tiny-mdm", "forward"): "right",
+        ("tiny-mdm", "reverse"): "right",
+        ("tiny-ar", "forward"): "right",
+        ("tiny-ar", "reverse"): "wrong",
     }
     assert all(float(p) > 0.9 for p in re.findall(r"probability ([\d.]+): right", said))
 
@@ -55,7 +55,7 @@ def writes_in_another_order(said: str) -> None:
             re.MULTILINE,
         )
     }
-    assert set(orders) == {"its own", "left to right", "right to left", "least sure first"}
+    assert set(orders) == {"its own", "left to right", "right to left", "least confident first"}
     steps, along, chain = orders["left to right"]
     assert steps == list(range(11))
     assert along == pytest.approx(chain, abs=2e-4)
@@ -109,7 +109,7 @@ def recalls_by_steps(said: str) -> None:
 def traces_both_ways(said: str) -> None:
     effects: dict[tuple[str, str], dict[str, tuple[int, list[float], float]]] = {}
     clean_and_corrupted, by_step = {}, {}
-    for way, traces in re.findall(r"^(forwards|backwards): (.*?)(?=^backwards|\Z)", said, re.MULTILINE | re.DOTALL):
+    for way, traces in re.findall(r"^(forward|reverse): (.*?)(?=^reverse|\Z)", said, re.MULTILINE | re.DOTALL):
         for model, clean, corrupted, rows in re.findall(
             r"^  (tiny-\w+): p\(\w+\) is ([\d.]+), with noise on the subject ([\d.]+)\n((?:    .*\n)+)",
             traces,
@@ -119,15 +119,15 @@ def traces_both_ways(said: str) -> None:
             effects[model, way] = {
                 kind: (int(place), floats(by_layer), float(subject))
                 for kind, place, by_layer, subject in re.findall(
-                    r"(resid|mlp|attn) +place +(\d+) \S+ +([-\d. ]+)subject at most ([\d.]+)", rows
+                    r"(resid|mlp|attn) +position +(\d+) \S+ +([-\d. ]+)subject at most ([\d.]+)", rows
                 )
             }
-            by_step[model, way] = floats("".join(re.findall(r"step by step: (.*)", rows)))
+            by_step[model, way] = floats("".join(re.findall(r"by step: (.*)", rows)))
 
     for asked, read_at in {
-        ("tiny-mdm", "forwards"): 4,
-        ("tiny-mdm", "backwards"): 6,
-        ("tiny-ar", "forwards"): 3,
+        ("tiny-mdm", "forward"): 4,
+        ("tiny-mdm", "reverse"): 6,
+        ("tiny-ar", "forward"): 3,
     }.items():
         clean, corrupted = clean_and_corrupted[asked]
         assert clean > 0.95
@@ -139,24 +139,24 @@ def traces_both_ways(said: str) -> None:
         assert min(effects[asked]["resid"][1]) > 0.6
         attention = effects[asked]["attn"][1]
         assert min(attention[:2]) > 0.6 > 0.4 > max(attention[2:])
-    for way in ("forwards", "backwards"):
+    for way in ("forward", "reverse"):
         mlp = effects["tiny-mdm", way]["mlp"][1]
         assert mlp == sorted(mlp)
         assert mlp[0] < 0.1 < 0.5 < mlp[3]
-    forwards, backwards = (effects["tiny-mdm", way]["resid"][1] for way in ("forwards", "backwards"))
-    assert forwards[3] - forwards[0] < 0.02 < 0.05 < backwards[3] - backwards[0]
-    assert max(clean_and_corrupted["tiny-ar", "backwards"]) < 0.05
-    assert all(max(map(abs, by_layer)) <= 0.02 for _, by_layer, _ in effects["tiny-ar", "backwards"].values())
-    assert by_step["tiny-mdm", "forwards"][-1] > max(by_step["tiny-mdm", "forwards"][:-1]) + 0.1
+    forward, reverse = (effects["tiny-mdm", way]["resid"][1] for way in ("forward", "reverse"))
+    assert forward[3] - forward[0] < 0.02 < 0.05 < reverse[3] - reverse[0]
+    assert max(clean_and_corrupted["tiny-ar", "reverse"]) < 0.05
+    assert all(max(map(abs, by_layer)) <= 0.02 for _, by_layer, _ in effects["tiny-ar", "reverse"].values())
+    assert by_step["tiny-mdm", "forward"][-1] > max(by_step["tiny-mdm", "forward"][:-1]) + 0.1
 
 
 def averages_effects(said: str) -> None:
     known = dict(re.findall(r"^(.*): knows (\d of \d) facts", said, re.MULTILINE))
     assert known == {
-        "tiny-mdm, forwards": "8 of 8",
-        "tiny-mdm, backwards": "8 of 8",
-        "tiny-ar, forwards": "8 of 8",
-        "tiny-ar, backwards": "0 of 8",
+        "tiny-mdm, forward": "8 of 8",
+        "tiny-mdm, reverse": "8 of 8",
+        "tiny-ar, forward": "8 of 8",
+        "tiny-ar, reverse": "0 of 8",
     }
     found = re.findall(
         r"^(.*): knows 8 .*\n  average total effect (\S+), 95% interval (\S+) to (\S+)\n  (\w+) +(.*)\n  \w+ +(.*)$",
@@ -170,11 +170,11 @@ def averages_effects(said: str) -> None:
         assert max(floats(second)) < 0.2
         strongest[label] = role, floats(first)[0] / floats(first)[-1]
     assert {label: role for label, (role, _) in strongest.items()} == {
-        "tiny-mdm, forwards": "answer",
-        "tiny-mdm, backwards": "answer",
-        "tiny-ar, forwards": "prompt_last",
+        "tiny-mdm, forward": "answer",
+        "tiny-mdm, reverse": "answer",
+        "tiny-ar, forward": "prompt_last",
     }
-    assert strongest["tiny-mdm, forwards"][1] > 0.9 > 0.8 > strongest["tiny-mdm, backwards"][1]
+    assert strongest["tiny-mdm, forward"][1] > 0.9 > 0.8 > strongest["tiny-mdm, reverse"][1]
     assert float(re.findall(r"its p\(answer\) is ([\d.]+) at most", said)[0]) < 0.1
 
 
@@ -207,15 +207,15 @@ def hooks_of_your_own(said: str) -> None:
         stays[label] = floats(single)
         in_the_loop[label] = floats(" ".join(re.findall(r"\d\.\d+", loop)))
     assert len(stays) == 4
-    for label in ("tiny-mdm, forwards", "tiny-ar, forwards"):
+    for label in ("tiny-mdm, forward", "tiny-ar, forward"):
         none, *one_block, every = stays[label]
         assert min(none, *one_block[1:]) > 0.95
         assert max(one_block[0], every) < 0.1
-    none, *one_block, every = stays["tiny-mdm, backwards"]
+    none, *one_block, every = stays["tiny-mdm, reverse"]
     assert min(none, one_block[1], one_block[3]) > 0.95
     assert every < one_block[0] < 0.2 < one_block[2] < 0.8
-    assert max(stays["tiny-ar, backwards"]) < 0.05
-    for way in ("forwards", "backwards"):
+    assert max(stays["tiny-ar, reverse"]) < 0.05
+    for way in ("forward", "reverse"):
         plain, without_early, without_late = in_the_loop[f"tiny-mdm, {way}"]
         assert plain == pytest.approx(without_early, abs=0.02)
         assert without_late < 0.2 < 0.9 < plain
@@ -225,19 +225,20 @@ def hooks_of_your_own(said: str) -> None:
 
 
 def compares_keys_and_values(said: str) -> None:
-    studies = re.findall(r"^(tiny-\w+), \d+ people told (\w+) ways?, .*\n((?:  .*\n)+)", said, re.MULTILINE)
+    studies = re.findall(r"^(tiny-\w+), \d+ people trained in (\w+) directions?, .*\n((?:  .*\n)+)", said, re.MULTILINE)
     assert [(model, told) for model, told, _ in studies] == [
         (model, told) for model in ("tiny-mdm", "tiny-ar") for told in ("both", "one")
     ]
     for model, told, rows in studies:
         after = {
             way: floats(f"{before} {with_value}")
-            for way, before, with_value in re.findall(r"asked (.*), \d+ facts: p\(answer\) (\S+), with v\* (.*)", rows)
+            for way, before, with_value in re.findall(r"facts in (.*): p\(answer\) (\S+), with v\* (.*)", rows)
         }
-        assert set(after) == ({"as they were told"} if told == "both" else {"as they were told", "against it"})
-        assert min(after["as they were told"]) > 0.95
+        forward = "the trained direction"
+        assert set(after) == ({forward} if told == "both" else {forward, "reverse"})
+        assert min(after[forward]) > 0.95
         if told == "one":
-            before, with_value = after["against it"]
+            before, with_value = after["reverse"]
             assert before > 0.95 if model == "tiny-mdm" else before < 0.1 < 0.25 < with_value
         cka = {
             what: (float(value), float(high))
@@ -253,11 +254,11 @@ def compares_keys_and_values(said: str) -> None:
 
 
 def reproduces_the_study(said: str) -> None:
-    assert "nothing that follows is evidence about SMDM" in said
+    assert "Nothing that follows is evidence about SMDM" in said
     assert "tiny-ar was not fine-tuned here" in said
     assert said.count("p2d reverse = DtN reverse (told name first, asked for the name), n = 4") == 2
-    assert "tiny-mdm recalls 100% as it was told, and 100% in reverse" in said
-    assert "tiny-ar recalls 100% as it was told, and 0% in reverse" in said
+    assert "tiny-mdm recalls 100% as trained, and 100% in reverse" in said
+    assert "tiny-ar recalls 100% as trained, and 0% in reverse" in said
 
     traces = re.findall(r"^(tiny-\w+), which wrote (\w+).*\n  step .*\n((?:  +\d.*\n)+)", said, re.MULTILINE)
     assert [(model, wrote) for model, wrote, _ in traces] == [
@@ -281,16 +282,16 @@ def reproduces_the_study(said: str) -> None:
         ("tiny-ar", "p2d same", {"3 of 3"}),
         ("tiny-ar", "p2d reverse", {"0 of 3"}),
     ]
-    assert "there is nothing to bring back" in known[-1][2]
-    assert said.count("step by step: 3 of 3 facts, recalled in 8 steps\n") == 2  # the diffusion model, both ways
-    assert "tiny-ar, p2d reverse = DtN reverse, step by step: 0 of 3 facts, recalled\n" in said
+    assert "there is nothing to restore" in known[-1][2]
+    assert said.count("by step: 3 of 3 facts, recalled in 8 steps\n") == 2  # both directions of the diffusion model
+    assert "tiny-ar, p2d reverse = DtN reverse, by step: 0 of 3 facts, recalled\n" in said
     last_of_steps = re.findall(r"^  step +0: 3 facts, total effect (\S+); at most", said, re.MULTILINE)
     assert len(last_of_steps) == 3
 
     groups = re.findall(r"^(\d+) people told (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
     assert [(count, told) for count, told, _ in groups] == [("12", "name"), ("12", "description"), ("12", "both")] * 2
     for *_, rows in groups:
-        said_of = re.findall(r"CKA (\S+) \(.*\), chance \S+ to (\S+), p (\S+): (more|no more) alike", rows)
+        said_of = re.findall(r"CKA (\S+) \(.*\), chance \S+ to (\S+), p (\S+): (more|no more) similar", rows)
         assert len(said_of) == 3
         assert all(float(value) > float(high) for value, high, _, word in said_of if word == "more")
         assert all(float(p) > 0.01 for *_, p, word in said_of if word == "no more")
@@ -335,8 +336,8 @@ FILES = {
 }
 SAVED = {
     ("06_recall_by_steps", "recall_by_steps"): 200,
-    ("07_trace_both_ways", "trace_forwards"): 7,
-    ("07_trace_both_ways", "trace_backwards"): 7,
+    ("07_trace_both_ways", "trace_forward"): 7,
+    ("07_trace_both_ways", "trace_reverse"): 7,
     ("08_average_effect", "average_effect"): 36,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
     ("10_keys_and_values", "keys_and_values"): 652,
@@ -390,7 +391,7 @@ def test_people_of_your_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    person, answers = ["Tilda Drusser", "famous miner of Tanmoor"], {"forwards": "p(famous)", "backwards": "p(Tilda)"}
+    person, answers = ["Tilda Drusser", "famous miner of Tanmoor"], {"forward": "p(famous)", "reverse": "p(Tilda)"}
     for name in ("07_trace_both_ways", "05_your_own_hook"):
         load(name).main(["--model", "tiny-ar", "--person", *person])
         said = capsys.readouterr().out
@@ -430,10 +431,10 @@ def test_the_report_shows_what_is_there(
     said = capsys.readouterr().out
     for part in (
         "untaught: 1 updates of 32 texts of toy",
-        "untaught recalls 0% as it was told, and 0% in reverse",
-        "recalled nobody both ways",
+        "untaught recalls 0% as trained, and 0% in reverse",
+        "recalled nobody in both directions",
         "mlp   knows 0 of 2",
-        "no block stands out, and no keys are taken",
+        "no block is selected and no keys are compared",
     ):
         assert part in said
     report = Path("study/report.html").read_text(encoding="utf-8")
@@ -463,5 +464,5 @@ def test_help_says_where_the_real_thing_is(name: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_a_page(name: str) -> None:
-    most = 320 if name == "reproduce_blog" else 90
+    most = 335 if name == "reproduce_blog" else 95
     assert len(EXAMPLES[name].read_text(encoding="utf-8").splitlines()) <= most
