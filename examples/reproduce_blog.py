@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m-reverse "
-        "ar-1028m --finetune ar-1028m --window 10 --first-tokens 3. Their data are downloaded, or read from --data FOLDER.",
+        "ar-1028m --finetune ar-1028m --window 10 --first-tokens 3. Data are downloaded or read from --data FOLDER.",
     )
     parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
     parser.add_argument("--data", help="toy, reversal-curse or a folder of its files (default: the training data)")

@@ -202,7 +202,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a layer to compare": (["compare", *QUICK["compare"], "--layer", "99", "--dry-run", "--out", "out"], "--layer 99"),
     "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
     "draws": (["compare", *QUICK["compare"], "--draws", "0", "--out", "out"], "--draws 0"),
-    "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 persons"),
+    "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 people"),
     "a model twice": (["compare", "tiny-mdm", *QUICK["compare"], "--out", "out"], "tiny-mdm tiny-mdm"),
     "a folder to export to": (
         ["rome", "tiny-mdm", *ASK, "--layer", "0", "--target", " a", "--export", str(GOLDEN / "lit_config.json")],

@@ -409,7 +409,7 @@ def test_facts_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     untrue = {**told, "prompt": "Gustav Geisser is the", "subject": "Gustav Geisser"}
     Path("facts.json").write_text(json.dumps([told, untrue]), encoding="utf-8")
     load("08_average_effect").main(["--model", "tiny-ar", "--file", "facts.json"])
-    assert "tiny-ar, asked: knows 1 of 2 facts" in capsys.readouterr().out
+    assert "tiny-ar, file: knows 1 of 2 facts" in capsys.readouterr().out
 
 
 def test_the_report_shows_what_is_there(

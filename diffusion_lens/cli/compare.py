@@ -1,4 +1,4 @@
-"""`diffusion-lens compare`: keys and values of many facts, asked both ways."""
+"""`diffusion-lens compare` compares the keys and values of many facts in both directions."""
 
 from functools import partial
 from pathlib import Path
@@ -21,19 +21,19 @@ def compare(
     trained: options.Trained = None,
     limit: options.Limit = None,
     layers: options.Layers = None,
-    vectors: Annotated[str, typer.Option(help="keys, values or outputs.")] = "keys",
+    vectors: Annotated[str, typer.Option(help="Vectors to compare: keys, values or outputs.")] = "keys",
     against: Annotated[
-        str | None, typer.Option(help="Those of the other direction, by default as --vectors: keys, values or outputs.")
+        str | None, typer.Option(help="Vectors of the other direction: keys, values or outputs. Default: --vectors.")
     ] = None,
     statistic: Annotated[
         str,
         typer.Option(
-            help="Shown and drawn: cka or procrustes; of vectors of one kind also cosine, centred_cosine, retrieval or "
-            "subspace."
+            help="Statistic to print and draw: cka or procrustes; for vectors of one kind also cosine, centred_cosine, "
+            "retrieval or subspace."
         ),
     ] = "cka",
     draws: Annotated[
-        int, typer.Option(help="Random pairings that say what chance gives.", callback=ranges.at_least(1))
+        int, typer.Option(help="Number of random pairings that estimate chance.", callback=ranges.at_least(1))
     ] = 1000,
     length: options.Length = None,
     first_tokens: options.FirstTokens = 1,
@@ -47,9 +47,9 @@ def compare(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Are facts encoded alike forwards and backwards? Keys and values both ways, paired person by person.
+    """Compare keys and values of both directions, paired by person. Are facts encoded symmetrically?
 
-    A file a fact is kept in OUT/MODEL, so a run that is stopped goes on, and several may share the work with --shard.
+    OUT/MODEL contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
     Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 20 --draws 99 --out compare
     """
@@ -70,39 +70,41 @@ def compare(
     out = out or default_folder("compare", models)
     for name in (vectors, against or vectors):
         check_vectors(name)
-    # What the comparison would refuse, before the long search for what it compares.
-    known = statistics(rank=2, one_space=(against or vectors) == vectors)
-    if statistic not in known:
-        raise ValueError(f"statistic {statistic!r} is not computed of {vectors}; it is one of {', '.join(known)}")
+    # Check the statistic before the long computation of the vectors.
+    available = statistics(rank=2, one_space=(against or vectors) == vectors)
+    if statistic not in available:
+        raise ValueError(f"statistic {statistic!r} is not computed of {vectors}; it is one of {', '.join(available)}")
     for model in chosen:
         cost.check_layers(model, layers or [])
     names = [model.label for model in chosen]
     if len(set(names)) < len(names):
-        raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so no two may share one")
+        raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so the names must differ")
     source = open_source(data or default_source(models[0]), outline_only=dry_run)
     facts = source.pick(trained, limit=limit)
     lengths = [model.length(length, source.length) for model in chosen]
     forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)
     if len(forward & reverse) < fewest_facts():
         raise ValueError(
-            f"{len(forward & reverse)} persons are asked both ways, too few to compare: take at least {fewest_facts()}"
+            f"{len(forward & reverse)} people are queried in both directions, too few to compare: use at least "
+            f"{fewest_facts()}"
         )
     n_facts = share_of_work(len(facts), shard, merge)
     report = Report("compare", {**given, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
     require_parts(merge, names)
     settings = [
-        KeyValueSettings(layers or None, layout=CanvasLayout(places, first_tokens=first_tokens)) for places in lengths
+        KeyValueSettings(layers or None, layout=CanvasLayout(length, first_tokens=first_tokens)) for length in lengths
     ]
     for model, own in [] if merge else zip(chosen, settings, strict=True):
         described = {**own.describe(model.known_shape()), "dtype": dtype}
-        if dry_run and (blank := model.without_weights()) is not None:
-            described |= describe_facts(blank, facts, partial(own.request, blank))
+        if dry_run and (outline := model.without_weights()) is not None:
+            described |= describe_facts(outline, facts, partial(own.request, outline))
         require_same_settings(out / model.label, described)
     if dry_run:
-        cost.show(report, chosen[0], _searches(chosen, n_facts, layers, max(each or 32 for each in lengths)), flops)
+        longest = max(n_positions or 32 for n_positions in lengths)
+        cost.show(report, chosen[0], _searches(chosen, n_facts, layers, longest), flops)
 
     axes: Any = None
-    done = 0
+    n_done = 0
     results, record = {}, {}
     files: dict[str, Path] = {}
     for model, own in zip(chosen, settings, strict=True):
@@ -113,30 +115,31 @@ def compare(
         else:
             study = study_keys_and_values(model.load(), facts, own, out / name, shard or "0/1", progress())
         if shard is not None:
-            done += len(study.ids)
+            n_done += len(study.ids)
             continue
-        found = study.compare(vectors, against, draws=draws, progress=progress())
+        comparisons = study.compare(vectors, against, draws=draws, progress=progress())
         if study.record["set_aside"]:
             report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
-        files[name] = found.save(out / f"{name}_{vectors}.safetensors")
-        report.say(f"{name}: {vectors}, {len(next(iter(found.at.values())).ids)} persons asked both ways")
-        for layer, row in found.table(statistic).items():
+        files[name] = comparisons.save(out / f"{name}_{vectors}.safetensors")
+        n_people = len(next(iter(comparisons.at.values())).ids)
+        report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
+        for layer, row in comparisons.table(statistic).items():
             report.say(
                 f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
                 f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
             )
-        results[name] = found.table(statistic)
-        axes = found.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
+        results[name] = comparisons.table(statistic)
+        axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
         record = study.record
     if shard is not None:
-        report.part_done(shard, done, out)
+        report.part_done(shard, n_done, out)
     files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")
     report.finish(results, record, **files)
 
 
-def _searches(models: list[ModelChoice], facts: int, layers: list[int] | None, places: int) -> cost.Cost:
-    """A search of 20 iterations a fact and layer, each through the blocks above it, with its essence beside it."""
+def _searches(models: list[ModelChoice], facts: int, layers: list[int] | None, n_positions: int) -> cost.Cost:
+    """Cost of a search per fact and layer: 20 iterations through the blocks above it, with an essence prompt each."""
     depth = models[0].shape().n_layers
     blocks = [layer % depth for layer in layers] if layers else range(depth - 1)
-    work = len(models) * facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
-    return cost.Cost(work, places, 64, backward=work)
+    passes = len(models) * facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
+    return cost.Cost(passes, n_positions, 64, backward=passes)

@@ -1,8 +1,8 @@
-"""What went wrong, in one line: a refusal of what was asked, or a fault.
+"""Error messages in one line, which distinguish an invalid request (a refusal) from a failure of the program.
 
-A refusal is an error that this package raised by a `raise` of its own, or one of the system (a disk, a file, a
-connection). Whatever else arrives, such as a KeyError out of a lookup, is a fault of the program, even if its type is
-that of a refusal. The library names its Python arguments in its errors; a command names its options instead.
+A refusal is an error from a `raise` statement of this package, or an error of the operating system (disk, file,
+connection). Every other error, such as a KeyError from a lookup, is a failure of the program, whatever its type.
+Errors of the library name Python arguments. This module replaces them by the command's options.
 """
 
 import dis
@@ -13,15 +13,15 @@ from typing import Any
 OURS = {"diffusion_lens", "weight_conversion"}
 REFUSED, FAILED = 2, 1
 
-# Arguments that the library calls otherwise than the option that gives them, where a command has it.
-CALLED = {
+# Options whose name differs from the library's argument, by argument. They apply if the command has the option.
+OPTION_OF_ARGUMENT = {
     "mixed_precision": "precision",
     "max_bytes": "largest",
     "loop": "steps",
     "steps": "iterations",
     "family": "to",
 }
-# What the library advises in Python, and what the command line has for it.
+# Advice of the library in Python (regular expression), and the same advice for the command line.
 ADVICE = (
     (r"diffusion_lens\.list_pretrained\(\)", "diffusion-lens models"),
     (r"from_pretrained\('([^']*)'(?:, tokenizer='([^']*)')?\)", r"MODEL \1, with its tokenizer beside it"),
@@ -29,9 +29,9 @@ ADVICE = (
     (r"pass token='[^']*'", "run `hf auth login`"),
     (r"(?:known_1000|counterfact|bake)\('([^']*)'\)", r"--data \1"),
     (r"ReversalCurse\.load\(folder\)", "--data FOLDER"),
-    (r"\bn_ctx=(\d+)", r"\1 places"),
+    (r"\bn_ctx=(\d+)", r"\1 positions"),
     (r"torch\.(float32|bfloat16|float16)", r"\1"),
-    (r"answer_places=(-?\d+), but", r"--length leaves \1 places after the prompt, but"),
+    (r"answer_places=(-?\d+), but", r"--length leaves \1 positions after the prompt, but"),
     (r"subject_start=, one of \[[^\]]*\], or with ", ""),
     (r" or \(\d+, \d+\)", ""),
     (r", or a collection of fact ids", ""),
@@ -45,7 +45,7 @@ ADVICE = (
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error says what was wrong with what was asked."""
+    """Whether an error reports an invalid request."""
     if isinstance(error, OSError):
         return True
     trace = error.__traceback__
@@ -61,33 +61,34 @@ def one_line(error: Exception, options: Mapping[str, str]) -> tuple[str, int]:
     """The error in one line, and the exit code.
 
     Args:
-        options: of the command, by the Python argument that each gives: {"cfg_scale": "--cfg-scale"}.
+        error: Error to describe.
+        options: Options of the command by Python argument, such as {"cfg_scale": "--cfg-scale"}.
     """
-    say: Any = getattr(error, "format_message", None)  # an error of the parser of arguments
-    if say is not None:
-        return _joined(say()), int(getattr(error, "exit_code", REFUSED))
+    format_message: Any = getattr(error, "format_message", None)  # Errors of the argument parser have this method.
+    if format_message is not None:
+        return _joined(format_message()), int(getattr(error, "exit_code", REFUSED))
     if is_refusal(error):
-        # A KeyError's text is the repr of its message.
+        # The text of a KeyError is the repr of its message.
         message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
         return _joined(in_options(message, options)), REFUSED
-    fault = "a fault of the program or of this machine, not of what was asked; --debug shows where"
-    return _joined(f"{type(error).__name__}: {error} ({fault})"), FAILED
+    failure = "a failure of the program or of this machine, not an invalid request; --debug shows where"
+    return _joined(f"{type(error).__name__}: {error} ({failure})"), FAILED
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
-    """A message with the command's options in place of Python arguments."""
+    """The message with the command's options in place of Python arguments."""
     mention = r"subject_start=, one of (\[[^\]]*\]), or with occurrence=0 to \d+"
-    if "occurrence" not in options:  # the fact stands in a file
+    if "occurrence" not in options:  # The fact comes from a file.
         message = re.sub(mention, r'the field "subject_start", one of \1', message)
-    for said, meant in ADVICE:
-        message = re.sub(said, meant, message)
-    named = {called: options[ours] for called, ours in CALLED.items() if ours in options}
-    for argument, option in {**named, **options}.items():
+    for python_advice, advice in ADVICE:
+        message = re.sub(python_advice, advice, message)
+    renamed = {argument: options[name] for argument, name in OPTION_OF_ARGUMENT.items() if name in options}
+    for argument, option in {**renamed, **options}.items():
         message = re.sub(rf"(?<![\w.]){argument}=(?=[^\s),.;:])", f"{option} ", message)
         message = re.sub(rf"(?<![\w.]){argument}=(?=[\s),.;:]|$)", option, message)
         message = re.sub(rf"(?<![\w.-]){argument} (is|masks|compares) ", rf"{option} \1 ", message)
         message = re.sub(rf"(?<![\w.-])(?<!the ){argument} (?=')", f"{option} ", message)
-        if "_" in argument:  # such a word is no English one
+        if "_" in argument:  # A word with an underscore is not English, so it must be the argument.
             message = re.sub(rf"(?<![\w./'\"-]){argument}(?![\w/'\"-]|\.\w)", option, message)
     return message
 

@@ -1,4 +1,4 @@
-"""One line for whoever asked for what cannot be; a fault of the program is never sold as one."""
+"""Invalid requests and failures of the program have different errors, each in one line."""
 
 import re
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_fault_is_no_refusal_whatever_its_type(monkeypatch: pytest.MonkeyPatch
     result = invoke("models")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: KeyError: 'b' (a fault of the program")
+    assert line.startswith("Error: KeyError: 'b' (a failure of the program")
 
 
 def test_a_lookup_that_fails_inside_the_package_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
