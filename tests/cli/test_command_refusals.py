@@ -57,7 +57,7 @@ def test_a_fault_is_no_refusal_whatever_its_type(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lookup_that_fails_inside_the_package_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_lens.catalogue.listing._every", lambda: [None])
+    monkeypatch.setattr("diffusion_lens.catalogue.listing._all_models", lambda: [None])
     error = raised(find_pretrained)
     assert isinstance(error, AttributeError)
     assert not is_refusal(error)
