@@ -1,4 +1,4 @@
-"""`diffusion-lens recall`: the table of recall by number of denoising steps."""
+"""`diffusion-lens recall` measures recall by number of denoising steps."""
 
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ def recall(
         list[int] | None,
         typer.Option(
             "--steps",
-            help="Denoising steps, by default several; repeat the option for others.",
+            help="Number of denoising steps. Repeat the option for several. Default: those of the data set.",
             callback=ranges.at_least(1),
         ),
     ] = None,
@@ -32,7 +32,7 @@ def recall(
     sampler: options.Sampler = None,
     temperature: options.Temperature = 0.0,
     score: Annotated[
-        str, typer.Option(help="The score of the table: contained (SMDM's), exact, character_bleu or word_bleu.")
+        str, typer.Option(help="Score of the table: contained (SMDM's), exact, character_bleu or word_bleu.")
     ] = "contained",
     seed: options.Seed = 1234,
     shard: options.Shard = None,
@@ -45,10 +45,10 @@ def recall(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Ask held-out questions in both directions, at several numbers of denoising steps, beside the published numbers.
+    """Measure recall in both directions at several numbers of denoising steps, next to the published numbers.
 
-    Both namings stand in the table: Berglund's files name the direction of training, SMDM's columns that of the
-    question. A file a question is kept in OUT/replies, so a run that is stopped goes on.
+    The table shows both names of a cell: Berglund's files name the direction of training, SMDM's columns the direction
+    of the question. OUT/replies contains one file per question, so an interrupted run resumes.
 
     Example: diffusion-lens recall tiny-mdm --limit 20 --out recall
     """
@@ -83,8 +83,8 @@ def recall(
     n_facts = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["replies"])
     if not merge:
-        if dry_run and (blank := chosen.without_weights()) is not None:
-            described |= describe_facts(blank, facts, lambda fact: prompt_length(blank, fact, length))
+        if dry_run and (outline := chosen.without_weights()) is not None:
+            described |= describe_facts(outline, facts, lambda fact: prompt_length(outline, fact, length))
         require_same_settings(out / "replies", described)
     effective = {"data": source.name, "facts": len(facts), "steps": columns, "length": length, "cfg_scale": cfg_scale}
     report = Report("recall", {**given, **effective}, out, json)
@@ -93,19 +93,19 @@ def recall(
         cost.show(report, chosen, work, flops)
 
     if merge:
-        found = Recall.merge([folder / "replies" for folder in merge])
-        require_model(chosen, found.record)
+        result = Recall.merge([folder / "replies" for folder in merge])
+        require_model(chosen, result.record)
     else:
-        found = recall_facts(chosen.load(), facts, settings, out / "replies", shard or "0/1", progress())
+        result = recall_facts(chosen.load(), facts, settings, out / "replies", shard or "0/1", progress())
     if shard is not None:
-        report.part_done(shard, len(found.facts), out)
-    report.say(found.to_text(score))
+        report.part_done(shard, len(result.facts), out)
+    report.say(result.to_text(score))
     files: dict[str, Any] = {
-        "recall": found.save(out / "recall.safetensors"),
-        "picture": save_figure(found.plot(score), out / "recall.png"),
+        "recall": result.save(out / "recall.safetensors"),
+        "picture": save_figure(result.plot(score), out / "recall.png"),
     }
     table = {
         cell_name(*cell): {str(step): share._asdict() for step, share in row.items()}
-        for cell, row in found.table(score).items()
+        for cell, row in result.table(score).items()
     }
-    report.finish(table, found.record, **files)
+    report.finish(table, result.record, **files)

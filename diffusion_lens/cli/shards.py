@@ -1,4 +1,4 @@
-"""Studies split among processes: the checks of --shard and --merge, and what is known of a study before it begins."""
+"""Studies split among processes: checks of --shard and --merge, and the identity of a study for a dry run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None)
 def describe_facts(
     model: HookedDiffusionTransformer, facts: Sequence[Fact], prepare: Callable[[Fact], object]
 ) -> dict[str, Any]:
-    """What a study records of its facts and its model, weights apart; an outline of facts, which has no words, nothing.
+    """The record of a study's facts and model, without the weights. It is empty for facts without texts.
 
     Raises:
         ValueError: Two facts have one id, or the model can be queried for none of them.
@@ -36,7 +36,7 @@ def describe_facts(
 
 
 def require_parts(merge: Sequence[Path] | None, parts: Sequence[str]) -> None:
-    """Refuse folders to merge that lack a part, before anything is merged.
+    """Check that the folders to merge are complete, before anything is merged.
 
     Args:
         parts: Folders of results that each of them must hold, one per study.
@@ -48,12 +48,12 @@ def require_parts(merge: Sequence[Path] | None, parts: Sequence[str]) -> None:
         for part in parts:
             if not (folder / part / "run.json").is_file():
                 raise FileNotFoundError(
-                    f"--merge {folder} holds nothing of {part} to join: name the folders that were --out of its shards"
+                    f"--merge {folder} holds nothing of {part} to join: give the --out folders of the shards"
                 )
 
 
 def require_model(model: ModelChoice, record: Mapping[str, Any]) -> None:
-    """Refuse parts that another model made. The name of a repository says nothing about the model in it.
+    """Check that the parts come from this model. The name of a hub repository cannot be checked.
 
     Raises:
         ValueError: Another model made them.

@@ -1,4 +1,4 @@
-"""`diffusion-lens trace` and `aie`: one fact traced, and many averaged."""
+"""`diffusion-lens trace` traces one fact, and `aie` averages the traces of many facts."""
 
 import math
 from functools import partial
@@ -23,7 +23,9 @@ def trace(
     window: options.Window = 10,
     noise: options.Noise = None,
     samples: options.Samples = 10,
-    corruption: Annotated[str, typer.Option(help="gaussian, uniform, replace or mask.")] = "gaussian",
+    corruption: Annotated[
+        str, typer.Option(help="Corruption of the subject: gaussian, uniform, replace or mask.")
+    ] = "gaussian",
     length: options.LengthOfOne = None,
     first_tokens: options.FirstTokens = None,
     occurrence: options.Occurrence = None,
@@ -37,7 +39,7 @@ def trace(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Trace one fact: hide the subject under noise, put one state at a time back, and see what brings the answer back.
+    """Trace one fact: corrupt the subject, restore one state at a time, and measure the probability of the answer.
 
     Example: diffusion-lens trace tiny-mdm --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
     --answer " brave drummer of Rolsen." --length 14 --first-tokens 1 --out trace
@@ -50,41 +52,36 @@ def trace(
     from diffusion_lens.analysis.causal_tracing.restoration import Restoration
     from diffusion_lens.facts import Fact
 
-    taken = [each for each in CORRUPTIONS if each != "swap"]  # it takes another subject, which no option names
-    others = [each for each in taken if each != "mask"]
-    if corruption not in taken:
-        raise ValueError(f"corruption={corruption!r} is unknown here; it is one of {', '.join(taken)}")
-    Corruption.of(corruption, noise or 0.0, samples, seed)  # refuses what the run would
-    Restoration.of(kind, window)  # likewise
+    available = [name for name in CORRUPTIONS if name != "swap"]  # "swap" needs another subject, which no option gives.
+    without_mask = [name for name in available if name != "mask"]
+    if corruption not in available:
+        raise ValueError(f"corruption={corruption!r} is unknown here; it is one of {', '.join(available)}")
+    # Check all settings before the model is loaded.
+    Corruption.of(corruption, noise or 0.0, samples, seed)
+    Restoration.of(kind, window)
     shape = chosen.known_shape()
     if corruption == "mask" and shape is not None and not shape.has_mask:
         raise ValueError(
-            f"corruption='mask' hides the subject behind [MASK], which {model!r} has not; take {', '.join(others)}"
+            f"corruption='mask' replaces the subject by [MASK], which {model!r} does not have; use "
+            f"{', '.join(without_mask)}"
         )
     fact = Fact(prompt, subject, answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span  # refuses what the run would
+    _ = fact.subject_span
     length = chosen.length(length)
-    settings: dict[str, Any] = {
-        "kind": kind,
-        "window": window,
-        "noise": noise,
-        "samples": samples,
-        "corruption": corruption,
-    }
-    layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    report = Report("trace", {**given, **layout}, out, json)
+    layout = CanvasLayout(length, first_tokens=first_tokens)
+    report = Report("trace", {**given, "length": length}, out, json)
     if out is not None:
         require("pictures")
     if dry_run:
-        places = length or len(f"{prompt}{answer}".split()) * 2
-        if (blank := chosen.without_weights()) is not None:
-            places = len(CanvasLayout(**layout).query(blank, fact).tokens)
-        cost.show(report, chosen, _grid(chosen, places, samples, 1), flops)
+        n_positions = length or len(f"{prompt}{answer}".split()) * 2
+        if (outline := chosen.without_weights()) is not None:
+            n_positions = len(layout.query(outline, fact).tokens)
+        cost.show(report, chosen, _grid(chosen, n_positions, samples, 1), flops)
 
     loaded = chosen.load()
-    query = CanvasLayout(**layout).query(loaded, fact)
+    query = layout.query(loaded, fact)
     scale = noise_scale(loaded, [query]) if noise is None and corruption != "mask" else noise
-    found = causal_trace(
+    result = causal_trace(
         loaded,
         query,
         kind,
@@ -95,28 +92,26 @@ def trace(
         corruption=corruption,
         progress=progress(),
     )
-    report.say(f"p(answer) {found.clean:.3f}, with the subject corrupted {found.corrupted:.3f}")
-    best = found.indirect_effect.flatten().argsort(descending=True)[:5].tolist()
-    columns = found.scores.shape[1]
-    for cell in best:
-        row, column = divmod(cell, columns)
-        place, layer = found.positions[row], found.layers[column]
-        word = found.str_tokens[place].strip()
-        report.say(
-            f"  {kind} at place {place} ({word}), layer {layer}: brings back {found.indirect_effect[row, column]:+.3f}"
-        )
+    report.say(f"p(answer) {result.clean:.3f}, with the subject corrupted {result.corrupted:.3f}")
+    strongest = result.indirect_effect.flatten().argsort(descending=True)[:5].tolist()
+    n_columns = result.scores.shape[1]
+    for cell in strongest:
+        row, column = divmod(cell, n_columns)
+        position, layer = result.positions[row], result.layers[column]
+        word, effect = result.str_tokens[position].strip(), result.indirect_effect[row, column]
+        report.say(f"  {kind} at position {position} ({word}), layer {layer}: restores {effect:+.3f}")
     files: dict[str, Any] = {}
     if out is not None:
         files = {
-            "trace": found.save(out / "trace.safetensors"),
-            "picture": save_figure(found.plot(), out / "trace.png"),
+            "trace": result.save(out / "trace.safetensors"),
+            "picture": save_figure(result.plot(), out / "trace.png"),
         }
     results: dict[str, Any] = {
-        "clean": found.clean,
-        "corrupted": found.corrupted,
-        "indirect_effect": found.indirect_effect.tolist(),
+        "clean": result.clean,
+        "corrupted": result.corrupted,
+        "indirect_effect": result.indirect_effect.tolist(),
     }
-    report.finish(results, found.record, **files)
+    report.finish(results, result.record, **files)
 
 
 @app.command()
@@ -136,14 +131,15 @@ def aie(
     known: Annotated[
         str | None,
         typer.Option(
-            help="Which facts are averaged: recalled (the loop writes the answer), one-canvas (the answer is likeliest "
-            "on the canvas that is traced), or all. By default one-canvas with --first-tokens 1, else recalled."
+            help="Facts to average: recalled (a denoising run writes the answer), one-canvas (the answer is the most "
+            "likely one on the traced canvas), or all. Default: one-canvas with --first-tokens 1, otherwise recalled."
         ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Denoising steps of the loop that recalls, by default one a place.", callback=ranges.at_least(1)
+            help="Number of steps of the denoising run for --known recalled. Default: one per masked position.",
+            callback=ranges.at_least(1),
         ),
     ] = None,
     seed: options.Seed = 1,
@@ -157,10 +153,10 @@ def aie(
     dry_run: options.DryRun = False,
     flops: options.Flops = None,
 ) -> None:
-    """Average causal traces over many facts, by what each token is to the subject, with intervals.
+    """Average causal traces over many facts by token role, with confidence intervals.
 
-    Facts that the model does not know are left out, see --known; those that it cannot be asked are set aside. A file a
-    fact is kept in OUT/facts, so a run that is stopped goes on, and several may share the work with --shard.
+    The average excludes facts that the model does not know (see --known) and facts that cannot be laid out as a query.
+    OUT/facts contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
     Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 8 --out aie
     """
@@ -197,8 +193,8 @@ def aie(
     require_parts(merge, ["facts"])
     if not merge:
         described = {**settings.describe(chosen.known_shape()), "dtype": dtype}
-        if dry_run and (blank := chosen.without_weights()) is not None:
-            described |= describe_facts(blank, facts, partial(settings.query, blank))
+        if dry_run and (outline := chosen.without_weights()) is not None:
+            described |= describe_facts(outline, facts, partial(settings.query, outline))
         require_same_settings(out / "facts", described)
     report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
@@ -235,7 +231,7 @@ def aie(
     report.finish(results, average.record, **files)
 
 
-def _grid(model: ModelChoice, places: int, samples: int, facts: int) -> cost.Cost:
-    """A grid of every place and layer: a state restored after block l of L runs L - l blocks of each draw."""
+def _grid(model: ModelChoice, n_positions: int, samples: int, facts: int) -> cost.Cost:
+    """Cost of a full grid. A state restored after block l of L runs the L - l blocks above it for each noise sample."""
     layers = model.shape().n_layers
-    return cost.Cost(facts * (1 + samples * (1 + places * (layers - 1) / 2)), places, 1 + samples)
+    return cost.Cost(facts * (1 + samples * (1 + n_positions * (layers - 1) / 2)), n_positions, 1 + samples)

@@ -62,7 +62,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("denoise", "tiny-ar", ["--sampler", "confidence"], "which a causal model cannot"),
     ("recall", "tiny-ar", ["--sampler", "confidence"], "which a causal model cannot"),
     ("recall", "tiny-mdm", ["--steps", "2", "--steps", "2"], "--steps [2, 2]"),
-    ("trace", "tiny-ar", ["--corruption", "mask"], "--corruption 'mask' hides the subject behind [MASK]"),
+    ("trace", "tiny-ar", ["--corruption", "mask"], "--corruption 'mask' replaces the subject by [MASK]"),
     ("trace", "tiny-mdm", ["--corruption", "swap"], "it is one of gaussian, uniform, replace, mask"),
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps goes with --known 'recalled'"),
     ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; with 'one-canvas'"),
