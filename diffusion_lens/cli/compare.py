@@ -53,7 +53,7 @@ def compare(
 
     Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 20 --draws 99 --out compare
     """
-    given = dict(locals())
+    arguments = dict(locals())
     require("pictures")
     from diffusion_lens.analysis import KeyValueStudy
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
@@ -89,7 +89,7 @@ def compare(
             f"{fewest_facts()}"
         )
     n_facts = share_of_work(len(facts), shard, merge)
-    report = Report("compare", {**given, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
+    report = Report("compare", {**arguments, "data": source.name, "facts": len(facts), "lengths": lengths}, out, json)
     require_parts(merge, names)
     settings = [
         KeyValueSettings(layers or None, layout=CanvasLayout(length, first_tokens=first_tokens)) for length in lengths

@@ -89,7 +89,7 @@ def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
     """Check layers without loading the model. A model that must be downloaded first is not checked.
 
     Raises:
-        ValueError: the model does not have a layer, or a layer occurs twice.
+        ValueError: The model does not have a layer, or a layer occurs twice.
     """
     shape = model.known_shape()
     if shape is None:

@@ -47,7 +47,7 @@ def denoise(
 
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
-    given = dict(locals())
+    arguments = dict(locals())
     from diffusion_lens.denoising import DenoiseSettings
     from diffusion_lens.denoising.canvas import lay_out
     from diffusion_lens.denoising.denoise import prepare
@@ -74,7 +74,7 @@ def denoise(
     shape = chosen.known_shape()
     if shape is not None:
         loop.on(shape, model)
-    report = Report("denoise", {**given, **settings}, out, json)
+    report = Report("denoise", {**arguments, **settings}, out, json)
     if out is not None:
         require("pictures")
     if dry_run:

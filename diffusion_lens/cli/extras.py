@@ -16,7 +16,7 @@ def require(*features: str) -> None:
         features: Keys of `EXTRAS`.
 
     Raises:
-        ValueError: a package is missing; the message contains the command that installs it.
+        ValueError: A package is missing; the message contains the command that installs it.
     """
     for need, package, extra in map(EXTRAS.__getitem__, features):
         if find_spec(package) is None:

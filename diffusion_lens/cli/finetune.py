@@ -65,7 +65,7 @@ def finetune(
 
     Example: diffusion-lens finetune tiny-mdm --epochs 0.05 --lr 1e-4 --out taught
     """
-    given = dict(locals())
+    arguments = dict(locals())
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.evaluation import recall_by_steps
     from diffusion_lens.evaluation.naming import cell_name
@@ -104,7 +104,7 @@ def finetune(
         recipe = replace(recipe, lr=lr, lr_end=lr / 10)
     recipe = replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))
     require_same_settings(out.expanduser() / RUN, {"config": asdict(recipe)})
-    report = Report("finetune", {**given, "data": data, "rows": count, **vars(recipe)}, out, json)
+    report = Report("finetune", {**arguments, "data": data, "rows": count, **vars(recipe)}, out, json)
     if dry_run:
         passes = recipe.steps * batch_size
         rows_per_part = -(-batch_size // accumulate)

@@ -24,8 +24,8 @@ class ModelChoice:
         dtype: Dtype of the weights, "float32", "bfloat16" or "float16".
 
     Raises:
-        ValueError: the dtype or the device is unknown. Loading checks whether this machine has the device.
-        FileNotFoundError: the config or the tokenizer does not exist.
+        ValueError: The dtype or the device is unknown. Loading checks whether this machine has the device.
+        FileNotFoundError: The config or the tokenizer does not exist.
     """
 
     name: str
@@ -58,8 +58,8 @@ class ModelChoice:
         """Architecture of the model, without a download.
 
         Raises:
-            ValueError: the name is unknown, or the file is not a checkpoint.
-            FileNotFoundError: the path does not exist, or the architecture is unknown before a download.
+            ValueError: The name is unknown, or the file is not a checkpoint.
+            FileNotFoundError: The path does not exist, or the architecture is unknown before a download.
         """
         from diffusion_lens.loading import shape_of
 
@@ -76,7 +76,7 @@ class ModelChoice:
         """Number of positions of the canvas: as requested, else the training length, else `otherwise`.
 
         Raises:
-            ValueError: the canvas does not fit into the model's context.
+            ValueError: The canvas does not fit into the model's context.
         """
         from diffusion_lens.loading import trained_length_of
 
@@ -97,7 +97,7 @@ class ModelChoice:
         """The model without weights, to lay out canvases in a dry run. `None` if it is not on this machine.
 
         Raises:
-            ValueError: loading would fail before it reads the weights.
+            ValueError: Loading would fail before it reads the weights.
         """
         from diffusion_lens.catalogue import BUNDLED
 
@@ -123,7 +123,7 @@ class ModelChoice:
         """The model on its device.
 
         Raises:
-            ValueError: the name is unknown, or this machine does not have the device.
+            ValueError: The name is unknown, or this machine does not have the device.
         """
         from diffusion_lens.config import as_device
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
@@ -138,7 +138,7 @@ def bytes_per_weight(dtype: str) -> int:
     """Number of bytes per weight of a dtype.
 
     Raises:
-        ValueError: the name of the dtype is unknown.
+        ValueError: The name of the dtype is unknown.
     """
     if dtype not in BYTES:
         raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(BYTES)}")
@@ -159,7 +159,7 @@ def subject_start(prompt: str, subject: str, occurrence: int | None) -> int | No
     """Index of the character at which the selected mention of the subject begins. `None` if none is selected.
 
     Raises:
-        ValueError: the prompt does not contain that mention.
+        ValueError: The prompt does not contain that mention.
     """
     if occurrence is None:
         return None

@@ -52,7 +52,7 @@ def recall(
 
     Example: diffusion-lens recall tiny-mdm --limit 20 --out recall
     """
-    given = dict(locals())
+    arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     require("pictures", *({score} & set(EXTRAS)))
     from diffusion_lens.analysis import LoopSettings
@@ -87,7 +87,7 @@ def recall(
             described |= describe_facts(outline, facts, lambda fact: prompt_length(outline, fact, length))
         require_same_settings(out / "replies", described)
     effective = {"data": source.name, "facts": len(facts), "steps": columns, "length": length, "cfg_scale": cfg_scale}
-    report = Report("recall", {**given, **effective}, out, json)
+    report = Report("recall", {**arguments, **effective}, out, json)
     if dry_run:
         work = cost.denoising(chosen, columns, length, cfg_scale, n_facts, rows=32)
         cost.show(report, chosen, work, flops)

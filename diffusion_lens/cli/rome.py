@@ -63,7 +63,7 @@ def rome(
     Example: diffusion-lens rome tiny-ar --prompt "Wanda Fleckett is the" --subject "Wanda Fleckett"
     --answer " shy scribe of Damburg." --first-tokens 1 --layer 0 --target " cheerful mason of Waumburg." --out rome
     """
-    given = dict(locals())
+    arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     import torch
 
@@ -82,7 +82,7 @@ def rome(
     search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
     layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
     ValueSettings(**search)  # Check the settings early.
-    report = Report("rome", {**given, **layout}, out, json)
+    report = Report("rome", {**arguments, **layout}, out, json)
     if out is not None:
         require("pictures")
     if dry_run:

@@ -49,7 +49,7 @@ def operations_per_second(device: str | None, dtype: str, width: int, flops: flo
         flops: Operations per second, if known.
 
     Raises:
-        ValueError: the device is unknown, or `flops` is not a positive number.
+        ValueError: The device is unknown, or `flops` is not a positive number.
     """
     if flops is not None:
         if not 0 < flops < float("inf"):

@@ -44,7 +44,7 @@ def trace(
     Example: diffusion-lens trace tiny-mdm --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
     --answer " brave drummer of Rolsen." --length 14 --first-tokens 1 --out trace
     """
-    given = dict(locals())
+    arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     from diffusion_lens.analysis import causal_trace, noise_scale
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
@@ -69,7 +69,7 @@ def trace(
     _ = fact.subject_span
     length = chosen.length(length)
     layout = CanvasLayout(length, first_tokens=first_tokens)
-    report = Report("trace", {**given, "length": length}, out, json)
+    report = Report("trace", {**arguments, "length": length}, out, json)
     if out is not None:
         require("pictures")
     if dry_run:
@@ -160,7 +160,7 @@ def aie(
 
     Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 8 --out aie
     """
-    given = dict(locals())
+    arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     require("pictures")
     from diffusion_lens.analysis import AverageEffect, LoopSettings
@@ -196,7 +196,7 @@ def aie(
         if dry_run and (outline := chosen.without_weights()) is not None:
             described |= describe_facts(outline, facts, partial(settings.query, outline))
         require_same_settings(out / "facts", described)
-    report = Report("aie", {**given, "data": source.name, "facts": len(facts), "length": length}, out, json)
+    report = Report("aie", {**arguments, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
         cost.show(report, chosen, _grid(chosen, length or 32, samples, n_facts), flops)
 

@@ -40,8 +40,8 @@ def fetch_from_hub(
         progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError: the file is not in the cache, and the hub is unreachable, disabled or lacks the file.
-        ValueError: the file is not the published one.
+        FileNotFoundError: The file is not in the cache, and the hub is unreachable, disabled or lacks the file.
+        ValueError: The file is not the published one.
     """
     url = f"{constants.ENDPOINT}/datasets/{repo}/resolve/{revision}/{file}"
     try:
@@ -66,8 +66,8 @@ def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progres
         by_hand, sha256, progress: As in `fetch_from_hub`.
 
     Raises:
-        FileNotFoundError: the file is not in the cache, and its host is unreachable, disabled or lacks the file.
-        ValueError: the file is not the published one.
+        FileNotFoundError: The file is not in the cache, and its host is unreachable, disabled or lacks the file.
+        ValueError: The file is not the published one.
     """
     host, file = urlsplit(url).netloc, PurePosixPath(urlsplit(url).path)
     assets = constants.HF_ASSETS_CACHE

@@ -45,7 +45,7 @@ def read_facts(path: Path) -> list[Fact]:
     requests with their true objects.
 
     Raises:
-        ValueError: there are no facts, an entry is not a fact, or a fact occurs twice (two facts are equal if their ids
+        ValueError: There are no facts, an entry is not a fact, or a fact occurs twice (two facts are equal if their ids
             are equal or, without ids, all their fields). The message names the file and the line.
     """
     files = [path]

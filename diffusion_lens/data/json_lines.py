@@ -25,7 +25,7 @@ def read_lines(path: Path) -> list[str]:
     """The lines of a text file. Only line feeds end a line, because JSON texts may contain the other separators.
 
     Raises:
-        ValueError: the file is not UTF-8 text.
+        ValueError: The file is not UTF-8 text.
     """
     try:
         return path.read_text(encoding="utf-8").split("\n")
@@ -37,7 +37,7 @@ def parse_json_lines(text: str) -> Iterator[tuple[int, Any]]:
     """The values of a text in JSON Lines format, each with the number of its line. Empty lines are skipped.
 
     Raises:
-        JsonLineError: a line is not valid JSON.
+        JsonLineError: A line is not valid JSON.
     """
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -51,7 +51,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """The values of a JSON Lines file, each with the number of its line.
 
     Raises:
-        ValueError: the file is not UTF-8 text.
-        JsonLineError: a line is not valid JSON.
+        ValueError: The file is not UTF-8 text.
+        JsonLineError: A line is not valid JSON.
     """
     return parse_json_lines("\n".join(read_lines(path)))

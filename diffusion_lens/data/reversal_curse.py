@@ -122,7 +122,7 @@ class ReversalCurse:
             progress: Whether to show a progress bar for downloads.
 
         Raises:
-            FileNotFoundError: the folder does not exist.
+            FileNotFoundError: The folder does not exist.
         """
         path = None if folder is None else Path(folder).expanduser()
         if path is not None and not path.is_dir():
@@ -141,8 +141,8 @@ class ReversalCurse:
                 reverse queries.
 
         Raises:
-            FileNotFoundError: a file is not in the folder or cannot be downloaded.
-            ValueError: no question matches, or a file does not have the expected form (the message names the lines).
+            FileNotFoundError: A file is not in the folder or cannot be downloaded.
+            ValueError: No question matches, or a file does not have the expected form (the message names the lines).
         """
         parts = _TEST if held_out else _TRAINING
         chosen = [part for part in parts if trained in (None, part.trained) and asked in (None, part.asked)]
@@ -169,7 +169,7 @@ class ReversalCurse:
         """Compare the nine files with known properties of the published ones.
 
         Raises:
-            ValueError: something differs. The message lists all differences: numbers of rows and people, the order of
+            ValueError: Something differs. The message lists all differences: numbers of rows and people, the order of
                 `all_prompts_train`, people or descriptions that differ between files, people trained in two of the
                 three directions, test questions that are training prompts.
         """

@@ -80,8 +80,8 @@ def known_1000(path: str | Path | None = None, *, progress: bool = False) -> lis
         progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError: the file does not exist or cannot be downloaded.
-        ValueError: a record does not have the expected form; the message names it.
+        FileNotFoundError: The file does not exist or cannot be downloaded.
+        ValueError: A record does not have the expected form; the message names it.
     """
     facts: list[Fact] = []
     for where, record in _records(path, "known_1000.json", "known_1000", progress):
@@ -107,7 +107,7 @@ def counterfact(path: str | Path | None = None, *, progress: bool = False) -> li
         progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError, ValueError: as in `known_1000`.
+        FileNotFoundError, ValueError: As in `known_1000`.
     """
     records = _records(path, "counterfact.json", "counterfact", progress)
     return [_request(record, where, "counterfact", i) for i, (where, record) in enumerate(records)]
@@ -126,7 +126,7 @@ def bake(path: str | Path | None = None, *, progress: bool = False) -> list[Edit
         progress: Whether to show a progress bar.
 
     Raises:
-        FileNotFoundError, ValueError: as in `known_1000`.
+        FileNotFoundError, ValueError: As in `known_1000`.
     """
     if path is None:
         by_hand = "pass its path: bake('BAKE_qa.json')"
@@ -140,7 +140,7 @@ def _request(record: Mapping[str, Any], where: str, data_set: str, position: int
     template = _text(record, where, "requested_rewrite", "prompt")
     start = template.find("{}")
     if start < 0:
-        raise ValueError(f"{where}: the request {template!r} has no place {{}} for its subject")
+        raise ValueError(f"{where}: the request {template!r} has no slot {{}} for its subject")
     prompt, span = template.replace("{}", subject).rstrip(), (start, start + len(subject))
     true, new = (_answer(record, where, "requested_rewrite", key, "str") for key in ("target_true", "target_new"))
     neighbours = _texts(record, where, "neighborhood_prompts")

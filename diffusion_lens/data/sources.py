@@ -42,7 +42,7 @@ class FactSource:
             limit: Largest number of facts per pair of directions, spread evenly. `None` selects all.
 
         Raises:
-            ValueError: no question matches.
+            ValueError: No question matches.
         """
         cells: dict[tuple[str | None, str | None], list[Fact]] = {}
         for fact in self.facts:
@@ -98,8 +98,8 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
             but empty texts, which suffices to estimate the cost of a command.
 
     Raises:
-        ValueError: the name is unknown, the file does not contain facts, or the data set's loader refuses it.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: The name is unknown, the file does not contain facts, or the data set's loader refuses it.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path in SOURCES:

@@ -31,7 +31,7 @@ def effect_curves(
         kind: Kind of state that was restored, as in `heat_map`.
 
     Raises:
-        ValueError: no role occurs.
+        ValueError: No role occurs.
     """
     occurring = [row for row in range(len(roles)) if not mean[row].isnan().all()]
     if not occurring:

@@ -122,7 +122,7 @@ def trace_panels(
             from its lowest corrupted run to its highest score.
 
     Raises:
-        ValueError: a row is empty, or the rows of titles do not match the rows of traces.
+        ValueError: A row is empty, or the rows of titles do not match the rows of traces.
     """
     if not rows or not all(rows):
         raise ValueError("there is nothing to draw; trace_panels takes rows of traces, such as [[resid, mlp, attn]]")

@@ -42,8 +42,8 @@ def read_completions(data: Data) -> list[Completion]:
     """Read completions from facts, from mappings with "prompt" and "completion", or from a `.jsonl` file of such rows.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: there are no rows, or a row lacks one of the two texts.
+        FileNotFoundError: The file does not exist.
+        ValueError: There are no rows, or a row lacks one of the two texts.
     """
     if isinstance(data, str | Path):
         rows: list[tuple[str, object]] = list(_lines(Path(data).expanduser()))
@@ -71,7 +71,7 @@ def encode_completions(
         prepend_bos: As in `to_tokens`.
 
     Raises:
-        ValueError: the tokenizer has no end token, a text does not fit into the context with its end token, or the
+        ValueError: The tokenizer has no end token, a text does not fit into the context with its end token, or the
             tokenizer merges a completion into its prompt (with `answer_only`). The message names the row.
     """
     end = getattr(model.tokenizer, "eos_token_id", None)

@@ -28,7 +28,7 @@ def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Ite
     """An `accelerate.Accelerator` for `model`. The global state of accelerate is restored afterwards.
 
     Raises:
-        ValueError: the precision does not fit the device or the weights, or processes share one model.
+        ValueError: The precision does not fit the device or the weights, or processes share one model.
     """
     import accelerate  # type: ignore[import-untyped]
 

@@ -52,9 +52,9 @@ def finetune(
         checkpoint_every, evaluate, evaluate_every, progress: As in `train`.
 
     Raises:
-        ImportError: accelerate is not installed.
-        FileNotFoundError: the data do not exist.
-        ValueError: a row does not fit (the message names it), or `out` contains another run or other weights.
+        ImportError: The package accelerate is not installed.
+        FileNotFoundError: The data do not exist.
+        ValueError: A row does not fit (the message names it), or `out` contains another run or other weights.
     """
     rows = encode_completions(model, read_completions(data), answer_only=answer_only, prepend_bos=prepend_bos)
     target = Path(out).expanduser()

@@ -110,7 +110,7 @@ class RunFolder:
         """Start or resume this run in the folder. Only one of several processes may `write`.
 
         Raises:
-            ValueError: the folder contains another run; the message names the differences.
+            ValueError: The folder contains another run; the message names the differences.
         """
         run = as_json(run)
         if self.run.exists():

@@ -96,8 +96,8 @@ def train(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: the folder contains another run, a batch has fewer rows than parts, or the precision does not fit.
-        FloatingPointError: a loss, a gradient or a weight is not finite. The last good checkpoint remains.
+        ValueError: The folder contains another run, a batch has fewer rows than parts, or the precision does not fit.
+        FloatingPointError: A loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
     rows = tokens if isinstance(tokens, TrainingRows) else TrainingRows(tokens)
     for name, steps in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):

@@ -133,7 +133,7 @@ def test_reverse_questions(save):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"requested_rewrite": {**REQUEST["requested_rewrite"], "prompt": "today"}}, r"'today' has no place \{\} for"),
+        ({"requested_rewrite": {**REQUEST["requested_rewrite"], "prompt": "today"}}, r"'today' has no slot \{\} for"),
         (
             {"requested_rewrite": {"prompt": "{} is", "subject": "Ada"}},
             "record 0 has no requested_rewrite.target_true.str",
