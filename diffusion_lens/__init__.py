@@ -1,10 +1,10 @@
 """diffusion_lens: mechanistic interpretability of masked diffusion language models.
 
-`HookedDiffusionTransformer.from_pretrained("smdm-1028m")` is the door; its hooks are TransformerLens's, and inside the
-denoising loop they know the step.
+`HookedDiffusionTransformer.from_pretrained("smdm-1028m")` loads a model. Its hooks are TransformerLens's; inside the
+denoising loop, `hook.step` describes the current step.
 
-What is named here is imported when it is first asked for: torch takes seconds, and `diffusion-lens --help` needs none
-of it.
+The public names are imported on first use, because importing torch takes seconds and `diffusion-lens --help` does not
+need it.
 """
 
 from importlib import import_module
@@ -32,7 +32,7 @@ __all__ = [
     "load_pair",
 ]
 
-_HOME = {
+_MODULE_OF = {
     "DiffusionConfig": "config",
     "Fact": "facts",
     "HookedDiffusionTransformer": "hooked_diffusion_transformer",
@@ -48,15 +48,15 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        found: Any = version("diffusion-lens")
-    elif name in _HOME:
-        found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        value: Any = version("diffusion-lens")
+    elif name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
-        found = import_module(f"{__name__}.{name}")
+        value = import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

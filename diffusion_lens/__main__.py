@@ -1,18 +1,18 @@
-"""Where the command line begins: `diffusion-lens` calls `main`, and so does `python -m diffusion_lens`.
+"""Entry point of the command line: `diffusion-lens` and `python -m diffusion_lens` call `main`.
 
-`accelerate launch -m diffusion_lens finetune ...` needs the module.
+`accelerate launch -m diffusion_lens finetune ...` needs this module.
 """
 
 import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while it is still being imported ends it as quietly as it does afterwards."""
+    """Run the command line. Ctrl-C during its import ends it without a traceback, as it does later."""
     try:
         from diffusion_lens.cli import app
 
         app()
-    except KeyboardInterrupt:  # before the application is there to catch it
+    except KeyboardInterrupt:  # raised during the import, before the application can catch it
         sys.stderr.write("Stopped.\n")
         sys.exit(130)
 

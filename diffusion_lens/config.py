@@ -1,4 +1,4 @@
-"""`DiffusionConfig`: TransformerLens's config, and what a masked diffusion model adds to it."""
+"""`DiffusionConfig`: TransformerLens's config with the fields that a masked diffusion model adds."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from transformer_lens.config import TransformerLensConfig
 
 from weight_conversion import Architecture, Variant
 
-# No id: a position of a causal canvas that the text has not reached.
+# Not a token id: it marks positions of a causal canvas that the text has not reached.
 UNREACHED = -1
 DTYPES = {
     "float32": torch.float32,
@@ -22,24 +22,24 @@ ROTARY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(repr=False)
 class DiffusionConfig(Variant, TransformerLensConfig):
-    """Facts of a model, under TransformerLens's names.
+    """Config of a model, under TransformerLens's names.
 
     Attributes:
-        d_vocab_out: columns of the head; SMDM embeds [MASK] (`d_vocab`) and has no column for it; no family
-            writes it.
-        mask_token_id: id of [MASK], `None` on a causal model.
-        attention_dir: who sees whom, "bidirectional" or "causal".
-        readout: where token i is read, "in_place" (row i) or "shifted" (row i-1).
-        rotary_base: base of the rotary frequencies.
-        rotary_dtype: precision to which the cosine and sine tables are rounded before use.
-        rotation: precision in which queries and keys are turned, "float32" or that of the "activation".
-        qkv_bias, o_bias, mlp_bias: whether these projections have biases.
-        qk_norm: whether each head's queries and keys are normalised before they turn.
-        tied: whether embedding and head are one matrix.
-        model_name: name under which results record the model.
-        family: checkpoint family it came from, and goes back to on export.
-        trained_length: places of the texts that it was last trained on, where these are fewer than `n_ctx`: the length
-            of a canvas unless another is asked for. `None` where nobody says. No part of the architecture.
+        d_vocab_out: Columns of the head. SMDM embeds [MASK] (counted in `d_vocab`) but has no column for it; no family
+            ever predicts it.
+        mask_token_id: Id of [MASK]; `None` for a causal model.
+        attention_dir: Attention direction, "bidirectional" or "causal".
+        readout: Row of the logits that predicts token i: "in_place" (row i) or "shifted" (row i-1).
+        rotary_base: Base of the rotary frequencies.
+        rotary_dtype: Precision to which the cosine and sine tables are rounded before use.
+        rotation: Precision in which queries and keys are rotated: "float32", or "activation" for the activations'.
+        qkv_bias, o_bias, mlp_bias: Presence of biases in these projections.
+        qk_norm: Presence of norms on each head's queries and keys, before the rotation.
+        tied: Whether embedding and head are one matrix.
+        model_name: Name under which results record the model.
+        family: Family of its checkpoint, and default format of an export.
+        trained_length: Length in positions of the texts that it was last trained on, if it is shorter than `n_ctx`;
+            `None` if unknown. It is the default length of a canvas, and not part of the architecture.
     """
 
     d_vocab_out: int = -1
@@ -70,13 +70,19 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         trained_length: int | None = None,
         folded: bool = False,
     ) -> "DiffusionConfig":
-        """The config of a checkpoint; `device=None` takes the GPU if there is one.
+        """The config of a checkpoint.
 
         Args:
-            folded: whether the norms' weights are folded into the matrices that read them (`layer_norm_folding`).
+            architecture: Architecture of the checkpoint.
+            device: Device of the model; by default the GPU if there is one.
+            dtype: Precision of the weights.
+            model_name: Name under which results record the model; by default the architecture's.
+            default_prepend_bos: Whether texts begin with BOS by default.
+            trained_length: Trained length, as in the attribute.
+            folded: Whether the norms' weights are folded into the projections (`layer_norm_folding`).
 
         Raises:
-            ValueError: a dtype that weights cannot have, or a device that is not there.
+            ValueError: weights cannot have this dtype, or this machine does not have the device.
         """
         a = architecture
         return cls(
@@ -118,7 +124,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
 
     @property
     def architecture(self) -> Architecture:
-        """The plain facts again, for `save_pretrained` and export."""
+        """The architecture, for `save_pretrained` and export."""
         assert self.d_mlp is not None
         return Architecture(
             family=self.family,
@@ -148,11 +154,11 @@ class DiffusionConfig(Variant, TransformerLensConfig):
 
     @property
     def blank(self) -> int:
-        """What a canvas holds at a position still to be written: the id of [MASK], or `UNREACHED`."""
+        """The id at a position of a canvas that is not yet revealed: the id of [MASK], or `UNREACHED`."""
         return UNREACHED if self.mask_token_id is None else self.mask_token_id
 
     def writable(self, tokens: Tensor) -> Tensor:
-        """Which of these ids a text of this model may hold: those with a column in the head, [MASK] excepted."""
+        """True at ids that the model can predict: those with a column in the head, except [MASK]."""
         known = (tokens >= 0) & (tokens < self.d_vocab_out)
         return known if self.mask_token_id is None else known & (tokens != self.mask_token_id)
 
@@ -161,37 +167,37 @@ class DiffusionConfig(Variant, TransformerLensConfig):
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype that weights can have, by itself or by its name; anything else is a `ValueError`."""
-    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found is None or found not in DTYPES.values():
-        raise ValueError(f"dtype {dtype!r} is none that weights have here: it is one of {', '.join(DTYPES)}")
-    return found
+    """A dtype of weights, given as a dtype or by name; a `ValueError` for any other."""
+    resolved = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if resolved is None or resolved not in DTYPES.values():
+        raise ValueError(f"weights cannot have the dtype {dtype!r}; it is one of {', '.join(DTYPES)}")
+    return resolved
 
 
 def device_named(device: str | torch.device) -> torch.device:
-    """A device, whether or not this machine has it; a `ValueError` for a name that is none, or where nothing runs."""
+    """A device by name, present on this machine or not; a `ValueError` if the name is unknown or is 'meta'."""
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
-    if found.type == "meta":
+    if resolved.type == "meta":
         raise ValueError("the device 'meta' holds no values, so nothing can run there; use 'cpu' or 'cuda'")
-    return found
+    return resolved
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """A device of this machine, by itself or by its name; anything else is a `ValueError`."""
-    found = device_named(device)
-    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if found.type in there and (found.index or 0) >= there[found.type]:
+    """A device of this machine, given as a device or by name; a `ValueError` for any other."""
+    resolved = device_named(device)
+    available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if resolved.type in available and (resolved.index or 0) >= available[resolved.type]:
         raise ValueError(
-            f"device {str(found)!r} is not there: torch finds {there['cuda']} GPUs on this machine, and 'cpu'"
+            f"device {str(resolved)!r} is not there: torch finds {available['cuda']} GPUs on this machine, and 'cpu'"
         )
-    if found.type not in there:
+    if resolved.type not in available:
         try:
-            torch.empty(0, device=found)
+            torch.empty(0, device=resolved)
         except (RuntimeError, AssertionError, ImportError) as error:
             raise ValueError(
-                f"device {str(found)!r} is not there: this torch has no backend for it, or finds none on this machine"
+                f"device {str(resolved)!r} is not there: this torch has no backend for it, or no such device is present"
             ) from error
-    return found
+    return resolved

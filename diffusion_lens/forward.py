@@ -128,7 +128,7 @@ class Forward(DiffusionTransformer, ABC):
             )
         tokens, real = self._checked(input, real)
         asked = ask(self, tokens, real, generator, samples)
-        mask = self.whole(tokens) if real is None else real
+        mask = self.all_real(tokens) if real is None else real
         total: Any = 0.0
         starts = range(0, len(asked.tokens), len(tokens))
         for start in starts:
@@ -202,7 +202,7 @@ class Forward(DiffusionTransformer, ABC):
         """Tokens of a loss, and which of them are real; what they say of themselves unless a mask is given."""
         tokens = check_tokens(tokens, self.cfg)
         if attention_mask is None:
-            return tokens, self.told_places(tokens)
+            return tokens, self.checked_real_positions(tokens)
         return tokens, check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
 
     def _loss(self, asked: LossQuestion, logits: Tensor, per_token: bool) -> Tensor:

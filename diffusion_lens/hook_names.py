@@ -1,4 +1,4 @@
-"""Names of hook points: TransformerLens's, the loop's own, and errors that offer the nearest name."""
+"""Names of hook points: TransformerLens's and those of the denoising loop. Errors name the nearest ones."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -24,20 +24,20 @@ def resid_post(layer: int) -> str:
 
 
 def attn_out(layer: int) -> str:
-    """What the attention of block `layer` writes into the residual stream."""
+    """Output of the attention of block `layer`, which is added to the residual stream."""
     return f"blocks.{layer}.hook_attn_out"
 
 
 def mlp_out(layer: int) -> str:
-    """What the MLP of block `layer` writes into the residual stream."""
+    """Output of the MLP of block `layer`, which is added to the residual stream."""
     return f"blocks.{layer}.hook_mlp_out"
 
 
 def nearest(name: str, known: Collection[str], most: int = 3) -> str:
-    """The known names closest to `name`, as text."""
-    tail = name.rsplit(".", 1)[-1]
+    """The known names closest to `name`, joined by commas."""
+    last_part = name.rsplit(".", 1)[-1]
     close = get_close_matches(name, known, n=most, cutoff=0.5)
-    close += [other for other in known if other.rsplit(".", 1)[-1] == tail and other not in close]
+    close += [other for other in known if other.rsplit(".", 1)[-1] == last_part and other not in close]
     return ", ".join(close[:most] or list(known)[:most])
 
 
@@ -48,7 +48,12 @@ def require_hook_point(name: str, hook_dict: Mapping[str, HookPoint]) -> None:
 
 
 def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) -> list[str]:
-    """The hook points that a filter (name, names, predicate, `None` for all) picks; none is a `ValueError`."""
+    """The hook points that a filter (a name, names, a predicate, `None` for all) selects.
+
+    Raises:
+        KeyError: a name is not a hook point.
+        ValueError: the filter selects no hook point.
+    """
     if names_filter is None:
         return list(hook_dict)
     if isinstance(names_filter, str):
@@ -57,13 +62,13 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
     if isinstance(names_filter, Sequence):
         for name in names_filter:
             require_hook_point(name, hook_dict)
-        picked = [name for name in hook_dict if name in set(names_filter)]
+        selected = [name for name in hook_dict if name in set(names_filter)]
     else:
         predicate: Callable[[str], bool] = names_filter
-        picked = [name for name in hook_dict if predicate(name)]
-    if not picked:
+        selected = [name for name in hook_dict if predicate(name)]
+    if not selected:
         raise ValueError(
             f"the filter {names_filter!r} matches no hook point; names look like {next(iter(hook_dict))!r}, "
             f"{resid_post(0)!r} (all of them: model.hook_dict)"
         )
-    return picked
+    return selected

@@ -222,5 +222,5 @@ def own_loss(
 
 def _logits(model: DiffusionTransformer, asked: LossQuestion) -> Float[Tensor, "selected d_vocab_out"]:
     """The rows that are read. Every place is text here, also what would pass for padding."""
-    logits: Tensor = model(asked.tokens, attention_mask=model.whole(asked.tokens), logits_at=asked.rows)
+    logits: Tensor = model(asked.tokens, attention_mask=model.all_real(asked.tokens), logits_at=asked.rows)
     return logits

@@ -1,8 +1,7 @@
-"""A masked diffusion model and the causal model to hold it against.
+"""Pairs of a masked diffusion model and the causal model to compare it with (its AR baseline).
 
-How near the two are differs, and a comparison can claim no more than that: `PAIRS` says for each pair what they share,
-and who says so. Nearest are the twins of SMDM that had the same data and compute; LLaDA's and Llama's 8B share neither
-weights nor data.
+What a comparison can show depends on what the two models share: `PAIRS` states it for each pair, with the source. The
+closest pairs are those of SMDM with the same data and compute. LLaDA and Llama share neither weights nor data.
 """
 
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two models that may be compared.
+class ModelPair:
+    """A masked diffusion model and its AR baseline.
 
     Attributes:
-        diffusion, causal: their names.
-        shared: what the two have in common, and what not.
-        source: who says so.
+        diffusion, causal: Names of the two models.
+        shared: What the two have in common, and where they differ.
+        source: Source of that statement.
     """
 
     diffusion: str
@@ -34,46 +33,53 @@ class Pair:
 _SMDM_PAPER = "Nie et al. 2024, arXiv 2410.18514; the files of nieshen/SMDM"
 _LLADA_TUNED = "Zhu et al. 2025, arXiv 2505.19223: tuned from LLaDA-8B-Instruct"
 _LLADA_PAPER = "Nie et al. 2025, arXiv 2502.09992, which compares them"
-_NO_WEIGHTS = "size only: LLaDA was trained from scratch on data of its own, with another tokenizer"
+_NO_WEIGHTS = "size only: LLaDA was trained from scratch on other data, with another tokenizer"
 _DREAM_PAPER = "Ye et al. 2025, arXiv 2508.15487"
 _CODER_CARD = "apple/DiffuCoder-7B-Base, model card; Gong et al. 2025, arXiv 2506.20639"
-_BEGAN = "the weights that the diffusion model began with, and the tokenizer"
-_TUNED = "the causal weights that both began with; each was tuned to follow instructions in its own way"
+_INITIALISED = "the initial weights of the diffusion model, and the tokenizer"
+_TUNED = "the causal weights from which both were initialised; each has its own instruction tuning"
 
 
-def _smdm() -> list[Pair]:
-    """Each of SMDM's models with the twin of its size, of the same compute if there is one.
+def _smdm() -> list[ModelPair]:
+    """Each of SMDM's models with the AR baseline of its size, of the same compute if there is one.
 
-    Of models tuned on other data, only those whose twin was tuned on the same.
+    A fine-tuned model is paired with a baseline that was fine-tuned on the same data.
     """
     pairs = []
     for entry in SMDM:
-        tuned_on = entry.tuned_on
-        twins = [twin for twin in SMDM if (twin.kind, twin.size, twin.tuned_on) == ("ar", entry.size, tuned_on)]
-        if entry.kind == "mdm" and twins:
-            twin = next((each for each in twins if each.flops == entry.flops), twins[0])
-            against = "" if twin.flops == entry.flops else f" against the twin's {twin.flops}"
-            shared = f"network, tokenizer and {tuned_on or 'pre-training'} data; {entry.flops} FLOPs{against}"
-            pairs.append(Pair(entry.name, twin.name, shared, _SMDM_PAPER))
+        data = entry.tuned_on
+        baselines = [other for other in SMDM if (other.kind, other.size, other.tuned_on) == ("ar", entry.size, data)]
+        if entry.kind == "mdm" and baselines:
+            baseline = next((other for other in baselines if other.flops == entry.flops), baselines[0])
+            difference = "" if baseline.flops == entry.flops else f" against the baseline's {baseline.flops}"
+            shared = f"network, tokenizer and {data or 'pre-training'} data; {entry.flops} FLOPs{difference}"
+            pairs.append(ModelPair(entry.name, baseline.name, shared, _SMDM_PAPER))
     return pairs
 
 
-PAIRS: dict[str, Pair] = {
+PAIRS: dict[str, ModelPair] = {
     pair.diffusion: pair
     for pair in (
-        Pair("tiny-mdm", "tiny-ar", "network, tokenizer, sentences and recipe", "tiny_pair"),
+        ModelPair("tiny-mdm", "tiny-ar", "network, tokenizer, sentences and recipe", "tiny_pair"),
         *_smdm(),
-        Pair("llada-8b-base", "llama-3-8b", _NO_WEIGHTS, _LLADA_PAPER),
-        Pair("llada-8b-instruct", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_PAPER),
-        Pair("llada-1.5", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_TUNED),
-        Pair("dream-7b-base", "qwen2.5-7b", _BEGAN, _DREAM_PAPER),
-        Pair("dream-7b-instruct", "qwen2.5-7b-instruct", _TUNED, _DREAM_PAPER),
-        Pair("dream-coder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, "from memory: its authors' announcement"),
-        Pair("diffucoder-7b-base", "qwen2.5-coder-7b", _BEGAN, _CODER_CARD),
-        Pair("diffucoder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),
-        Pair("diffucoder-7b-cpgrpo", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),
-        Pair("qwen3-0.6b-mdlm", "qwen3-0.6b", _BEGAN, "dllm-hub, the diffusion model's card"),
-        Pair("qwen2.5-coder-0.5b-instruct-mdlm", "qwen2.5-coder-0.5b-instruct", _BEGAN, "the diffusion model's name"),
+        ModelPair("llada-8b-base", "llama-3-8b", _NO_WEIGHTS, _LLADA_PAPER),
+        ModelPair("llada-8b-instruct", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_PAPER),
+        ModelPair("llada-1.5", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_TUNED),
+        ModelPair("dream-7b-base", "qwen2.5-7b", _INITIALISED, _DREAM_PAPER),
+        ModelPair("dream-7b-instruct", "qwen2.5-7b-instruct", _TUNED, _DREAM_PAPER),
+        ModelPair(
+            "dream-coder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, "from memory: its authors' announcement"
+        ),
+        ModelPair("diffucoder-7b-base", "qwen2.5-coder-7b", _INITIALISED, _CODER_CARD),
+        ModelPair("diffucoder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),
+        ModelPair("diffucoder-7b-cpgrpo", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),
+        ModelPair("qwen3-0.6b-mdlm", "qwen3-0.6b", _INITIALISED, "dllm-hub, the diffusion model's card"),
+        ModelPair(
+            "qwen2.5-coder-0.5b-instruct-mdlm",
+            "qwen2.5-coder-0.5b-instruct",
+            _INITIALISED,
+            "the diffusion model's name",
+        ),
     )
 }
 
@@ -87,37 +93,39 @@ def load_pair(
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> tuple[HookedDiffusionTransformer, HookedDiffusionTransformer]:
-    """A masked diffusion model and its causal relative; `PAIRS[name]` says what the two share.
+    """A masked diffusion model and its AR baseline; `PAIRS[name]` says what the two share.
 
-    Both are held at once: two models of 8 billion weights take 64 GB in float32, 32 GB in bfloat16.
+    Both are in memory at once: two models of 8 billion weights take 64 GB in float32, 32 GB in bfloat16.
 
     Args:
-        name: of the diffusion model, "smdm-1028m"; the keys of `PAIRS`.
-        device, dtype, cache_dir, token, local_files_only: of both, as in `from_pretrained`.
+        name: Name of the diffusion model, such as "smdm-1028m"; a key of `PAIRS`.
+        device, dtype, cache_dir, token, local_files_only: Arguments of `from_pretrained`, for both models.
 
     Raises:
-        ValueError: a name without a relative here; the message names those that have one.
+        ValueError: no pair has this name; the message lists the names.
     """
     pair = PAIRS.get(name.lower())
     if pair is None:
         raise _no_pair(name)
     diffusion, causal = (
         HookedDiffusionTransformer.from_pretrained(
-            each, device=device, dtype=dtype, cache_dir=cache_dir, token=token, local_files_only=local_files_only
+            model_name, device=device, dtype=dtype, cache_dir=cache_dir, token=token, local_files_only=local_files_only
         )
-        for each in (pair.diffusion, pair.causal)
+        for model_name in (pair.diffusion, pair.causal)
     )
     return diffusion, causal
 
 
 def _no_pair(name: str) -> ValueError:
     lower = name.lower()
-    if relatives := [pair.diffusion for pair in PAIRS.values() if pair.causal == lower]:
-        return ValueError(f"{name!r} is causal; load_pair takes the diffusion model: {', '.join(relatives)}")
+    if diffusion_models := [pair.diffusion for pair in PAIRS.values() if pair.causal == lower]:
+        return ValueError(f"{name!r} is causal; load_pair takes the diffusion model: {', '.join(diffusion_models)}")
     if lower in PUBLISHED or lower in BUNDLED:
         return ValueError(
-            f"{name!r} has no causal relative that was published for it; these have one: {', '.join(PAIRS)}. Any two "
-            "models may be loaded with from_pretrained"
+            f"{name!r} has no published AR baseline; these have one: {', '.join(PAIRS)}. Any two models may be loaded "
+            "with from_pretrained"
         )
     near = get_close_matches(lower, PAIRS, n=3, cutoff=0.0)
-    return ValueError(f"{name!r} is no name of a pair; nearest are {', '.join(near)} (all of them: {', '.join(PAIRS)})")
+    return ValueError(
+        f"{name!r} is not the name of a pair; nearest are {', '.join(near)} (all of them: {', '.join(PAIRS)})"
+    )

@@ -1,4 +1,4 @@
-"""Seeds of one's own for each row, text or fact of a run, made from the run's seed."""
+"""Separate seeds for the rows, texts or facts of a call, derived from the call's seed."""
 
 import hashlib
 import json
@@ -8,13 +8,15 @@ from diffusion_lens.settings import whole_number
 
 
 def own_seed(seed: SupportsIndex, key: int | str, bits: int = 53) -> int:
-    """The seed of row `key`, or of whatever `key` names, in a run with this seed; the same on every machine.
+    """The seed of one row, text or fact; the same on every machine.
 
-    Hashed, because sums overlap: row 1 of seed 0 would be row 0 of seed 1, and five runs of 20 rows would draw 24
-    samples instead of 100.
+    It is a hash, because sums would overlap: row 1 of seed 0 would have the seed of row 0 of seed 1, and five calls of
+    20 rows would have 24 different seeds instead of 100.
 
     Args:
-        bits: the seed is below 2 to this power. 53 bits pass unharmed through every JSON reader.
+        seed: Seed of the call.
+        key: Index of the row, or name of the text or fact.
+        bits: Number of bits of the result. Every JSON reader preserves integers of 53 bits.
     """
     digest = hashlib.sha256(json.dumps([whole_number("seed", seed), key]).encode()).digest()
     return int.from_bytes(digest, "big") >> (8 * len(digest) - bits)

@@ -1,10 +1,10 @@
-"""The tiny pair: a masked diffusion model and its autoregressive twin, trained on the toy facts from one seed.
+"""Trains the bundled models: a masked diffusion model and its AR baseline ("twin"), on the toy facts from one seed.
 
-`python -m diffusion_lens.tiny_pair --out FOLDER` trains both (about a quarter of an hour on one core) and writes
-`tiny-mdm.safetensors`, `tiny-ar.safetensors`, the config that serves both, their tokenizer, and `results.json` with the
-recipe and what they know. The pair shows the reversal curse: asked in the direction that training left out, the MDM
-answers and the twin does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514). Interrupted,
-the same command goes on where it was.
+`python -m diffusion_lens.tiny_pair --out FOLDER` trains both (about a quarter of an hour on one core). It writes
+`tiny-mdm.safetensors`, `tiny-ar.safetensors`, their common config and tokenizer, and `results.json` with the recipe and
+their recall. The models show the reversal curse: queried in the direction that was left out of training, the MDM
+answers and the AR baseline does not (Berglund et al. 2023, arXiv 2309.12288; Nie et al. 2024, arXiv 2410.18514). After
+an interruption, the same command continues the training.
 """
 
 import argparse
@@ -31,13 +31,13 @@ Kind = Literal["mdm", "ar"]
 
 SHIPPED_SEED = 0
 WEIGHT_STD = 0.06
-# Recall in the trained direction is there long before the reverse, which an MDM begins to learn after some 2000 steps.
+# An MDM recalls facts in the trained direction early, and begins to learn the reverse after about 2000 steps.
 STEPS: dict[Kind, int] = {"mdm": 8000, "ar": 1500}
 DENOISING_STEPS = 8
 
 
 def architecture(kind: Kind, n_words: int) -> Architecture:
-    """The shape of one twin over a vocabulary of `n_words`; they differ by the row of [MASK]."""
+    """The architecture of one model for a vocabulary of `n_words`; only the MDM has a row for [MASK]."""
     masked = kind == "mdm"
     return Architecture(
         family="lit_gpt",
@@ -67,10 +67,14 @@ def train_twin(
     progress: bool = True,
     folder: str | Path | None = None,
 ) -> tuple[HookedDiffusionTransformer, TrainingRecord]:
-    """One twin, trained on the CPU; `config.seed` also draws its first weights.
+    """Train one of the two models on the CPU.
 
     Args:
-        folder: where the run keeps its checkpoint, and goes on from it.
+        kind: "mdm" or "ar".
+        facts: Toy facts to train on.
+        config: Settings of the training; its seed is also the seed of the initial weights.
+        progress: Whether a progress bar is shown.
+        folder: Folder of the training's checkpoint, from which an interrupted training continues.
     """
     tokenizer = toy_facts.build_tokenizer(facts)
     sentences = toy_facts.encode(facts.sentences(), tokenizer)
@@ -84,9 +88,9 @@ def train_twin(
 
 
 def measure(model: HookedDiffusionTransformer, facts: toy_facts.ToyFacts) -> list[dict[str, Any]]:
-    """Exact match on the held-out questions about people told in one direction: a cell for each (trained, asked)."""
-    asked = [*facts.facts("p2d"), *facts.facts("d2p")]
-    recall = recall_by_steps(model, asked, [DENOISING_STEPS], length=toy_facts.SENTENCE_LENGTH, cfg_scale=0.0)
+    """Exact match on held-out queries about people trained in one direction, for each (trained, queried) direction."""
+    queried = [*facts.facts("p2d"), *facts.facts("d2p")]
+    recall = recall_by_steps(model, queried, [DENOISING_STEPS], length=toy_facts.SENTENCE_LENGTH, cfg_scale=0.0)
     return [
         {"trained": trained, "asked": direction, "accuracy": share.mean}
         for (trained, direction), row in recall.table("exact").items()
@@ -102,25 +106,29 @@ def make_pair(
     steps: Mapping[Kind, int] | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Train both twins and write them; returns what `results.json` holds. A file is replaced whole or not at all.
+    """Train both models and write them; returns the content of `results.json`. Files are replaced atomically.
 
-    While it works, `folder` also has a folder for each twin's run, `tiny-mdm.run` and `tiny-ar.run`.
+    During the training `folder` also holds `tiny-mdm.run` and `tiny-ar.run`, the folders of the two trainings.
 
     Args:
-        steps: length of each training; by default the recipe's.
+        folder: Folder to write to.
+        seed: Seed of weights, batches and noise.
+        corpus_seed: Seed of the toy facts.
+        steps: Number of training steps of each model; by default those of the recipe.
+        progress: Whether progress bars are shown.
     """
     facts = toy_facts.load(corpus_seed)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".tiny-") as temporary:
-        made = Path(temporary)
+        staging = Path(temporary)
         twins: dict[str, Any] = {}
         for kind, n_steps in (steps or STEPS).items():
             config = TrainingConfig(steps=n_steps, seed=seed)
             model, training = train_twin(kind, facts, config, progress, target / f"tiny-{kind}.run")
-            # Under the name of both, because they share one config file.
+            # The architecture has a common name, because both models share one config file.
             shape = architecture(kind, model.cfg.d_vocab_out)
-            path = export(dict(model.state_dict()), shape, made / f"tiny-{kind}.safetensors")
+            path = export(dict(model.state_dict()), shape, staging / f"tiny-{kind}.safetensors")
             twins[f"tiny-{kind}"] = {
                 "exact_match": measure(model, facts),
                 "training": asdict(training.config),
@@ -137,9 +145,9 @@ def make_pair(
             "asked_with": {"length": toy_facts.SENTENCE_LENGTH, "steps": DENOISING_STEPS, "cfg_scale": 0.0},
             "twins": twins,
         }
-        _write_tokenizer(facts, made)
-        write_json(results, made / "results.json")
-        for file in made.iterdir():
+        _write_tokenizer(facts, staging)
+        write_json(results, staging / "results.json")
+        for file in staging.iterdir():
             os.replace(file, target / file.name)
     for kind in steps or STEPS:
         shutil.rmtree(target / f"tiny-{kind}.run")
@@ -148,20 +156,22 @@ def make_pair(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m diffusion_lens.tiny_pair", description="Train the tiny pair.")
-    parser.add_argument("--out", default="tiny", help="folder to write to (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SHIPPED_SEED, help="of weights, batches and noise")
-    parser.add_argument("--corpus-seed", type=int, default=toy_facts.SHIPPED_SEED, help="of the people")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    given = parser.parse_args(arguments)
-    # One thread adds up in one order: the same seed gives the same weights, whatever the number of cores.
+    parser = argparse.ArgumentParser(
+        prog="python -m diffusion_lens.tiny_pair", description="Train the bundled models, tiny-mdm and tiny-ar."
+    )
+    parser.add_argument("--out", default="tiny", help="Folder to write to (default: %(default)s).")
+    parser.add_argument("--seed", type=int, default=SHIPPED_SEED, help="Seed of weights, batches and noise.")
+    parser.add_argument("--corpus-seed", type=int, default=toy_facts.SHIPPED_SEED, help="Seed of the toy facts.")
+    parser.add_argument("--quiet", action="store_true", help="Show no progress bars.")
+    options = parser.parse_args(arguments)
+    # With one thread sums have one order, so the same seed gives the same weights on any number of cores.
     torch.set_num_threads(1)
-    make_pair(given.out, given.seed, given.corpus_seed, progress=not given.quiet)
+    make_pair(options.out, options.seed, options.corpus_seed, progress=not options.quiet)
 
 
 def _write_tokenizer(facts: toy_facts.ToyFacts, folder: Path) -> None:
     toy_facts.build_tokenizer(facts).backend_tokenizer.save(str(folder / "tokenizer.json"))
-    # Written out by hand: the class name that transformers 5 would save is unknown to transformers 4.
+    # Written here, because transformers 4 does not know the class name that transformers 5 would save.
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",

@@ -55,7 +55,7 @@ def test_smdms_twins():
         assert (ours.n_layers, ours.d_model, ours.d_mlp) == (theirs.n_layers, theirs.d_model, theirs.d_mlp)
         # What differs beside the direction of attention is said.
         flops = [PUBLISHED[each].stem.split("M-")[1].split("e18")[0] for each in (name, twin)]
-        assert (f"against the twin's {flops[1]}e18" in PAIRS[name].shared) == (flops[0] != flops[1])
+        assert (f"against the baseline's {flops[1]}e18" in PAIRS[name].shared) == (flops[0] != flops[1])
 
 
 def test_every_pair_is_of_names_that_load_and_says_why():
@@ -82,7 +82,7 @@ def test_lladas_pair_does_not_claim_common_weights():
 
 @pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "illada-8b-base"])
 def test_a_model_without_a_relative(name):
-    with pytest.raises(ValueError, match=f"'{name}' has no causal relative") as caught:
+    with pytest.raises(ValueError, match=f"'{name}' has no published AR baseline") as caught:
         load_pair(name)
     for other in ("smdm-19m", "smdm-1476m", "dream-7b-base"):
         assert other in str(caught.value)
@@ -97,5 +97,5 @@ def test_the_name_is_the_diffusion_models():
 
 
 def test_an_unknown_name_offers_the_nearest():
-    with pytest.raises(ValueError, match="'smdm-1028' is no name of a pair; nearest are smdm-1028m"):
+    with pytest.raises(ValueError, match="'smdm-1028' is not the name of a pair; nearest are smdm-1028m"):
         load_pair("smdm-1028")

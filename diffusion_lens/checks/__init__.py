@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what it says: `check_model` asks, a `CheckReport` answers, with what is likely wrong."""
+"""Checks whether a model is what it claims to be: `check_model` returns a `CheckReport` that names likely faults."""
 
 from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import CheckReport, Finding

@@ -1,8 +1,8 @@
-"""Likely mistakes, undone one at a time: each is a cheap change of (architecture, tensors).
+"""Alternatives, each of which undoes one likely mistake by a cheap change of architecture or tensors.
 
-A checkpoint that was read wrongly is right again under the alternative that undoes the mistake: its loss falls, or its
-logits become those of a reference. Tensors that a change does not touch are left out of what it returns; the layout is
-`weight_conversion.tensor_shapes`'s.
+A checkpoint that was read wrongly becomes right under the alternative that undoes the mistake: its loss falls, or its
+logits become those of a reference. A change returns only the tensors that it changes, in our layout
+(`weight_conversion.tensor_shapes`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,22 +17,22 @@ from weight_conversion.layouts import GroupMajorQKV
 
 Tensors = Mapping[str, Tensor]
 Change = Callable[[Tensors, Architecture], dict[str, Tensor]]
-# Of the published models, and between them.
+# Rotary bases of published models, and some between them.
 BASES = (1_000.0, 10_000.0, 20_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 EPSILONS = (1e-5, 1e-6)
-# How rows that have to be moved by so many stand.
+# A correcting shift of rows, and where the rows are before it.
 WAYS = {-1: "late", 1: "early"}
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One mistake undone.
+    """A change that undoes one likely mistake.
 
     Attributes:
-        name: what is changed, "with gate and up exchanged".
-        cause: what is likely wrong if that helps.
-        architecture: as it then is.
-        change: the tensors that then differ.
+        name: Description of the change, such as "with gate and up exchanged".
+        cause: Mistake that the change undoes.
+        architecture: Architecture after the change.
+        change: Function (tensors, architecture) that returns the changed tensors.
     """
 
     name: str
@@ -42,16 +42,17 @@ class Alternative:
 
 
 def alternatives(a: Architecture, mask_ids: Sequence[int] = ()) -> list[Alternative]:
-    """All that make sense for an architecture.
+    """All alternatives that apply to an architecture.
 
     Args:
-        mask_ids: ids that may be [MASK]'s.
+        a: Architecture.
+        mask_ids: Candidates for the id of [MASK].
     """
     return [*_readings(a, mask_ids), *_layouts(a), *_vocabularies(a)]
 
 
 def without(a: Architecture, block: int, part: str | None = None) -> Alternative:
-    """The network with a block, or its attention or MLP, adding nothing. It hurts, unless what it adds is foreign."""
+    """The network without a block, or without its attention or MLP; this helps only if that part is foreign."""
     outputs = {"attention": f"blocks.{block}.attn.o.", "MLP": f"blocks.{block}.mlp.down."}
     zeroed = tuple(outputs.values()) if part is None else (outputs[part],)
     what = f"block {block}" if part is None else f"the {part} of block {block}"
@@ -61,7 +62,7 @@ def without(a: Architecture, block: int, part: str | None = None) -> Alternative
 
     cause = f"the weights of {what} are foreign to the others: of another checkpoint or seed, or damaged"
     if part is None and block:
-        # What comes after a foreign block reads what is wrong, so leaving it out may help as much.
+        # Blocks after a foreign one read its wrong output, so omitting one of these may help as much.
         cause = (
             f"the weights of block {block}, or of one before it, are foreign: of another checkpoint or seed, or damaged"
         )
@@ -69,7 +70,7 @@ def without(a: Architecture, block: int, part: str | None = None) -> Alternative
 
 
 def exchanged_in(a: Architecture, block: int) -> Alternative:
-    """The gate and up projections of one block exchanged."""
+    """The network with the gate and up projections of one block exchanged."""
     cause = f"gate and up projections of block {block} were read as each other"
     return Alternative(
         f"with gate and up of block {block} exchanged", cause, a, _exchanged("mlp.gate", "mlp.up", block)
@@ -77,15 +78,23 @@ def exchanged_in(a: Architecture, block: int) -> Alternative:
 
 
 def vocabulary_ends(a: Architecture) -> dict[str, str]:
-    """The matrices with a row for each token, and what they are called."""
+    """The matrices with a row for each token, with their names in messages."""
     return {"embed": "embedding"} if a.tied else {"embed": "embedding", "unembed": "head"}
 
 
 def moved_from(a: Architecture, end: str, shift: int, first: int, round_the_end: bool) -> Alternative:
-    """The rows of one end of the vocabulary, from an id on, moved by one; the last row stays, or comes round."""
+    """The network with the rows of one matrix of the vocabulary shifted by one from an id on.
+
+    Args:
+        a: Architecture.
+        end: "embed" or "unembed".
+        shift: -1 or 1.
+        first: First id whose row is shifted.
+        round_the_end: Whether the last row takes part in the shift; otherwise it stays.
+    """
     word = vocabulary_ends(a)[end]
     cause = (
-        f"the rows of the {word} stand one too {WAYS[shift]} from about id {first} on: an off-by-one in the vocabulary"
+        f"the rows of the {word} are one too {WAYS[shift]} from about id {first} on: an off-by-one in the vocabulary"
     )
     change = _rolled((end,), shift, first) if round_the_end else _moved_along(end, shift, first)
     way = " round the end" if round_the_end else ""
@@ -93,18 +102,25 @@ def moved_from(a: Architecture, end: str, shift: int, first: int, round_the_end:
 
 
 def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]:
-    """Other facts about the same tensors."""
-    turned: Literal["bidirectional", "causal"] = "causal" if a.attention_dir == "bidirectional" else "bidirectional"
-    moved: Literal["in_place", "shifted"] = "in_place" if a.readout == "shifted" else "shifted"
-    seen = f"the config makes attention {a.attention_dir}, and the weights were trained with {turned} attention"
-    read = f"the config reads tokens {a.readout}, and the weights predict them {moved}: the readout is off by one"
-    other_way, other_row = replace(a, attention_dir=turned), replace(a, readout=moved)
-    yield Alternative(f"with {turned} attention", seen, other_way)
-    yield Alternative(f"with readout {moved}", read, other_row)
-    yield Alternative(f"with {turned} attention, readout {moved}", f"{seen}; {read}", replace(other_way, readout=moved))
+    """Other settings for the same tensors."""
+    direction: Literal["bidirectional", "causal"] = "causal" if a.attention_dir == "bidirectional" else "bidirectional"
+    readout: Literal["in_place", "shifted"] = "in_place" if a.readout == "shifted" else "shifted"
+    wrong_direction = (
+        f"the config makes attention {a.attention_dir}, and the weights were trained with {direction} attention"
+    )
+    wrong_readout = (
+        f"the config reads tokens {a.readout}, and the weights predict them {readout}: the readout is off by one"
+    )
+    yield Alternative(f"with {direction} attention", wrong_direction, replace(a, attention_dir=direction))
+    yield Alternative(f"with readout {readout}", wrong_readout, replace(a, readout=readout))
+    yield Alternative(
+        f"with {direction} attention, readout {readout}",
+        f"{wrong_direction}; {wrong_readout}",
+        replace(a, attention_dir=direction, readout=readout),
+    )
     for mask in dict.fromkeys(mask_ids):
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
-            cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights know [MASK] as {mask}"
+            cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights use {mask} as [MASK]"
             yield Alternative(f"with mask id {mask}", cause, replace(a, mask_token_id=mask))
     for base in BASES:
         if base != a.rotary_base:
@@ -117,11 +133,11 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
 
 
 def _layouts(a: Architecture) -> Iterator[Alternative]:
-    """Other orders of the rows inside a block's matrices, and matrices taken for one another."""
+    """Other orders of the rows in a block's matrices, and exchanged matrices."""
     halves = torch.arange(a.d_head).view(2, -1).T.flatten()
-    turns = "rotary positions turn other pairs of dimensions than in training"
-    interleaved = f"{turns}: the weights are for half-split rotation, and their rows were interleaved on the way"
-    half_split = f"{turns}: the weights are for interleaved rotation, and their rows were not rearranged for it"
+    pairs = "rotary positions rotate other pairs of dimensions than in training"
+    interleaved = f"{pairs}: the weights are for half-split rotation, and their rows were interleaved in a conversion"
+    half_split = f"{pairs}: the weights are for interleaved rotation, and their rows were not rearranged for it"
     yield Alternative("with rotary rows de-interleaved", interleaved, a, _by_dimension(halves.argsort()))
     yield Alternative("with rotary rows interleaved", half_split, a, _by_dimension(halves))
     gate = "gate and up projections of the MLP were read as each other"
@@ -132,10 +148,10 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
         yield Alternative("with query and key heads swapped, and their norms", keys, a, _swap_norms_too)
     if a.n_heads > 1:
         order = "the query heads stand in another order than the output projection and the keys expect"
-        backwards = torch.arange(a.n_heads).flip(0)
+        reversed_order = torch.arange(a.n_heads).flip(0)
         neighbours = torch.arange(a.n_heads - a.n_heads % 2).view(-1, 2).flip(1).flatten()
         neighbours = torch.cat([neighbours, torch.arange(len(neighbours), a.n_heads)])
-        yield Alternative("with query heads reversed", order, a, _by_head(backwards, ("q",)))
+        yield Alternative("with query heads reversed", order, a, _by_head(reversed_order, ("q",)))
         yield Alternative("with neighbouring query heads swapped", order, a, _by_head(neighbours, ("q",)))
     if 1 < a.n_key_value_heads < a.n_heads:
         tiled = torch.arange(a.n_heads).view(a.n_key_value_heads, -1).T.flatten()
@@ -148,11 +164,11 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
 
 
 def _vocabularies(a: Architecture) -> Iterator[Alternative]:
-    """Rows of the vocabulary moved by one."""
+    """Rows of the vocabulary shifted by one."""
     ends = vocabulary_ends(a)
     for end, word in ends.items():
         for shift, way in WAYS.items():
-            cause = f"the rows of the {word} stand one too {way}: an off-by-one in the vocabulary"
+            cause = f"the rows of the {word} are one too {way}: an off-by-one in the vocabulary"
             yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, _rolled((end,), shift))
     if not a.tied:
         for shift in WAYS:
@@ -161,14 +177,14 @@ def _vocabularies(a: Architecture) -> Iterator[Alternative]:
 
 
 def _blocks(tensors: Tensors, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these parts of every block, "attn.q"."""
+    """The tensors of some parts of every block, such as "attn.q"."""
     for name, tensor in tensors.items():
         if name.startswith("blocks.") and name.split(".", 2)[2].rpartition(".")[0] in parts:
             yield name, tensor
 
 
 def _by_dimension(order: Tensor) -> Change:
-    """Rows of queries and keys, and of their norms, in another order inside each head."""
+    """Reorders the rows of queries and keys, and of their norms, in each head."""
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         parts = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
@@ -181,7 +197,7 @@ def _by_dimension(order: Tensor) -> Change:
 
 
 def _by_head(order: Tensor, parts: Sequence[str]) -> Change:
-    """Heads in another order: rows of the queries, columns of the output."""
+    """Reorders heads: rows of the queries, columns of the output projection."""
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         changed = {}
@@ -197,7 +213,7 @@ def _by_head(order: Tensor, parts: Sequence[str]) -> Change:
 
 
 def _exchanged(one: str, other: str, only: int | None = None) -> Change:
-    """Two parts of every block, or of one, in each other's place."""
+    """Exchanges two parts of every block, or of one block."""
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         swapped = {one: other, other: one}
@@ -213,7 +229,7 @@ def _exchanged(one: str, other: str, only: int | None = None) -> Change:
 
 
 def _swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Each key head with the first of the query heads that share it; without groups, all queries with all keys."""
+    """Exchange each key head with the first query head of its group; without groups, all keys with all queries."""
     changed = {}
     for name, query in _blocks(tensors, ("attn.q",)):
         key_name = name.replace("attn.q", "attn.k")
@@ -226,17 +242,17 @@ def _swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, T
 
 
 def _swap_norms_too(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """The same, with the norms of queries and keys."""
+    """Exchange key and query heads, and also their norms."""
     return {**_swap_key_with_first_query(tensors, a), **_exchanged("attn.q_norm", "attn.k_norm")(tensors, a)}
 
 
 def _stacked(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """What was split group by group, split as all queries, all keys, all values."""
+    """Split the fused projection into all queries, all keys, all values, instead of group by group."""
     return _resplit(tensors, a, lambda parts: GroupMajorQKV().join(parts, a), lambda fused, sizes: fused.split(sizes))
 
 
 def _grouped(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """The other way round."""
+    """Split the fused projection group by group, instead of into all queries, all keys, all values."""
     return _resplit(tensors, a, torch.cat, lambda fused, sizes: GroupMajorQKV().split(fused, a))
 
 
@@ -249,13 +265,13 @@ def _resplit(
     changed: dict[str, Tensor] = {}
     for name, _ in _blocks(tensors, ("attn.q",)):
         names = [name.replace("attn.q", f"attn.{part}") for part in "qkv"]
-        parts = [tensors[each] for each in names]
+        parts = [tensors[part_name] for part_name in names]
         changed |= dict(zip(names, split(join(parts), [len(part) for part in parts]), strict=True))
     return changed
 
 
 def _rolled(ends: Iterable[str], shift: int, first: int = 0) -> Change:
-    """Rows from `first` on moved by some, round the end."""
+    """Shifts the rows from `first` on cyclically."""
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         names = [f"{end}.weight" for end in ends]
@@ -265,7 +281,7 @@ def _rolled(ends: Iterable[str], shift: int, first: int = 0) -> Change:
 
 
 def _moved_along(end: str, shift: int, first: int) -> Change:
-    """Rows from `first` on moved by one; the last, which is often [MASK]'s, and the one left over stay as they are."""
+    """Shifts the rows from `first` on by one, except the last row (often [MASK]'s); the row left over stays."""
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
         rows = tensors[f"{end}.weight"]

@@ -1,4 +1,4 @@
-"""What a name of the catalogue says of a checkpoint, and a checkpoint held against it: hash, shapes, config."""
+"""`Expected`, what the catalogue says about a published name, and the checks that compare hash and config with it."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,23 +7,24 @@ from diffusion_lens.catalogue import BUNDLED, PUBLISHED, PublishedFile, bundled_
 from diffusion_lens.checks.finding import Finding
 from weight_conversion import Architecture, open_checkpoint, read_json, sha256_of_file
 
-# What an architecture may be called is no fact of the network.
+# Fields of an architecture that do not describe the network, and are not compared.
 NAMES = ("family", "name")
-# Of "name seen" and "from memory" the numbers are those of the family, so a difference may be the catalogue's error.
+# Evidence that makes the catalogue's numbers reliable. With "name seen" and "from memory" they are those of the family,
+# so a difference may be an error of the catalogue.
 SEEN = ("in the package", "safetensors seen", "pth seen", "config seen")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a published name stands for.
+    """What the catalogue says about a published name.
 
     Attributes:
-        name: in the catalogue.
-        architecture: its network, `None` where the catalogue does not know it.
-        evidence: what was seen of it.
-        sha256: of the published safetensors file, `None` where it is not known.
-        n_bytes: size of that file.
-        tuned_on_reversals: whether it was fine-tuned on the facts of the reversal curse.
+        name: Name in the catalogue.
+        architecture: Architecture, `None` if unknown.
+        evidence: How the entry was verified.
+        sha256: SHA-256 of the published safetensors file, `None` if unknown.
+        n_bytes: Size of that file in bytes.
+        tuned_on_reversals: Whether the model was fine-tuned on the facts of the reversal curse.
     """
 
     name: str
@@ -35,63 +36,63 @@ class Expected:
 
     @classmethod
     def of(cls, name: str) -> "Expected":
-        """Look a name up.
+        """Look up a name.
 
         Raises:
-            ValueError: not in the catalogue; the nearest names follow.
+            ValueError: the name is not in the catalogue; the message gives the nearest names.
         """
         lower = name.lower()
         if lower in BUNDLED:
             file = bundled_folder() / f"{lower}.safetensors"
-            trained = read_json(bundled_folder() / "results.json")["twins"][lower]
-            shape = open_checkpoint(file).architecture
-            return cls(lower, shape, "in the package", trained["sha256"], file.stat().st_size, True)
+            record = read_json(bundled_folder() / "results.json")["twins"][lower]
+            architecture = open_checkpoint(file).architecture
+            return cls(lower, architecture, "in the package", record["sha256"], file.stat().st_size, True)
         if lower not in PUBLISHED:
             raise unknown_name(name)
         entry = PUBLISHED[lower]
         if isinstance(entry, PublishedFile):
-            hashed, tuned = entry.sha256, entry.tuned_on == "reverse"
-            return cls(lower, entry.architecture, entry.evidence, hashed, entry.n_bytes, tuned)
+            tuned = entry.tuned_on == "reverse"
+            return cls(lower, entry.architecture, entry.evidence, entry.sha256, entry.n_bytes, tuned)
         return cls(lower, entry.architecture, entry.evidence)
 
 
 def check_hash(expected: Expected | None, path: Path | None) -> Finding:
-    """The file's SHA-256 against the published one. Another file of the same size is damaged or edited."""
+    """Compare the file's SHA-256 with the published one. Another file of the same size is damaged or edited."""
     name = "hash"
     if path is None or not path.is_file():
-        return Finding(name, "not run", "the weights are not one file here")
-    found, size = sha256_of_file(path), path.stat().st_size
-    numbers = {"sha256": found, "bytes": size}
+        return Finding(name, "not run", "the weights are not a single file on this machine")
+    sha256, size = sha256_of_file(path), path.stat().st_size
+    numbers = {"sha256": sha256, "bytes": size}
     if expected is None or expected.sha256 is None:
-        return Finding(name, "noted", f"SHA-256 {found}; the catalogue knows none to compare with", numbers=numbers)
+        return Finding(name, "noted", f"SHA-256 {sha256}; the catalogue has none to compare with", numbers=numbers)
     numbers |= {"published_sha256": expected.sha256}
-    if found == expected.sha256:
-        return Finding(name, "ok", f"SHA-256 {found[:12]}… is the published one of {expected.name!r}", numbers=numbers)
-    said = f"SHA-256 {found[:12]}… is not the published {expected.sha256[:12]}… of {expected.name!r}"
+    if sha256 == expected.sha256:
+        return Finding(name, "ok", f"SHA-256 {sha256[:12]}… is the published one of {expected.name!r}", numbers=numbers)
+    said = f"SHA-256 {sha256[:12]}… is not the published {expected.sha256[:12]}… of {expected.name!r}"
     if size != expected.n_bytes:
         return Finding(name, "noted", f"{said}, nor is the size: a conversion, or other weights", numbers=numbers)
     cause = f"the bytes of {path} are not the published ones: damaged in transfer or edited; fetch it again"
     return Finding(name, "off", f"{said}, though the size is the same", cause, numbers)
 
 
-def check_config(expected: Expected | None, found: Architecture) -> Finding:
-    """Every number of the architecture against the catalogue's."""
+def check_config(expected: Expected | None, architecture: Architecture) -> Finding:
+    """Compare every number of the architecture with the catalogue's."""
     name = "config"
-    facts = asdict(found)
+    actual = asdict(architecture)
     if expected is None:
-        said = f"{found.n_params:,} parameters; no name to compare with (--as NAME)"
-        return Finding(name, "not run", said, numbers={"architecture": facts})
+        said = f"{architecture.n_params:,} parameters; no name to compare with (--as NAME)"
+        return Finding(name, "not run", said, numbers={"architecture": actual})
     if expected.architecture is None:
-        said = f"the catalogue does not know the shape of {expected.name!r}"
-        return Finding(name, "not run", said, numbers={"architecture": facts})
-    known = asdict(expected.architecture)
-    other = [key for key in known if key not in NAMES and known[key] != facts[key]]
-    told = ", ".join(f"{key} {facts[key]!r} here, {known[key]!r} in the catalogue" for key in other)
-    numbers = {"architecture": facts, "differs": other}
-    if not other:
-        return Finding(name, "ok", f"all {len(known) - len(NAMES)} numbers are the catalogue's", numbers=numbers)
+        said = f"the catalogue does not give the architecture of {expected.name!r}"
+        return Finding(name, "not run", said, numbers={"architecture": actual})
+    published = asdict(expected.architecture)
+    different = [key for key in published if key not in NAMES and published[key] != actual[key]]
+    listed = ", ".join(f"{key} {actual[key]!r} here, {published[key]!r} in the catalogue" for key in different)
+    numbers = {"architecture": actual, "differs": different}
+    if not different:
+        return Finding(name, "ok", f"all {len(published) - len(NAMES)} numbers are the catalogue's", numbers=numbers)
     if expected.evidence not in SEEN:
-        said = f"{told}; of {expected.name!r} only the {expected.evidence}, so the catalogue may be wrong: report it"
-        return Finding(name, "noted", said, numbers=numbers)
-    cause = f"the config is not that of {expected.name!r}: {told}"
-    return Finding(name, "off", f"differs from {expected.name!r}: {told}", cause, numbers)
+        said = f"{listed}; evidence for {expected.name!r} is only {expected.evidence!r}, so the catalogue may be wrong"
+        return Finding(name, "noted", f"{said}: report it", numbers=numbers)
+    cause = f"the config is not that of {expected.name!r}: {listed}"
+    return Finding(name, "off", f"differs from {expected.name!r}: {listed}", cause, numbers)

@@ -47,7 +47,7 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "r
     size = max(1, MAX_PLACES // n_pos)
     parts = [asked.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
     losses = [
-        part.by_place(model(part.tokens, attention_mask=model.whole(part.tokens), logits_at=part.rows))
+        part.by_place(model(part.tokens, attention_mask=model.all_real(part.tokens), logits_at=part.rows))
         for part in parts
     ]
     return torch.cat(losses).cpu() / asked.counted

@@ -13,7 +13,7 @@ from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
-from diffusion_lens.model.caching import PosSlice, count_places, take_places
+from diffusion_lens.model.caching import PosSlice, count_positions, select_positions
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.records import open_result, save_result
 from diffusion_lens.settings import whole_numbers
@@ -105,7 +105,7 @@ class CacheRequest:
         def keep(activation: Tensor, hook: Any) -> None:
             if hook.step.branch != self.branch:
                 return
-            x = take_places(activation.detach(), self.pos_slice, hook)
+            x = select_positions(activation.detach(), self.pos_slice, hook)
             dtype = self.dtype if x.is_floating_point() else None
             kept.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
 
@@ -211,7 +211,7 @@ _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
     """Bytes that each hook point will take over all steps asked for."""
     width = (request.dtype or cfg.dtype).itemsize
-    kept_pos = count_places(request.pos_slice, pos, "the canvas")
+    kept_pos = count_positions(request.pos_slice, pos, "the canvas")
     sizes = {}
     for name in request.names:
         shape = activation_shape(name, cfg, batch, pos, kept_pos)

@@ -67,7 +67,7 @@ def lay_out(
         length: places in all, the prompt's included (SMDM's meaning). Texts of different lengths each get what is left.
             Without it, and without [MASK]s in the prompt, the length that the model was trained on, if it is known.
         max_new_tokens: blanks after the prompt, instead of `length`.
-        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.told_places(prompt)`.
+        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.checked_real_positions(prompt)`.
 
     Raises:
         ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill,
@@ -78,7 +78,7 @@ def lay_out(
     """
     if isinstance(prompt, Tensor):
         tokens = check_tokens(prompt, model.cfg)
-        real = model.told_places(tokens) if attention_mask is None else None
+        real = model.checked_real_positions(tokens) if attention_mask is None else None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
         if real is not None and model.cfg.is_causal and bool((real.long().diff(dim=1) < 0).any()):

@@ -211,7 +211,7 @@ def _surprisals(
     scored = [torch.zeros(0, device=canvases.device, dtype=dtype)]
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
-        at, whole = model.readout.locate(places[rows]), model.whole(canvases[rows])
+        at, whole = model.readout.locate(places[rows]), model.all_real(canvases[rows])
         logits = model(canvases[rows], attention_mask=whole, logits_at=at).to(dtype)
         if cfg_scale and (mask := model.cfg.mask_token_id) is not None:
             unprompted = canvases[rows].clone()

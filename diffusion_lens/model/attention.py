@@ -1,8 +1,9 @@
 """Multi-head attention with grouped key/value heads and rotary positions.
 
-The fused kernel runs unless somebody listens at `hook_attn_scores` or `hook_pattern`; then both are written out.
-Looking changes nothing, to the bit: unless a hook replaced or wrote into what it saw, the fused kernel's values are
-used on, with the gradient of the written-out ones.
+The fused kernel computes attention. Scores and pattern are also computed explicitly where a hook is attached at
+`hook_attn_scores` or `hook_pattern`. A hook that only reads them does not change the output by a single bit: unless a
+hook returned or modified a tensor, the output has the values of the fused kernel and the gradient of the explicit
+computation.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from diffusion_lens.model.attention_patterns import Visibility
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.kv_cache import LayerKeyValues
-from diffusion_lens.model.logit_rows import PickedRows
+from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.rotary import Tables, rotate, tables_at
@@ -29,14 +30,14 @@ KeyHeads = Float[Tensor, "batch key kv_head d_head"]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What the layers of one forward pass share: rotary tables and who sees whom."""
+    """Rotary tables and attention pattern, which all layers of one forward pass share."""
 
     rotary: Tables
     visibility: Visibility
     use_attn_result: bool = False
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
-        """What queries at some rows only need to know."""
+        """The context for queries at some rows only."""
         return replace(self, rotary=tables_at(self.rotary, rows), visibility=self.visibility.at(rows, n_key))
 
 
@@ -113,20 +114,20 @@ class Attention(nn.Module):
         x: Resid,
         context: AttentionContext,
         past: LayerKeyValues | None = None,
-        picked: PickedRows | None = None,
+        rows: LogitRows | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
-        """Attend; with `picked` only those rows ask, and only theirs come out."""
-        q = self.hook_q(self.q(x if picked is None else picked.of(x)).unflatten(-1, (-1, self.d_head)))
+        """Compute attention. With `rows`, queries and outputs are computed for those rows only."""
+        q = self.hook_q(self.q(x if rows is None else rows.gather(x)).unflatten(-1, (-1, self.d_head)))
         k = self.hook_k(self.k(x).unflatten(-1, (-1, self.d_head)))
         v = self.hook_v(self.v(x).unflatten(-1, (-1, self.d_head)))
         k = self.hook_rot_k(rotate(self.k_norm(k), context.rotary))
         if past is not None:
             k, v = past.extend(k, v)
-        asking = context if picked is None else context.at(picked.grid, k.shape[1])
-        q = self.hook_rot_q(rotate(self.q_norm(q), asking.rotary))
-        mixed = _fused(q, k, v, asking.visibility)
+        query_context = context if rows is None else context.at(rows.grid, k.shape[1])
+        q = self.hook_rot_q(rotate(self.q_norm(q), query_context.rotary))
+        mixed = _fused(q, k, v, query_context.visibility)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
-            mixed = self._written_out(q, k, v, asking.visibility, mixed)
+            mixed = self._explicit(q, k, v, query_context.visibility, mixed)
         z = self.hook_z(mixed)
         if context.use_attn_result:
             result = self.hook_result(einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model"))
@@ -135,23 +136,24 @@ class Attention(nn.Module):
         out: Tensor = self.o(z.flatten(2))
         return out
 
-    def _written_out(self, q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility, fused: Heads) -> Heads:
-        shared_by = q.shape[2] // k.shape[2]
-        keys, values = (x.repeat_interleave(shared_by, dim=2).transpose(1, 2) for x in (k, v))
+    def _explicit(self, q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility, fused: Heads) -> Heads:
+        """Attention with scores and pattern passing their hook points."""
+        queries_per_key = q.shape[2] // k.shape[2]
+        keys, values = (x.repeat_interleave(queries_per_key, dim=2).transpose(1, 2) for x in (k, v))
         scores = q.transpose(1, 2) @ keys.mT / self.d_head**0.5
         allowed = visibility.dense(q.shape[1], k.shape[1], q.device)
-        scores, scores_kept = _show(self.hook_attn_scores, scores.masked_fill(~allowed, float("-inf")))
+        scores, scores_unchanged = _pass(self.hook_attn_scores, scores.masked_fill(~allowed, float("-inf")))
         pattern = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1).to(values.dtype)
-        pattern, pattern_kept = _show(self.hook_pattern, pattern)
+        pattern, pattern_unchanged = _pass(self.hook_pattern, pattern)
         mixed = (pattern @ values).transpose(1, 2)
-        if not (scores_kept and pattern_kept):
+        if not (scores_unchanged and pattern_unchanged):
             return mixed
-        kept: Heads = _ValueOf.apply(mixed, fused)
-        return kept
+        unchanged: Heads = _ValueOf.apply(mixed, fused)
+        return unchanged
 
 
 def _by_head(weight: Tensor, d_head: int) -> Tensor:
-    """The rows of a projection, head by head; a view."""
+    """The rows of a projection with an axis for the heads, as a view."""
     return weight.view(-1, d_head, *weight.shape[1:])
 
 
@@ -166,15 +168,15 @@ def _fused(q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility) -> Heads:
     ).transpose(1, 2)
 
 
-def _show(point: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
-    """`x` after the hooks, and whether they left it as it was. Many write in place, so its values are compared."""
+def _pass(point: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
+    """`x` after the hooks at `point`, and whether it is unchanged. Values are compared, as hooks may write in place."""
     before = x.detach().clone()
-    seen = point(x)
-    return seen, seen is x and torch.equal(before, x)
+    after = point(x)
+    return after, after is x and torch.equal(before, x)
 
 
 class _ValueOf(torch.autograd.Function):
-    """The second tensor's value with the first one's gradient."""
+    """The value of the second tensor with the gradient of the first."""
 
     @staticmethod
     def forward(ctx: Any, differentiated: Tensor, value: Tensor) -> Tensor:

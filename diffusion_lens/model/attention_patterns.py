@@ -1,4 +1,4 @@
-"""Who sees whom. Padding enters here, and nowhere else."""
+"""Attention patterns: which key positions each query position sees. Padding is handled here and nowhere else."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,20 +12,23 @@ from diffusion_lens.shapes import PosMask
 
 @dataclass(frozen=True)
 class Visibility:
-    """What every layer of one forward pass needs to know of the pattern.
+    """The attention pattern of one forward pass.
 
-    `allowed` is `None` when the fused kernel knows the pattern by itself: everything, or, if `causal`, the past.
+    Attributes:
+        allowed: Bool[batch_or_1 1 query key], true where a query sees a key; `None` if the fused kernel needs no mask,
+            because every position sees all positions or, with `causal`, all earlier ones.
+        causal: Whether the pattern is causal; used where `allowed` is `None`.
     """
 
     allowed: Bool[Tensor, "batch_or_1 1 query key"] | None
     causal: bool
 
     def dense(self, n_query: int, n_key: int, device: torch.device) -> Bool[Tensor, "batch_or_1 1 query key"]:
-        """The pattern written out, for scores that somebody looks at."""
+        """The pattern as a mask, for scores that hooks see."""
         if self.allowed is not None:
             return self.allowed
-        everything = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
-        return everything.tril() if self.causal else everything
+        full = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
+        return full.tril() if self.causal else full
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "Visibility":
         """The pattern of some query rows only."""
@@ -33,13 +36,13 @@ class Visibility:
             batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
             return Visibility(self.allowed[:, 0].expand(rows.shape[0], -1, -1)[batch, rows][:, None], causal=False)
         if self.causal:
-            seen = torch.arange(n_key, device=rows.device) <= rows[..., None]
-            return Visibility(seen[:, None], causal=False)
+            allowed = torch.arange(n_key, device=rows.device) <= rows[..., None]
+            return Visibility(allowed[:, None], causal=False)
         return self
 
 
 class AttentionPattern(ABC):
-    """Which key places a query place may look at."""
+    """The key positions that each query position sees."""
 
     causal: bool
 
@@ -48,23 +51,28 @@ class AttentionPattern(ABC):
         """The pattern among real tokens."""
 
     def visibility(self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int = 0) -> Visibility:
-        """The pattern of one forward pass; `real` is false at padding, `None` where there is none.
+        """The pattern of one forward pass.
 
-        Nobody sees padding, except padding itself: a row that sees nothing has no softmax. With `n_past` places run
-        before, the queries are the places after them.
+        Padding is seen only by itself, because the softmax of a row that sees nothing is undefined.
+
+        Args:
+            n_pos: Number of query positions.
+            device: Device of the mask.
+            real: Bool[batch pos], false at padding; `None` without padding.
+            n_past: Number of earlier positions, whose keys come from the cache.
         """
         if n_past:
-            seen = None if n_pos == 1 else self.between(n_past + n_pos, device)[None, None, n_past:]
-            return Visibility(seen, causal=False)
+            allowed = None if n_pos == 1 else self.between(n_past + n_pos, device)[None, None, n_past:]
+            return Visibility(allowed, causal=False)
         if real is None:
             return Visibility(None, self.causal)
         itself = torch.eye(n_pos, dtype=torch.bool, device=device)
-        seen = self.between(n_pos, device) & real[:, None, :]
-        return Visibility((seen | itself)[:, None], self.causal)
+        allowed = self.between(n_pos, device) & real[:, None, :]
+        return Visibility((allowed | itself)[:, None], self.causal)
 
 
 class Bidirectional(AttentionPattern):
-    """Every place sees every place: masked diffusion models."""
+    """Every position sees every position: masked diffusion models."""
 
     causal = False
 
@@ -73,7 +81,7 @@ class Bidirectional(AttentionPattern):
 
 
 class Causal(AttentionPattern):
-    """A place sees itself and what came before: autoregressive models."""
+    """A position sees itself and earlier positions: autoregressive models."""
 
     causal = True
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from diffusion_lens.model.attention import Attention, AttentionContext
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.kv_cache import LayerKeyValues
-from diffusion_lens.model.logit_rows import PickedRows
+from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.shapes import Resid
@@ -15,7 +15,7 @@ from diffusion_lens.shapes import Resid
 class Block(nn.Module):
     """The residual stream passes `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`, all [batch pos d_model]."""
 
-    # TransformerLens's logit lens asks: a block's output here is the residual stream, not a stack of several.
+    # For TransformerLens's logit lens: a block's output is one residual stream, not a stack of several.
     hook_out_is_single_residual_stream = True
 
     def __init__(self, ln1: RMSNorm, attn: Attention, ln2: RMSNorm, mlp: GatedMLP) -> None:
@@ -35,12 +35,12 @@ class Block(nn.Module):
         resid: Resid,
         context: AttentionContext,
         past: LayerKeyValues | None = None,
-        picked: PickedRows | None = None,
+        rows: LogitRows | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
-        """Run the block; with `picked` only those rows come out."""
+        """Run the block. With `rows`, the output is computed for those rows only."""
         resid_pre = self.hook_resid_pre(resid)
-        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context, past, picked))
-        resid_mid = self.hook_resid_mid((resid_pre if picked is None else picked.of(resid_pre)) + attn_out)
+        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context, past, rows))
+        resid_mid = self.hook_resid_mid((resid_pre if rows is None else rows.gather(resid_pre)) + attn_out)
         mlp_out = self.hook_mlp_out(self.mlp(self.ln2(resid_mid)))
         resid_post: Tensor = self.hook_resid_post(resid_mid + mlp_out)
         return resid_post

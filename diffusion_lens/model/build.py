@@ -1,4 +1,4 @@
-"""From an architecture to parts, and weights into them: the only room that reads the numbers of a config."""
+"""Builds the parts of a model from an architecture, and fills them with weights. No other file of model/ does."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -61,23 +61,23 @@ def build_blocks(a: Architecture) -> list[Block]:
 def load_tensors(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, dtype: torch.dtype
 ) -> None:
-    """Give every parameter its own copy of its tensor, which may come in several pieces of consecutive rows.
+    """Copy each tensor into its parameter; a tensor may come in several pieces of consecutive rows.
 
-    A tied weight may come once more under its second name, as in a `state_dict`.
+    A tied weight may come a second time under its other name, as in a `state_dict`.
 
     Raises:
-        ValueError: a tensor unknown, of another shape, or missing; a second copy that is another.
+        ValueError: a tensor is unknown, has another shape, or is missing; or the two copies of a tied weight differ.
     """
-    # Room for all first: the pieces then come and go behind the weights and leave no holes between them.
+    # All parameters are allocated before the first piece is read, so that the pieces leave no gaps in memory.
     weights = {name: torch.empty(meta.shape, device=device, dtype=dtype) for name, meta in module.named_parameters()}
     first_name = {parameter: name for name, parameter in module.named_parameters()}
-    again = {name: first_name[each] for name, each in module.named_parameters(remove_duplicate=False)}
-    filled = dict.fromkeys(again, 0)
+    original = {name: first_name[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
+    filled = dict.fromkeys(original, 0)
     for name, piece in tensors:
-        if name in again and name not in weights:
-            weight = weights[again[name]][filled[name] : filled[name] + len(piece)]
+        if name in original and name not in weights:
+            weight = weights[original[name]][filled[name] : filled[name] + len(piece)]
             if weight.shape != piece.shape or not torch.equal(weight, piece.to(weight)):
-                raise ValueError(f"{name!r} is tied to {again[name]!r}, and the two differ")
+                raise ValueError(f"{name!r} is tied to {original[name]!r}, and the two differ")
             filled[name] += len(piece)
             continue
         if name not in weights:
@@ -90,22 +90,24 @@ def load_tensors(
         weights[name][start:stop].copy_(piece.detach())
         filled[name] = stop
     if missing := [name for name, weight in weights.items() if filled[name] < len(weight)]:
-        raise ValueError(f"the model was not given {', '.join(missing[:4])}, or not the whole of it")
+        raise ValueError(f"the tensors lack {', '.join(missing[:4])}, or some of its rows")
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
 
 
 def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:
-    """Fresh weights: N(0, std), the projections back into the residual stream divided by sqrt(2 n_layers), norms 1,
-    biases 0."""
+    """Random weights: matrices from N(0, std), norms 1, biases 0.
+
+    Projections into the residual stream are divided by sqrt(2 n_layers).
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, shape in tensor_shapes(a).items():
         if len(shape) == 1:
             yield name, torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         else:
-            back = name.endswith((".o.weight", ".down.weight"))
-            scale = std / math.sqrt(2 * a.n_layers) if back else std
+            into_stream = name.endswith((".o.weight", ".down.weight"))
+            scale = std / math.sqrt(2 * a.n_layers) if into_stream else std
             yield name, torch.randn(shape, generator=generator) * scale
 
 

@@ -1,4 +1,4 @@
-"""Hooks that fill a cache, as TransformerLens's do, with each hook point saying where its places are."""
+"""Hooks that fill a cache, as TransformerLens's do; `pos_slice` selects positions on the axis of each hook point."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from transformer_lens.utilities.tensors import remove_batch_dim
 
 from diffusion_lens.model.hook_points import position_axis
 
-# What TransformerLens takes: an index (its axis stays), a slice or a tuple of its ends, or indices.
+# As in TransformerLens: an index (the axis stays), a slice or a tuple of its bounds, or several indices.
 PosSlice: TypeAlias = Any
 Hooks = list[tuple[str, Callable[..., None]]]
 
@@ -25,37 +25,43 @@ def caching_hooks(
     without_batch: bool,
     pos_slice: Slice,
 ) -> tuple[Hooks, Hooks]:
-    """Forward and backward hooks that put what passes into `cache`; gradients under the name with "_grad"."""
+    """Forward and backward hooks that store activations in `cache`; names of gradients end in "_grad"."""
     if device is not None:
         warn_if_mps(device)
 
-    def keep(activation: Tensor, hook: HookPoint, suffix: str) -> None:
-        # Sliced before the batch axis goes, which would move the places'.
-        kept = take_places(activation.detach().to(device), pos_slice, hook)
-        cache[f"{hook.name}{suffix}"] = remove_batch_dim(kept) if without_batch else kept
+    def store(activation: Tensor, hook: HookPoint, suffix: str) -> None:
+        # Positions are selected first, because removing the batch axis would shift their axis.
+        selected = select_positions(activation.detach().to(device), pos_slice, hook)
+        cache[f"{hook.name}{suffix}"] = remove_batch_dim(selected) if without_batch else selected
 
-    forward: Hooks = [(name, partial(keep, suffix="")) for name in points]
-    backward: Hooks = [(name, partial(keep, suffix="_grad")) for name in points] if incl_bwd else []
+    forward: Hooks = [(name, partial(store, suffix="")) for name in points]
+    backward: Hooks = [(name, partial(store, suffix="_grad")) for name in points] if incl_bwd else []
     return forward, backward
 
 
-def take_places(x: Tensor, pos_slice: Slice, hook: HookPoint) -> Tensor:
-    """Some places of what passes a hook point; of scores and patterns, the queries."""
+def select_positions(x: Tensor, pos_slice: Slice, hook: HookPoint) -> Tensor:
+    """Some positions of an activation at a hook point; for scores and patterns, query positions."""
     axis = position_axis(hook)
     if pos_slice.mode != "identity":
-        count_places(pos_slice, x.shape[axis], repr(hook.name))
-    taken: Tensor = pos_slice.apply(x, dim=axis)
-    return taken
+        count_positions(pos_slice, x.shape[axis], repr(hook.name))
+    selected: Tensor = pos_slice.apply(x, dim=axis)
+    return selected
 
 
-def count_places(pos_slice: Slice, n_pos: int, where: str) -> int:
-    """How many of the places of `where` are picked; an `IndexError` for one outside, or for none at all."""
+def count_positions(pos_slice: Slice, n_pos: int, where: str) -> int:
+    """Number of selected positions; an `IndexError` if one is out of range, or none is selected.
+
+    Args:
+        pos_slice: Selection.
+        n_pos: Number of positions.
+        where: Name of what has the positions, for the message.
+    """
     try:
         count = int(pos_slice.indices(n_pos).size)
         if isinstance(pos_slice.slice, int) and not -n_pos <= pos_slice.slice < n_pos:
             raise IndexError
     except IndexError as error:
-        raise IndexError(f"pos_slice={pos_slice.slice} reaches outside the {n_pos} places of {where}") from error
+        raise IndexError(f"pos_slice={pos_slice.slice} reaches outside the {n_pos} positions of {where}") from error
     if not count:
-        raise IndexError(f"pos_slice={pos_slice.slice} picks none of the {n_pos} places of {where}")
+        raise IndexError(f"pos_slice={pos_slice.slice} selects none of the {n_pos} positions of {where}")
     return count

@@ -1,4 +1,4 @@
-"""Tokens into the residual stream, and out of it."""
+"""Embedding of tokens into the residual stream, and unembedding into logits."""
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from diffusion_lens.shapes import Resid, Tokens
 
 
 class Embed(nn.Module):
-    """A row a token, [MASK] included."""
+    """Tokens to vectors: one row per token, including [MASK]."""
 
     def __init__(self, d_vocab: int, d_model: int) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
 """Fold each RMSNorm's weight into the projections that read it (TransformerLens's `fold_ln`).
 
-A norm computes x / scale · w and every reader of it is linear, so W (w · x/scale) = (W · diag(w)) (x/scale): the
-network is the same function when the readers take over w and the norm's own weight becomes 1. Tools that multiply the
-normalised stream with `W_U`, `W_in` or `W_Q` directly then see the matrices that the network really applies.
+A norm computes x / scale · w, and every projection that reads it is linear, so W (w · x/scale) = (W · diag(w))
+(x/scale): the network computes the same function if w is multiplied into the projections and the norm's weight becomes
+1. Tools that multiply the normalised stream with `W_U`, `W_in` or `W_Q` directly then use the matrices that the network
+applies.
 
-The norms of single heads (`attn.q_norm`, `attn.k_norm`) stay: rotation, which is not diagonal, follows them.
+The norms of single heads (`attn.q_norm`, `attn.k_norm`) are not folded, because a rotation, which is not diagonal,
+follows them.
 """
 
 import re
@@ -18,10 +20,10 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 
 FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.weight$")
 EXACT = (torch.float32, torch.float64)
-# What else TransformerLens may do to weights, and why it is not done here.
+# Other weight processing of TransformerLens, and why it is not done here.
 NOT_EXACT = {
     "center_writing_weights": "would change the logits: RMSNorm does not subtract the mean of the residual stream",
-    "center_unembed": "would shift all logits of a row by one number; subtract logits.mean(-1, keepdim=True) instead",
+    "center_unembed": "would shift all logits of a row alike; subtract logits.mean(-1, keepdim=True) instead",
     "fold_value_biases": "needs a bias of the attention's output, which these models do not all have",
     "refactor_factored_attn_matrices": "would mix the dimensions that the rotation keeps apart",
 }
@@ -29,13 +31,13 @@ NOT_EXACT = {
 
 @torch.no_grad()
 def fold_norms(model: DiffusionTransformer) -> None:
-    """Fold the norms of a model, in place; a folded model stays as it is.
+    """Fold the norms of a model in place. Folding a folded model changes nothing.
 
-    Logits move by rounding alone (3e-6 of their size in float32). Where embedding and head are one matrix, the head
-    becomes a matrix of its own, since only the head is scaled.
+    Logits change only by rounding (3e-6 of their size in float32). If embedding and head are tied, the head becomes a
+    separate matrix, because only the head is scaled.
 
     Raises:
-        ValueError: weights in less than float32, whose rounding would change the logits.
+        ValueError: the weights have less precision than float32, so that rounding would change the logits.
     """
     if model.cfg.dtype not in EXACT:
         raise ValueError(
@@ -52,21 +54,21 @@ def fold_norms(model: DiffusionTransformer) -> None:
         )
         model.cfg.tied = False
     _fold(model.ln_final.weight, model.unembed)
-    _say(model, folded=True)
+    _set_folded(model, folded=True)
 
 
 def check_folded(model: DiffusionTransformer) -> None:
-    """Correct a config that says that the norms are folded where one of them has a weight of its own."""
+    """Correct a config that says that the norms are folded although a norm has a weight other than 1."""
     if model.cfg.layer_norm_folding and not norms_are_one(model.state_dict()):
-        _say(model, folded=False)
+        _set_folded(model, folded=False)
 
 
 def norms_are_one(weights: Mapping[str, Tensor]) -> bool:
-    """Whether the norms that can be folded only divide, by name in our layout."""
+    """Whether all weights of the norms that can be folded are 1; names are those of our layout."""
     return all(bool((weight == 1).all()) for name, weight in weights.items() if FOLDABLE.search(name))
 
 
-def _say(model: DiffusionTransformer, folded: bool) -> None:
+def _set_folded(model: DiffusionTransformer, folded: bool) -> None:
     model.cfg.normalization_type = "RMSPre" if folded else "RMS"
     model.cfg.layer_norm_folding = folded
 

@@ -1,4 +1,4 @@
-"""Keys and values of places already run, so that a causal model runs each place once."""
+"""Keys and values of earlier positions, so that a causal model processes each position once."""
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,7 @@ AllKVHeads = Float[Tensor, "batch key kv_head d_head"]
 
 
 class LayerKeyValues:
-    """One layer's rotated keys, and values, in order of place."""
+    """Rotated keys, and values, of one layer in order of position."""
 
     def __init__(self, keys: AllKVHeads | None = None, values: AllKVHeads | None = None) -> None:
         self.keys = keys
@@ -17,11 +17,11 @@ class LayerKeyValues:
 
     @property
     def n_pos(self) -> int:
-        """Places held."""
+        """Number of positions stored."""
         return 0 if self.keys is None else self.keys.shape[1]
 
     def extend(self, keys: KVHeads, values: KVHeads) -> tuple[AllKVHeads, AllKVHeads]:
-        """Append those of new places; returns all."""
+        """Append keys and values of new positions; returns those of all positions."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=1), torch.cat([self.values, values], dim=1)
         self.keys, self.values = keys, values
@@ -29,12 +29,12 @@ class LayerKeyValues:
 
 
 class KeyValueCache:
-    """A `LayerKeyValues` for each layer; pass it as `past_kv_cache` and only new tokens as input."""
+    """A `LayerKeyValues` for each layer. Pass it as `past_kv_cache` with only the new tokens as input."""
 
     def __init__(self, n_layers: int) -> None:
         self.layers = [LayerKeyValues() for _ in range(n_layers)]
 
     @property
     def n_pos(self) -> int:
-        """Places held."""
+        """Number of positions stored."""
         return self.layers[0].n_pos

@@ -1,4 +1,4 @@
-"""A model that is another for a while: other weights, another reading of the same ones. Nothing is copied or built."""
+"""Temporarily replaces a model's weights, or settings that interpret them, without building or copying a model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +17,12 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 def lent_weights(
     model: DiffusionTransformer, cfg: DiffusionConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[DiffusionTransformer]:
-    """Run `model` as `cfg` describes it, with `tensors` in the place of its weights of these names; then as before.
-
-    The config may differ in what no weight depends on: who sees whom, where a token is read, [MASK], rotary positions,
-    the norms' epsilon.
+    """Use `model` with another config and with some weights replaced; afterwards both are restored.
 
     Args:
-        tensors: in our layout, of the shapes of the weights that they stand for. A tied head follows the embedding.
+        model: Model to change.
+        cfg: Config that may differ in attention direction, readout, [MASK], rotary positions and the norms' epsilon.
+        tensors: Weights to replace, by name and in the shapes of our layout. A tied head follows the embedding.
     """
     before = (model.cfg, model._rotary, model._pattern)
     parameters = {name: model.get_parameter(name) for name in tensors}

@@ -1,7 +1,7 @@
-"""Rows whose logits are asked for, so that the last block computes no others.
+"""Selection of the rows whose logits are returned, so that the last block computes no others.
 
-After the last block's attention nothing mixes places any more: a row that is not read needs its key and value there,
-and neither query, MLP, norm nor logits.
+No layer mixes positions after the last block's attention. A position whose logits are not returned therefore needs a
+key and a value in that attention, but no query, MLP, norm or logits.
 """
 
 from collections.abc import Sequence
@@ -17,42 +17,42 @@ Rows = Tensor | Sequence[int] | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class PickedRows:
-    """Rows of each row of the batch, filled up to a rectangle.
+class LogitRows:
+    """The selected rows of each sequence of a batch, padded to equally many per sequence.
 
     Attributes:
         grid: Int[batch selected], rows to compute.
-        asked: batch index and column of `grid` of each pair that was asked for; `None` when that is all of it.
-        n_pos: rows there are.
+        entries: Batch index and column of `grid` of each requested row; `None` if all of `grid` was requested.
+        n_pos: Number of rows of a sequence.
     """
 
     grid: Int[Tensor, "batch selected"]
-    asked: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]] | None
+    entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]] | None
     n_pos: int
 
     @classmethod
-    def parse(cls, rows: Rows, n_batch: int, n_pos: int, device: torch.device) -> "PickedRows":
-        """From what `logits_at` may be: Int[selected], Bool[batch pos], or a pair of batch and row indices.
+    def parse(cls, rows: Rows, n_batch: int, n_pos: int, device: torch.device) -> "LogitRows":
+        """Read `logits_at`: Int[selected], Bool[batch pos], or a pair of batch and row indices.
 
         Raises:
-            ValueError: anything else, or a row outside.
+            ValueError: the argument has another form, or a row is out of range.
         """
         if isinstance(rows, tuple) and len(rows) == 2 and isinstance(rows[0], Tensor) and isinstance(rows[1], Tensor):
             return cls._of_pairs(rows[0].to(device), rows[1].to(device), n_batch, n_pos)
-        picked = torch.as_tensor(rows, device=device) if len(rows) else torch.zeros(0, dtype=torch.long, device=device)
-        if picked.dtype == torch.bool and picked.shape == (n_batch, n_pos):
-            batch, pos = picked.nonzero(as_tuple=True)
+        index = torch.as_tensor(rows, device=device) if len(rows) else torch.zeros(0, dtype=torch.long, device=device)
+        if index.dtype == torch.bool and index.shape == (n_batch, n_pos):
+            batch, pos = index.nonzero(as_tuple=True)
             return cls._of_pairs(batch, pos, n_batch, n_pos)
-        if picked.dim() != 1 or picked.dtype == torch.bool:
-            raise ValueError(f"logits_at is {picked.dtype} {list(picked.shape)}; see forward() for what it may be")
-        if picked.numel() and not -n_pos <= int(picked.min()) <= int(picked.max()) < n_pos:
-            raise ValueError(f"logits_at={picked.tolist()} reaches outside the {n_pos} rows")
-        return cls((picked % n_pos).expand(n_batch, -1), None, n_pos)
+        if index.dim() != 1 or index.dtype == torch.bool:
+            raise ValueError(f"logits_at is {index.dtype} {list(index.shape)}; see forward() for what it may be")
+        if index.numel() and not -n_pos <= int(index.min()) <= int(index.max()) < n_pos:
+            raise ValueError(f"logits_at={index.tolist()} reaches outside the {n_pos} rows")
+        return cls((index % n_pos).expand(n_batch, -1), None, n_pos)
 
     @classmethod
     def _of_pairs(
         cls, batch: Int[Tensor, "entry"], rows: Int[Tensor, "entry"], n_batch: int, n_pos: int
-    ) -> "PickedRows":
+    ) -> "LogitRows":
         for name, index, size in (("batch", batch, n_batch), ("row", rows, n_pos)):
             if index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
                 raise ValueError(f"logits_at reaches {name} indices outside the {size} there are: {index.tolist()}")
@@ -67,13 +67,13 @@ class PickedRows:
 
     @property
     def saves_work(self) -> bool:
-        """Whether the rectangle leaves out enough rows to be worth gathering."""
+        """Whether `grid` omits enough rows to make gathering worthwhile."""
         return 4 * self.grid.shape[1] <= 3 * self.n_pos
 
-    def of(self, x: Resid) -> Float[Tensor, "batch selected d_model"]:
-        """These rows, as the rectangle."""
+    def gather(self, x: Resid) -> Float[Tensor, "batch selected d_model"]:
+        """The rows of `grid`."""
         return x[torch.arange(x.shape[0], device=x.device)[:, None], self.grid]
 
-    def flat(self, x: Float[Tensor, "batch selected d_model"]) -> Float[Tensor, "*selected d_model"]:
-        """The rows that were asked for, of the rectangle."""
-        return x if self.asked is None else x[self.asked]
+    def without_padding(self, x: Float[Tensor, "batch selected d_model"]) -> Float[Tensor, "*selected d_model"]:
+        """The requested rows among the gathered ones."""
+        return x if self.entries is None else x[self.entries]

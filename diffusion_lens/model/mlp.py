@@ -9,7 +9,7 @@ from diffusion_lens.shapes import Resid
 
 
 class GatedMLP(nn.Module):
-    """`hook_pre` is the gate before silu, `hook_pre_linear` the up-projection, `hook_post` the product: ROME's key."""
+    """`hook_pre` is the gate before silu, `hook_pre_linear` the up-projection, `hook_post` the product (ROME's key)."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GatedMLP(nn.Module):
 
 
 def bias_of(linear: nn.Linear) -> Tensor:
-    """A projection's bias, zeros where it has none."""
+    """The bias of a projection; zeros if it has none."""
     if linear.bias is None:
         return linear.weight.new_zeros(linear.out_features)
     return linear.bias

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32 at least, as in TransformerLens."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed at least in float32, as in TransformerLens."""
 
 import torch
 from jaxtyping import Float
@@ -8,9 +8,9 @@ from diffusion_lens.model.hook_points import StepHookPoint
 
 
 class RMSNorm(nn.Module):
-    """x / scale · w, with `hook_scale` [... 1] on sqrt(mean(x²) + eps) and `hook_normalized` before w.
+    """x / scale · w. `hook_scale` [... 1] is at sqrt(mean(x²) + eps), and `hook_normalized` before the product with w.
 
-    Over the residual stream the hook points carry [batch pos ...], over the queries or keys [batch pos head ...].
+    The activations are [batch pos ...] for norms of the residual stream, [batch pos head ...] for norms of heads.
     """
 
     def __init__(self, width: int, eps: float) -> None:

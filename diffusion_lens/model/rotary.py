@@ -1,7 +1,8 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864), half-split: dimension i turns with dimension i + d_head/2.
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864), half-split: dimension i is rotated with dimension i + d_head/2.
 
-The tables are computed in float32 and rounded to the precision the checkpoint was trained with. The rotation is taken
-in the wider of the tables' precision and the activations'; a family that turns in the activations' own has such tables.
+The tables are computed in float32 and rounded to the precision with which the checkpoint was trained. The rotation is
+computed in the wider precision of tables and activations. Families that rotate in the precision of the activations have
+tables of that precision.
 """
 
 import torch
@@ -12,11 +13,13 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Rotary:
-    """Cosines and sines for every position up to the longest asked so far, kept per device.
+    """Cosines and sines for all positions up to the longest sequence so far, stored per device.
 
     Args:
-        dtype: to which the tables are rounded.
-        rotation: "float32", or "activation" for tables in the activations' own precision.
+        d_head: Dimensions of a head.
+        base: Base of the frequencies.
+        dtype: Precision to which the tables are rounded.
+        rotation: "float32", or "activation" for tables in the precision of the activations.
     """
 
     def __init__(self, d_head: int, base: float, dtype: torch.dtype, rotation: str = "float32") -> None:
@@ -34,7 +37,10 @@ class Rotary:
         n_past: int = 0,
         activation: torch.dtype = torch.float32,
     ) -> Tables:
-        """Cosine, signed sine, Float[(batch) pos 1 d_head], for `n_pos` positions from `n_past` on, or those given."""
+        """Cosine and signed sine, Float[(batch) pos 1 d_head].
+
+        They are those of `positions`, or by default of the `n_pos` positions from `n_past` on.
+        """
         cos, sin = self._up_to(n_past + n_pos, device)
         if self.rotation == "activation":
             cos, sin = cos.to(activation), sin.to(activation)
@@ -43,16 +49,16 @@ class Rotary:
         return cos[positions][:, :, None], sin[positions][:, :, None]
 
     def _up_to(self, n_pos: int, device: torch.device) -> Tables:
-        held = self._tables.get(device)
-        if held is None or held[0].shape[0] < n_pos:
-            held = self._tables[device] = self._compute(max(n_pos, 2 * held[0].shape[0] if held else 0), device)
-        return held
+        tables = self._tables.get(device)
+        if tables is None or tables[0].shape[0] < n_pos:
+            tables = self._tables[device] = self._compute(max(n_pos, 2 * tables[0].shape[0] if tables else 0), device)
+        return tables
 
-    # Tables outlive the call that needed them first, so they must not be inference tensors, whatever it was under.
+    # Tables are reused by later calls, so they must not be inference tensors, even if this call is in inference mode.
     @torch.inference_mode(False)
     def _compute(self, length: int, device: torch.device) -> Tables:
-        # The CPU computes the angles wherever the model is: tables must not depend on the device.
-        # Frequencies are rounded once before they meet the positions, as in the code of every family.
+        # The angles are computed on the CPU, so that the tables do not depend on the device.
+        # Frequencies are rounded once before they are multiplied with the positions, as in the code of every family.
         frequencies = 1.0 / self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
         angles = torch.outer(torch.arange(length, device="cpu").float(), frequencies)
         cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
@@ -69,8 +75,8 @@ def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:
 
 
 def rotate(x: Float[Tensor, "batch pos heads d_head"], tables: Tables) -> Float[Tensor, "batch pos heads d_head"]:
-    """Turn queries or keys by their position."""
+    """Rotate queries or keys by their position."""
     cos, sin = tables
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    turned = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
-    return turned.to(x.dtype)
+    rotated = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
+    return rotated.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Text in, text out, under TransformerLens's names."""
+"""Conversion between text and tokens, under TransformerLens's names, and padding of token batches."""
 
 from abc import ABC
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ MASK_TEXT = "[MASK]"
 
 
 class TextInterface(ABC):
-    """The tokenizer's side of a model; `tokenizer` is a fast Hugging Face tokenizer, or `None`."""
+    """The methods of a model that use its tokenizer: a fast Hugging Face tokenizer, or `None`."""
 
     cfg: DiffusionConfig
     tokenizer: Any
 
     def set_tokenizer(self, tokenizer: Any, default_prepend_bos: bool | None = None) -> None:
-        """Use `tokenizer`; [MASK] becomes a word of it where its id is the tokenizer's next free one."""
+        """Use `tokenizer`. If the id of [MASK] is the tokenizer's next free id, [MASK] is added to its vocabulary."""
         mask = self.cfg.mask_token_id
         if mask is not None and tokenizer is not None and mask == len(tokenizer):
-            # Where each piece of text gets a space in front (Llama), spaces around [MASK] would become tokens.
+            # A tokenizer that prepends a space to each piece of text (Llama) would encode spaces around [MASK].
             prefixes = len(tokenizer.tokenize(" a")) > len(tokenizer.tokenize("a"))
             mask_token = AddedToken(MASK_TEXT, lstrip=True, rstrip=prefixes, special=True)
             tokenizer.add_special_tokens({"mask_token": mask_token})
@@ -43,22 +43,22 @@ class TextInterface(ABC):
         move_to_device: bool = True,
         truncate: bool = True,
     ) -> Tokens:
-        """Token ids, Int[batch pos], of texts that fill the same number of places, or whose padding can be told.
+        """Token ids Int[batch pos] of a text or of several.
 
-        Shorter rows are padded where the network can read the padding off the tokens again (`own_pad_id`), and on the
-        right of a causal model, whose real rows padding on their right cannot reach (its loss and its continuations
-        still need the mask). `tokenize` gives the mask too, and pads whatever the model.
+        Shorter texts are padded in two cases: if the tokens alone show the padding (`own_pad_id`), and on the right for
+        a causal model, where padding on the right does not affect real tokens (the loss and continuations still need
+        the mask). `tokenize` pads for any model, and also returns the mask.
 
         Raises:
-            ValueError: texts of different lengths on another model: their padding would be read as text.
+            ValueError: the texts have different lengths in any other case: their padding would be read as text.
         """
         tokens, real = self.tokenize(input, prepend_bos, padding_side)
         if self.own_pad_id is None and not bool(real.all()):
-            unseen = self.cfg.is_causal and padding_side == "right"
-            if not unseen:
+            harmless = self.cfg.is_causal and padding_side == "right"
+            if not harmless:
                 raise ValueError(
                     f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
-                    "token that is not also text: alone, the tokens would not say what is padding. Take "
+                    "token that is not also text: the tokens alone would not show what is padding. Take "
                     "tokens, mask = model.tokenize(texts) and pass attention_mask=mask with the tokens, or pass the "
                     "texts themselves to the model"
                 )
@@ -69,9 +69,9 @@ class TextInterface(ABC):
     def tokenize(
         self, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str = "right"
     ) -> tuple[Tokens, PosMask]:
-        """Token ids and which of them are real, not padding: what `attention_mask` takes.
+        """Token ids Int[batch pos] and Bool[batch pos], false at padding, to be passed as `attention_mask`.
 
-        Words that the tokenizer does not know, and makes its unknown token of, are named in a `UserWarning`.
+        A `UserWarning` names words that the tokenizer replaces by its unknown token.
         """
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side={padding_side!r}; it is 'left' or 'right'")
@@ -98,14 +98,14 @@ class TextInterface(ABC):
         return tokens.to(self.cfg.device), real.to(self.cfg.device)
 
     def encode(self, text: str, prepend_bos: bool | None = None) -> list[int]:
-        """The ids of one text, without a word on those that the tokenizer does not know (`unknown_words`)."""
+        """The ids of one text, without a warning for unknown words (`unknown_words` returns these)."""
         tokenizer = self._require_tokenizer()
         _check_whole(text)
         ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return [tokenizer.bos_token_id, *ids] if self._prepends_bos(prepend_bos) else ids
 
     def unknown_words(self, text: str) -> list[str]:
-        """The pieces of a text that the tokenizer replaces by its unknown token; none where the text itself says it."""
+        """The pieces of a text that the tokenizer replaces by its unknown token, unless the text itself contains it."""
         tokenizer = self._require_tokenizer()
         _check_whole(text)
         if (unknown := _unknown_token(tokenizer)) is None:
@@ -117,7 +117,7 @@ class TextInterface(ABC):
         return [piece for piece in pieces if piece != unknown]
 
     def check_known(self, text: str) -> None:
-        """Raise a `ValueError` that names the words of a text which the tokenizer does not know."""
+        """Raise a `ValueError` that names the words of a text that the tokenizer does not know."""
         if unknown := self.unknown_words(text):
             raise ValueError(self._unknown(unknown))
 
@@ -129,20 +129,20 @@ class TextInterface(ABC):
         )
 
     def to_string(self, tokens: Int[Tensor, "*batch pos"] | Sequence[int]) -> Any:
-        """Text of one row, or a list of texts for a batch. Places never reached (-1) are left out."""
+        """Text of one sequence, or a list of texts for a batch. Positions not reached (-1) are left out."""
         ids = torch.as_tensor(tokens)
         if ids.dim() == 0:
             ids = ids[None]
         if ids.dim() == 2:
             return [self.to_string(row) for row in ids]
-        kept = [int(i) for i in ids if int(i) != UNREACHED]
-        text: str = self._require_tokenizer().decode(kept, clean_up_tokenization_spaces=False)
+        reached = [int(i) for i in ids if int(i) != UNREACHED]
+        text: str = self._require_tokenizer().decode(reached, clean_up_tokenization_spaces=False)
         return text
 
     def to_str_tokens(
         self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None
     ) -> Any:
-        """The text of each token of one row; a list of texts gives a list for each."""
+        """The text of each token of one sequence; for a list of texts, a list for each."""
         if isinstance(input, str):
             input = self.to_tokens(input, prepend_bos)[0]
         elif not isinstance(input, Tensor) and any(isinstance(text, str) for text in input):
@@ -153,7 +153,7 @@ class TextInterface(ABC):
         return [self._word(int(i)) for i in ids.flatten()]
 
     def to_single_token(self, string: str) -> int:
-        """The id of a string that is exactly one known token; otherwise a `ValueError` that shows its pieces."""
+        """The id of a string that is exactly one known token; otherwise a `ValueError` that shows its tokens."""
         ids = self.encode(string, prepend_bos=False)
         self.check_known(string)
         if len(ids) != 1:
@@ -165,13 +165,13 @@ class TextInterface(ABC):
         return self._word(int_token)
 
     def words(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each id, or the ids themselves in brackets when there is no tokenizer: for labels."""
+        """A label for each id: its text or, without a tokenizer, the id in brackets."""
         if self.tokenizer is None:
             return [f"<{token}>" for token in tokens]
         return [self._word(token) for token in tokens]
 
     def token_spans(self, text: str, prepend_bos: bool | None = None) -> list[tuple[int, int]]:
-        """Character span of each token of `to_tokens(text)`; a prepended BOS has (0, 0)."""
+        """Character span (start, stop) of each token of `to_tokens(text)`; (0, 0) for a prepended BOS."""
         encoded = self._require_tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
         return [(0, 0), *spans] if self._prepends_bos(prepend_bos) else spans
@@ -189,14 +189,14 @@ class TextInterface(ABC):
 
     def _prepends_bos(self, prepend_bos: bool | None) -> bool:
         default = yes_or_no("default_prepend_bos", self.cfg.default_prepend_bos)
-        asked = default if prepend_bos is None else yes_or_no("prepend_bos", prepend_bos)
-        if asked and prepend_bos and self._require_tokenizer().bos_token_id is None:
+        prepends = default if prepend_bos is None else yes_or_no("prepend_bos", prepend_bos)
+        if prepends and prepend_bos and self._require_tokenizer().bos_token_id is None:
             raise ValueError(f"prepend_bos=True, but the tokenizer of {self.cfg.model_name!r} has no BOS token")
-        return asked and self._require_tokenizer().bos_token_id is not None
+        return prepends and self._require_tokenizer().bos_token_id is not None
 
     @property
     def pad_id(self) -> int:
-        """The id that fills places which are not real: the tokenizer's padding, else its end, else 0."""
+        """The id at padding positions: the tokenizer's padding token, else its end token, else 0."""
         for candidate in (getattr(self.tokenizer, "pad_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
             if candidate is not None:
                 return int(candidate)
@@ -204,10 +204,10 @@ class TextInterface(ABC):
 
     @property
     def own_pad_id(self) -> int | None:
-        """The id of a padding token that is nothing else, so that tokens say by themselves what is padding, or `None`.
+        """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`.
 
-        It must be called padding ("pad" in its name) and be none of the other special tokens: where texts end with the
-        same token that fills rows, a model may have written it, and nothing is guessed.
+        The token's name must contain "pad", and it must not be another special token: if texts end with the token that
+        pads them, the model may have written it.
         """
         tokenizer = self.tokenizer
         name = None if tokenizer is None else tokenizer.pad_token
@@ -217,13 +217,13 @@ class TextInterface(ABC):
         id_ = tokenizer.pad_token_id
         return None if name in others or id_ == self.cfg.mask_token_id else int(id_)
 
-    def real_places(self, tokens: Tokens) -> PosMask | None:
-        """Which places are no padding, where the tokens say it: between the first and the last that is no `own_pad_id`.
+    def real_positions(self, tokens: Tokens) -> PosMask | None:
+        """Bool[batch pos], true from the first to the last token of each row that is not `own_pad_id`.
 
-        `None` where nothing is padding, or the tokens cannot say.
+        `None` if there is no padding, or if the tokens alone do not show it.
 
         Raises:
-            ValueError: a row of padding alone.
+            ValueError: a row has padding only.
         """
         pad = self.own_pad_id
         if pad is None:
@@ -239,19 +239,21 @@ class TextInterface(ABC):
         return (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
 
     def without_padding(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "real"]:
-        """One row of tokens less the padding around them, where they say it (`real_places`)."""
-        real = self.real_places(row[None]) if len(row) else None
+        """One row of tokens without the padding around them, if the tokens show it (`real_positions`)."""
+        real = self.real_positions(row[None]) if len(row) else None
         return row if real is None else row[real[0]]
 
-    def told_places(self, tokens: Tokens) -> PosMask | None:
-        """`real_places` for a loss or a continuation, which padding taken for text would change: a doubt is refused.
+    def checked_real_positions(self, tokens: Tokens) -> PosMask | None:
+        """`real_positions`, but an error if padding is possible and the tokens alone do not show it.
+
+        Losses and continuations use it, because padding that is read as text would change their numbers.
 
         Raises:
-            ValueError: the tokenizer has no padding token of its own, and some rows, but not all, begin or end with the
-                token that fills shorter ones.
+            ValueError: the tokenizer has no token that is used for padding only, and some rows, but not all, begin or
+                end with the token that pads shorter rows.
         """
         if self.own_pad_id is not None or self.tokenizer is None or self.pad_id == self.cfg.mask_token_id:
-            return self.real_places(tokens)
+            return self.real_positions(tokens)
         filler = tokens == self.pad_id
         if self.pad_id == self.tokenizer.bos_token_id and bool(filler[:, 0].all()):
             filler = filler[:, 1:]
@@ -262,15 +264,15 @@ class TextInterface(ABC):
                 side = " (with padding_side='left' before a continuation)" * self.cfg.is_causal
                 raise ValueError(
                     f"row {row} of the tokens {edge} with {self._word(self.pad_id)!r} and row {other} does not, and "
-                    "the tokenizer has no padding token that is not also text: the tokens alone do not say what is "
+                    "the tokenizer has no padding token that is not also text: the tokens alone do not show what is "
                     f"padding. Take tokens, mask = model.tokenize(texts){side} and pass attention_mask=mask with the "
                     "tokens, or pass the texts themselves; if every token here is text, pass "
                     "attention_mask=torch.ones_like(tokens)"
                 )
         return None
 
-    def whole(self, tokens: Tokens) -> Tensor | None:
-        """An `attention_mask` under which nothing of these tokens is padding; `None` where nothing would be anyway."""
+    def all_real(self, tokens: Tokens) -> Tensor | None:
+        """An `attention_mask` for tokens without padding; `None` if no token would be read as padding anyway."""
         return None if self.own_pad_id is None else torch.ones_like(tokens)
 
     def _require_tokenizer(self) -> Any:
@@ -283,9 +285,9 @@ class TextInterface(ABC):
 
 
 def _unknown_token(tokenizer: Any) -> str | None:
-    """What stands for words that the tokenizer does not know, said by its settings or by its vocabulary's model."""
-    said: str | None = tokenizer.unk_token or getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
-    return said
+    """The token for words that the tokenizer does not know, from its settings or from the model of its vocabulary."""
+    unknown: str | None = tokenizer.unk_token or getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
+    return unknown
 
 
 def _check_whole(text: str) -> None:
@@ -293,5 +295,5 @@ def _check_whole(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError(
-            f"{text!r} holds half of a surrogate pair, which is no text: write the whole character"
+            f"{text!r} holds half of a surrogate pair, which is not text: write the whole character"
         ) from None

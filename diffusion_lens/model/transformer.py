@@ -1,6 +1,6 @@
-"""The network: embed, blocks, norm, unembed, with every tensor worth patching at a hook point.
+"""The network: embedding, blocks, norm and unembedding, with a hook point at every tensor worth patching.
 
-`DiffusionTransformer` is abstract; users meet `diffusion_lens.HookedDiffusionTransformer`, which adds loading, the
+`DiffusionTransformer` is abstract. Users work with `diffusion_lens.HookedDiffusionTransformer`, which adds loading, the
 denoising loop and the losses.
 """
 
@@ -19,7 +19,7 @@ from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
-from diffusion_lens.model.logit_rows import PickedRows, Rows
+from diffusion_lens.model.logit_rows import LogitRows, Rows
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
@@ -29,15 +29,16 @@ Input = str | Sequence[str] | Tensor
 
 
 class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
-    """A masked diffusion transformer, or its causal twin, in hook points.
+    """A masked diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
-        cfg: the model's facts.
-        tokenizer: a fast Hugging Face tokenizer, if text is to go in.
-        tensors: the weights in our layout; by default random ones from `seed`.
+        cfg: Config of the model.
+        tokenizer: Fast Hugging Face tokenizer; `None` for a model that takes token ids only.
+        tensors: Weights in our layout; by default random weights.
+        seed: Seed of the random weights.
     """
 
-    # nn.Module's __getattr__ would otherwise give these as "Tensor | Module" to the type checker.
+    # For the type checker: nn.Module's __getattr__ returns "Tensor | Module".
     hook_embed: StepHookPoint
     blocks: Any
 
@@ -69,13 +70,13 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         self.eval()
 
     def _tie(self) -> None:
-        """Let the embedding serve as head where the architecture says so."""
+        """Use the embedding's weight as the head's if the architecture ties them."""
         if self.cfg.tied:
             self.unembed.weight = self.embed.weight
 
     @property
     def readout(self) -> Readout:
-        """Where each place's token is predicted."""
+        """The rule that says which row of the logits predicts the token at each position."""
         return READOUTS[self.cfg.readout]
 
     def run_layers(
@@ -90,49 +91,57 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         past_kv_cache: KeyValueCache | None = None,
         unembed: bool = True,
     ) -> Tensor | None:
-        """Compute logits, or the residual stream at `stop_at_layer`. See `Forward.forward`.
+        """Compute logits, or the residual stream at `stop_at_layer`. See `Forward.forward` for the other arguments.
 
         Args:
-            unembed: whether to go on from the last norm to the logits; without, nothing is returned.
+            unembed: Whether logits are computed after the last norm; otherwise `None` is returned.
         """
         with self.clock.passing():
+            # 1. Check the input and embed it.
             start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
             resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
-            picked = None
+            # 2. Choose the rows. The last block computes only these, unless a hook there expects all rows.
+            rows = None
             if logits_at is not None and stop_at_layer is None:
-                picked = PickedRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
-            # A hook in the last block or after it sees every row, as everywhere.
-            early = (
-                picked is not None
-                and picked.saves_work
+                rows = LogitRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
+            in_last_block = (
+                rows is not None
+                and rows.saves_work
                 and not any(map(anything_listens, (self.blocks[-1], self.ln_final, self.unembed)))
             )
+            # 3. Run the blocks.
             past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
             context = self._context(resid.shape[1], real, self._n_past(past, resid.shape[1], real))
             for layer, block_past in zip(range(start, stop), past, strict=True):
-                only = picked if early and layer == self.cfg.n_layers - 1 else None
-                resid = self.blocks[layer](resid, context, block_past, only)
+                block_rows = rows if in_last_block and layer == self.cfg.n_layers - 1 else None
+                resid = self.blocks[layer](resid, context, block_past, block_rows)
             if stop_at_layer is not None:
                 return resid
-            if picked is not None and early and start == self.cfg.n_layers:
-                resid = picked.of(resid)
+            # 4. Compute the logits.
+            if rows is not None and in_last_block and start == self.cfg.n_layers:
+                resid = rows.gather(resid)
             normalized = self.ln_final(resid)
             if not unembed:
                 return None
-            if picked is None or anything_listens(self.unembed):
-                every: Tensor = self.unembed(normalized)
-                return every if picked is None else picked.flat(picked.of(every))
-            logits: Tensor = self.unembed(picked.flat(normalized if early else picked.of(normalized)))
+            if rows is None or anything_listens(self.unembed):
+                all_logits: Tensor = self.unembed(normalized)
+                return all_logits if rows is None else rows.without_padding(rows.gather(all_logits))
+            if not in_last_block:
+                normalized = rows.gather(normalized)
+            logits: Tensor = self.unembed(rows.without_padding(normalized))
             return logits
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Compute each head's result [batch pos head d_model] at `attn.hook_result` (large), as in TransformerLens."""
+        """Compute each head's result [batch pos head d_model] at `attn.hook_result`, as in TransformerLens.
+
+        It takes much memory, and is off by default.
+        """
         self.cfg.use_attn_result = use_attn_result
 
     def _enter(
         self, input: Input, attention_mask: Tensor | None, prepend_bos: bool | None, is_resid: bool
     ) -> tuple[Resid, PosMask | None]:
-        """The residual stream at the first block, and which places are real (`None`: all)."""
+        """The residual stream at the first block, and Bool[batch pos], false at padding (`None` without padding)."""
         if is_resid:
             if isinstance(input, Tensor):
                 check_storage(input, "the residual stream")
@@ -148,29 +157,32 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
                 input, real_tokens = self.tokenize(input, prepend_bos)
                 attention_mask = real_tokens if attention_mask is None else attention_mask
             tokens = check_tokens(input, self.cfg)
-            # The loop's canvas knows its padding: a padding token on it was written by the model.
+            # The denoising loop passes its own mask: a padding token on its canvas was written by the model.
             if attention_mask is None and self.clock.step is None:
-                attention_mask = self.real_places(tokens)
+                attention_mask = self.real_positions(tokens)
             resid = self.hook_embed(self.embed(tokens))
         if attention_mask is None:
             return resid, None
         return resid, check_attention_mask(attention_mask, resid.shape[0], resid.shape[1], resid.device)
 
     def _n_past(self, past: Sequence[LayerKeyValues | None], n_pos: int, real: PosMask | None) -> int:
-        """Places that ran before, the same in every layer that runs now."""
-        held = {layer.n_pos for layer in past if layer is not None}
-        if not held:
+        """Number of earlier positions in the cache, which must be the same in every layer that runs."""
+        lengths = {layer.n_pos for layer in past if layer is not None}
+        if not lengths:
             return 0
         if not self.cfg.is_causal:
-            raise ValueError(f"{self.cfg.model_name!r} is bidirectional: earlier places change with every new token")
-        if real is not None:
-            raise ValueError("past_kv_cache goes with runs without padding")
-        if len(held) > 1:
             raise ValueError(
-                f"past_kv_cache holds {sorted(held)} places in different layers; run the same ones in each"
+                f"past_kv_cache needs a causal model, and {self.cfg.model_name!r} is bidirectional: its earlier "
+                "positions change with every new token"
             )
-        check_length(n_pos + max(held), self.cfg)
-        return max(held)
+        if real is not None:
+            raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
+        if len(lengths) > 1:
+            raise ValueError(
+                f"past_kv_cache holds {sorted(lengths)} positions in different layers; run the same positions in each"
+            )
+        check_length(n_pos + max(lengths), self.cfg)
+        return max(lengths)
 
     def _context(self, n_pos: int, real: PosMask | None, n_past: int = 0) -> AttentionContext:
         device = self.unembed.weight.device
@@ -182,17 +194,17 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch, and by name: `model.to("bfloat16")`, `model.to("cuda:1", "float16")`."""
-        for key, given in [*enumerate(args), *kwargs.items()]:
-            if key == "dtype" or isinstance(given, torch.dtype) or str(given).removeprefix("torch.") in DTYPES:
-                kwargs["dtype"] = as_dtype(given)
-            elif key == "device" or isinstance(given, str | torch.device):
-                kwargs["device"] = as_device(given)
-        rest = [given for given in args if not isinstance(given, str | torch.dtype | torch.device)]
-        return super().to(*rest, **kwargs)
+        """As in torch; dtypes and devices may be names, as in `model.to("bfloat16")` and `model.to("cuda:1")`."""
+        for key, value in [*enumerate(args), *kwargs.items()]:
+            if key == "dtype" or isinstance(value, torch.dtype) or str(value).removeprefix("torch.") in DTYPES:
+                kwargs["dtype"] = as_dtype(value)
+            elif key == "device" or isinstance(value, str | torch.device):
+                kwargs["device"] = as_device(value)
+        others = [value for value in args if not isinstance(value, str | torch.dtype | torch.device)]
+        return super().to(*others, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # .to, .cuda, .half and their kin all pass here: the config must not lag behind the weights.
+        # torch calls this for .to, .cuda, .half and the like, so the config is updated with the weights here.
         super()._apply(fn, recurse)
         self.cfg.device, self.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
         return self

@@ -1,4 +1,4 @@
-"""The weights under TransformerLens's names and shapes. One block's are views: writing into them edits the model."""
+"""The weights under TransformerLens's names and shapes. Those of one block are views: writing into them edits it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from diffusion_lens.settings import Whole, pick_layer, whole_number
 
 
 class WeightViews(ABC):
-    """`model.W_Q` and its kin stack the blocks' weights (copies); `model.blocks[i].attn.W_Q` is the view to edit."""
+    """`model.W_Q` and the like are copies that stack the blocks; `model.blocks[i].attn.W_Q` is a view to edit."""
 
     cfg: DiffusionConfig
     embed: Embed
@@ -93,20 +93,20 @@ class WeightViews(ABC):
         return self._stack(lambda block: block.mlp.b_out)
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """The matrices and norm weights under TransformerLens's names, as its `SVDInterpreter` asks for them.
+        """The matrices and norm weights under TransformerLens's names, for its `SVDInterpreter`.
 
-        Keys and values come once a query head, as tools that index them by head expect; `W_in` reads the stream after
-        `ln2.w`, which is 1 on a model with folded norms.
+        Key and value heads are repeated for each query head, because tools index them by query head. `W_in` reads the
+        stream after the product with `ln2.w`, which is 1 in a model with folded norms.
         """
         named = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "ln_final.w": self.ln_final.w}
-        shared_by = self.cfg.n_heads // (self.cfg.n_key_value_heads or self.cfg.n_heads)
+        queries_per_key = self.cfg.n_heads // (self.cfg.n_key_value_heads or self.cfg.n_heads)
         for i, block in enumerate(self.blocks):
             attn, mlp = block.attn, block.mlp
             weights = {
                 "ln1.w": block.ln1.w,
                 "attn.W_Q": attn.W_Q,
-                "attn.W_K": attn.W_K.repeat_interleave(shared_by, dim=0),
-                "attn.W_V": attn.W_V.repeat_interleave(shared_by, dim=0),
+                "attn.W_K": attn.W_K.repeat_interleave(queries_per_key, dim=0),
+                "attn.W_V": attn.W_V.repeat_interleave(queries_per_key, dim=0),
                 "attn.W_O": attn.W_O,
                 "ln2.w": block.ln2.w,
                 "mlp.W_in": mlp.W_in,
@@ -118,23 +118,23 @@ class WeightViews(ABC):
 
     @property
     def QK(self) -> FactoredMatrix:
-        """Each head's query-key circuit; grouped keys are repeated for their heads."""
+        """The query-key circuit of each head; grouped keys are repeated for their query heads."""
         return FactoredMatrix(self.W_Q, self._for_each_head(self.W_K).transpose(-2, -1))
 
     @property
     def OV(self) -> FactoredMatrix:
-        """Each head's output-value circuit; grouped values are repeated for their heads."""
+        """The output-value circuit of each head; grouped values are repeated for their query heads."""
         return FactoredMatrix(self._for_each_head(self.W_V), self.W_O)
 
     def accumulated_bias(
         self, layer: Whole, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, "d_model"]:
-        """Sum of the biases written into the residual stream before `layer`.
+        """Sum of the biases added to the residual stream before `layer`.
 
         Args:
-            layer: negative ones count from the end; `n_layers` is the stream after the last block.
-            mlp_input: count the bias of the attention of `layer` too.
-            include_mlp_biases: count those of MLPs.
+            layer: Index of the block, negative from the end; `n_layers` for the stream after the last block.
+            mlp_input: Whether the bias of the attention of `layer` is included.
+            include_mlp_biases: Whether biases of MLPs are included.
         """
         after_all = not mlp_input and whole_number("layer", layer) == self.cfg.n_layers
         layer = self.cfg.n_layers if after_all else pick_layer(layer, self.cfg.n_layers)
@@ -148,18 +148,18 @@ class WeightViews(ABC):
     def tokens_to_residual_directions(
         self, tokens: str | int | Int[Tensor, "*n"]
     ) -> Float[Tensor, "*directions d_model"]:
-        """The direction whose product with the normalised stream (before ln_final's weight) is a token's logit.
+        """The directions whose product with the normalised stream (before ln_final's weight) are the tokens' logits.
 
-        The weight of ln_final is folded in, as TransformerLens's attribution tools take for granted.
+        They include the weight of ln_final, as TransformerLens's attribution tools assume.
 
         Args:
-            tokens: ids, or the text of a single token; a single id gives [d_model].
+            tokens: Token ids, or the text of a single token; a single id gives [d_model].
         """
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
         ids = torch.as_tensor(tokens, device=self.W_U.device)
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.cfg.d_vocab_out):
-            raise ValueError(f"only tokens 0 to {self.cfg.d_vocab_out - 1} can be written; got {tokens}")
+            raise ValueError(f"the head has columns for tokens 0 to {self.cfg.d_vocab_out - 1}; got {tokens}")
         if ids.numel() == 1:
             ids = ids.reshape(())
         return self.W_U.T[ids] * self.ln_final.w

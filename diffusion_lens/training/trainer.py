@@ -257,7 +257,7 @@ class _Run:
             part = question if n_parts == 1 else question.part(i * n_rows // n_parts, (i + 1) * n_rows // n_parts)
             last = i == first + accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.network):
-                whole = self.model.whole(part.tokens)
+                whole = self.model.all_real(part.tokens)
                 loss = part.loss(self.network(part.tokens, attention_mask=whole, logits_at=part.rows))
                 # Accelerate averages gradients over processes, but the parts must add up.
                 self.accelerator.backward(loss * processes)

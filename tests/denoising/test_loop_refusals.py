@@ -220,7 +220,7 @@ def test_steps_of_the_wrong_kind_are_refused(either, unchecked, steps):
 
 
 def test_positions_of_a_cache_are_on_the_canvas(either):
-    with pytest.raises(IndexError, match=r"pos_slice=\[7\] reaches outside the 6 places of the canvas"):
+    with pytest.raises(IndexError, match=r"pos_slice=\[7\] reaches outside the 6 positions of the canvas"):
         either.model.denoise_with_cache(PROMPT, "hook_embed", pos_slice=7, length=6, steps=3)
 
 

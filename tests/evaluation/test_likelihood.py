@@ -297,7 +297,7 @@ def test_progress_is_shown_when_asked(capsys):
         (PROMPT, ANSWER[:0], {}, "the answer is empty"),
         (PROMPT, torch.tensor([2, MASK]), {}, r"answer\[1\] is \[MASK\]: 'small' never writes it"),
         (PROMPT, torch.tensor([2, 12]), {}, "token id 12 is not among the 12 tokens of 'small'"),
-        (PROMPT, ANSWER.repeat(3), {}, "17 places do not fit into the context of 'small', n_ctx=16"),
+        (PROMPT, ANSWER.repeat(3), {}, "17 positions do not fit into the context of 'small', n_ctx=16"),
         (PROMPT.repeat(2, 1), ANSWER, {}, r"prompt has shape \[2, 5\].*one row"),
         (PROMPT, ANSWER.repeat(2, 1), {}, r"answer has shape \[2, 4\].*one row"),
         (PROMPT, ANSWER, {"cfg_scale": -0.1}, "cfg_scale=-0.1; it must be a finite number"),

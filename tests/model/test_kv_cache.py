@@ -39,7 +39,7 @@ def test_a_partial_run_takes_up_its_own_layers_past(every):
     model(resid[:, :6], start_at_layer=1, past_kv_cache=cache)
     later = model(resid[:, 6:], start_at_layer=1, past_kv_cache=cache, logits_at=[0, 4])
     torch.testing.assert_close(later, model(tokens)[:, [6, 10]], rtol=1e-5, atol=5e-5)
-    with pytest.raises(ValueError, match=r"holds \[0, 17\] places in different layers"):
+    with pytest.raises(ValueError, match=r"holds \[0, 17\] positions in different layers"):
         model(tokens, past_kv_cache=cache)
 
 
@@ -47,7 +47,7 @@ def test_a_past_does_not_go_with_padding_or_beyond_the_context(every):
     if every.kind == "mdm":
         return
     padded, tokens = torch.tensor([[0, 1, 1]]), torch.tensor([[5, 6, 7]])
-    with pytest.raises(ValueError, match="runs without padding"):
+    with pytest.raises(ValueError, match="cannot be used with padding"):
         every.model(tokens, past_kv_cache=KeyValueCache(every.model.cfg.n_layers), attention_mask=padded)
     full = KeyValueCache(every.model.cfg.n_layers)
     every.model(torch.zeros(1, 120, dtype=torch.long), past_kv_cache=full)

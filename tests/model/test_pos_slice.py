@@ -71,15 +71,15 @@ def test_the_cache_of_the_loop_slices_by_place(either):
 
 
 def test_a_place_outside_is_named(either):
-    with pytest.raises(IndexError, match=r"pos_slice=\[20\] reaches outside the 17 places of 'hook_embed'"):
+    with pytest.raises(IndexError, match=r"pos_slice=\[20\] reaches outside the 17 positions of 'hook_embed'"):
         either.model.run_with_cache(either.tokens, pos_slice=20)
 
 
 @pytest.mark.parametrize("chosen", [slice(20, 30), (17, 18), slice(3, 3)])
 def test_a_slice_without_a_place_is_refused(either, chosen):
     with pytest.raises(
-        IndexError, match=r"pos_slice=slice\(\d+, \d+, None\) picks none of the 17 places of 'hook_embed'"
+        IndexError, match=r"pos_slice=slice\(\d+, \d+, None\) selects none of the 17 positions of 'hook_embed'"
     ):
         either.model.run_with_cache(either.tokens, pos_slice=chosen)
-    with pytest.raises(IndexError, match="picks none of the 6 places of the canvas"):
+    with pytest.raises(IndexError, match="selects none of the 6 positions of the canvas"):
         either.model.denoise_with_cache(torch.tensor([[5, 6]]), "hook_embed", pos_slice=(8, 9), length=6, steps=2)

@@ -24,7 +24,7 @@ def test_a_tokens_direction_reads_its_logit(every, tokens):
     assert direction.shape == (every.model.cfg.d_model,)
     torch.testing.assert_close(cache["ln_final.hook_normalized"] @ direction, logits[..., 7], rtol=1e-4, atol=1e-4)
     assert every.model.tokens_to_residual_directions(torch.tensor([7, 8])).shape == (2, every.model.cfg.d_model)
-    with pytest.raises(ValueError, match="can be written"):
+    with pytest.raises(ValueError, match="the head has columns for tokens"):
         every.model.tokens_to_residual_directions(every.model.cfg.d_vocab_out)
 
 

@@ -179,7 +179,7 @@ def trace_query(
 ) -> CausalTrace:
     """Trace one query; `causal_trace` describes the arguments."""
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
-    real = model.real_places(canvas)
+    real = model.real_positions(canvas)
     positions, layers = selection.within(len(query.tokens), model.cfg.n_layers)
     runs = RestoredRuns(
         model,

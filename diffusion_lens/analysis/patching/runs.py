@@ -73,7 +73,7 @@ class Side:
         given = given.tokens if isinstance(given, Query) else given
         if isinstance(given, Tensor):
             tokens = check_tokens(given, model.cfg)
-            real = model.real_places(tokens)
+            real = model.real_positions(tokens)
         else:
             tokens, real = model.tokenize(given)
         return cls(model, tokens, real, reading, tokens.shape[1])

@@ -185,7 +185,7 @@ def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
 def _require_told(model: DiffusionTransformer, batch: Tensor) -> None:
     """Raise a `ValueError` where rows of one length may, or may not, be padded."""
     try:
-        model.told_places(check_tokens(batch, model.cfg))
+        model.checked_real_positions(check_tokens(batch, model.cfg))
     except ValueError as error:
         raise ValueError(
             f"{error}. A corpus takes no mask: give it as texts, or as a list of rows, each without its padding "

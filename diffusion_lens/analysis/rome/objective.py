@@ -125,7 +125,7 @@ def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
     mask = model.cfg.mask_token_id
     places = list(essence.answer_positions)
     if not places:
-        real = model.real_places(essence.tokens.to(model.cfg.device)[None])
+        real = model.real_positions(essence.tokens.to(model.cfg.device)[None])
         end = len(essence.tokens) if real is None else int(real[0].nonzero().max()) + 1
         places = [end] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
     if not places:

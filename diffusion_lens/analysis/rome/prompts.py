@@ -47,7 +47,7 @@ class PromptBatch:
         real = torch.arange(tokens.shape[1], device=model.cfg.device) < lengths[:, None]
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = row.to(model.cfg.device)
-            own = model.real_places(tokens[i : i + 1, : len(row)])
+            own = model.real_positions(tokens[i : i + 1, : len(row)])
             if own is not None:
                 real[i, : len(row)] = own[0]
         return cls(tokens, None if bool(real.all()) else real)
