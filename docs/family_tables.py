@@ -1,4 +1,4 @@
-"""Families: `{family-table}` and `{pair-table}` from the catalogue, `{family-sizes}` from the files themselves."""
+"""Tables of families: `{family-table}` and `{pair-table}` from the catalogue, `{family-sizes}` from the files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ from weight_conversion.registry import FAMILIES
 
 ROOM = Path(weight_conversion.__file__).parent / "families"
 MOST = 8  # names in a cell
-SEES = {"bidirectional": "every place", "causal": "what came before"}
+SEES = {"bidirectional": "every position", "causal": "earlier positions"}
 READS = {"in_place": "in its own row", "shifted": "in the row before"}
-UNKNOWN = "known from its config alone"
+UNKNOWN = "known only from its config"
 
 
 def family_rows() -> list[tuple[str, str, str, str]]:
-    """Family, published names, who sees whom, where a token is read: a row for each kind of network."""
+    """Family, published names, attention direction and readout, with a row for each kind of network."""
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for name, entry in PUBLISHED.items():
         shape = entry.architecture
@@ -43,7 +43,7 @@ def size_rows() -> list[tuple[str, str, str]]:
 
 
 def pair_rows() -> list[tuple[str, str, str, str]]:
-    """The pairs of `load_pair`, those of SMDM's sizes in one row."""
+    """The pairs of `load_pair`; those of SMDM's sizes share one row."""
     smdm = [pair for pair in PAIRS.values() if pair.diffusion.startswith("smdm-")]
     rows = [
         (_names([pair.diffusion]), _names([pair.causal]), pair.shared, pair.source)
@@ -52,7 +52,7 @@ def pair_rows() -> list[tuple[str, str, str, str]]:
     ]
     first = (
         _names([pair.diffusion for pair in smdm]),
-        "the twin of its size, of the same compute if there is one",
+        "the AR baseline of its size, of the same compute if there is one",
         "network, tokenizer and data",
         smdm[0].source,
     )
@@ -68,7 +68,7 @@ class FamilyTable(SphinxDirective):
     """`{family-table}`."""
 
     def run(self) -> list[nodes.Node]:
-        head = ("family", "names", "a place sees", "a token is read")
+        head = ("family", "names", "a position sees", "a token is read")
         return parsed(self, markdown(head, family_rows()))
 
 
@@ -83,7 +83,7 @@ class PairTable(SphinxDirective):
     """`{pair-table}`."""
 
     def run(self) -> list[nodes.Node]:
-        return parsed(self, markdown(("diffusion", "causal", "what they share", "who says so"), pair_rows()))
+        return parsed(self, markdown(("diffusion", "causal", "what they share", "source"), pair_rows()))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """The reversal experiment: `{naming-table}`, the two names of its cells, and `{published-table}` with a score.
 
-Both are made of `evaluation.naming` and `evaluation.published`, so no number is typed a second time.
+Both are generated from `evaluation.naming` and `evaluation.published`, so that no number is written twice.
 """
 
 from docutils import nodes
@@ -17,7 +17,7 @@ LEFT_TO_RIGHT = "left to right"
 
 
 def naming_rows() -> list[tuple[str, str, str, str]]:
-    """File, both names, and meaning of the four cells; a file that is not there is an error."""
+    """File, both names, and meaning of the four cells; a `ValueError` if a file does not exist."""
     rows = []
     for trained, asked in CELLS:
         file = f"{trained}_{'' if trained == asked else 'reverse_'}prompts_test"

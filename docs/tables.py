@@ -1,6 +1,6 @@
-"""Tables that are made of the code they describe: the axis glossary, and the hook points of a model.
+"""Tables that are generated from the code: the axis glossary, and the hook points of a model.
 
-In a page, `{axis-table}` and `{hook-table}` (with "network" or "loop") stand for them.
+Pages include them with `{axis-table}` and `{hook-table}` (followed by "network" or "loop").
 """
 
 import re
@@ -17,8 +17,8 @@ from sphinx.util.docutils import SphinxDirective
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, shapes
 from weight_conversion import Architecture
 
-# What passes a hook point; {i} is a block. A hook point without a line here, or a line without a hook point, is an
-# error, so that the table is complete.
+# The activation at each hook point; {i} is a block. The table must be complete: a hook point without a line here, and a
+# line without a hook point, are errors.
 MEANING = {
     "hook_embed": "embeddings of the canvas",
     "blocks.{i}.hook_resid_pre": "residual stream entering the block",
@@ -27,31 +27,31 @@ MEANING = {
     "blocks.{i}.attn.hook_q": "queries, before their rotation",
     "blocks.{i}.attn.hook_k": "keys, before their rotation",
     "blocks.{i}.attn.hook_v": "values",
-    "blocks.{i}.attn.hook_rot_q": "queries, turned by their position",
-    "blocks.{i}.attn.hook_rot_k": "keys, turned by their position",
-    "blocks.{i}.attn.hook_attn_scores": "q·k / √d_head, −∞ where a place may not look; written out while hooked",
-    "blocks.{i}.attn.hook_pattern": "softmax of the scores; written out while hooked",
-    "blocks.{i}.attn.hook_z": "values mixed by the pattern, head by head",
-    "blocks.{i}.attn.hook_result": "what each head writes into the residual stream",
-    "blocks.{i}.hook_attn_out": "what attention writes into the residual stream",
+    "blocks.{i}.attn.hook_rot_q": "queries, rotated by their position",
+    "blocks.{i}.attn.hook_rot_k": "keys, rotated by their position",
+    "blocks.{i}.attn.hook_attn_scores": "q·k / √d_head, −∞ where a query may not see a key; computed only while hooked",
+    "blocks.{i}.attn.hook_pattern": "softmax of the scores; computed only while hooked",
+    "blocks.{i}.attn.hook_z": "average of the values by the pattern, for each head",
+    "blocks.{i}.attn.hook_result": "output of each head, which is added to the residual stream",
+    "blocks.{i}.hook_attn_out": "output of the attention, which is added to the residual stream",
     "blocks.{i}.hook_resid_mid": "residual stream between attention and MLP",
     "blocks.{i}.ln2.hook_scale": "scale of the norm before the MLP",
     "blocks.{i}.ln2.hook_normalized": "x / scale, before the norm's weight",
     "blocks.{i}.mlp.hook_pre": "the gate, before silu",
     "blocks.{i}.mlp.hook_pre_linear": "the up-projection",
-    "blocks.{i}.mlp.hook_post": "silu(gate) · up, what enters the down-projection: ROME's key",
-    "blocks.{i}.hook_mlp_out": "what the MLP writes into the residual stream",
+    "blocks.{i}.mlp.hook_post": "silu(gate) · up, the input of the down-projection: ROME's key",
+    "blocks.{i}.hook_mlp_out": "output of the MLP, which is added to the residual stream",
     "blocks.{i}.hook_resid_post": "residual stream after the block",
     "ln_final.hook_scale": "scale of the last norm",
     "ln_final.hook_normalized": "x / scale, before the norm's weight",
-    "denoise.hook_tokens": "the canvas going in; −1 where a causal model has not been",
-    "denoise.hook_logits": "logits after guidance, by place; zeros where nothing is proposed",
-    "denoise.hook_candidates": "the tokens proposed; elsewhere the canvas's own",
-    "denoise.hook_confidence": "probabilities of these tokens, by which places are ranked; zero elsewhere",
-    "denoise.hook_reveal": "the places that are revealed in this step",
+    "denoise.hook_tokens": "the canvas before the step; −1 at positions that a causal model has not reached",
+    "denoise.hook_logits": "logits after guidance, by position; zeros where no token is proposed",
+    "denoise.hook_candidates": "the proposed tokens; elsewhere the tokens of the canvas",
+    "denoise.hook_confidence": "probabilities of the proposed tokens, by which positions are ranked; zero elsewhere",
+    "denoise.hook_reveal": "the positions that this step reveals",
 }
 
-# Sizes that tell the axes apart.
+# Different sizes for all axes, so that a shape identifies them.
 _SIZES = {
     "batch": 2,
     "pos": 5,
@@ -73,15 +73,15 @@ def axis_rows() -> list[tuple[str, str]]:
 
 
 def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
-    """Name, shape, when it passes, and meaning of the hook points of the "network" or of the "loop".
+    """Name, shape, condition, and meaning of the hook points of the "network" or of the "loop".
 
     Raises:
-        ValueError: `MEANING` does not fit the embedded models, or they have other hook points than one another.
+        ValueError: `MEANING` does not list the hook points of the bundled models, or theirs differ from each other.
     """
     names = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").hook_dict]
-    twin = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu").hook_dict]
-    if set(names) != set(MEANING) or set(twin) != set(MEANING):
-        raise ValueError(f"hook points and their meanings differ: {sorted({*names, *twin} ^ set(MEANING))}")
+    causal = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu").hook_dict]
+    if set(names) != set(MEANING) or set(causal) != set(MEANING):
+        raise ValueError(f"hook points and their meanings differ: {sorted({*names, *causal} ^ set(MEANING))}")
     seen, model = _observed()
     rows = []
     for name, meaning in MEANING.items():
@@ -94,7 +94,7 @@ def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
 
 @cache
 def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
-    """The shape that passes each hook point of a small random model, in axis words, and that model as it was."""
+    """The shape at each hook point of a small random model, in axis words, and that model."""
     sizes = _SIZES
     cfg = DiffusionConfig.from_architecture(
         Architecture(
@@ -117,12 +117,12 @@ def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
     )
     probe, seen = HookedDiffusionTransformer(cfg), {}
 
-    def look(x: torch.Tensor, hook: Any) -> None:
+    def record(x: torch.Tensor, hook: Any) -> None:
         seen[_template(hook.name)] = f"{_KINDS[x.dtype]}[{' '.join(_words(x.shape))}]"
 
     probe.set_use_attn_result(True)
     prompt = torch.zeros(sizes["batch"], 1, dtype=torch.long)
-    probe.denoise(prompt, length=sizes["pos"], steps=1, fwd_hooks=[(lambda name: True, look)])
+    probe.denoise(prompt, length=sizes["pos"], steps=1, fwd_hooks=[(lambda name: True, record)])
     probe.set_use_attn_result(False)
     return seen, probe
 
@@ -161,11 +161,11 @@ class HookTable(SphinxDirective):
             (f"`{name}`", f"`{shape}`", f"{meaning}; only {when}" if when else meaning)
             for name, shape, when, meaning in hook_rows(self.arguments[0])
         ]
-        return parsed(self, markdown(("hook point", "shape", "what passes"), rows))
+        return parsed(self, markdown(("hook point", "shape", "activation"), rows))
 
 
 def parsed(directive: SphinxDirective, text: list[str]) -> list[nodes.Node]:
-    """Lines of Markdown, headings among them, as a directive's nodes."""
+    """Lines of Markdown, which may include headings, as nodes of a directive."""
     box = nodes.container()
     source, line = directive.get_source_info()
     directive.state.nested_parse(StringList(text, f"{source}:{line}"), directive.content_offset, box, match_titles=True)

@@ -67,7 +67,7 @@ def test_every_pair_is_of_names_that_load_and_says_why():
         assert pair.source
 
 
-@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if "began with" in pair.shared])
+@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if "initial" in pair.shared])
 def test_what_began_with_the_same_weights_has_their_shapes(name):
     left, right = shape_of(name), shape_of(PAIRS[name].causal)
     for fact in ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab", "rotary_base"):

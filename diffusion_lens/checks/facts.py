@@ -1,8 +1,8 @@
-"""Ten common facts, asked twice: in one pass, and by the denoising loop.
+"""Checks ten common facts in two ways: in one forward pass, and by the denoising loop.
 
-In one pass a fact counts as known when the first token of its answer is likelier than those of the nine other answers:
-a model that prefers " a" to " Paris" still tells the capitals apart. Guessing gets one of ten right. By the loop it
-counts when the text that the model writes contains the answer, which small base models need not.
+In one pass a fact is known if the first token of its answer is likelier than the first tokens of the nine other
+answers: a model that prefers " a" to " Paris" can still distinguish the capitals. A guess is right for one in ten. By
+the loop a fact is known if the text that the model writes contains the answer, which small base models may fail.
 """
 
 import torch
@@ -14,24 +14,24 @@ from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
-# By guessing, five of ten or more happen once in 600 runs.
+# By guessing, five or more of ten are right once in 600 checks.
 LEAST_CHOSEN = 5
-# The embedded pair answers all; one may be lost to the rounding of a precision.
+# The bundled models answer all ten; one may be lost by rounding in half precision.
 LEAST_OWN = 9
-# Models below these sizes are not held to facts: what they know is not known here. A large one writes most capitals.
+# Numbers of parameters below which no number of facts is required, because it is unknown what such models know.
 CHOOSING_SIZE = 1_000_000_000
 WRITING_SIZE = 5_000_000_000
 LEAST_WRITTEN = 4
 NEW_TOKENS = 16
 STEPS = 16
-LONGEST_OWN = 6  # tokens of the longest prompt among the embedded pair's ten
+LONGEST_OWN = 6  # tokens of the longest of the ten prompts for the bundled models
 
 
 def check_facts(model: HookedDiffusionTransformer, texts: Texts) -> list[Finding]:
-    """Both ways of asking, a finding each."""
-    facts = [fact for fact in texts.facts if _asks(model, fact)]
+    """The findings for one pass and for the loop."""
+    facts = [fact for fact in texts.facts if _can_query(model, fact)]
     if len(facts) < len(texts.facts) / 2:
-        said = "the tokenizer merges most answers into their prompts, so they cannot be asked"
+        said = "the tokenizer merges most answers into their prompts, so they cannot be queried"
         return [Finding("facts, one pass", "not run", said)]
     own = texts.length is not None
     size = model.cfg.architecture.n_params
@@ -61,12 +61,12 @@ def _finding(name: str, what: str, texts: list[str], right: list[bool], least: i
     said = f"{what} to {n_right} of {len(right)} questions"
     numbers = {"right": n_right, "asked": len(right), "texts": texts, "each": right}
     if least is None:
-        return Finding(name, "noted", f"{said}; so small a model is not held to that", numbers=numbers)
+        return Finding(name, "noted", f"{said}; no number is required of so small a model", numbers=numbers)
     needed = round(least * len(right) / 10)
     return Finding(name, "ok" if n_right >= needed else "off", f"{said}; {needed} are needed", numbers=numbers)
 
 
-def _asks(model: HookedDiffusionTransformer, fact: Fact) -> bool:
+def _can_query(model: HookedDiffusionTransformer, fact: Fact) -> bool:
     try:
         fact.tokenize(model)
     except ValueError:
@@ -76,35 +76,35 @@ def _asks(model: HookedDiffusionTransformer, fact: Fact) -> bool:
 
 @torch.no_grad()
 def _chosen(model: HookedDiffusionTransformer, facts: list[Fact], texts: Texts) -> list[bool]:
-    """Whether each fact's own answer begins likelier than those of the others."""
-    asked = [fact.tokenize(model) for fact in facts]
-    begins = torch.tensor([answer[0] for _, answer in asked], device=model.cfg.device)
+    """For each fact, whether the first token of its answer is likelier than those of the other answers."""
+    tokenized = [fact.tokenize(model) for fact in facts]
+    first_tokens = torch.tensor([answer[0] for _, answer in tokenized], device=model.cfg.device)
     chosen = []
-    for fact, (prompt, answer) in zip(facts, asked, strict=True):
+    for fact, (prompt, answer) in zip(facts, tokenized, strict=True):
         canvas = torch.tensor(_canvas(model, fact, prompt, answer, texts), device=model.cfg.device)
         row = model.readout.rows(torch.tensor([len(prompt)], device=model.cfg.device))
         logits: Tensor = model(canvas[None], logits_at=row)[0, 0]
-        chosen.append(bool(logits[begins].max() == logits[answer[0]]))
+        chosen.append(bool(logits[first_tokens].max() == logits[answer[0]]))
     return chosen
 
 
 def _canvas(
     model: HookedDiffusionTransformer, fact: Fact, prompt: list[int], answer: list[int], texts: Texts
 ) -> list[int]:
-    """The prompt, and on a masked diffusion model the answer hidden, and what follows it."""
+    """The prompt; for a masked diffusion model followed by the masked answer and the rest of the text."""
     mask = model.cfg.mask_token_id
     if mask is None:
         return prompt
-    whole = [int(token) for token in model.to_tokens(fact.prompt + fact.answer + texts.ending)[0]]
-    after = whole[len(prompt) + len(answer) :]
-    hidden = prompt + [mask] * len(answer) + after
-    fill = 0 if texts.length is None else texts.length - len(hidden)
-    return hidden + [int(model.tokenizer.eos_token_id)] * fill if fill > 0 else hidden
+    tokens = [int(token) for token in model.to_tokens(fact.prompt + fact.answer + texts.ending)[0]]
+    rest = tokens[len(prompt) + len(answer) :]
+    canvas = prompt + [mask] * len(answer) + rest
+    n_end = 0 if texts.length is None else texts.length - len(canvas)
+    return canvas + [int(model.tokenizer.eos_token_id)] * n_end if n_end > 0 else canvas
 
 
 def _written(model: HookedDiffusionTransformer, facts: list[Fact], texts: Texts) -> list[str]:
-    """What the loop writes after each prompt."""
-    places = NEW_TOKENS if texts.length is None else texts.length - LONGEST_OWN
-    trajectory = model.denoise([fact.prompt for fact in facts], max_new_tokens=places, steps=STEPS)
+    """The text that the loop writes after each prompt."""
+    n_new = NEW_TOKENS if texts.length is None else texts.length - LONGEST_OWN
+    trajectory = model.denoise([fact.prompt for fact in facts], max_new_tokens=n_new, steps=STEPS)
     rows = zip(trajectory.tokens, trajectory.revealed_at, strict=True)
     return [model.to_string(tokens[revealed >= 0]) for tokens, revealed in rows]

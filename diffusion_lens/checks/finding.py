@@ -1,4 +1,4 @@
-"""What a check found, and the report that all of them make: lines for people, strict JSON for a bug report."""
+"""`Finding`, the result of one check, and `CheckReport`, which presents all findings as text or strict JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,13 +11,14 @@ from weight_conversion import read_json, restore_numbers, write_json
 Outcome = Literal["ok", "off", "noted", "not run"]
 KIND = "diffusion_lens check"
 WIDTH = 116
-# The checks that compare what the model computes; the others look at weights, or compare the model with itself.
+# The checks that compare the model's outputs with known ones. The others check files and weights, or compare the model
+# with itself.
 COMPUTED = ("reference", "page loss", "facts", "facts, one pass", "facts, by the loop", "recall")
 UNTESTED = (
     "not tested. Nothing that the model computes was compared with anything: give it a tokenizer (--tokenizer) for the "
     "page and the facts, or logits of the original code (--reference)."
 )
-SHOWN = 5  # alternatives, the best first; the JSON has all
+SHOWN = 5  # alternatives in the text, best first; the JSON has all
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: its name, "page loss".
-        outcome: "ok"; "off", when the model is not what it says; "noted", a measurement that nothing was held against;
-            "not run", for the reason that `said` gives.
-        said: what was measured, in words.
-        likely: of what is off, the likely cause; empty where the check cannot tell.
-        numbers: what was measured, for programs.
+        check: Name of the check, such as "page loss".
+        outcome: "ok"; "off" if the model is not what it claims to be; "noted" for a measurement without a known value
+            to compare with; "not run" for the reason in `said`.
+        said: Description of the result.
+        likely: Likely cause of a failure; empty if the check cannot determine it.
+        numbers: Numbers of the result, for programs.
     """
 
     check: str
@@ -42,13 +43,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Every finding on one model.
+    """All findings on one model.
 
     Attributes:
-        model: its name or path, as it was asked for.
-        expected: name in the catalogue of what it should be; `None` where nothing was claimed.
-        findings: in the order in which the checks ran.
-        record: model, hash of its weights, dtype, device, versions, seconds, memory.
+        model: Name or path of the model, as it was given.
+        expected: Name in the catalogue of the model that it should be; `None` without such a claim.
+        findings: Findings in the order of the checks.
+        record: Model, hash of its weights, dtype, device, versions, seconds, memory.
     """
 
     model: str
@@ -58,55 +59,55 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is off, and what the model computes was compared with something."""
+        """Whether no check failed, and the model's outputs were compared with known ones."""
         return not self.off and not self.untested
 
     @property
     def untested(self) -> bool:
-        """Whether the checks of what the model computes were asked for, and none of them could run."""
+        """Whether checks of the model's outputs were requested, and none of them could run."""
         outcomes = {finding.outcome for finding in self.findings if finding.check in COMPUTED}
         return bool(outcomes) and not outcomes & {"ok", "off"}
 
     @property
     def off(self) -> tuple[Finding, ...]:
-        """The findings that say something is wrong."""
+        """The findings of the checks that failed."""
         return tuple(finding for finding in self.findings if finding.outcome == "off")
 
     @property
     def likely(self) -> tuple[str, ...]:
-        """The likely causes, each once, in the order of the findings."""
+        """The likely causes without repetition, in the order of the findings."""
         return tuple(dict.fromkeys(finding.likely for finding in self.off if finding.likely))
 
     def to_text(self) -> str:
-        """One line a finding, then the verdict with the likely causes."""
+        """One line per finding, then the verdict with the likely causes."""
         width = max((len(finding.check) for finding in self.findings), default=0)
         lines = []
         for finding in self.findings:
             head = f"{finding.outcome:<8}{finding.check:<{width}}  "
             lines += wrap(finding.said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
             if self.off:
-                tried = finding.numbers.get("trials", ())[:SHOWN]
-                lines += [f"{' ' * len(head)}{trial['score']:>8.3g}  {trial['name']}" for trial in tried]
+                trials = finding.numbers.get("trials", ())[:SHOWN]
+                lines += [f"{' ' * len(head)}{trial['score']:>8.3g}  {trial['name']}" for trial in trials]
         if self.record.get("seconds"):
             memory = self.record.get("memory_bytes")
             peak = f", at most {memory / 1e9:.2f} GB of memory" if memory else ""
             lines += ["", f"{sum(self.record['seconds'].values()):.1f} seconds{peak} on {self.record['device']}"]
-        as_what = f" as {self.expected!r}" if self.expected and self.expected != self.model else ""
-        ran = sum(finding.outcome in ("ok", "off") for finding in self.findings)
+        claim = f" as {self.expected!r}" if self.expected and self.expected != self.model else ""
+        n_ran = sum(finding.outcome in ("ok", "off") for finding in self.findings)
         if self.untested and not self.off:
-            return "\n".join([*lines, "", f"{self.model}{as_what}: {UNTESTED}"])
+            return "\n".join([*lines, "", f"{self.model}{claim}: {UNTESTED}"])
         if self.passed:
-            return "\n".join([*lines, "", f"{self.model}{as_what}: nothing is off in {ran} checks."])
+            return "\n".join([*lines, "", f"{self.model}{claim}: nothing is off in {n_ran} checks."])
         lines += [
             "",
-            f"{self.model}{as_what}: {len(self.off)} of {ran} checks say that something is off. Likely wrong:",
+            f"{self.model}{claim}: {len(self.off)} of {n_ran} checks say that something is off. Likely wrong:",
         ]
         for cause in self.likely or ("none of the faults known here explains it; compare with the original code",):
             lines += wrap(cause, WIDTH, initial_indent="- ", subsequent_indent="  ")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `weight_conversion.to_json` makes strict JSON of it."""
+        """The report as plain data, which `weight_conversion.to_json` turns into strict JSON."""
         return {
             "kind": KIND,
             "model": self.model,
@@ -118,20 +119,20 @@ class CheckReport:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write strict JSON, to attach to a bug report; a number that is not finite is null, with its reason."""
+        """Write strict JSON, to attach to a bug report. A number that is not finite is null and listed apart."""
         target = Path(path)
         write_json(self.to_dict(), target)
         return target
 
     @classmethod
     def load(cls, path: str | Path) -> "CheckReport":
-        """Read what `save` wrote.
+        """Read a report that `save` wrote.
 
         Raises:
-            ValueError: another file.
+            ValueError: the file is not such a report.
         """
-        told = restore_numbers(read_json(Path(path)))
-        if not isinstance(told, Mapping) or told.get("kind") != KIND:
-            raise ValueError(f"{path} is no report of `check`")
-        findings = tuple(Finding(**finding) for finding in told["findings"])
-        return cls(told["model"], told["expected"], findings, told["record"])
+        content = restore_numbers(read_json(Path(path)))
+        if not isinstance(content, Mapping) or content.get("kind") != KIND:
+            raise ValueError(f"{path} is not a report of `check`")
+        findings = tuple(Finding(**finding) for finding in content["findings"])
+        return cls(content["model"], content["expected"], findings, content["record"])

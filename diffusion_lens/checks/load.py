@@ -1,4 +1,4 @@
-"""A checkpoint loaded to be checked. One that does not load is a finding; a name that does not exist is an error."""
+"""Loads a checkpoint and checks it. A checkpoint that does not load is a finding; an unknown name is an error."""
 
 import time
 from dataclasses import replace
@@ -33,53 +33,54 @@ def check_checkpoint(
     device: str | None = None,
     dtype: str = "float32",
 ) -> CheckReport:
-    """Load a checkpoint and ask whether it is what it says.
+    """Load a checkpoint and check whether it is what it claims to be.
 
     Args:
-        name_or_path: what `from_pretrained` takes.
-        claimed: name in the catalogue that it should be; by default its own, if it has one.
-        reference: file with the original code's logits.
-        data: facts of the reversal curse.
-        config, tokenizer, device, dtype: as in `from_pretrained`; the tokenizer of the name that is claimed is taken
-            where none lies beside the file.
+        name_or_path: Argument of `from_pretrained`.
+        claimed: Name in the catalogue of the model that it should be; by default `name_or_path` if it is such a name.
+        reference: File with the original code's logits.
+        data: Data set or file with facts of the reversal curse.
+        config, tokenizer, device, dtype: Arguments of `from_pretrained`. The tokenizer of the claimed model is used if
+            there is none beside the checkpoint.
 
     Raises:
-        ValueError: an unknown name, dtype or device, a reference that is none, or data that cannot be asked.
-        FileNotFoundError: nothing there.
+        ValueError: the name, the dtype or the device is unknown; the reference is not one; or the data hold no fact
+            that the model can be queried for.
+        FileNotFoundError: there is no such file.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(DTYPES)}")
-    here = Path(name_or_path).expanduser()
+    path = Path(name_or_path).expanduser()
     known = {entry.repo: entry.name for entry in REPOSITORIES}.get(name_or_path, name_or_path.lower())
-    if claimed is None and not here.exists() and (known in PUBLISHED or known in BUNDLED):
+    if claimed is None and not path.exists() and (known in PUBLISHED or known in BUNDLED):
         claimed = known
     expected = None if claimed is None else Expected.of(claimed)
-    recorded = None if reference is None else Reference.load(reference)
+    loaded_reference = None if reference is None else Reference.load(reference)
     if data is not None:
-        open_questions(data)  # refused before a download
-    where = None if device is None else as_device(device)
-    begun = time.perf_counter()
+        open_questions(data)  # so that unusable data are refused before a download
+    resolved_device = None if device is None else as_device(device)
+    start = time.perf_counter()
     try:
         model = HookedDiffusionTransformer.from_pretrained(
             name_or_path,
-            config=config or _config(here, expected),
-            tokenizer=tokenizer or _tokenizer(here, expected),
-            device=where,
+            config=config or _config(path, expected),
+            tokenizer=tokenizer or _tokenizer(path, expected),
+            device=resolved_device,
             dtype=DTYPES[dtype],
         )
     except ValueError as error:
-        if not here.exists() and expected is None:
+        if not path.exists() and expected is None:
             raise
         said = f"refused: {' '.join(str(error).split())}"
         cause = f"the checkpoint does not load: {error}"
-        findings = (check_hash(expected, _file(name_or_path, here)), Finding("load", "off", said, cause))
+        findings = (check_hash(expected, _file(name_or_path, path)), Finding("load", "off", said, cause))
         return CheckReport(name_or_path, None if expected is None else expected.name, findings)
-    seconds = round(time.perf_counter() - begun, 3)
+    seconds = round(time.perf_counter() - start, 3)
     report = check_model(
         model,
         expected=expected,
-        file=_file(name_or_path, here),
-        reference=recorded,
+        file=_file(name_or_path, path),
+        reference=loaded_reference,
         data=data,
         recall=True if data is not None else None,
         name=name_or_path,
@@ -90,19 +91,19 @@ def check_checkpoint(
     return replace(report, findings=(loaded, *report.findings))
 
 
-def _config(here: Path, expected: Expected | None) -> Any:
-    """The catalogue's numbers for a checkpoint of a repository of its own that lies here without its config."""
+def _config(path: Path, expected: Expected | None) -> Any:
+    """The catalogue's config for a local checkpoint without a config, if it is claimed to be that of a `Repository`."""
     entry = PUBLISHED.get(expected.name) if expected is not None else None
-    folder = here if here.is_dir() else here.parent
-    if not here.exists() or not isinstance(entry, Repository) or (folder / "config.json").exists():
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or not isinstance(entry, Repository) or (folder / "config.json").exists():
         return None
     return dict(entry.config) or None
 
 
-def _tokenizer(here: Path, expected: Expected | None) -> Path | None:
-    """The tokenizer of the model that a file is claimed to be, if none lies beside it and it is on this machine."""
-    folder = here if here.is_dir() else here.parent
-    if not here.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
+def _tokenizer(path: Path, expected: Expected | None) -> Path | None:
+    """The tokenizer of the claimed model for a local checkpoint without one, if it is on this machine."""
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     if expected.name in BUNDLED:
         return bundled_folder()
@@ -114,12 +115,12 @@ def _tokenizer(here: Path, expected: Expected | None) -> Path | None:
         return None
 
 
-def _file(name: str, here: Path) -> Path | None:
-    """The one file with the weights, if there is one."""
-    if here.is_dir():
-        return here / WHOLE if (here / WHOLE).exists() else None
-    if here.exists():
-        return here
+def _file(name: str, path: Path) -> Path | None:
+    """The file with the weights, if they are a single file."""
+    if path.is_dir():
+        return path / WHOLE if (path / WHOLE).exists() else None
+    if path.exists():
+        return path
     if name.lower() in BUNDLED:
         return bundled_folder() / f"{name.lower()}.safetensors"
     entry = PUBLISHED.get(name.lower())

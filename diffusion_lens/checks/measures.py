@@ -1,4 +1,4 @@
-"""How wrong a model is, on a page or against a reference, and whether a change of it undoes the mistake."""
+"""Measures of how wrong a model is, on a page or against a reference, and of whether a change undoes the mistake."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -13,23 +13,24 @@ from diffusion_lens.checks.page import no_better_than_chance, page_losses
 from diffusion_lens.checks.reference import Distance, Reference
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-# "explains": the mistake is undone. "helps": better, and still wrong. "same": what was measured cannot tell the two
-# apart. "worse": the model is better as it is.
+# "explains": the change undoes the mistake. "helps": the model is better and still wrong. "same": the measure does not
+# distinguish the two. "worse": the unchanged model is better.
 Verdict = Literal["explains", "helps", "same", "worse"]
 
-# Standard errors of the difference of two losses on the same tokens under the same noise.
+# Least difference of two losses on the same tokens under the same noise, in standard errors.
 LEAST_Z = 3.0
-# Of the loss. A right model may gain a little from a reading that is not its own, so a mistake that nothing else shows
-# must cost a hundredth. A model that is wrong elsewhere may gain a fifth from another wrong reading.
+# Least gain as a share of the loss. A correct model may gain a little from a wrong setting, so a mistake that no other
+# check shows must cost a hundredth. A model that is wrong elsewhere may gain a fifth from another wrong setting.
 QUIET_SHARE = 0.01
 LEAST_SHARE = 0.3
-# Of the way to the right loss.
+# Least gain of an explanation as a share of the difference from the correct loss.
 MOST_OF_IT = 0.95
-# What a machine rounds, of a loss.
+# Rounding of a loss on one machine, relative to the loss.
 ROUNDING = 1e-5
-# How near the right loss a change that gains little must come: what two machines round.
+# Largest distance from the correct loss of an explanation that gains little: the rounding of two machines.
 EXACT = 3 * ROUNDING
-# Of the spread of logits. Without a foreign block a reference is nearer; leaving out a right one takes it farther away.
+# Least change of the distance to a reference, in the spread of the logits. It falls if a foreign block is omitted, and
+# rises if a correct one is.
 NEARER = 0.02
 
 Parts = Float[Tensor, "*parts"]
@@ -37,13 +38,13 @@ Parts = Float[Tensor, "*parts"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One alternative, tried.
+    """The result of one alternative.
 
     Attributes:
-        name: of the alternative.
-        score: what was measured under it.
-        verdict: what it did to the model.
-        cause: what is likely wrong if it explains what is off.
+        name: Name of the alternative.
+        score: Measure under the alternative.
+        verdict: Effect of the alternative on the model.
+        cause: Likely mistake, if the alternative explains the failure.
     """
 
     name: str
@@ -53,37 +54,37 @@ class Trial:
 
 
 class Measure(ABC):
-    """How wrong a model is, in parts; the lower their sum the better."""
+    """A measure of how wrong a model is, as a sum of parts; lower is better."""
 
     what: str
 
     @abstractmethod
     def of(self, model: DiffusionTransformer) -> Parts:
-        """Measure a model as it is now."""
+        """The measure of the model in its current state."""
 
     @abstractmethod
     def judge(self, before: Parts, after: Parts) -> Verdict:
-        """What a change did that took the parts from `before` to `after`."""
+        """The effect of a change that takes the parts from `before` to `after`."""
 
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Whether a change that explains is the right one, so that no other need be tried."""
+        """Whether a change with the verdict "explains" is certainly the right one, so that the search can end."""
 
     def found(self, trials: Iterable[Trial]) -> bool:
-        """Whether the right change is among these."""
+        """Whether the right change is certainly among these trials."""
         return self.exact and any(trial.verdict == "explains" for trial in trials)
 
 
 @dataclass(frozen=True, eq=False)
 class PageMeasure(Measure):
-    """The loss on rows of clean text, in what each token adds.
+    """The loss on rows of clean text; its parts are the losses of the tokens.
 
     Attributes:
-        rows: Int[batch pos].
-        vocabulary: tokens that the model writes.
-        right: the least and the largest loss of the right model, where that is known.
-        share: of the loss, what undoing a mistake must gain.
+        rows: Int[batch pos], clean text.
+        vocabulary: Number of tokens that the model can predict.
+        right: Least and largest loss of the correct model, if known.
+        share: Least gain of an alternative that explains a mistake, as a share of the loss.
     """
 
     rows: Tensor
@@ -94,38 +95,41 @@ class PageMeasure(Measure):
 
     @property
     def exact(self) -> bool:
-        """Only the right model has its loss."""
+        """Only the correct model has its loss."""
         return self.right is not None
 
     def of(self, model: DiffusionTransformer) -> Parts:
         return page_losses(model, self.rows)
 
     def judge(self, before: Parts, after: Parts) -> Verdict:
-        """Paired by token: both losses are of the same tokens under the same noise."""
-        was, now = float(before.sum()), float(after.sum())
-        if no_better_than_chance(now, self.vocabulary):
-            return "same" if no_better_than_chance(was, self.vocabulary) else "worse"
+        """Compare the losses token by token: both are of the same tokens under the same noise."""
+        # 1. Losses of a model that knows nothing are not compared.
+        loss_before, loss_after = float(before.sum()), float(after.sum())
+        gain = loss_before - loss_after
+        if no_better_than_chance(loss_after, self.vocabulary):
+            return "same" if no_better_than_chance(loss_before, self.vocabulary) else "worse"
+        # 2. A loss that rises by more than the noise is worse.
         difference = before - after
         noise = LEAST_Z * float(difference.std()) * difference.numel() ** 0.5
-        if was - now < -max(noise, ROUNDING * was):
+        if gain < -max(noise, ROUNDING * loss_before):
             return "worse"
-        if self.right is not None and self._is_right(was) != self._is_right(now):
-            if not self._is_right(now):
+        # 3. Only one of the two losses is the correct one.
+        if self.right is not None and self._is_right(loss_before) != self._is_right(loss_after):
+            if not self._is_right(loss_after):
                 return "worse"
-            # Out of many small changes some come near the right loss by chance. What gains little has to meet it.
-            little = was - now < min(noise, QUIET_SHARE * was)
-            return "same" if little and not self._meets(now) else "explains"
-        if self.right is not None and was < self.right[0]:
+            # Of many small changes some come near the correct loss by chance, so a small gain has to meet it exactly.
+            gains_little = gain < min(noise, QUIET_SHARE * loss_before)
+            return "same" if gains_little and not self._meets(loss_after) else "explains"
+        if self.right is not None and loss_before < self.right[0]:
             return "same"
-        # A loss that was no number compares with nothing, and any number is better. Where the right one is known, what
-        # gains little is no explanation anyway.
-        least = self.share * was if self.right is None else 0.0
-        if was - now < max(noise, least):
+        # 4. Otherwise the size of the gain decides. Comparisons with NaN are false, so any number improves on NaN.
+        least = self.share * loss_before if self.right is None else 0.0
+        if gain < max(noise, least):
             return "same"
         if self.right is None:
             return "explains"
-        # Rows of a vocabulary that were lost in a mistake do not come back when the others are put right.
-        return "explains" if was - now > MOST_OF_IT * (was - self.right[1]) else "helps"
+        # Rows of a vocabulary that a mistake dropped do not come back when the others are corrected.
+        return "explains" if gain > MOST_OF_IT * (loss_before - self.right[1]) else "helps"
 
     def _meets(self, loss: float) -> bool:
         return self.right is not None and abs(2 * loss / sum(self.right) - 1) <= EXACT
@@ -136,7 +140,7 @@ class PageMeasure(Measure):
 
 @dataclass(frozen=True, eq=False)
 class ReferenceMeasure(Measure):
-    """The distance to a reference: of the logits, and of the revealed tokens that differ."""
+    """The distance to a reference: of the logits, and of the revealed tokens."""
 
     reference: Reference
     tolerance: tuple[float, float]
@@ -150,12 +154,12 @@ class ReferenceMeasure(Measure):
         return self.parts(self.reference.distance(model))
 
     @staticmethod
-    def parts(found: Distance) -> Parts:
-        return torch.tensor([found.apart, 1 - found.same, 1 - found.hidden])
+    def parts(distance: Distance) -> Parts:
+        return torch.tensor([distance.apart, 1 - distance.same, 1 - distance.hidden])
 
     def judge(self, before: Parts, after: Parts) -> Verdict:
-        apart, same = self.tolerance
-        if float(after.sum()) <= apart + (1 - same):
+        most_apart, least_same = self.tolerance
+        if float(after.sum()) <= most_apart + (1 - least_same):
             return "explains"
-        nearer = float(before[0] - after[0])
-        return "helps" if nearer > NEARER else "worse" if nearer < -NEARER else "same"
+        gain = float(before[0] - after[0])
+        return "helps" if gain > NEARER else "worse" if gain < -NEARER else "same"

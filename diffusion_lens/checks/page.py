@@ -1,7 +1,7 @@
-"""The training loss on a page, in order and with its words shuffled.
+"""Checks the training loss on a page of text, in order and with its words shuffled.
 
-A model that computes what it was trained to is far better on the first. The noise of a diffusion loss is the same in
-both, and for every alternative that a diagnosis tries, so that small differences count.
+The loss of a correct model is far lower in order. The noise of a diffusion loss is the same in both cases, and for all
+alternatives that a diagnosis tries, so that small differences are significant.
 """
 
 import math
@@ -17,34 +17,34 @@ from diffusion_lens.losses import LossQuestion, ask_next, hide
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 NOISE_SEED = 0
-# Draws of noise a row: t then covers (0, 1) evenly in four parts.
-DRAWS = 4
-# Places in one forward pass, for the memory of their logits.
-MAX_PLACES = 2048
-NOT_TRAINED = -1  # stands for what is hidden, whatever the id of [MASK]
-# Nats a token. Words that are only counted are as likely in any order; the smallest published models gain more than one
-# nat from the order, and one that computes something else gains next to nothing.
+# Noise samples per row: the times t cover (0, 1) evenly in four parts.
+N_SAMPLES = 4
+# Most positions in one forward pass, which limits the memory of their logits.
+MAX_POSITIONS = 2048
+HIDDEN = -1  # stands at hidden positions, whatever the id of [MASK]
+# Least gain from the order of words, in nats per token. Word frequencies alone gain nothing, the smallest published
+# models gain more than one nat, and a model that is read wrongly gains almost nothing.
 LEAST_GAIN = 0.5
-# Of ln(vocabulary), what a model that knows nothing reaches. Frequencies of words alone take a fifth off that.
+# Share of ln(vocabulary) above which a loss is no better than chance. Word frequencies alone reduce it by a fifth.
 CHANCE = 0.9
-# Losses measured on the page where the checkpoint is known to be right. A machine rounds to about 1e-5 of them.
+# Losses on the page of checkpoints that are known to be correct. Rounding changes them by about 1e-5 of their size.
 KNOWN_LOSS = {"tiny-mdm": 0.614472, "tiny-ar": 0.506850}
-# What the right model may differ from them by, of them.
+# Largest deviation of a correct model from its known loss, relative to that loss.
 TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 
 @torch.no_grad()
 def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "row pos"]:
-    """What each token of rows of clean text adds to the loss that the model is trained by, with fixed noise.
+    """The contribution of each token of clean text to the training loss, with fixed noise.
 
-    The sum is that loss, in nats a token. A row is one of the text, or of its `DRAWS` noisy copies.
+    Their sum is the loss in nats per token. For a masked diffusion model, each row of the text has `N_SAMPLES` rows.
     """
     if model.cfg.mask_token_id is None:
         asked = ask_next(model, tokens)
     else:
-        asked = _ask_masked(model, tokens, model.cfg.mask_token_id)
+        asked = _masked_question(model, tokens, model.cfg.mask_token_id)
     n_row, n_pos = asked.tokens.shape
-    size = max(1, MAX_PLACES // n_pos)
+    size = max(1, MAX_POSITIONS // n_pos)
     parts = [asked.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
     losses = [
         part.by_place(model(part.tokens, attention_mask=model.all_real(part.tokens), logits_at=part.rows))
@@ -54,17 +54,17 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "r
 
 
 def page_loss(model: DiffusionTransformer, tokens: Tensor) -> float:
-    """The loss on rows of clean text, in nats a token."""
+    """The loss on rows of clean text, in nats per token."""
     return float(page_losses(model, tokens).sum())
 
 
 def no_better_than_chance(loss: float, vocabulary: int) -> bool:
-    """Whether a loss is that of a model that knows nothing, or no number."""
+    """Whether a loss is NaN or that of a model that knows nothing."""
     return not loss <= CHANCE * math.log(vocabulary)
 
 
 def right_loss(expected: Expected | None, dtype: torch.dtype) -> tuple[float, float] | None:
-    """The least and the largest loss on the page of what a model should be; `None` where nobody measured it."""
+    """The least and the largest loss on the page of the expected model; `None` if it was never measured."""
     known = KNOWN_LOSS.get(expected.name) if expected else None
     return None if known is None else (known * (1 - TOLERANCE[dtype]), known * (1 + TOLERANCE[dtype]))
 
@@ -72,7 +72,7 @@ def right_loss(expected: Expected | None, dtype: torch.dtype) -> tuple[float, fl
 def check_page(
     model: DiffusionTransformer, texts: Texts, page: Page, right: tuple[float, float] | None, in_order: float
 ) -> Finding:
-    """Hold the loss in order against the shuffled one, against chance, and against the right one where it is known."""
+    """Compare the loss in order with the shuffled one, with chance, and with the correct one if it is known."""
     name = "page loss"
     shuffled = page_loss(model, page.shuffled)
     chance = math.log(model.cfg.d_vocab_out)
@@ -83,24 +83,24 @@ def check_page(
     if right is not None:
         numbers |= {"least": right[0], "most": right[1]}
         said += f"; known to be {sum(right) / 2:.3f}"
-    wrong = []
+    problems = []
     if not math.isfinite(in_order):
-        wrong.append("the loss is not a number: weights that are not finite, or overflow")
+        problems.append("the loss is not finite: weights that are not finite, or overflow")
     elif no_better_than_chance(in_order, model.cfg.d_vocab_out):
-        wrong.append("the model predicts no better than chance")
+        problems.append("the model predicts no better than chance")
     elif shuffled - in_order < LEAST_GAIN:
-        wrong.append(f"the order of words lowers the loss by less than {LEAST_GAIN} nats")
+        problems.append(f"the order of words lowers the loss by less than {LEAST_GAIN} nats")
     elif right is not None and not right[0] <= in_order <= right[1]:
-        wrong.append("the loss is not the one that was measured of these weights")
-    return Finding(name, "off" if wrong else "ok", "; ".join([said, *wrong]), numbers=numbers)
+        problems.append("the loss is not the one that was measured with these weights")
+    return Finding(name, "off" if problems else "ok", "; ".join([said, *problems]), numbers=numbers)
 
 
-def _ask_masked(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossQuestion:
-    """The question of masked diffusion. The text may hold the id that is taken for [MASK], should that be wrong."""
-    tokens = tokens.repeat_interleave(DRAWS, dim=0)
-    noisy, p_mask = hide(tokens, NOT_TRAINED, generator=torch.Generator().manual_seed(NOISE_SEED))
-    hidden = noisy == NOT_TRAINED
-    # The head has no column for what it never writes.
+def _masked_question(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossQuestion:
+    """The question of masked diffusion. If the id of [MASK] is wrong, the text may contain it."""
+    tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
+    noisy, p_mask = hide(tokens, HIDDEN, generator=torch.Generator().manual_seed(NOISE_SEED))
+    hidden = noisy == HIDDEN
+    # The head has no column for tokens that are never predicted.
     asked = hidden & (tokens < model.cfg.d_vocab_out)
     counted = tokens.numel()
     return LossQuestion(

@@ -1,7 +1,7 @@
-"""Recall of a model that was fine-tuned on the reversal curse: 40 questions, ten a cell, beside the published numbers.
+"""Checks the recall of a model that was fine-tuned on the reversal curse: 40 questions, ten per pair of directions.
 
-Ten questions tell little, and the interval says how little: Wilson's at 99 %, so that one of four right cells falls
-outside by chance in one run of 25. Published runs of one checkpoint differ by up to 7 points, which is allowed on top.
+The uncertainty of ten questions is given by Wilson's interval at 99 %: of four correct cells, one is outside by chance
+in one check of 25. Published results of one checkpoint differ by up to 7 points, which are allowed in addition.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ STEPS = 8
 LEVEL = 0.99
 BETWEEN_RUNS = 0.07
 HOLDS = (
-    'It has to hold facts with a prompt, a subject, an answer and two directions, "trained" (how it was told) and '
-    f'"asked", each p2d or d2p, and some of all {len(CELLS)} pairs of directions'
+    'It has to hold facts with a prompt, a subject, an answer and two directions, "trained" and "asked" (the direction '
+    f"of the query), each p2d or d2p, and facts of all {len(CELLS)} pairs of directions"
 )
 OWN_DATA = "toy"
-# Shares of the embedded pair, from its own results.
+# Recall of the bundled models, from their own results.
 OWN: dict[str, dict[Cell, float]] = {
     "tiny-mdm": {NTD_SAME: 1.0, NTD_REVERSE: 1.0, DTN_SAME: 1.0, DTN_REVERSE: 1.0},
     "tiny-ar": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
@@ -34,21 +34,24 @@ OWN: dict[str, dict[Cell, float]] = {
 
 
 def open_questions(data: str) -> FactSource:
-    """The 40 questions of a data set or file, as `open_source` takes it.
+    """The 40 questions of a data set or file.
+
+    Args:
+        data: Argument of `open_source`.
 
     Raises:
-        ValueError: it holds no such facts; the message says what it has to hold.
-        FileNotFoundError: a data set that is neither here nor to be fetched.
+        ValueError: the data hold no such facts; the message says what they have to hold.
+        FileNotFoundError: the data set is not on this machine and cannot be fetched.
     """
     try:
         source = open_source(data)
         return replace(source, facts=[fact for cell in CELLS for fact in source.pick(*cell, A_CELL)])
     except ValueError as error:
-        raise ValueError(f"data={data!r} is not what recall is asked from: {error}. {HOLDS}") from error
+        raise ValueError(f"data={data!r} cannot be used to check recall: {error}. {HOLDS}") from error
 
 
 def require_askable(model: HookedDiffusionTransformer, questions: FactSource) -> None:
-    """Raise a `ValueError` unless the model's tokenizer has words for one of the questions."""
+    """Raise a `ValueError` unless the model's tokenizer knows the words of at least one question."""
     refused = ""
     for fact in questions.facts:
         try:
@@ -58,53 +61,60 @@ def require_askable(model: HookedDiffusionTransformer, questions: FactSource) ->
             refused = refused or str(error)
         else:
             return
-    raise ValueError(f"data={questions.name!r} holds no fact that {model.cfg.model_name!r} can be asked: {refused}")
+    raise ValueError(
+        f"data={questions.name!r} holds no fact that {model.cfg.model_name!r} can be queried for: {refused}"
+    )
 
 
 def check_recall(
     model: HookedDiffusionTransformer,
     expected: Expected | None,
     questions: FactSource | None = None,
-    asked: bool | None = None,
+    requested: bool | None = None,
 ) -> Finding:
-    """Ask 40 questions and hold each cell against what was published.
+    """Measure recall on 40 questions and compare each cell with the published number.
 
     Args:
-        questions: as `open_questions` gives them; by default those that the name was tuned on.
-        asked: whether to ask; by default if the catalogue says that it was tuned on these facts.
+        model: Model to check.
+        expected: Model that it should be.
+        questions: Return value of `open_questions`; by default the facts that the expected model was tuned on.
+        requested: Whether recall is measured; by default, if the expected model was tuned on these facts.
     """
     name = "recall"
-    if asked is None:
-        asked = expected is not None and expected.tuned_on_reversals
-    if not asked:
-        return Finding(name, "not run", "not asked: the catalogue knows of no fine-tuning on the reversal curse")
+    # 1. The questions.
+    if requested is None:
+        requested = expected is not None and expected.tuned_on_reversals
+    if not requested:
+        return Finding(name, "not run", "not requested: the catalogue lists no fine-tuning on the reversal curse")
     try:
         source = questions or open_questions(default_source(expected.name if expected else ""))
     except (FileNotFoundError, OSError) as error:
-        return Finding(name, "not run", f"the facts are not here, name them with --data: {error}")
+        return Finding(name, "not run", f"the facts are not on this machine, name them with --data: {error}")
+    # 2. The model's recall in each cell.
     settings: dict[str, Any] = {
         "length": source.length or model.cfg.trained_length or 52,
         "cfg_scale": source.cfg_scale,
     }
     if not model.cfg.has_mask:
         settings["cfg_scale"] = 0.0
-    found = recall_by_steps(model, source.facts, [STEPS], **settings)
-    cells: dict[Cell, tuple[int, int]] = {}
-    for cell, rows in found.cells.items():
-        cells[cell] = (int(found.contained[rows, 0].sum()), len(rows))
-    known = _known(expected, model.cfg.has_mask) if _is_theirs(source, expected) else {}
-    told, numbers, wrong = [], {}, []
-    for cell, (right, n) in cells.items():
-        low, high = binomial_interval(right, n)
+    recall = recall_by_steps(model, source.facts, [STEPS], **settings)
+    counts: dict[Cell, tuple[int, int]] = {}
+    for cell, rows in recall.cells.items():
+        counts[cell] = (int(recall.contained[rows, 0].sum()), len(rows))
+    # 3. The comparison.
+    known = _known(expected, model.cfg.has_mask) if _is_data_of(expected, source) else {}
+    lines, numbers, wrong = [], {}, []
+    for cell, (right, n) in counts.items():
+        lower, upper = binomial_interval(right, n)
         label = cell_name(*cell)
-        there = known.get(cell)
-        numbers[label] = {"right": right, "asked": n, "low": low, "high": high, "known": there}
-        beside = "nothing to compare" if there is None else f"known {there:.0%}"
-        told.append(f"{label} {right}/{n} ({100 * low:.0f}-{100 * high:.0f} %), {beside}")
-        if there is not None and not low - BETWEEN_RUNS <= there <= high + BETWEEN_RUNS:
+        share = known.get(cell)
+        numbers[label] = {"right": right, "asked": n, "low": lower, "high": upper, "known": share}
+        comparison = "nothing to compare" if share is None else f"known {share:.0%}"
+        lines.append(f"{label} {right}/{n} ({100 * lower:.0f}-{100 * upper:.0f} %), {comparison}")
+        if share is not None and not lower - BETWEEN_RUNS <= share <= upper + BETWEEN_RUNS:
             wrong.append(label)
     how = f"in {STEPS} steps" if model.cfg.has_mask else "from left to right"
-    said = f"{how}: " + "; ".join(told)
+    said = f"{how}: " + "; ".join(lines)
     if not wrong:
         return Finding(name, "ok" if known else "noted", said, numbers=numbers)
     cause = (
@@ -114,21 +124,21 @@ def check_recall(
 
 
 def binomial_interval(right: int, n: int) -> tuple[float, float]:
-    """Wilson's interval of a share."""
-    from scipy.stats import binomtest  # scipy takes its time to import
+    """Wilson's interval of a share, at `LEVEL`."""
+    from scipy.stats import binomtest  # imported here, because importing scipy takes long
 
-    low, high = binomtest(right, n).proportion_ci(LEVEL, method="wilson")
-    return float(low), float(high)
+    lower, upper = binomtest(right, n).proportion_ci(LEVEL, method="wilson")
+    return float(lower), float(upper)
 
 
-def _is_theirs(source: FactSource, expected: Expected | None) -> bool:
-    """Whether the questions are of the data set whose shares are known of the name; of facts of one's own none are."""
-    theirs = default_source(expected.name if expected else "")
-    return bool(source.training) and (source.name == OWN_DATA) == (theirs == OWN_DATA)
+def _is_data_of(expected: Expected | None, source: FactSource) -> bool:
+    """Whether the questions are from the data set for which the expected model's recall is known."""
+    default = default_source(expected.name if expected else "")
+    return bool(source.training) and (source.name == OWN_DATA) == (default == OWN_DATA)
 
 
 def _known(expected: Expected | None, masked: bool) -> dict[Cell, float]:
-    """Of the embedded pair its own numbers, else the published ones of models that take these steps."""
+    """The known recall: of a bundled model its own, otherwise the published one at this number of steps."""
     if expected is not None and expected.name in OWN:
         return OWN[expected.name]
     if expected is None or not masked or not expected.tuned_on_reversals:

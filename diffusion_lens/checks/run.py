@@ -1,4 +1,4 @@
-"""All checks of one model, in the order of what they take for granted: file, config, weights, then what it computes."""
+"""Runs all checks of one model. Each relies on the earlier ones: file, config, weights, then the model's outputs."""
 
 import sys
 import time
@@ -40,20 +40,21 @@ def check_model(
     name: str | None = None,
     only: Collection[str] = CHECKS,
 ) -> CheckReport:
-    """Ask whether a model is what it says. It is left as it was.
+    """Check whether a model is what it claims to be. The model is not changed.
 
     Args:
-        expected: what the catalogue says it should be, `Expected.of("smdm-1028m")`.
-        file: of its weights, for the hash.
-        reference: logits of the original code, for a model whose texts say nothing.
-        data: facts of the reversal curse to ask for recall, as `open_source` takes them.
-        recall: whether to ask for it; by default of models that the catalogue knows to be tuned on these facts.
-        name: to call the model in the report.
-        only: the checks to run, of `CHECKS`. A diagnosis tries to explain what the others that ran found off.
+        model: Model to check.
+        expected: Model that it should be, such as `Expected.of("smdm-1028m")`.
+        file: File of its weights, for the hash.
+        reference: Logits of the original code.
+        data: Data set or file with facts of the reversal curse, as for `open_source`.
+        recall: Whether recall is measured; by default, if the expected model was tuned on these facts.
+        name: Name of the model in the report.
+        only: Checks to run, a subset of `CHECKS`. The diagnosis explains failures of the other checks that run.
 
     Raises:
-        ValueError: a reference or data that do not fit the model, data that are no such facts, or a check that is none.
-        FileNotFoundError: data that are neither here nor to be fetched.
+        ValueError: the reference or the data do not fit the model, the data hold no such facts, or a check is unknown.
+        FileNotFoundError: the data are not on this machine and cannot be fetched.
     """
     if unknown := sorted(set(only) - set(CHECKS)):
         raise ValueError(f"there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
@@ -62,15 +63,15 @@ def check_model(
     questions = None if data is None else open_questions(data)
     if questions is not None and model.tokenizer is not None:
         require_askable(model, questions)
-    run = _Run(model, expected, only)
+    run = _CheckRun(model, expected, only)
     run.guard("hash", lambda: [check_hash(expected, file)])
     run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
     run.guard("weights", lambda: [check_weights(model, run.compositions)])
     if reference is not None:
         run.guard("reference", lambda: run.compare(reference))
     if model.tokenizer is None:
-        asked = [each for each in ("page loss", "facts", "recall") if each in only]
-        run.findings += [Finding(each, "not run", NO_TOKENIZER) for each in asked]
+        requested = [check for check in ("page loss", "facts", "recall") if check in only]
+        run.findings += [Finding(check, "not run", NO_TOKENIZER) for check in requested]
     else:
         run.guard("page loss", run.read)
         run.guard("facts", lambda: check_facts(model, texts_for(model)))
@@ -78,18 +79,24 @@ def check_model(
     run.guard("padding", lambda: [check_padding(model, run.rows()[0])])
     run.guard("bfloat16", lambda: [check_half_precision(model, run.rows()[:2])])
     run.guard("diagnosis", run.diagnose)
-    called = name or (expected.name if expected else model.cfg.model_name)
+    model_name = name or (expected.name if expected else model.cfg.model_name)
     record = {**provenance(model, model.cfg), "seconds": run.seconds, "memory_bytes": peak_memory(model)}
-    return CheckReport(called, expected.name if expected else None, tuple(run.findings), record)
+    return CheckReport(model_name, expected.name if expected else None, tuple(run.findings), record)
 
 
 @dataclass
-class _Run:
-    """What the checks share.
+class _CheckRun:
+    """State that the checks of one model share.
 
     Attributes:
-        measure: of what the model computes, and its value; the page's, unless the reference speaks.
-        seconds: that each check took.
+        model: Model to check.
+        expected: Model that it should be.
+        only: Names of the checks to run.
+        findings: Findings so far.
+        measure: Measure for the diagnosis and its value: the reference's if there is one, otherwise the page's.
+        seconds: Time of each check in seconds.
+        page: Page in the model's tokens.
+        reference: Logits of the original code.
     """
 
     model: HookedDiffusionTransformer
@@ -103,22 +110,22 @@ class _Run:
 
     @cached_property
     def compositions(self) -> list[Composition]:
-        """How the parts of the blocks read and write one another; on a large network it takes a while."""
+        """The composition scores, computed once; for a large network this takes a while."""
         return compositions(self.model)
 
-    def guard(self, check: str, ask: Callable[[], list[Finding]]) -> None:
-        """Run a check; a model that cannot be asked is off, and the others go on."""
+    def guard(self, check: str, function: Callable[[], list[Finding]]) -> None:
+        """Run a check. If it raises an error, it has failed, and the other checks continue."""
         if check not in self.only:
             return
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
-            self.findings += ask()
+            self.findings += function()
         except (ValueError, RuntimeError, IndexError, ArithmeticError) as error:
             self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
-        self.seconds[check] = round(time.perf_counter() - begun, 3)
+        self.seconds[check] = round(time.perf_counter() - start, 3)
 
     def read(self) -> list[Finding]:
-        """The page."""
+        """Check the loss on the page."""
         texts = texts_for(self.model)
         self.page = read_page(self.model, texts)
         losses = page_losses(self.model, self.page.ordered)
@@ -128,29 +135,29 @@ class _Run:
         return [check_page(self.model, texts, self.page, right, float(losses.sum()))]
 
     def compare(self, reference: Reference) -> list[Finding]:
-        """With the original code."""
+        """Compare the model with the original code."""
         self.reference = reference
-        found = reference.distance(self.model)
+        distance = reference.distance(self.model)
         self.measure = (
             ReferenceMeasure(reference, reference.tolerance(self.model)),
-            ReferenceMeasure.parts(found),
+            ReferenceMeasure.parts(distance),
         )
-        return [check_reference(self.model, reference, found)]
+        return [check_reference(self.model, reference, distance)]
 
     def rows(self) -> torch.Tensor:
-        """Some rows of tokens: of the page, of the reference, or of no meaning."""
+        """Some rows of tokens: from the page, else from the reference, else random."""
         if self.page is not None:
             rows: torch.Tensor = self.page.ordered
         elif self.reference is not None and self.reference.attention_mask is None:
             rows = self.reference.tokens
         else:
             n_pos = min(32, self.model.cfg.n_ctx - 8)
-            drawn = torch.Generator().manual_seed(0)
-            rows = torch.randint(self.model.cfg.d_vocab_out, (2, n_pos), generator=drawn)
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randint(self.model.cfg.d_vocab_out, (2, n_pos), generator=generator)
         return rows.to(self.model.cfg.device)
 
     def diagnose(self) -> list[Finding]:
-        """Try what may be wrong; if something is off, mistakes in parts of the model, too."""
+        """Try likely mistakes; if a check failed, also mistakes in single parts of the model."""
         if self.measure is None:
             return [Finding("diagnosis", "not run", "there is nothing to measure: neither a tokenizer nor a reference")]
         measure, before = self.measure
@@ -173,12 +180,12 @@ class _Run:
         ]
 
     def _mask_ids(self) -> list[int]:
-        """Ids that may be [MASK]'s, of a model that has one."""
+        """Candidates for the id of [MASK], if the model has one."""
         cfg, tokenizer = self.model.cfg, self.model.tokenizer
         if cfg.mask_token_id is None:
             return []
         known = self.expected.architecture if self.expected else None
-        said = [
+        candidates = [
             known.mask_token_id if known else None,
             getattr(tokenizer, "mask_token_id", None),
             None if tokenizer is None else len(tokenizer),
@@ -187,18 +194,18 @@ class _Run:
             cfg.mask_token_id + 1,
         ]
         if self.reference is not None and self.reference.before is not None and self.reference.after is not None:
-            said += self.reference.before[self.reference.before != self.reference.after].unique().tolist()
-        return [each for each in said if each is not None]
+            candidates += self.reference.before[self.reference.before != self.reference.after].unique().tolist()
+        return [candidate for candidate in candidates if candidate is not None]
 
 
 def peak_memory(model: HookedDiffusionTransformer) -> int | None:
-    """Most bytes that were in use: on a GPU its own count, else the process's; `None` where neither is known."""
+    """Peak memory in bytes, of the GPU or otherwise of the process; `None` if it is unknown."""
     device = torch.device(model.cfg.device or "cpu")
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # Windows does not have this module
         return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(most if sys.platform == "darwin" else most * 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

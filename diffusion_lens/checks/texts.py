@@ -1,7 +1,7 @@
-"""What every model should find likely, and know: a page of public domain, and ten facts.
+"""The texts of the checks: a page in the public domain, and ten facts that every model should know.
 
-The page opens Jane Austen's "Pride and Prejudice" (1813). A tokenizer that has no words for it, as the embedded pair's,
-is asked from that pair's own data: 16 of its training sentences and ten of its people.
+The page is the opening of Jane Austen's "Pride and Prejudice" (1813). If a tokenizer does not know its words, as the
+bundled models' does not, the texts are training sentences and facts of the bundled models.
 """
 
 import random
@@ -17,13 +17,13 @@ from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 SHUFFLE_SEED = 0
-# Enough for the order of words to show, and one or two rows in any published context.
+# Enough tokens to show the effect of word order; one or two rows in any published context.
 MOST_TOKENS = 512
-# A tokenizer of words that knows fewer than half of a page's is not made for it; one of bytes or pieces knows all.
+# Share of unknown tokens above which a tokenizer does not fit the page. Tokenizers of bytes or pieces know all words.
 MOST_UNKNOWN = 0.5
 N_SENTENCES = 32
 PAGE = "pride_and_prejudice.txt"
-# First letters differ, so that the answers' first tokens do too.
+# The capitals have different first letters, so that the answers have different first tokens.
 CAPITALS = {
     "France": "Paris",
     "England": "London",
@@ -40,15 +40,15 @@ CAPITALS = {
 
 @dataclass(frozen=True)
 class Texts:
-    """A page in pieces that are read apart, and ten questions.
+    """A page and ten facts.
 
     Attributes:
-        name: what the page is.
-        pieces: of the page.
-        facts: the questions.
-        ending: what follows an answer, and stands on the canvas of an MDM when it is asked in one pass.
-        length: places of the rows and canvases that the model was trained on, filled with the end token; `None` where
-            any length does.
+        name: Description of the page.
+        pieces: Pieces of the page, which are read separately.
+        facts: Facts to query.
+        ending: Text after an answer, which is on the canvas of an MDM in a query by one pass.
+        length: Length in positions of the rows and canvases in training, which were filled with the end token; `None`
+            if the model takes any length.
     """
 
     name: str
@@ -58,26 +58,26 @@ class Texts:
     length: int | None
 
     def shuffled(self) -> tuple[str, ...]:
-        """The pieces with the words of each in another order, the same on every machine."""
-        draw = random.Random(SHUFFLE_SEED)
+        """The pieces with shuffled words, in the same order on every machine."""
+        generator = random.Random(SHUFFLE_SEED)
         pieces = []
         for piece in self.pieces:
             words = piece.split()
-            draw.shuffle(words)
+            generator.shuffle(words)
             pieces.append(" ".join(words))
         return tuple(pieces)
 
 
 @dataclass(frozen=True)
 class Page:
-    """The same words in order and shuffled, in rows of equally many tokens, Int[batch pos] both."""
+    """The page in order and shuffled, both as Int[batch pos] of the same shape."""
 
     ordered: Tensor
     shuffled: Tensor
 
 
 def texts_for(model: HookedDiffusionTransformer) -> Texts:
-    """The page and the facts that the model's tokenizer has words for."""
+    """The page and the facts for a model, depending on the words that its tokenizer knows."""
     page = (files("diffusion_lens") / "assets" / "check" / PAGE).read_text(encoding="utf-8")
     facts = tuple(
         Fact(f"The capital of {country} is", country, f" {city}", id=f"capital-{country}")
@@ -88,12 +88,12 @@ def texts_for(model: HookedDiffusionTransformer) -> Texts:
         return Texts('the opening of "Pride and Prejudice"', (page,), facts, ".", None)
     toy = toy_facts.load()
     sentences = toy.sentences()
-    # Told and asked in the same direction, which both models of the pair know. A first name each: answers must differ.
+    # Both bundled models know facts that are queried in the trained direction. First names differ, so answers do too.
     people = {fact.person.split()[0]: fact for fact in toy.facts(trained="d2p", asked="d2p")[::5]}
     facts = tuple(people.values())[: len(CAPITALS)]
-    every = len(sentences) // N_SENTENCES - 1  # no multiple of the 20 templates, so that they take turns
-    pieces = tuple(sentences[::every][:N_SENTENCES])
-    return Texts(f"{N_SENTENCES} sentences of the embedded pair", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
+    stride = len(sentences) // N_SENTENCES - 1  # not a multiple of the 20 templates, so that all of them occur
+    pieces = tuple(sentences[::stride][:N_SENTENCES])
+    return Texts(f"{N_SENTENCES} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
 
 
 def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
@@ -117,5 +117,5 @@ def _rows(model: HookedDiffusionTransformer, pieces: Sequence[str], length: int 
 
 
 def _ids(model: HookedDiffusionTransformer, text: str) -> list[int]:
-    # Not through `to_tokens`, which need not take text with unknown words.
+    # `to_tokens` would warn of unknown words.
     return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])

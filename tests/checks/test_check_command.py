@@ -188,7 +188,7 @@ def as_lines(prompt, subject, answer, directions):
             "has no fact trained p2d and asked p2d",
         ),
         ("a.jsonl", as_lines("Ada", "Ada", " x", TOLD_IN[:3]).encode(), "has no fact trained d2p and asked d2p"),
-        ("nowhere.jsonl", None, "is no data set, file or folder"),
+        ("nowhere.jsonl", None, "is not a data set, file or folder"),
     ],
 )
 def test_data_that_hold_no_such_facts_are_refused_at_once(name, content, said, tmp_path, monkeypatch):

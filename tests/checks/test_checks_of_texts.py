@@ -87,7 +87,7 @@ def test_rows_of_the_head_off_from_some_id_on_are_named(tiny):
     moved = torch.cat([rows[:200], rows[200:].roll(-1, dims=0)])
     report = check_model(with_changes(tiny, tiny.cfg.architecture, {"unembed.weight": moved}), only=BRIEFLY)
     (cause,) = report.likely
-    first = int(re.search(r"rows of the head stand one too early from about id (\d+) on", cause)[1])
+    first = int(re.search(r"rows of the head are one too early from about id (\d+) on", cause)[1])
     assert abs(first - 200) <= 5
 
 
@@ -109,7 +109,7 @@ def test_rows_of_the_embedding_off_from_some_id_on_are_named_though_the_last_com
         with_changes(model, model.cfg.architecture, {"embed.weight": moved}), expected=expected, only=BRIEFLY
     )
     assert report.likely == (
-        "the rows of the embedding stand one too late from about id 350 on: an off-by-one in the vocabulary",
+        "the rows of the embedding are one too late from about id 350 on: an off-by-one in the vocabulary",
     )
 
 
