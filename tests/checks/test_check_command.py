@@ -211,7 +211,7 @@ def test_data_that_the_model_has_no_words_for_are_refused(tmp_path):
     result = check("tiny-mdm", "--data", tmp_path / "facts.jsonl")
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
-    assert "holds no fact that 'tiny-mdm' can be asked: the tokenizer of 'tiny-mdm' does not know 'x'" in line
+    assert "holds no fact that 'tiny-mdm' can be queried for: the tokenizer of 'tiny-mdm' does not know 'x'" in line
 
 
 def test_facts_of_ones_own_are_not_held_against_what_is_known_of_others(tmp_path):
