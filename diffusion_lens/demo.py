@@ -11,11 +11,11 @@ from diffusion_lens import plots
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Fact
+from diffusion_lens.facts import Direction, Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 Say = Callable[[str], None]
-DIRECTIONS = {"forward": "p2d", "reverse": "d2p"}
+DIRECTIONS: dict[str, Direction] = {"forward": "p2d", "reverse": "d2p"}
 
 CAVEAT = """\
 What this shows: both models learned this person only as "NAME is DESCRIPTION". The masked diffusion model also answers
