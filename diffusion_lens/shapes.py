@@ -15,6 +15,7 @@ d_vocab      tokens that can be read (embedding rows)
 d_vocab_out  tokens that can be written (head columns); [MASK] is not among them
 sample       draws of noise
 cell         cells of a grid: restored or patched runs
+answer       tokens of an answer, in order
 entry        rows of a grid or of a list of pairs, in order
 axis         axes of a grid
 role         what a token is to a fact: first of the subject, last of the prompt, ...

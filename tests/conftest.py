@@ -9,6 +9,8 @@ from type_checks import check_package
 check_package("diffusion_lens")
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,26 @@ def tiny(request: pytest.FixtureRequest) -> Any:
     from diffusion_lens import HookedDiffusionTransformer
 
     return HookedDiffusionTransformer.from_pretrained(request.param, device="cpu")
+
+
+@pytest.fixture
+def token_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A context that counts the work of a network: rows times positions, summed over every block that runs."""
+    from diffusion_lens.model.block import Block
+
+    @contextmanager
+    def counting() -> Iterator[list[int]]:
+        counted, forward = [0], Block.forward
+
+        def count(self: Any, resid: torch.Tensor, *args: Any) -> torch.Tensor:
+            counted[0] += resid.shape[0] * resid.shape[1]
+            return forward(self, resid, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Block, "forward", count)
+            yield counted
+
+    return counting
 
 
 @pytest.fixture(autouse=True)

@@ -68,9 +68,19 @@ class Answer:
             unconditional = self.unconditional[:, asked].expand_as(runs)
             logits = guide(runs, unconditional, self.cfg_scale).flatten(0, 1)
         read: Tensor = token_probabilities(logits, self.tokens[asked]).unflatten(0, (-1, samples))
+        return self.settle(read, asked)
+
+    def settle(
+        self, read: Float[Tensor, "*cell sample selected"], asked: Int[Tensor, "selected"] | None = None
+    ) -> Float[Tensor, "*cell sample selected"]:
+        """Probabilities as read, with 1 or 0 where a sample has revealed the token already.
+
+        Args:
+            asked: Which of the answer's tokens the probabilities are of; by default all.
+        """
         if self.settled is None:
             return read
-        settled = self.settled[:, asked]
+        settled = (self.settled if asked is None else self.settled[:, asked]).to(read.device)
         return torch.where(settled.isnan(), read, settled)
 
 

@@ -1,6 +1,6 @@
 """The question that one canvas of a trajectory poses: which answer tokens are still open, and what the network sees."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.batching import row_bytes, rows_at_once
+from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.config import UNREACHED
@@ -101,20 +101,19 @@ class TracedTrajectory:
         tokens = torch.tensor(self.query.answer_tokens, device=ended.tokens.device)
         return ended.tokens[:, list(self.query.answer_positions)] == tokens
 
-    def loop_rows(self, corrupt: Corruption, max_bytes: int) -> int:
-        """Rows that may take the loop at once, whole runs of all draws.
-
-        Raises:
-            ValueError: not even one fits.
-        """
-        # The loop holds logits of every open place in float64 too, under guidance those of two branches.
+    def loop_row_bytes(self) -> int:
+        """Bytes to reserve for one row that takes the loop."""
+        # The loop holds logits of every masked position in float64 too, under guidance those of two branches.
         share = 3 if self.trajectory.record["cfg_scale"] else 2
-        need = share * corrupt.rows * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+        return share * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+
+    def require_loop_memory(self, corrupt: Corruption, max_bytes: int) -> None:
+        """Raise a `ValueError` unless all samples of the corrupted run may take the loop together."""
+        need = corrupt.rows * self.loop_row_bytes()
         if max_bytes < need:
             raise ValueError(
                 f"max_bytes={max_bytes:,} is too little: {corrupt.rows} draws in the denoising loop take {need:,} bytes"
             )
-        return max(corrupt.rows, rows_at_once(self.model.cfg, self.n_pos, self.n_pos, max_bytes // share))
 
     def corrupted(self, corrupt: Corruption) -> Trajectory:
         """The corrupted runs of the loop, a row a draw, each revealing what it likes."""
@@ -137,25 +136,42 @@ class TracedTrajectory:
         masked = tokens == self.trajectory.record["blank"]
         return replace(of_run, tokens=tokens, masked=masked, given=of_run.given.expand_as(tokens))
 
-    def answer(self, step: int, canvases: Tokens) -> Answer:
-        """What is still open on canvases of one step, a row a draw.
+    @property
+    def answer_rows(self) -> list[int]:
+        """The rows of the logits that predict the answer's tokens."""
+        rows: list[int] = Answer.of(self.model, self.query).rows.tolist()
+        return rows
 
-        Tokens that a draw has revealed are settled: 1 where they are the answer's, 0 where not. With guidance the
-        unconditional logits come from the same canvases with everything given masked.
+    def reading(self, step: int, canvases: Tokens) -> Answer:
+        """The answer as it is read from the canvases of one step, a row a sample.
+
+        Under guidance the unconditional logits come from the same canvases with everything given masked.
         """
-        answer, record = Answer.of(self.model, self.query), self.trajectory.record
+        answer, scale = Answer.of(self.model, self.query), self.trajectory.record["cfg_scale"]
+        if not scale:
+            return answer
+        unconditional = self.unconditional(step, canvases, answer.rows.tolist())
+        return replace(answer, cfg_scale=scale, unconditional=unconditional)
+
+    def unconditional(
+        self, step: int, canvases: Tokens, rows: Sequence[int]
+    ) -> Float[Tensor, "#sample selected d_vocab_out"]:
+        """Logits of the unconditional branch of guidance; one row where all canvases are the same."""
+        given, blank = self.trajectory.given.to(canvases.device), self.trajectory.record["blank"]
+        distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
+        with self.model.clock.at(replace(self.state(step, distinct), branch="unconditional")):
+            logits: Tensor = self.model(distinct.masked_fill(given, blank), logits_at=rows)
+        return logits
+
+    def settled(self, canvases: Tokens) -> Float[Tensor, "sample selected"]:
+        """Of each of the answer's tokens 1 or 0 where a sample has revealed it or another, NaN where it is masked."""
         shown = canvases[:, list(self.query.answer_positions)]
-        settled = (shown == answer.tokens).to(torch.float32)
-        settled[shown == record["blank"]] = torch.nan
-        unconditional: Float[Tensor, "#sample selected d_vocab_out"] | None = None
-        if record["cfg_scale"]:
-            given = self.trajectory.given.to(canvases.device)
-            distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
-            unprompted = distinct.masked_fill(given, record["blank"])
-            state = replace(self.state(step, distinct), branch="unconditional")
-            with self.model.clock.at(state):
-                unconditional = self.model(unprompted, logits_at=answer.rows)
-        return Answer(answer.tokens, answer.rows, record["cfg_scale"], unconditional, settled)
+        right = shown == torch.tensor(self.query.answer_tokens, device=canvases.device)
+        return right.to(torch.float32).masked_fill(shown == self.trajectory.record["blank"], torch.nan)
+
+    def answer(self, step: int, canvases: Tokens) -> Answer:
+        """What is still open on the canvases of one step, a row a sample; tokens already revealed count 1 or 0."""
+        return replace(self.reading(step, canvases), settled=self.settled(canvases))
 
     def seen(self, canvases: Tokens) -> Tokens:
         """What the network is shown: on a causal model the answer goes on where it has not been reached, by force."""

@@ -5,6 +5,7 @@ comes from the same canvas with everything given masked.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,6 +138,33 @@ class LeftToRightCached(Predictor):
         logits: Tensor = model(tokens[:, done:], past_kv_cache=self._held, logits_at=[-1])
         self._tokens, self._passes = tokens, self._passes + 1
         return logits[:, 0]
+
+
+@dataclass
+class FirstGiven(Predictor):
+    """Logits of the first step as they are given, those of later steps as another predictor computes them.
+
+    Attributes:
+        inner: The predictor of later steps.
+        logits: Float[batch selected d_vocab_out], of the first step, after guidance.
+        positions: The positions that they predict.
+    """
+
+    inner: Predictor
+    logits: Float[Tensor, "batch selected d_vocab_out"]
+    positions: Sequence[int]
+    _is_first: bool = True
+
+    @property
+    def passes(self) -> int:
+        return self.inner.passes
+
+    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        if not self._is_first:
+            return self.inner(state, places)
+        self._is_first = False
+        given: Tensor = self.logits[places[:, list(self.positions)]]
+        return given
 
 
 def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float) -> Predictor:

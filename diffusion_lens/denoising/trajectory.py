@@ -13,6 +13,7 @@ from diffusion_lens import plots
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.loop import run_loop
+from diffusion_lens.denoising.predictor import FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.run import Run, require_same_model
 from diffusion_lens.denoising.same_network import canvas_provenance
@@ -177,6 +178,31 @@ class Trajectory:
         if canvas not in ("forced", "free"):
             raise ValueError(f"canvas={canvas!r}; it is 'forced' (the recorded canvases) or 'free' (they may change)")
         run = self._begin_again(model, sampler, seeds, forced=canvas == "forced")
+        return self._finish(run, canvas, fwd_hooks, progress)
+
+    def replay_from_logits(
+        self,
+        model: DiffusionTransformer,
+        logits: Float[Tensor, "batch selected d_vocab_out"],
+        positions: Sequence[int],
+        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+    ) -> "Trajectory":
+        """A free replay whose first step takes these logits, and does not run the network.
+
+        Args:
+            logits: After guidance, at every position where the first step may propose a token.
+            positions: The positions that they predict.
+            fwd_hooks: As in `denoise`; the network's act from the second step on.
+        """
+        run = self._begin_again(model, None, None, forced=False)
+        run.predictor = FirstGiven(run.predictor, logits, positions)
+        return self._finish(run, "free", fwd_hooks)
+
+    def _finish(
+        self, run: Run, canvas: str, fwd_hooks: Sequence[tuple[Any, Any]], progress: bool = False
+    ) -> "Trajectory":
+        """Take the steps of a run that has begun again."""
+        model = run.model
         with run_of(model, fwd_hooks):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             of_replay = {

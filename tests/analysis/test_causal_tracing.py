@@ -365,7 +365,7 @@ def test_save_load_and_plot(tiny, tmp_path):
         (dict(noise=float("nan")), "noise=nan"),
         (dict(noise=-1.0), "noise=-1.0"),
         (dict(kind="mlp", window=0), "window=0"),
-        (dict(max_bytes=1000), r"max_bytes=1,000 is too little: .* one cell of 10 draws takes"),
+        (dict(max_bytes=1000), r"max_bytes=1,000 is too little: .* one cell of 10 rows takes"),
         (dict(corruption="gausian"), "nearest is gaussian"),
         (dict(noise=None), "needs noise="),
         (dict(corruption="swap"), "goes with swap="),

@@ -86,7 +86,7 @@ def test_with_one_step_all_that_is_read_restored_is_the_clean_text(tiny, query):
 
 
 def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path):
-    settings = dict(noise=0.3, samples=2, steps=[0], layers=[0], kind="mlp", window=2)
+    settings = dict(noise=0.3, samples=2, steps=[0], layers=[0, 1], kind="mlp", window=2)
     widest = []
 
     def count(tokens, hook):
@@ -116,3 +116,13 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
 def test_steps_after_the_answer_are_refused(tiny, query, run):
     with pytest.raises(ValueError, match=r"steps=\[99\]"):
         temporal_effect(tiny, query, trajectory=run, noise=0.1, steps=[99])
+
+
+def test_the_restored_step_begins_at_the_restored_layer(tiny, query, run, token_layers):
+    """Of the step in which a state is restored only the blocks above it are run, so less than every branch in full."""
+    with token_layers() as counted:
+        effect = temporal_effect(tiny, query, trajectory=run, noise=0.3, samples=2)
+    n_branches = len(effect.positions) * len(effect.layers) * 2
+    steps_left = sum(run.n_steps - step for step in effect.steps)
+    all_branches = n_branches * steps_left * run.tokens.shape[1] * tiny.cfg.n_layers
+    assert 0 < counted[0] < 0.8 * all_branches

@@ -8,13 +8,13 @@ import pytest
 import torch
 from causal_trace import Shape, measure_apart
 from torch.profiler import ProfilerActivity, profile
-from transformer_lens import ActivationCache
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.analysis.answer import token_probabilities
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
+from diffusion_lens.analysis.kept_run import KeptRun
 from weight_conversion import Architecture
 
 MIB = 2**20
@@ -55,7 +55,7 @@ def what_is_needed(model, query, **settings):
     """The two numbers of the error message: bytes kept, and bytes of one cell."""
     with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
         causal_trace(model, query, **settings, max_bytes=1)
-    found = re.search(r"keep ([\d,]+) bytes, and one cell of 4 draws takes ([\d,]+) more", str(raised.value))
+    found = re.search(r"keep ([\d,]+) bytes, and one cell of 4 rows takes ([\d,]+) more", str(raised.value))
     return [int(number.replace(",", "")) for number in found.groups()]
 
 
@@ -66,8 +66,10 @@ def held_bytes(thing):
         held = todo.pop()
         if isinstance(held, torch.Tensor):
             storages[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
-        elif isinstance(held, dict | ActivationCache):
+        elif isinstance(held, dict):
             todo += held.values()
+        elif isinstance(held, KeptRun):
+            todo += [held.activations, held.logits]
     return sum(storages.values())
 
 

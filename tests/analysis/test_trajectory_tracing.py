@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_lens import Query
+from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, loop_prompt
@@ -292,3 +292,18 @@ def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
     last = resid_post(tiny.cfg.n_layers - 1)
     replayed = run.replay(tiny, fwd_hooks=[("hook_embed", corrupt), (last, at_steps(put_back, step))])
     assert trace.token_scores[0, 0, 0, 0].item() == pytest.approx(replayed.confidence[0, place].item(), abs=1e-5)
+
+
+def test_steps_that_show_the_network_the_same_tokens_share_one_trace(token_layers):
+    """On a causal model that writes the answer, all steps together cost what one of them costs."""
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    loop = model.denoise(FACT.prompt, length=len(FACT.to_query(model).tokens) + 1)
+    settings = dict(trajectory=loop, noise=0.5, samples=2)
+    with token_layers() as of_all:
+        trace = trace_trajectory(model, FACT, **settings)
+    with token_layers() as of_last:
+        last = trace_trajectory(model, FACT, steps=[trace.steps[-1]], **settings)
+    assert trace.known
+    assert len(trace.steps) > 1
+    assert of_all == of_last
+    torch.testing.assert_close(trace.token_scores[-1], last.token_scores[0], equal_nan=True)

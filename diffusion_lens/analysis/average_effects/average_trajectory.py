@@ -34,7 +34,8 @@ from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, check_canvas
+from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.average_effects.token_roles import mean_by_role
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace
+from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
 
 
 @dataclass(frozen=True, eq=False)

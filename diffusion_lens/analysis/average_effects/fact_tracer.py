@@ -14,7 +14,8 @@ from diffusion_lens.analysis.average_effects.token_roles import step_roles, toke
 from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, trace_query
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, trace_steps
+from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import trace_steps
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory

@@ -4,7 +4,8 @@ from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, temporal_effect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, noise_scale
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import TrajectoryTrace, trace_trajectory
+from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import trace_trajectory
 
 __all__ = [
     "CausalTrace",

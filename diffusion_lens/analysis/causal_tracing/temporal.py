@@ -7,30 +7,31 @@ the corrupted runs' own. A state without effect here may still move the probabil
 what counts here is what is revealed for good.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns, RunPair
+from diffusion_lens.analysis.kept_run import NetworkInput
+from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
+from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
+from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
-from diffusion_lens.interventions import restore
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Real, Whole, pick_indices
+from diffusion_lens.settings import Real, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,6 @@ class TemporalEffect:
 
 
 @begins_run
-@torch.no_grad()
 def temporal_effect(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
@@ -117,50 +117,61 @@ def temporal_effect(
         UserWarning: a trajectory that begins on a canvas which another network wrote (a free replay from the middle).
             The corrupted runs begin on it too, so the scores are of this network alone.
     """
-    run = TracedTrajectory.of(model, fact_or_query, trajectory)
-    require_same_network(run.trajectory.record, model, "temporal_effect")
-    restoration = Restoration.of(kind, window)
-    if restoration.severed:
-        raise ValueError("temporal_effect severs nothing; give a Restoration without severed")
-    corrupt = Corruption.of(corruption, noise, samples, seed, swap)
-    rows = run.loop_rows(corrupt, max_bytes)
-    own = run.corrupted(corrupt)
-    chosen = check_steps(run, range(own.first_step, max(run.revealed_at) + 1) if steps is None else steps)
-    places = pick_indices("positions", positions, run.n_pos)
-    blocks = pick_indices("layers", layers, model.cfg.n_layers)
+    return restore_in_loop(
+        TracedTrajectory.of(model, fact_or_query, trajectory),
+        steps,
+        Restoration.of(kind, window),
+        Corruption.of(corruption, noise, samples, seed, swap),
+        Selection.of(positions, layers),
+        max_bytes,
+        progress,
+    )
 
-    token_scores = torch.full((len(chosen), len(places), len(blocks), len(run.query.answer_tokens)), torch.nan)
-    scores = token_scores[..., 0].clone()
+
+@torch.no_grad()
+def restore_in_loop(
+    run: TracedTrajectory,
+    steps: Iterable[Whole] | None,
+    restoration: Restoration,
+    corruption: Corruption,
+    selection: Selection,
+    max_bytes: int,
+    progress: bool = False,
+) -> TemporalEffect:
+    """Restore states of one run at single steps; `temporal_effect` describes the arguments."""
+    model = run.model
+    if restoration.severed:
+        raise ValueError("temporal_effect severs nothing; give a Restoration with severed=None")
+    require_same_network(run.trajectory.record, model, "temporal_effect")
+    run.require_loop_memory(corruption, max_bytes)
+    own = run.corrupted(corruption)
+    chosen = check_steps(run, range(own.first_step, max(run.revealed_at) + 1) if steps is None else steps)
+    positions, layers = selection.within(run.n_pos, model.cfg.n_layers)
+
+    by_sample = torch.full(
+        (len(chosen), len(positions), len(layers), corruption.rows, len(run.query.answer_tokens)), torch.nan
+    )
     for i, step in enumerate(tqdm(chosen, desc="temporal effect", unit="step", disable=not progress)):
-        site = SITES[restoration.kind]
-        names = [site(block) for block in range(model.cfg.n_layers)]
-        canvas = run.canvas(step)[None]
-        with model.clock.at(run.state(step, canvas)):
-            _, clean = model.run_with_cache(run.seen(canvas), names_filter=names, return_type=None)
-        on_canvas = set(run.on_canvas(step))
-        reached = [place for place in places if place in on_canvas]
-        for j, layer in enumerate(blocks):
-            kept = {name: clean[name] for name in map(site, restoration.span(layer, model.cfg.n_layers))}
-            ends = partial(_ends, run, corrupt, own.from_step(step), kept)
-            for batch, right in in_batches(ends, reached, rows // corrupt.rows):
-                where = [places.index(place) for place in batch]
-                token_scores[i, where, j] = right.mean(dim=1)
-                scores[i, where, j] = right.prod(dim=2).mean(dim=1)
+        on_canvas = [index for index, position in enumerate(positions) if position in run.on_canvas(step)]
+        branch = _Branch(run, corruption, own, step)
+        runs = RestoredRuns(branch.pair(), restoration, layers)
+        engine = runs.engine(branch.endings, run.written(own).float(), max_bytes, run.loop_row_bytes())
+        by_sample[i, on_canvas] = runs.grid(engine, [positions[index] for index in on_canvas])
 
     return TemporalEffect(
-        scores=scores,
-        token_scores=token_scores,
+        scores=by_sample.prod(dim=4).mean(dim=3),
+        token_scores=by_sample.mean(dim=3),
         clean=float(run.wrote_the_answer),
         corrupted=run.written(own).all(dim=1).float().mean().item(),
         steps=chosen,
-        positions=places,
-        layers=blocks,
+        positions=positions,
+        layers=layers,
         str_tokens=model.words(run.trajectory.tokens[0].tolist()),
         subject=run.query.subject,
         record={
             **run.trajectory.record,
             **restoration.describe(),
-            **corrupt.describe(),
+            **corruption.describe(),
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
             "trajectory": canvas_provenance(run.trajectory.record),
@@ -168,14 +179,49 @@ def temporal_effect(
     )
 
 
-def _ends(
-    run: TracedTrajectory, corrupt: Corruption, branch: Trajectory, clean: Mapping[str, Tensor], places: Sequence[int]
-) -> Float[Tensor, "cell sample selected"]:
-    """Which answer tokens (1 or 0) the branches end with, a cell a place, restored in the branch's first step."""
-    each = torch.tensor(places).repeat_interleave(corrupt.rows)
-    hooks = corrupt.hooks(run.model, run.query, runs=len(places))
-    hooks += [(site, at_steps(restore(value, each), branch.first_step)) for site, value in clean.items()]
-    ended = branch.repeat(len(places)).replay(
-        run.model, canvas="free", fwd_hooks=[(name, on_branch(hook, "conditional")) for name, hook in hooks]
-    )
-    return run.written(ended).view(len(places), corrupt.rows, -1).float().cpu()
+class _Branch:
+    """The corrupted runs of the loop before one step, to be branched off with one state restored in that step.
+
+    The step itself is a restored run of the branch's own canvases, so it is computed from the restored layer on; its
+    logits, guided if the run is, are given to the loop, which takes the steps after it.
+    """
+
+    def __init__(self, run: TracedTrajectory, corruption: Corruption, own: Trajectory, step: int) -> None:
+        self.run, self.corruption, self.before = run, corruption, own.from_step(step)
+        self.step, self.canvases = step, own.canvases[step - own.first_step]
+        masked = (self.canvases == run.trajectory.record["blank"]).any(dim=0).nonzero().flatten()
+        # On a causal canvas the loop proposes a token for the next position only.
+        self.positions: list[int] = (masked[:1] if run.model.cfg.is_causal else masked).tolist()
+        self.rows: list[int] = run.model.readout.rows(torch.tensor(self.positions)).tolist()
+        self.scale = run.trajectory.record["cfg_scale"]
+        self.unconditional = run.unconditional(step, self.canvases, self.rows) if self.scale else None
+
+    def pair(self) -> RunPair:
+        """The clean and the corrupted run of the step."""
+        run, model, clean = self.run, self.run.model, self.run.canvas(self.step)[None]
+        return RunPair(
+            clean=NetworkInput(model, run.seen(clean), self.rows, step=run.state(self.step, clean)),
+            corrupted=NetworkInput(
+                model,
+                self.canvases.clamp(min=0),
+                self.rows,
+                step=run.state(self.step, self.canvases),
+                hooks=self.corruption.hooks(model, run.query),
+            ),
+            subject=run.query.subject,
+        )
+
+    def endings(
+        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
+    ) -> Float[Tensor, "cell sample answer"]:
+        """Which answer tokens (1 or 0) the branches end with, whose step has these logits."""
+        samples, model, query = self.corruption.rows, self.run.model, self.run.query
+        if self.unconditional is not None:
+            conditional = logits.unflatten(0, (-1, samples))
+            logits = guide(conditional, self.unconditional.expand_as(conditional), self.scale).flatten(0, 1)
+        n_cells = len(logits) // samples
+        hooks = [
+            (name, on_branch(hook, "conditional")) for name, hook in self.corruption.hooks(model, query, runs=n_cells)
+        ]
+        ended = self.before.repeat(n_cells).replay_from_logits(model, logits, self.positions, hooks)
+        return self.run.written(ended).view(n_cells, samples, -1).float()

@@ -23,7 +23,8 @@ from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
+from diffusion_lens.analysis.causal_tracing.restored_runs import AnswerRuns, RestoredRuns, RunPair
+from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
@@ -181,24 +182,28 @@ def trace_query(
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.real_positions(canvas)
     positions, layers = selection.within(len(query.tokens), model.cfg.n_layers)
-    runs = RestoredRuns(
-        model,
-        clean=CanvasRun(canvas, answer, real=real),
-        corrupted=CanvasRun(canvas.expand(corruption.rows, -1), answer, corruption.hooks(model, query), real=real),
-        touched=range(*query.subject),
-        restoration=restoration,
-        layers=layers,
-        max_bytes=max_bytes,
+    n_rows, rows = corruption.rows, answer.rows.tolist()
+    pair = RunPair(
+        clean=NetworkInput(model, canvas, rows, real),
+        corrupted=NetworkInput(
+            model,
+            canvas.expand(n_rows, -1),
+            rows,
+            None if real is None else real.expand(n_rows, -1),
+            hooks=corruption.hooks(model, query),
+        ),
+        subject=query.subject,
     )
-    by_draw = runs.grid(positions, progress)
+    runs = AnswerRuns(RestoredRuns(pair, restoration, layers), answer, answer, max_bytes)
+    by_sample = runs.grid(positions, "trace" if progress else None)
     return CausalTrace(
-        scores=by_draw.prod(dim=3).mean(dim=2),
-        token_scores=by_draw.mean(dim=2),
+        scores=by_sample.prod(dim=3).mean(dim=2),
+        token_scores=by_sample.mean(dim=2),
         clean_token_scores=runs.clean_scores[0].cpu(),
         corrupted_token_scores=runs.corrupted_scores.mean(dim=0).cpu(),
         clean=runs.clean_scores.prod(dim=1).item(),
         corrupted=runs.corrupted_scores.prod(dim=1).mean().item(),
-        known=answer.is_likeliest(model, runs.clean_logits),
+        known=answer.is_likeliest(model, runs.runs.clean.logits),
         str_tokens=model.words(query.tokens.tolist()),
         subject=query.subject,
         positions=positions,

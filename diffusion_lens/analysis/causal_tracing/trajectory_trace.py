@@ -15,21 +15,19 @@ Hooks of the caller inside the network act here as in the loop, and are told the
 points (`denoise.hook_*`) do not pass: what they changed in the clean run is in its canvases.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import CanvasRun, RestoredRuns
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.analysis.causal_tracing.restored_runs import AnswerRuns, RestoredRuns, RunPair
+from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
+from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
@@ -37,111 +35,9 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import provenance
 from diffusion_lens.settings import Real, Whole
-
-
-@dataclass(frozen=True, eq=False)
-class TrajectoryTrace:
-    """One query traced at several steps of one run.
-
-    Attributes:
-        scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the draws: the product
-            over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN at places
-            that the canvas of a causal model does not hold yet.
-        token_scores: Float[step pos layer selected], the same for each token of the answer alone.
-        chained: Float[pos layer], p(answer) by the chain rule: each token read at the step that committed it, with the
-            state restored at all these steps. `None` for free canvases, and where not all of these steps were traced.
-        clean: Float[step], of the clean run.
-        corrupted: Float[step], of the corrupted run.
-        clean_token_scores: Float[step selected].
-        corrupted_token_scores: Float[step selected].
-        steps: the step of each grid.
-        revealed_at: the step in which the clean run revealed each answer token for good.
-        known: whether the clean run wrote the answer.
-        str_canvases: the canvas of each step, a string a place.
-        subject: first and one past the last place of the subject.
-        positions: the place of each row of the grids.
-        layers: the layer of each column.
-        record: the settings of the trace and of the run, model, weights' hash, hooks, modules, versions; under
-            "trajectory", by what weights, hooks and modules the clean run's canvases were written.
-    """
-
-    scores: Float[Tensor, "step pos layer"]
-    token_scores: Float[Tensor, "step pos layer selected"]
-    chained: Float[Tensor, "pos layer"] | None
-    clean: Float[Tensor, "step"]
-    corrupted: Float[Tensor, "step"]
-    clean_token_scores: Float[Tensor, "step selected"]
-    corrupted_token_scores: Float[Tensor, "step selected"]
-    steps: list[int]
-    revealed_at: list[int]
-    known: bool
-    str_canvases: list[list[str]]
-    subject: tuple[int, int]
-    positions: list[int]
-    layers: list[int]
-    record: dict[str, Any]
-
-    @property
-    def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
-        """How much of the answer a state brings back: scores - corrupted."""
-        return self.scores - self.corrupted[:, None, None]
-
-    @property
-    def order(self) -> list[int]:
-        """The answer's tokens in the order in which the model committed them; from left to right within a step."""
-        return sorted(range(len(self.revealed_at)), key=lambda token: self.revealed_at[token])
-
-    def at_step(self, step: int) -> CausalTrace:
-        """The grid of one step as a `CausalTrace`."""
-        if step not in self.steps:
-            raise KeyError(f"step {step} was not traced; the steps are {self.steps}")
-        i = self.steps.index(step)
-        return CausalTrace(
-            scores=self.scores[i],
-            token_scores=self.token_scores[i],
-            clean_token_scores=self.clean_token_scores[i],
-            corrupted_token_scores=self.corrupted_token_scores[i],
-            clean=self.clean[i].item(),
-            corrupted=self.corrupted[i].item(),
-            known=self.known,
-            str_tokens=self.str_canvases[i],
-            subject=self.subject,
-            positions=self.positions,
-            layers=self.layers,
-            record={**self.record, "step": step},
-        )
-
-    def plot(self, step: int, ax: Any = None, title: str | None = None) -> Any:
-        """The heat map of one step, on the colour scale of all of them; returns the matplotlib axes."""
-        limits = float(self.corrupted.min()), float(self.scores.nan_to_num().max())
-        return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
-
-    def page(self, title: str | None = None) -> Any:
-        """The heat maps with a slider over the steps, as a plotly figure; `plots.write_page` writes it."""
-        return plots.step_slider(
-            self.scores,
-            str_canvases=self.str_canvases,
-            subject=self.subject,
-            steps=self.steps,
-            layers=self.layers,
-            positions=self.positions,
-            kind=self.record["kind"],
-            answer=self.record["answer"],
-            clean=self.clean,
-            corrupted=self.corrupted,
-            title=title or f"{self.record['model']}: {' '.join(map(plots.readable, self.str_canvases[-1]))}",
-        )
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "trajectory trace", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "TrajectoryTrace":
-        """Read what `save` wrote."""
-        return load_fields(path, "trajectory trace", cls)
+from diffusion_lens.shapes import Tokens
 
 
 @begins_run
@@ -217,55 +113,44 @@ def trace_steps(
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
     chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
-    places, blocks = selection.within(run.n_pos, model.cfg.n_layers)
+    positions, layers = selection.within(run.n_pos, model.cfg.n_layers)
     if canvas == "free":
-        run.loop_rows(corruption, max_bytes)
+        run.require_loop_memory(corruption, max_bytes)
     own = run.corrupted(corruption) if canvas == "free" else None
 
-    grids, clean_scores, low_scores = [], [], []
-    for step in tqdm(chosen, desc=f"trace {restoration.kind}", unit="step", disable=not progress):
-        clean = run.canvas(step)[None]
-        asked = run.answer(step, clean)
-        low = clean.expand(corruption.rows, -1) if own is None else own.canvases[step - own.first_step]
-        runs = RestoredRuns(
-            model,
-            clean=CanvasRun(run.seen(clean), asked, step=run.state(step, clean)),
-            corrupted=CanvasRun(
-                run.seen(low),
-                asked if own is None else run.answer(step, low),
-                corruption.hooks(model, run.query),
-                run.state(step, low),
-            ),
-            touched=range(*run.query.subject),
-            restoration=restoration,
-            layers=blocks,
-            max_bytes=max_bytes,
-        )
-        on_canvas = set(run.on_canvas(step))
-        held = [place for place in places if place in on_canvas]
-        grid = runs.grid(held)
-        by_draw = grid.new_full((len(places), *grid.shape[1:]), torch.nan)
-        by_draw[[place in held for place in places]] = grid
-        grids.append(by_draw)
-        clean_scores.append(runs.clean_scores[0].cpu())
-        low_scores.append(runs.corrupted_scores.cpu())
+    # Steps at which the network reads the same tokens share their passes: steps that reveal nothing and, on a causal
+    # model, all steps whose tokens are the answer's. Hooks may act by step, and each free canvas is read once.
+    shared = own is None and not model.is_hooked
+    groups: dict[Hashable, list[int]] = {}
+    for step in chosen:
+        groups.setdefault(tuple(run.seen(run.canvas(step)[None])[0].tolist()) if shared else step, []).append(step)
+    traced: dict[int, _Step] = {}
+    for members in tqdm(groups.values(), desc=f"trace {restoration.kind}", unit="canvas", disable=not progress):
+        step = members[0]
+        clean_answer = run.reading(step, run.canvas(step)[None])
+        answer = clean_answer if own is None else run.reading(step, own.canvases[step - own.first_step])
+        restored = RestoredRuns(_run_pair(run, step, corruption, own), restoration, layers)
+        runs = AnswerRuns(restored, clean_answer, answer, max_bytes)
+        traced |= _settled_steps(run, members, runs, positions, own)
 
-    scores, low = torch.stack(grids), torch.stack(low_scores)
+    by_step = [traced[step] for step in chosen]
+    scores, low = (torch.stack([getattr(each, name) for each in by_step]) for name in ("grid", "corrupted"))
+    clean = torch.stack([each.clean for each in by_step])
     return TrajectoryTrace(
         scores=scores.prod(dim=4).mean(dim=3),
         token_scores=scores.mean(dim=3),
         chained=_chain(scores, low, chosen, run.revealed_at) if own is None else None,
-        clean=torch.stack(clean_scores).prod(dim=1),
+        clean=clean.prod(dim=1),
         corrupted=low.prod(dim=2).mean(dim=1),
-        clean_token_scores=torch.stack(clean_scores),
+        clean_token_scores=clean,
         corrupted_token_scores=low.mean(dim=1),
         steps=chosen,
         revealed_at=run.revealed_at,
         known=run.wrote_the_answer,
         str_canvases=[model.words(run.canvas(step).tolist()) for step in chosen],
         subject=run.query.subject,
-        positions=places,
-        layers=blocks,
+        positions=positions,
+        layers=layers,
         record={
             **run.trajectory.record,
             **restoration.describe(),
@@ -276,6 +161,59 @@ def trace_steps(
             "trajectory": canvas_provenance(run.trajectory.record),
         },
     )
+
+
+def _corrupted_canvases(run: TracedTrajectory, step: int, own: Trajectory | None, n_rows: int) -> Tokens:
+    """The canvases of the corrupted run before a step, a row a sample: the clean run's, or in `own` each sample's."""
+    if own is None:
+        return run.canvas(step)[None].expand(n_rows, -1)
+    return own.canvases[step - own.first_step]
+
+
+def _run_pair(run: TracedTrajectory, step: int, corruption: Corruption, own: Trajectory | None) -> RunPair:
+    """The clean and the corrupted run of a step."""
+    clean, corrupted = run.canvas(step)[None], _corrupted_canvases(run, step, own, corruption.rows)
+    rows, hooks = run.answer_rows, corruption.hooks(run.model, run.query)
+    return RunPair(
+        clean=NetworkInput(run.model, run.seen(clean), rows, step=run.state(step, clean)),
+        corrupted=NetworkInput(run.model, run.seen(corrupted), rows, step=run.state(step, corrupted), hooks=hooks),
+        subject=run.query.subject,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """The probabilities of the answer's tokens at one step.
+
+    Attributes:
+        grid: Float[pos layer sample selected], of every cell; NaN at positions that are not on the canvas.
+        clean: Float[selected], of the clean run.
+        corrupted: Float[sample selected], of the corrupted run.
+    """
+
+    grid: Float[Tensor, "pos layer sample selected"]
+    clean: Float[Tensor, "selected"]
+    corrupted: Float[Tensor, "sample selected"]
+
+
+def _settled_steps(
+    run: TracedTrajectory, steps: Sequence[int], runs: AnswerRuns, positions: Sequence[int], own: Trajectory | None
+) -> dict[int, _Step]:
+    """What the cells of one canvas say at each of its steps: tokens that are revealed already count 1 or 0."""
+    held = {step: set(run.on_canvas(step)) for step in steps}
+    reached = [position for position in positions if any(position in canvas for canvas in held.values())]
+    read = dict(zip(reached, runs.grid(reached), strict=True))
+    shape, dtype = (len(runs.runs.spans), *runs.corrupted_scores.shape), runs.corrupted_scores.dtype
+    nothing = torch.full(shape, torch.nan, dtype=dtype)
+    settled = {}
+    for step in steps:
+        clean = replace(runs.clean_answer, settled=run.settled(run.canvas(step)[None]))
+        answer = replace(runs.answer, settled=run.settled(_corrupted_canvases(run, step, own, runs.samples)))
+        grid = [answer.settle(read[place]) if place in held[step] else nothing for place in positions]
+        settled[step] = _Step(
+            torch.stack(grid), clean.settle(runs.clean_scores)[0].cpu(), answer.settle(runs.corrupted_scores).cpu()
+        )
+    return settled
 
 
 def check_canvas(canvas: str) -> None:

@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffusion_lens.analysis.patching.runs import Pair, Side
+from diffusion_lens.analysis.kept_run import KeptRun
+from diffusion_lens.analysis.patching.runs import Side, SidePair
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
 
 
@@ -66,33 +67,32 @@ class EstimateError:
         return float(torch.corrcoef(torch.stack([self.estimated, self.exact]))[0, 1])
 
 
-def run_with_gradients(
-    side: Side, names: Iterable[str], points: Collection[str]
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The logits that are read, the activations at `names`, and the metric's gradient at some of them, `points`.
+def run_with_gradients(side: Side, names: Iterable[str], points: Collection[str]) -> tuple[KeptRun, dict[str, Tensor]]:
+    """The run with the activations at `names` kept, and the metric's gradient at some of them, `points`.
 
     Only activations are differentiated: which parameters are frozen plays no part, and none gets a gradient.
 
     Raises:
-        ValueError: a metric without a gradient.
+        ValueError: A metric without a gradient.
     """
-    embedded = side.embed()
+    read = side.input
+    embedded = read.embed()
     with torch.enable_grad():
-        logits, kept = side.run(embedded.clone().requires_grad_(), names)
-        score = side.reading(logits)
+        run = read.run(names, embedded.clone().requires_grad_())
+        score = side.reading(run.logits)
         if not score.requires_grad:
             raise ValueError(
                 "method='attribution' needs the metric's gradient, and it has none: compute the metric with torch "
                 "from the logits, without .item(), .detach() or argmax"
             )
-        with side.lent():
-            gradients = torch.autograd.grad(score, [kept[name] for name in points])
-    states = {name: state.detach() for name, state in kept.items()}
-    return logits.detach(), states, dict(zip(points, gradients, strict=True))
+        with read.told():
+            gradients = torch.autograd.grad(score, [run.activations[name] for name in points])
+    states = {name: state.detach() for name, state in run.activations.items()}
+    return KeptRun(read, states, run.logits.detach()), dict(zip(points, gradients, strict=True))
 
 
 def sweep_by_gradient(
-    pair: Pair, sweep: Sweep, cells: Cells, check: int
+    pair: SidePair, sweep: Sweep, cells: Cells, check: int
 ) -> tuple[Float[Tensor, "layer *cell"], EstimateError | None]:
     """The estimated score of every cell of a site, and how it compares on the `check` largest."""
     site, layers = sweep.site, sweep.layers
@@ -103,15 +103,16 @@ def sweep_by_gradient(
     largest = largest[~flat[largest].isnan()]
     if not len(largest):
         return scores, None
-    exact = []
-    for index, layer in enumerate(layers):
-        chosen = largest[largest // cells.n == index] % cells.n
-        exact.append(pair.patched_scores(site, layer, cells.pick(chosen.to(cells.cell.device))))
+    chosen = [
+        (layer, cells.pick((largest[largest // cells.n == index] % cells.n).to(cells.cell.device)))
+        for index, layer in enumerate(layers)
+    ]
+    exact = pair.patched_scores(site, chosen)
     indices = torch.stack(torch.unravel_index(largest, scores.shape), dim=1)
     return scores, EstimateError(indices, flat[largest], torch.cat(exact) - pair.corrupted_score)
 
 
-def _estimated_effects(pair: Pair, site: Site, layer: int, cells: Cells) -> Float[Tensor, "cell"]:
+def _estimated_effects(pair: SidePair, site: Site, layer: int, cells: Cells) -> Float[Tensor, "cell"]:
     """The first-order effect of each cell of a layer; NaN for a cell without a place."""
     clean, corrupted = pair.states(site, layer)
     slope = cells.from_corrupted(site.by_place(pair.gradients[site.hook_point(layer)]))

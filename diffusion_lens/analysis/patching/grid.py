@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.kept_run import keys_and_values, stream_entering
 from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patching.result import PatchGrid
-from diffusion_lens.analysis.patching.runs import Pair, Side, stream_entering, sweep_exactly
+from diffusion_lens.analysis.patching.runs import Side, SidePair, sweep_exactly
 from diffusion_lens.analysis.patching.sites import Group, Positions, Sweep, resolve_groups, resolve_sites
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -127,7 +128,7 @@ def patch_grid(
     baselines, labels = [], []
     found: list[list[tuple[Tensor, EstimateError | None]]] = []
     for clean_side, corrupted_side in sides:
-        pair = _take(clean_side, corrupted_side, sweeps, method, max_bytes)
+        pair = _run_both(clean_side, corrupted_side, sweeps, method, max_bytes)
         baselines.append([pair.clean_score, pair.corrupted_score])
         labels.append([_label(group, clean_side, corrupted_side) for group in groups])
         cells = [sweep.cells(clean_side.n_held, corrupted_side.n_held, model.cfg.device) for sweep in sweeps]
@@ -235,31 +236,31 @@ def _sides(
     return [(high if high.extent == low.extent else replace(high, reading=UNREAD), low) for high, low in sides]
 
 
-def _take(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> Pair:
+def _run_both(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> SidePair:
     """Run both sides, once each."""
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
-    entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
-    names = points | entrances | set(corrupted.past_points)
+    names = points | {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
+    if corrupted.input.resumes_at_positions:
+        names |= {name for block in range(corrupted.model.cfg.n_layers) for name in keys_and_values(block)}
     clean, corrupted = clean.guided(), corrupted.guided()
-    clean_logits, clean_states = clean.run(clean.embed(), points)
+    clean_run = clean.input.run(points)
     gradients: dict[str, Tensor] = {}
     if method == "attribution":
-        logits, states, gradients = run_with_gradients(corrupted, names, points)
+        corrupted_run, gradients = run_with_gradients(corrupted, names, points)
     else:
-        logits, states = corrupted.run(corrupted.embed(), names)
+        corrupted_run = corrupted.input.run(names)
     device = corrupted.model.cfg.device
-    pair = Pair(
+    pair = SidePair(
         side=corrupted,
-        clean={name: clean_states[name].to(device) for name in points},
-        corrupted=states,
+        clean={name: clean_run.activations[name].to(device) for name in points},
+        corrupted=corrupted_run,
         gradients=gradients,
-        logits=logits,
-        clean_score=float(clean.reading(clean_logits.to(device))),
-        corrupted_score=float(corrupted.reading(logits)),
+        clean_score=float(clean.reading(clean_run.logits.to(device))),
+        corrupted_score=float(corrupted.reading(corrupted_run.logits)),
         max_bytes=max_bytes,
     )
     for sweep in sweeps:
-        pair.cells_at_once(sweep.site)
+        pair.cells(sweep.site)  # refuses a budget too small before any cell is run
     return pair
 
 

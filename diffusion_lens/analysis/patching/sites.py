@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Site:
         n_heads: how many heads it has on a model; `None` where a place has one state.
         heads_first: whether it is [batch head query key], and not [batch pos ...].
         ends_block: whether nothing of its block is left to run after it.
+        is_local: whether what follows in its block reads a position's state at that position only.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Site:
     n_heads: Callable[[DiffusionConfig], int] | None = None
     heads_first: bool = False
     ends_block: bool = False
+    is_local: bool = True
 
     def hook_point(self, layer: int) -> str:
         """Its hook point in a block."""
@@ -67,14 +69,14 @@ def _key_value_heads(cfg: DiffusionConfig) -> int:
 PATCH_SITES = {
     site.name: site
     for site in (
-        Site("resid_pre", "hook_resid_pre"),
+        Site("resid_pre", "hook_resid_pre", is_local=False),
         Site("resid_mid", "hook_resid_mid"),
         Site("resid_post", "hook_resid_post", ends_block=True),
         Site("attn_out", "hook_attn_out"),
         Site("mlp_out", "hook_mlp_out"),
         Site("q", "attn.hook_q", _heads),
-        Site("k", "attn.hook_k", _key_value_heads),
-        Site("v", "attn.hook_v", _key_value_heads),
+        Site("k", "attn.hook_k", _key_value_heads, is_local=False),
+        Site("v", "attn.hook_v", _key_value_heads, is_local=False),
         Site("z", "attn.hook_z", _heads),
         Site("pattern", "attn.hook_pattern", _heads, heads_first=True),
     )
@@ -122,10 +124,6 @@ class Cells:
             head=None if self.head is None else self.head[kept],
         )
 
-    def moved(self, begin: int) -> "Cells":
-        """The same cells in a run from place `begin` on."""
-        return replace(self, target=self.target - begin)
-
     def from_clean(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """What each entry takes from the clean run."""
         return activation[(slice(None), *self._at(self.source))].transpose(0, 1)
@@ -133,11 +131,6 @@ class Cells:
     def from_corrupted(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """What each entry replaces in the corrupted run."""
         return activation[(slice(None), *self._at(self.target))].transpose(0, 1)
-
-    def put(self, clean: Float[Tensor, "batch pos ..."], packed: Float[Tensor, "packed selected ..."]) -> None:
-        """Write each cell's clean states into its own copy of the batch; `packed` holds one copy a cell in turn."""
-        by_cell = packed.unflatten(0, (self.n, -1))
-        by_cell[(self.cell, slice(None), *self._at(self.target))] = self.from_clean(clean)
 
     def _at(self, places: Int[Tensor, "entry"]) -> tuple[Any, ...]:
         return (places,) if self.head is None else (places, self.head)

@@ -1,0 +1,115 @@
+"""The traces of one query at several steps of one denoising run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.records import load_fields, save_fields
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryTrace:
+    """One query traced at several steps of one run.
+
+    Attributes:
+        scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the draws: the product
+            over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN at places
+            that the canvas of a causal model does not hold yet.
+        token_scores: Float[step pos layer selected], the same for each token of the answer alone.
+        chained: Float[pos layer], p(answer) by the chain rule: each token read at the step that committed it, with the
+            state restored at all these steps. `None` for free canvases, and where not all of these steps were traced.
+        clean: Float[step], of the clean run.
+        corrupted: Float[step], of the corrupted run.
+        clean_token_scores: Float[step selected].
+        corrupted_token_scores: Float[step selected].
+        steps: the step of each grid.
+        revealed_at: the step in which the clean run revealed each answer token for good.
+        known: whether the clean run wrote the answer.
+        str_canvases: the canvas of each step, a string a place.
+        subject: first and one past the last place of the subject.
+        positions: the place of each row of the grids.
+        layers: the layer of each column.
+        record: the settings of the trace and of the run, model, weights' hash, hooks, modules, versions; under
+            "trajectory", by what weights, hooks and modules the clean run's canvases were written.
+    """
+
+    scores: Float[Tensor, "step pos layer"]
+    token_scores: Float[Tensor, "step pos layer selected"]
+    chained: Float[Tensor, "pos layer"] | None
+    clean: Float[Tensor, "step"]
+    corrupted: Float[Tensor, "step"]
+    clean_token_scores: Float[Tensor, "step selected"]
+    corrupted_token_scores: Float[Tensor, "step selected"]
+    steps: list[int]
+    revealed_at: list[int]
+    known: bool
+    str_canvases: list[list[str]]
+    subject: tuple[int, int]
+    positions: list[int]
+    layers: list[int]
+    record: dict[str, Any]
+
+    @property
+    def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
+        """How much of the answer a state brings back: scores - corrupted."""
+        return self.scores - self.corrupted[:, None, None]
+
+    @property
+    def order(self) -> list[int]:
+        """The answer's tokens in the order in which the model committed them; from left to right within a step."""
+        return sorted(range(len(self.revealed_at)), key=lambda token: self.revealed_at[token])
+
+    def at_step(self, step: int) -> CausalTrace:
+        """The grid of one step as a `CausalTrace`."""
+        if step not in self.steps:
+            raise KeyError(f"step {step} was not traced; the steps are {self.steps}")
+        i = self.steps.index(step)
+        return CausalTrace(
+            scores=self.scores[i],
+            token_scores=self.token_scores[i],
+            clean_token_scores=self.clean_token_scores[i],
+            corrupted_token_scores=self.corrupted_token_scores[i],
+            clean=self.clean[i].item(),
+            corrupted=self.corrupted[i].item(),
+            known=self.known,
+            str_tokens=self.str_canvases[i],
+            subject=self.subject,
+            positions=self.positions,
+            layers=self.layers,
+            record={**self.record, "step": step},
+        )
+
+    def plot(self, step: int, ax: Any = None, title: str | None = None) -> Any:
+        """The heat map of one step, on the colour scale of all of them; returns the matplotlib axes."""
+        limits = float(self.corrupted.min()), float(self.scores.nan_to_num().max())
+        return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
+
+    def page(self, title: str | None = None) -> Any:
+        """The heat maps with a slider over the steps, as a plotly figure; `plots.write_page` writes it."""
+        return plots.step_slider(
+            self.scores,
+            str_canvases=self.str_canvases,
+            subject=self.subject,
+            steps=self.steps,
+            layers=self.layers,
+            positions=self.positions,
+            kind=self.record["kind"],
+            answer=self.record["answer"],
+            clean=self.clean,
+            corrupted=self.corrupted,
+            title=title or f"{self.record['model']}: {' '.join(map(plots.readable, self.str_canvases[-1]))}",
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "trajectory trace", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TrajectoryTrace":
+        """Read what `save` wrote."""
+        return load_fields(path, "trajectory trace", cls)

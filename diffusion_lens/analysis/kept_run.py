@@ -1,0 +1,176 @@
+"""One pass over a canvas, with the activations kept that later passes resume from.
+
+A pass that differs from a kept one only from block l on starts at block l, from the kept residual stream. On a causal
+model it also starts at the first position that differs: the keys and values of the positions before it are kept.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.hook_names import resid_post
+from diffusion_lens.interventions import Hook
+from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.shapes import PosMask, Resid, Tokens
+from diffusion_lens.step_state import StepState
+
+
+def stream_entering(block: int) -> str:
+    """The last hook point of the residual stream before a block (`n_layers`: before the final norm)."""
+    return resid_post(block - 1) if block else "hook_embed"
+
+
+def keys_and_values(block: int) -> tuple[str, str]:
+    """The hook points of a block's rotated keys and of its values."""
+    return f"blocks.{block}.attn.hook_rot_k", f"blocks.{block}.attn.hook_v"
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkInput:
+    """What one pass reads, and which rows of its logits are read.
+
+    Attributes:
+        model: The network.
+        tokens: Its input.
+        rows: Rows of the logits that are read, negative ones from the end; `None` reads all of them.
+        real: False at padding; `None` where there is none.
+        step: The denoising step that hooks are told; `None` outside the loop.
+        hooks: Hooks of this pass, beside those of the caller.
+        is_hooked: Whether the caller has hooks inside the network, which may mix positions.
+    """
+
+    model: DiffusionTransformer
+    tokens: Tokens
+    rows: Sequence[int] | None = None
+    real: PosMask | None = None
+    step: StepState | None = None
+    hooks: Sequence[tuple[str, Hook]] = ()
+    is_hooked: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_hooked", self.model.is_hooked)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the batch."""
+        return self.tokens.shape[0]
+
+    @property
+    def n_pos(self) -> int:
+        """Positions of the input."""
+        return self.tokens.shape[1]
+
+    @property
+    def resumes_at_positions(self) -> bool:
+        """Whether a pass may start at the first position that differs: on a causal model without padding or hooks."""
+        return self.model.cfg.is_causal and self.real is None and not self.is_hooked
+
+    def told(self, copies: int = 1) -> AbstractContextManager[None]:
+        """A context in which hooks are told the step, for so many copies of these rows."""
+        return self.model.clock.at(self.step, copies)
+
+    def mask(self, copies: int = 1) -> PosMask | None:
+        """The attention mask of so many copies of these rows."""
+        return None if self.real is None else self.real.repeat(copies, 1)
+
+    def embed(self) -> Resid:
+        """The residual stream that enters the first block."""
+        with self.told():
+            resid: Resid = self.model(self.tokens, attention_mask=self.real, stop_at_layer=0)
+        return resid
+
+    def run(self, names: Iterable[str], embedded: Resid | None = None) -> "KeptRun":
+        """Run the network and keep the activations at these hook points.
+
+        Args:
+            embedded: What enters the first block, instead of the embedding of the tokens.
+        """
+        kept: dict[str, Tensor] = {} if embedded is None else {"hook_embed": embedded}
+
+        def keep(activation: Tensor, hook: Any) -> None:
+            kept[hook.name] = activation
+
+        # The caller's hooks and these act before `keep`, so the states kept are those that the pass went on with.
+        hooks = [*self.hooks, *((name, keep) for name in dict.fromkeys(names) if name not in kept)]
+        with self.told(), self.model.hooks(fwd_hooks=hooks):
+            logits: Tensor = self.model(
+                self.tokens if embedded is None else embedded,
+                start_at_layer=None if embedded is None else 0,
+                attention_mask=self.real,
+                logits_at=self.rows,
+            )
+        return KeptRun(self, kept, logits)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRun:
+    """A pass that has run.
+
+    Attributes:
+        input: What it read.
+        activations: Activations kept, by hook point.
+        logits: Float[batch selected d_vocab_out], the rows that are read.
+    """
+
+    input: NetworkInput
+    activations: Mapping[str, Tensor]
+    logits: Float[Tensor, "batch selected d_vocab_out"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return self.logits.nbytes + sum(tensor.nbytes for tensor in self.activations.values())
+
+    @cached_property
+    def past_bytes_by_row(self) -> int:
+        """Bytes of one row's keys and values in all blocks, if passes resume at positions."""
+        if not self.input.resumes_at_positions:
+            return 0
+        names = [name for block in range(self.input.model.cfg.n_layers) for name in keys_and_values(block)]
+        return sum(self.activations[name].nbytes for name in names) // self.input.n_rows
+
+    def stream(self, block: int, offset: int = 0) -> Resid:
+        """The residual stream entering a block, from position `offset` on."""
+        return self.activations[stream_entering(block)][:, offset:]
+
+    def resume(
+        self,
+        stream: Resid,
+        blocks: range,
+        offset: int = 0,
+        *,
+        hooks: Sequence[tuple[str, Hook]] = (),
+        **read: Any,
+    ) -> Tensor:
+        """Run these blocks on copies of this run's rows that differ in their stream from position `offset` on.
+
+        Args:
+            stream: The residual stream of whole copies, one after the other, entering the first of the blocks.
+            read: `logits_at=` reads logits after the last block; without it, the stream after the blocks is returned.
+        """
+        model, copies = self.input.model, len(stream) // self.input.n_rows
+        # Attaching no hooks still costs a walk through every hook point of the model.
+        attached = model.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext()
+        with self.input.told(copies), attached:
+            out: Tensor = model(
+                stream,
+                start_at_layer=blocks.start,
+                attention_mask=self.input.mask(copies),
+                past_kv_cache=self._past(blocks, copies, offset) if offset else None,
+                **(read or {"stop_at_layer": blocks.stop}),
+            )
+        return out
+
+    def _past(self, blocks: range, copies: int, offset: int) -> KeyValueCache:
+        """Keys and values of the positions before `offset`, for so many copies of the rows."""
+        cache = KeyValueCache(self.input.model.cfg.n_layers)
+        for block in blocks:
+            keys, values = (self.activations[name][:, :offset] for name in keys_and_values(block))
+            cache.layers[block] = LayerKeyValues(keys.repeat(copies, 1, 1, 1), values.repeat(copies, 1, 1, 1))
+        return cache
