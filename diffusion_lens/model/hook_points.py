@@ -45,12 +45,10 @@ class StepHookPoint(HookPoint):
         return handle
 
     def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
-        """As in TransformerLens, which resets every point of a model after every run with hooks at a few."""
-        if not (self.fwd_hooks or self.bwd_hooks):
-            self.clock.require_alone()
-            return
-        with self.clock.held():
-            super().remove_hooks(*args, **kwargs)
+        """As in TransformerLens, which resets every point of a model after every run with hooks at a few of them."""
+        if self.fwd_hooks or self.bwd_hooks:
+            with self.clock.held():
+                super().remove_hooks(*args, **kwargs)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.clock.branches is None or not (self.is_hooked or _has_any_global_hook()):

@@ -60,7 +60,6 @@ ATTEMPTS = {
     "add_caching_hooks": lambda m: m.add_caching_hooks("hook_embed"),
     "a point's own": lambda m: m.hook_embed.add_hook(halve),
     "reset_hooks": lambda m: m.reset_hooks(),
-    "a point's remove": lambda m: m.hook_embed.remove_hooks(),
     "run_with_hooks": lambda m: m.run_with_hooks(PROMPT, fwd_hooks=[("hook_embed", halve)]),
     "run_with_cache": lambda m: m.run_with_cache(PROMPT),
     "denoise": lambda m: m.denoise(PROMPT, length=6),
@@ -80,6 +79,17 @@ def test_nothing_reaches_into_a_run_of_another_thread(either, run, attempt):
     assert not either.model.is_hooked
     ATTEMPTS[attempt](either.model)
     either.model.reset_hooks(including_permanent=True)
+
+
+def test_a_hook_is_not_removed_under_a_run_of_another_thread(either):
+    point, seen = either.model.hook_embed, []
+    point.add_hook(lambda activation, hook: seen.append(len(activation)))
+    with held_open(either.model, lambda: either.model(PROMPT)), pytest.raises(RuntimeError, match="thread"):
+        point.remove_hooks()
+    assert point.is_hooked
+    point.remove_hooks()
+    assert not point.is_hooked
+    assert len(seen) == 1
 
 
 def test_two_threads_may_run_plainly(either, run):
