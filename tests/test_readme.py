@@ -38,7 +38,9 @@ def test_the_tour_names_every_room_and_no_file_that_is_not_there() -> None:
     assert not missing, f"CONTRIBUTING.md names files that do not exist: {missing}"
     named = {path.removeprefix("diffusion_lens/").split("/")[0] for path in paths}
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
-    unnamed = rooms - named - {"__init__.py", "__pycache__"}
+    rooms |= {f"analysis/{path.name}" for path in (PACKAGE / "analysis").iterdir()}
+    named |= {"/".join(path.rstrip("/").split("/")[:2]) for path in paths}
+    unnamed = {room for room in rooms if Path(room).name not in ("__init__.py", "__pycache__")} - named
     assert not unnamed, f"CONTRIBUTING.md does not name {sorted(unnamed)}"
 
 
