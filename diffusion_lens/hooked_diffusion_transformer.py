@@ -1,4 +1,4 @@
-"""`HookedDiffusionTransformer`: the network of `model.transformer`, with its doors to loading, denoising and losses."""
+"""`HookedDiffusionTransformer`: the network of `model.transformer` with loading, saving, denoising and losses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +22,10 @@ from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
 
 
 class HookedDiffusionTransformer(Forward):
-    """A masked diffusion language model, or its autoregressive twin, as TransformerLens users know models.
+    """A masked diffusion language model, or its autoregressive (AR) baseline, with TransformerLens's interface.
 
-    `model(tokens)`, `run_with_cache` and `run_with_hooks` are TransformerLens's; `denoise` runs the denoising loop, in
-    which the same hooks work and `hook.step` says where they are.
+    `model(tokens)`, `run_with_cache` and `run_with_hooks` work as in TransformerLens. `denoise` runs the denoising
+    loop, in which the same hooks work and `hook.step` describes the current step.
     """
 
     @classmethod
@@ -43,32 +43,32 @@ class HookedDiffusionTransformer(Forward):
         local_files_only: bool = False,
         fold_ln: bool = False,
     ) -> "HookedDiffusionTransformer":
-        """A model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
+        """Load a model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
 
-        What lies here comes before a name, and a name before a repository. Of a repository only config, safetensors and
-        tokenizer are fetched, and no code of it is run.
+        Lookup order: local path, bundled model, published name, hub repository. Only config, safetensors and tokenizer
+        of a repository are fetched, and no code of it is run.
 
         Args:
-            name_or_path: "smdm-1028m", "llada-8b-base", "tiny-mdm" (`list_pretrained()` prints all), "owner/name" of a
-                repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one.
-            config: the checkpoint's config, a path or a mapping. By default the file that lies beside it, or the
-                architecture is recognised from the tensors' shapes.
-            tokenizer: a folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
-                default the one beside the checkpoint, or of the published model; a bare file has none and takes ids.
-                Its own habit decides whether BOS is prepended; where it has a chat template,
+            name_or_path: "smdm-1028m", "llada-8b-base", "tiny-mdm" (`list_pretrained()` prints all names), "owner/name"
+                of a repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one.
+            config: The checkpoint's config, as a path or a mapping. By default it is read from the file beside the
+                checkpoint, or derived from the tensors' shapes.
+            tokenizer: Folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
+                default the one beside the checkpoint, or that of the published model; without either the model takes
+                token ids only. The tokenizer's settings decide whether BOS is prepended. If it has a chat template,
                 `model.tokenizer.apply_chat_template` works.
-            device: by default the GPU if there is one.
-            dtype: of the weights, torch.bfloat16 or "bfloat16"; converted piece by piece while they are read.
-            revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
-            fold_ln: fold the norms' weights into the matrices that read them, as `enable_compatibility_mode` does. A
-                folder that `save_pretrained` wrote of a folded model says so, and is folded (`cfg.layer_norm_folding`).
+            device: Device of the model; by default the GPU if there is one.
+            dtype: Precision of the weights, torch.bfloat16 or "bfloat16"; they are converted piece by piece.
+            revision, cache_dir, token, local_files_only: Arguments of `huggingface_hub.snapshot_download`.
+            fold_ln: Whether the norms' weights are folded into the projections that read them, as by
+                `enable_compatibility_mode`. A model that was saved folded stays folded (`cfg.layer_norm_folding`).
 
         Raises:
-            ValueError: unknown name (nearest names follow), dtype or device, a config of no known family, a file cut
-                off, tensors missing, unknown or misshapen.
-            FileNotFoundError: nothing there, no safetensors in a repository, or not in the cache while the hub is out
-                of reach (says what to put where).
-            PermissionError: a repository whose terms have not been accepted.
+            ValueError: the name (the message gives the nearest), the dtype or the device is unknown; no family supports
+                the config; the file is truncated; or tensors are missing, unknown or misshapen.
+            FileNotFoundError: there is no such file; the repository has no safetensors; or the model is not in the
+                cache while the hub is unreachable (the message says which files to put where).
+            PermissionError: the repository's terms have not been accepted.
         """
         cfg, checkpoint, loaded = open_pretrained(
             name_or_path,
@@ -97,23 +97,23 @@ class HookedDiffusionTransformer(Forward):
         fold_value_biases: bool = False,
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
-        """Process the weights as TransformerLens does in this mode, where that is exact: fold the norms.
+        """Process the weights as TransformerLens does in this mode, as far as that is exact: fold the norms.
 
-        Afterwards `cache.apply_ln_to_stack(resid) @ model.W_U` are logits, and `W_in`, `W_Q`, `W_K`, `W_V` read the
-        normalised stream as it is. Hook points keep their values. The names of TransformerLens's hook points are
-        always there, so no aliases are switched on.
+        Afterwards `cache.apply_ln_to_stack(resid) @ model.W_U` gives logits, and `W_in`, `W_Q`, `W_K`, `W_V` apply to
+        the normalised stream directly. Activations at hook points do not change. Hook points always have
+        TransformerLens's names, so no aliases are added.
 
         Args:
-            disable_warnings: taken for TransformerLens's sake; nothing warns here.
-            no_processing: leave the weights as they are.
-            fold_ln: fold each norm's weight into the matrices that read it (`model.folding.fold_norms`).
-            center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: refused when
-                true; the error gives each one's reason.
+            disable_warnings: Ignored; it exists for compatibility with TransformerLens.
+            no_processing: Whether the weights are left unchanged.
+            fold_ln: Whether each norm's weight is folded into the projections that read it.
+            center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: Refused if true;
+                the error gives the reason of each.
 
         Raises:
-            ValueError: a kind of processing that would change the logits, or weights in less than float32.
+            ValueError: the processing would change the logits, or the weights have less precision than float32.
         """
-        asked = {
+        requested = {
             "center_writing_weights": center_writing_weights,
             "center_unembed": center_unembed,
             "fold_value_biases": fold_value_biases,
@@ -121,16 +121,16 @@ class HookedDiffusionTransformer(Forward):
         }
         if no_processing:
             return
-        if reasons := [f"{name}=True {NOT_EXACT[name]}" for name, wanted in asked.items() if wanted]:
+        if reasons := [f"{name}=True {NOT_EXACT[name]}" for name, value in requested.items() if value]:
             raise ValueError("; ".join(reasons))
         if fold_ln:
             fold_norms(self)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write weights, config and tokenizer; `from_pretrained(folder)` reads them back.
+        """Write weights, config and tokenizer; `from_pretrained(folder)` reads them.
 
-        For the checkpoint family's own format: `weight_conversion.export(model.state_dict(), model.cfg.architecture,
-        path)`.
+        To write the checkpoint family's own format, use `weight_conversion.export(model.state_dict(),
+        model.cfg.architecture, path)`.
         """
         return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
 
@@ -150,34 +150,34 @@ class HookedDiffusionTransformer(Forward):
         fwd_hooks: Sequence[tuple[Any, Any]] = (),
         progress: bool = False,
     ) -> Trajectory:
-        """Write text by unmasking a canvas step by step; on a causal model token by token.
+        """Generate text by unmasking a canvas step by step; on a causal model token by token.
 
         Args:
-            prompt: text, texts, or Int[batch pos] tokens. Masks inside it are filled too.
-            length: places in all, the prompt included (SMDM's meaning). With neither length nor [MASK]s in the prompt,
-                `cfg.trained_length`, if it is known.
-            max_new_tokens: blanks after the prompt, instead of `length`.
-            steps: denoising steps; 32 by default, with "llada" one a blank. `left_to_right` takes one a token whatever
-                is asked.
+            prompt: Text, several texts, or Int[batch pos] tokens. Masks in the prompt are filled too.
+            length: Length of the canvas in positions, including the prompt (as in SMDM). By default, if the prompt has
+                no masks, `cfg.trained_length` if it is known.
+            max_new_tokens: Number of masked positions after the prompt, instead of `length`.
+            steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
+                takes one step per token.
             sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm", "blocks",
                 "left_to_right" (the default, and the only one, of a causal model), a preset ("smdm", "llada",
                 "dream"), or a `Sampler`.
-            cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none.
-            temperature: 0 takes the likeliest token; otherwise Gumbel noise in float64.
-            seed: a whole number, of which row r of a batch makes its own seed (a hash of both, so that seeds share no
-                sample); or one seed a row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
+            cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
+            temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token.
+            seed: Seed of the random number generator, from which each row derives its own by a hash; or one seed per
+                row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
             attention_mask: [batch pos], 0 at the padding of a token prompt.
-            prepend_bos: for text; as in TransformerLens.
-            fwd_hooks: (name or predicate, function) pairs, on any hook point, the loop's own (`denoise.hook_*`, see
-                `diffusion_lens.denoising.loop`) included. Inside, `hook.step` is a `StepState`.
-            progress: show a bar.
+            prepend_bos: Whether text begins with BOS, as in TransformerLens.
+            fwd_hooks: Pairs (name or predicate, function) on any hook point, including those of the loop
+                (`denoise.hook_*`, see `diffusion_lens.denoising.loop`). In a hook, `hook.step` is a `StepState`.
+            progress: Whether a progress bar is shown.
 
         Raises:
-            ValueError: a setting out of range, an unknown sampler, a length that leaves nothing to fill.
-            TypeError: a setting of the wrong kind, such as a length that is no whole number.
-            KeyError: a hook point that does not exist.
-            FloatingPointError: logits that are NaN or +inf, or -inf for every token, where a token is to be revealed.
-            RuntimeError: another run of the loop is under way on this model.
+            ValueError: a setting is out of range, the sampler is unknown, or the length leaves nothing to fill.
+            TypeError: a setting has the wrong type, such as a length that is not a whole number.
+            KeyError: a hook point does not exist.
+            FloatingPointError: logits are NaN or +inf, or -inf for every token, at a position that would be revealed.
+            RuntimeError: another denoising loop is running on this model.
         """
         settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
@@ -208,23 +208,24 @@ class HookedDiffusionTransformer(Forward):
         fwd_hooks: Sequence[tuple[Any, Any]] = (),
         progress: bool = False,
     ) -> tuple[Trajectory, TrajectoryCache]:
-        """`denoise`, keeping activations by step. Canvases are as without (confidences to about 1e-6).
+        """`denoise`, and cache activations by step. Canvases are those of `denoise` (confidences to about 1e-6).
 
         Args:
-            names_filter: name, names or predicate of the hook points to keep; required, since everything at every step
-                is a question about your disk.
-            steps_filter: step or steps to keep, negative ones from the end; by default all.
-            pos_slice: places to keep (of scores and patterns, the queries): an index (its axis stays), a slice, or
-                indices.
-            branch: under guidance, the branch to keep, "conditional" or "unconditional".
-            device, dtype: where and in what precision to keep them; by default as they are.
-            max_bytes: refuse, before anything runs, a cache estimated larger.
-            length, max_new_tokens, steps, sampler, cfg_scale, temperature, seed: as in `denoise`.
-            attention_mask, prepend_bos, fwd_hooks, progress: as in `denoise`.
+            prompt: Prompt, as in `denoise`.
+            names_filter: Name, names or predicate of the hook points to cache. It is required, because all activations
+                of all steps may exceed the memory.
+            steps_filter: Step or steps to cache, negative from the end; by default all.
+            pos_slice: Positions to cache (query positions for scores and patterns): an index (the axis stays), a slice,
+                or several indices.
+            branch: Branch to cache with guidance, "conditional" or "unconditional".
+            device, dtype: Device and precision of the cache; by default those of the activations.
+            max_bytes: Largest estimated size of the cache in bytes; a larger one is refused before the loop starts.
+            length, max_new_tokens, steps, sampler, cfg_scale, temperature, seed: Arguments of `denoise`.
+            attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
         Raises:
-            ValueError: a filter that picks nothing, a step outside the run, a cache over `max_bytes` (with the largest
-                contributors).
+            ValueError: the filter selects nothing, a step does not exist, or the cache exceeds `max_bytes` (the message
+                lists the largest activations).
         """
         cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)
         settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)

@@ -8,11 +8,11 @@ from diffusion_lens.hook_naming import hook_within
 
 Hook = Callable[..., Any]
 
-_MARK = "acts_by_step"  # among a function's attributes, so that `functools.wraps` hands it on
+_MARK = "acts_by_step"  # an attribute of the function, which `functools.wraps` copies
 
 
 def in_loop_only(hook_fn: Hook) -> Hook:
-    """The same hook, which does nothing outside the loop; `acts_by_step` tells it."""
+    """The same hook, which does nothing outside the loop; `acts_by_step` recognises it."""
 
     def in_loop(activation: Any, hook: Any) -> Any:
         return None if hook.step is None else hook_fn(activation, hook)
@@ -24,9 +24,9 @@ def in_loop_only(hook_fn: Hook) -> Hook:
 def acts_by_step(hook_fn: Any) -> bool:
     """Whether a hook acts in the loop only, as those of `at_steps`, `on_branch`, `while_masked` and `freeze` do.
 
-    It is found under a name too, in a `functools.partial`, and in a function that `functools.wraps` it. A hook that
-    asks `hook.step` itself is not: nothing tells what it does where that is `None`. Nor is a `swap` with a cache by
-    step, which raises outside the loop.
+    Such a hook is also recognised if it was named, in a `functools.partial`, and in a function that `functools.wraps`
+    it. A hook that reads `hook.step` itself is not recognised, because nobody knows what it does where that is `None`;
+    nor is a `swap` with a cache by step, which raises an error outside the loop.
     """
     if isinstance(hook_fn, functools.partial):
         return any(map(acts_by_step, (hook_fn.func, *hook_fn.args, *hook_fn.keywords.values())))

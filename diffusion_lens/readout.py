@@ -1,7 +1,7 @@
-"""Where token i is read: the only place that knows about a shift.
+"""The rows of the logits that predict the tokens at given positions. Only this module knows about a shift.
 
-A masked diffusion model of SMDM's or LLaDA's kind predicts the token at place i in row i of its logits. A causal model,
-and Dream, predict it in row i - 1. Everything else speaks of places and asks here for rows.
+A masked diffusion model such as SMDM or LLaDA predicts the token at position i in row i of its logits. A causal model,
+and Dream, predict it in row i - 1. All other code works with positions, and gets rows from here.
 """
 
 from abc import ABC, abstractmethod
@@ -14,21 +14,22 @@ from diffusion_lens.shapes import PosMask
 
 
 class Readout(ABC):
-    """Maps places (where a token stands) to rows (where the network predicts it)."""
+    """Maps positions of tokens to the rows of the logits that predict them."""
 
     @abstractmethod
-    def rows(self, places: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        """The row that predicts each place."""
+    def rows(self, positions: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """The row that predicts the token at each position."""
 
     def locate(
-        self, places: PosMask, real: PosMask | None = None
+        self, positions: PosMask, real: PosMask | None = None
     ) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
-        """Row of the batch and row of the logits that predict each marked place, in reading order.
+        """Row of the batch and row of the logits that predict each marked position, in reading order.
 
         Args:
-            real: false at padding, whose rows predict nothing; `None` where there is none.
+            positions: Bool[batch pos], true at the positions to predict.
+            real: Bool[batch pos], false at padding, whose rows predict nothing; `None` without padding.
         """
-        batch, pos = places.nonzero(as_tuple=True)
+        batch, pos = positions.nonzero(as_tuple=True)
         rows = self.rows(pos)
         return batch, rows if real is None else torch.where(real[batch, rows], rows, pos)
 
@@ -36,15 +37,15 @@ class Readout(ABC):
 class InPlace(Readout):
     """Row i predicts token i."""
 
-    def rows(self, places: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        return places
+    def rows(self, positions: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        return positions
 
 
 class Shifted(Readout):
-    """Row i - 1 predicts token i. Nothing predicts the first; it keeps its own row (Dream's convention)."""
+    """Row i - 1 predicts token i. No row predicts the first token; it is read in its own row (Dream's convention)."""
 
-    def rows(self, places: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        return (places - 1).clamp(min=0)
+    def rows(self, positions: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        return (positions - 1).clamp(min=0)
 
 
 READOUTS: dict[str, Readout] = {"in_place": InPlace(), "shifted": Shifted()}

@@ -1,4 +1,4 @@
-"""Where in the denoising loop an activation belongs: what `hook.step` holds inside the loop."""
+"""`StepState`, the value of `hook.step` in the denoising loop, and `StepClock`, which hook points read it from."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ Branch = Literal["conditional", "unconditional"]
 
 
 class RunIdentity:
-    """Stands for one run of the loop; no two runs share one. Compared by identity."""
+    """Identifies one run of the loop. Instances are compared by identity."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,17 @@ class StepState:
     """One denoising step as a hook sees it.
 
     Attributes:
-        index: 0 for the first step, `n_steps - 1` for the last.
-        n_steps: steps of the whole run.
-        t: time before the step; 1 is all masked, 0 is done.
-        s: time after the step, `s < t`.
-        tokens: Int[batch pos], the canvas of the step (in the unconditional branch too, whose network sees the
-            prompt masked); on a causal model -1 marks places not reached yet.
-        masked: Bool[batch pos], the places still to be filled.
-        given: Bool[batch pos], the places that came with the prompt.
-        branch: "conditional", or "unconditional" for guidance's second forward pass.
-        run: the same object in all steps of one run and in no other run, so that a hook that remembers something can
-            tell whether it belongs to this run. A state made without one stands for a run of its own; `None` where a
-            single step is run by itself, as the analyses of trajectories do, and there is nothing to remember.
+        index: Index of the step, from 0 to `n_steps - 1`.
+        n_steps: Number of steps of the run.
+        t: Time before the step; 1 if all is masked, 0 at the end.
+        s: Time after the step, `s < t`.
+        tokens: Int[batch pos], canvas of the step (also in the unconditional branch, whose network sees the prompt
+            masked); on a causal model -1 marks positions not reached yet.
+        masked: Bool[batch pos], true at the positions that are not yet revealed.
+        given: Bool[batch pos], true at the positions of the prompt.
+        branch: "conditional", or "unconditional" for the second forward pass of guidance.
+        run: Identity of the run, the same object in all its steps, so that a hook with a memory can tell runs apart. By
+            default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
     """
 
     index: int
@@ -46,24 +45,23 @@ class StepState:
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
 
     def repeat(self, copies: int) -> "StepState":
-        """The step of a batch that holds every row so many times, one copy of the batch after the other."""
+        """The step of a batch that consists of several copies of this step's batch, one after the other."""
         rows = {name: getattr(self, name).repeat(copies, 1) for name in ("tokens", "masked", "given")}
         return replace(self, **rows)
 
 
-# Held only while a clock notes who uses it; one for all models, so that a model can be copied.
-_NOTING = Lock()
+# Protects the counters of all clocks; it is shared by all models, so that a model can be copied.
+_COUNTING = Lock()
 
 
 class StepClock:
-    """The current step of one model's loop; `None` outside. Shared by all hook points of that model.
+    """The current step of one model's loop, shared by all hook points of the model; outside the loop it is `None`.
 
-    A single run that stands for a step, as the analyses of trajectories take them, is lent the step by `at`.
+    `at` sets the step for forward passes outside the loop that reproduce a step, as analyses of trajectories do. While
+    guidance runs both branches as one batch, `branches` has the state of each half.
 
-    While guidance runs both of its branches as one batch, `branches` holds the state of each half.
-
-    Step and hooks belong to the model, so one thread at a time may use them: `held` refuses a second one. Plain passes
-    may run in several threads, and are noted, because hooks attached meanwhile would reach into them.
+    Step and hooks belong to the model, so only one thread at a time may use them: `held` refuses a second one. Plain
+    forward passes may run in several threads; they are counted, because hooks attached meanwhile would affect them.
     """
 
     def __init__(self) -> None:
@@ -75,66 +73,66 @@ class StepClock:
         self._passing: Counter[int] = Counter()
 
     def __deepcopy__(self, memo: object) -> "StepClock":
-        # A copy of the model runs nothing yet, whatever its original is doing.
+        # A copy of the model is idle, even if the original is running.
         return StepClock()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads out while hooks are attached; the same thread may hold it again inside.
+        """Exclude other threads while hooks are attached; the same thread may enter again.
 
         Raises:
             RuntimeError: another thread holds the model, or is in a forward pass of it.
         """
-        with _NOTING:
+        with _COUNTING:
             self.require_alone()
             self._holder, self._depth = get_ident(), self._depth + 1
         try:
             yield
         finally:
-            with _NOTING:
+            with _COUNTING:
                 self._depth -= 1
                 if not self._depth:
                     self._holder = None
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Note a forward pass of this thread: until it ends, no other thread may hold the model."""
+        """Count a forward pass of this thread: until it ends, no other thread may hold the model."""
         thread = get_ident()
-        with _NOTING:
+        with _COUNTING:
             self._check_thread()
             self._passing[thread] += 1
         try:
             yield
         finally:
-            with _NOTING:
+            with _COUNTING:
                 self._passing[thread] -= 1
-                self._passing += Counter()  # keeps the positive counts
+                self._passing += Counter()  # drops counts of zero
 
     def require_alone(self) -> None:
-        """Raise a `RuntimeError` where another thread holds the model or runs it."""
+        """Raise a `RuntimeError` if another thread holds the model or runs it."""
         self._check_thread()
         if self._passing.keys() - {get_ident()}:
             raise RuntimeError(
-                "another thread is in a forward pass of this model, and hooks or a step of yours would reach into it: "
-                "let the threads take turns, or give each a model of its own"
+                "another thread is in a forward pass of this model, which your hooks or step would affect: let the "
+                "threads take turns, or give each its own model"
             )
 
     def _check_thread(self) -> None:
-        """Raise a `RuntimeError` where another thread holds the model."""
+        """Raise a `RuntimeError` if another thread holds the model."""
         if self._holder is not None and self._holder != get_ident():
             raise RuntimeError(
-                "another thread is running hooks or the denoising loop on this model, whose hooks and step would reach "
-                "into this run: let the threads take turns, or give each a model of its own"
+                "another thread is running hooks or the denoising loop on this model, which would affect this call: "
+                "let the threads take turns, or give each its own model"
             )
 
     @contextmanager
     def running(self, model_name: str) -> Iterator[None]:
-        """Hold the clock for one run of the loop; afterwards, exception or not, no step is lent.
+        """Reserve the clock for one run of the loop; at its end, exception or not, the step is `None` again.
 
         Raises:
-            RuntimeError: a run holds it already, in another thread or around this one.
+            RuntimeError: another run is in progress, in another thread or around this one.
         """
-        with _NOTING:
+        with _COUNTING:
             if self._busy:
                 raise RuntimeError(
                     f"a denoising loop of this {model_name!r} is already running, in another thread or around this "
@@ -151,7 +149,7 @@ class StepClock:
 
     @contextmanager
     def one_branch_at_a_time(self) -> Iterator[tuple[StepState, ...]]:
-        """The branches, for one to be shown after the other; a hook point reached meanwhile passes the one shown."""
+        """The states of the branches, to be set one after the other; nested hook points see the current one only."""
         before = self.step, self.branches
         self.branches = None
         try:
@@ -161,12 +159,11 @@ class StepClock:
 
     @contextmanager
     def at(self, step: StepState | None, copies: int = 1) -> Iterator[None]:
-        """Lend a step to all hook points, and give back what they had before, exception or not.
+        """Set the step of all hook points, and restore the previous one at the end, exception or not.
 
         Args:
-            step: the step that the runs inside stand for, a row of its canvas for each of theirs; `None` for runs that
-                stand for none.
-            copies: how many times the runs inside hold those rows.
+            step: Step that the forward passes inside reproduce, with one row of its canvas per row; `None` for none.
+            copies: Number of copies of these rows in a batch.
         """
         with self.held():
             before = self.step, self.branches
