@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from processes import hears_ctrl_c
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -280,7 +281,9 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     """A real process, stopped in the middle by a real signal."""
     ask = ["recall", "tiny-mdm", "--limit", "40", "--trained", "p2d", "--steps", "8"]
     command = [sys.executable, "-m", "diffusion_lens", *ask, "--out", str(tmp_path / "stopped")]
-    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
+    )
     replies = tmp_path / "stopped" / "replies"
     deadline = time.monotonic() + 120
     while len(list(replies.glob("*.safetensors"))) < 4 and child.poll() is None:

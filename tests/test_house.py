@@ -146,13 +146,16 @@ def test_the_plan_names_only_rooms_that_exist() -> None:
     assert [room for room in ROOMS if not any(within(name, room) for name in FILES)] == []
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_reach_only_rooms_listed_before(name: str) -> None:
-    own = ROOMS.index(room_of(name))
-    ours = {target for target in IMPORTS[name] if target.split(".")[0] in PACKAGES}
-    assert ours <= set(FILES), f"{name} imports what is no module: {sorted(ours - set(FILES))}"
-    later = sorted(target for target in ours if ROOMS.index(room_of(target)) > own)
-    assert not later, f"{name} (room {ROOMS[own]}) imports from rooms listed after it: {later}"
+def test_imports_reach_only_rooms_listed_before() -> None:
+    offenders = []
+    for name in FILES:
+        own = ROOMS.index(room_of(name))
+        for target in sorted(target for target in IMPORTS[name] if target.split(".")[0] in PACKAGES):
+            if target not in FILES:
+                offenders.append(f"{name} imports {target}, which is no module")
+            elif ROOMS.index(room_of(target)) > own:
+                offenders.append(f"{name} (room {ROOMS[own]}) imports {target}, from a room listed after it")
+    assert not offenders, "\n".join(offenders)
 
 
 def test_there_are_no_cycles() -> None:
@@ -173,6 +176,17 @@ def test_no_room_is_a_cupboard() -> None:
     folders = [ROOT / folder for folder in (*PACKAGES, "tests", "examples", "benchmarks")]
     cupboards = {"util", "utils", "helper", "helpers", "common", "misc"}
     assert [path for folder in folders for path in folder.rglob("*") if path.stem in cupboards] == []
+
+
+def test_tests_import_neither_each_other_nor_benchmarks() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}
+    offenders = [
+        f"{path.relative_to(ROOT)} imports {target}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for target in sorted(imports(path.stem, ast.parse(path.read_text(encoding="utf-8"))))
+        if (top := target.partition(".")[0]) in {*scripts, "benchmarks", "tests", "conftest"} or top.startswith("test_")
+    ]
+    assert not offenders, "\n".join(offenders)
 
 
 def test_a_file_is_read_in_one_sitting() -> None:
@@ -238,25 +252,38 @@ def words_of_code(tree: ast.AST) -> set[tuple[int, str]]:
     return words
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not any(within(name, room) for room in FAMILIES_KNOWN)])
-def test_families_stand_in_their_tables(name: str) -> None:
+WORDS = {name: words_of_code(tree) for name, tree in TREES.items()}
+
+# Names of families that stand elsewhere than in their tables, by room.
+ALLOWED_NAMES = {
+    "diffusion_lens.denoising.samplers": PRESETS,
+    "diffusion_lens.training": RECIPES,
+    "diffusion_lens.cli": RECIPES,
+}
+
+
+def test_families_stand_in_their_tables() -> None:
     """Elsewhere prose may cite one; no name, no import and no string that could be compared does."""
-    named = {(line, word) for line, word in words_of_code(TREES[name]) if FAMILY_NAME.search(word) and " " not in word}
-    said = {
-        "diffusion_lens.denoising.samplers": PRESETS,
-        "diffusion_lens.training": RECIPES,
-        "diffusion_lens.cli": RECIPES,
-    }
-    allowed = {word for room, words in said.items() if within(name, room) for word in words}
-    if name == "weight_conversion":  # its face shows the published sizes
-        allowed = {"weight_conversion.families.lit_gpt"}
-    assert not {(line, word) for line, word in named if word not in allowed}, f"{name} knows a family by name"
+    offenders = []
+    for name in (name for name in FILES if not any(within(name, room) for room in FAMILIES_KNOWN)):
+        allowed = {word for room, words in ALLOWED_NAMES.items() if within(name, room) for word in words}
+        if name == "weight_conversion":  # its face shows the published sizes
+            allowed = {"weight_conversion.families.lit_gpt"}
+        offenders += [
+            f"{name}:{line} knows a family by name: {word}"
+            for line, word in sorted(WORDS[name])
+            if FAMILY_NAME.search(word) and " " not in word and word not in allowed
+        ]
+    assert not offenders, "\n".join(offenders)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if any(within(name, room) for room in FAMILY_BLIND)])
-def test_families_are_not_known_by_name(name: str) -> None:
-    allowed = PRESETS if within(name, "diffusion_lens.denoising.samplers") else set()
-    named = {(line, word) for line, word in words_of_code(TREES[name]) if FAMILY_NAME.search(word)}
-    assert not {(line, word) for line, word in named if word not in allowed}, f"{name} asks which family this is"
-    asked = {line for line, word in words_of_code(TREES[name]) if word == "family"}
-    assert not asked, f"{name} asks for the family in lines {sorted(asked)}; ask for the property it needs"
+def test_families_are_not_known_by_name() -> None:
+    offenders = []
+    for name in (name for name in FILES if any(within(name, room) for room in FAMILY_BLIND)):
+        allowed = PRESETS if within(name, "diffusion_lens.denoising.samplers") else set()
+        for line, word in sorted(WORDS[name]):
+            if FAMILY_NAME.search(word) and word not in allowed:
+                offenders.append(f"{name}:{line} asks which family this is: {word}")
+            if word == "family":
+                offenders.append(f"{name}:{line} asks for the family; ask for the property it needs")
+    assert not offenders, "\n".join(offenders)

@@ -4,10 +4,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from load_memory import LLADA_8B, measure_apart, write_checkpoint, write_shards
+from benchmark_scripts import benchmark
 
 from weight_conversion import Architecture, export_size, open_checkpoint
 
+load_memory = benchmark("load_memory")
 # Half of the 170M model's layers, an eighth of its words: 364 MB in float32.
 ARCHITECTURE = Architecture(
     family="lit_gpt",
@@ -28,7 +29,7 @@ ARCHITECTURE = Architecture(
 )
 # A quarter of LLaDA-8B's width and vocabulary: 184 MB in bfloat16.
 SHARDED = replace(
-    LLADA_8B,
+    load_memory.LLADA_8B,
     d_model=1024,
     n_heads=8,
     n_key_value_heads=8,
@@ -43,7 +44,7 @@ MOST = 1.15
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """The file, deleted again when all is measured."""
-    path = write_checkpoint(ARCHITECTURE, tmp_path_factory.mktemp("large") / "model.safetensors")
+    path = load_memory.write_checkpoint(ARCHITECTURE, tmp_path_factory.mktemp("large") / "model.safetensors")
     yield path
     path.unlink()
 
@@ -55,19 +56,19 @@ def test_loading_takes_little_more_than_the_weights(checkpoint, dtype, width, mo
         assert open_checkpoint(checkpoint).architecture == ARCHITECTURE
         return
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on a busy machine threads wait for each other, and we for them
-    found = measure_apart(checkpoint, dtype)
+    found = load_memory.measure_apart(checkpoint, dtype)
     assert found["weights"] == ARCHITECTURE.n_params * width
     assert found["weights"] <= found["growth"] <= MOST * found["weights"], found
 
 
 def test_shards_of_half_precision_load_as_cheaply(tmp_path, monkeypatch):
-    folder = write_shards(SHARDED, tmp_path, most_bytes=50_000_000)
+    folder = load_memory.write_shards(SHARDED, tmp_path, most_bytes=50_000_000)
     files = sorted(folder.glob("model-*.safetensors"))
     assert len(files) > 3
     assert open_checkpoint(folder).architecture == SHARDED
     if sys.platform == "linux":
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        found = measure_apart(folder, "bfloat16")
+        found = load_memory.measure_apart(folder, "bfloat16")
         assert found["weights"] == SHARDED.n_params * 2 > 180e6
         assert found["weights"] <= found["growth"] <= MOST * found["weights"], found
     for file in files:

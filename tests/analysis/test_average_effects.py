@@ -1,15 +1,14 @@
 """Averages over facts: by hand, in shards, stopped and resumed, and refused where they would mix."""
 
-import subprocess
-import sys
+import signal
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import Stuck, forked
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import causal_trace, noise_scale
@@ -181,37 +180,23 @@ def test_an_interrupted_run_goes_on(tiny, whole, tmp_path, monkeypatch):
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
-CHILD = """
-import sys, time
-import torch
-torch.set_num_threads(1)
-sys.path.insert(0, {folder!r})
-from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis.causal_tracing.trace import trace_query
-from diffusion_lens.analysis.average_effects import fact_tracer
-from diffusion_lens.analysis.average_effects import average_indirect_effect
-from test_average_effects import FACTS, QUICK
+def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path, monkeypatch):
+    stuck, done = Stuck(), []
 
-done = []
-def stuck(*args, **kwargs):
-    if len(done) == 1:
-        print("stuck", flush=True)
-        time.sleep(600)
-    done.append(trace_query(*args, **kwargs))
-    return done[-1]
+    def stuck_at_the_second(*args, **kwargs):
+        if len(done) == 1:
+            stuck.wait_forever()
+        done.append(trace_query(*args, **kwargs))
+        return done[-1]
 
-fact_tracer.trace_query = stuck
-model = HookedDiffusionTransformer.from_pretrained({model!r}, device="cpu")
-average_indirect_effect(model, FACTS, shard=(1, 2), out={out!r}, **QUICK)
-"""
+    def other_half():
+        monkeypatch.setattr(fact_tracer, "trace_query", stuck_at_the_second)
+        average_indirect_effect(tiny, FACTS, shard=(1, 2), out=tmp_path, **QUICK)
 
-
-def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path):
-    script = CHILD.format(folder=str(Path(__file__).parent), model=tiny.cfg.model_name, out=str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+    with forked(other_half) as child:
         average_indirect_effect(tiny, FACTS, shard=(0, 2), out=tmp_path, **QUICK)
-        assert child.stdout.readline() == "stuck\n"
-        child.kill()
+        assert stuck.reached()
+    assert child.exitcode == -signal.SIGKILL
     with pytest.raises(ValueError, match="2 of 7 facts are not there"):
         merge(tmp_path)
     average_indirect_effect(tiny, FACTS, shard=(1, 2), out=tmp_path, **QUICK)

@@ -21,7 +21,7 @@ ANALYSES = [causal_trace, trace_trajectory, temporal_effect]
 
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.__name__)
 def test_objects_and_keywords_give_the_same_result(tiny, analysis):
-    where = dict(positions=[2, -3], layers=[1, -1])
+    where = dict(positions=[2, -3], layers=[1, -1]) | ({} if analysis is causal_trace else dict(steps=[0]))
     by_object = analysis(tiny, FACT, kind=MLP, corruption=NOISE, **where)
     by_keyword = analysis(tiny, FACT, kind="mlp", window=2, corruption="uniform", noise=0.5, samples=2, seed=3, **where)
     assert torch.equal(by_object.scores.nan_to_num(-1), by_keyword.scores.nan_to_num(-1))

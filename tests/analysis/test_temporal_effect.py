@@ -40,28 +40,28 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
         tiny, query, trajectory=run, noise=noise, samples=4, seed=5, steps=[0, 1], positions=places, layers=[layer]
     )
     expected = torch.full((2, 3, len(query.answer_tokens), 4), torch.nan)
-    for draw in range(4):
+    four = run.repeat(4)  # a row for each draw
 
-        def corrupt(embedding, hook, draw=draw):
-            embedding = embedding.clone()
-            embedding[:, start:stop] += torch.from_numpy(drawn[draw]).float()
-            return embedding
+    def corrupt(embedding, hook):
+        embedding = embedding.clone()
+        embedding[:, start:stop] += torch.from_numpy(drawn).float()
+        return embedding
 
-        for step in (0, 1):
-            _, clean = tiny.run_with_cache(run.canvases[step].clamp(min=0))
-            for i, place in enumerate(places):
-                if run.canvases[step, 0, place] == -1:
-                    continue
+    for step in (0, 1):
+        _, clean = tiny.run_with_cache(run.canvases[step].clamp(min=0))
+        for i, place in enumerate(places):
+            if run.canvases[step, 0, place] == -1:
+                continue
 
-                def put_back(resid, hook, clean=clean, place=place):
-                    resid = resid.clone()
-                    resid[:, place] = clean[hook.name][:, place]
-                    return resid
+            def put_back(resid, hook, clean=clean, place=place):
+                resid = resid.clone()
+                resid[:, place] = clean[hook.name][:, place]
+                return resid
 
-                hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
-                hooks = [(name, on_branch(hook, "conditional")) for name, hook in hooks]
-                ended = run.replay(tiny, canvas="free", fwd_hooks=hooks).tokens[0, list(query.answer_positions)]
-                expected[step, i, :, draw] = (ended == torch.tensor(query.answer_tokens)).float()
+            hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
+            hooks = [(name, on_branch(hook, "conditional")) for name, hook in hooks]
+            ended = four.replay(tiny, canvas="free", fwd_hooks=hooks).tokens[:, list(query.answer_positions)]
+            expected[step, i] = (ended == torch.tensor(query.answer_tokens)).float().T
     torch.testing.assert_close(effect.token_scores[:, :, 0], expected.mean(3), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(effect.scores[:, :, 0], expected.prod(2).mean(2), rtol=0, atol=0, equal_nan=True)
     assert effect.clean == 1

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from causal_trace import Shape, measure_apart
+from benchmark_scripts import benchmark
 from torch.profiler import ProfilerActivity, profile
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
@@ -87,8 +87,9 @@ def test_resident_memory_stays_within_the_budget(variant, monkeypatch):
     if sys.platform != "linux":  # only Linux publishes its count of resident pages
         return
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shape = Shape(variant, n_pos=24)
-    found = measure_apart(shape, 64 * MIB, positions=list(range(2, 14)), layers=[2, 3, 4])
+    script = benchmark("causal_trace")
+    shape = script.Shape(variant, n_pos=24)
+    found = script.measure_apart(shape, 64 * MIB, positions=list(range(2, 14)), layers=[2, 3, 4])
     assert found["weights"] > 40 * MIB
     assert 8 * MIB < found["growth"] <= 64 * MIB, found
 

@@ -97,38 +97,35 @@ def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise, cfg_
     layer, place, (start, stop) = 1, query.answer_positions[0] - 1, query.subject
     drawn = noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)
     trace = trace_trajectory(tiny, query, trajectory=run, canvas="free", **noise)
-    expected = torch.zeros(len(trace.steps), 3)
-    for draw in range(3):
+    expected = torch.ones(len(trace.steps), 3)
 
-        def corrupt(embedding, hook, draw=draw):
-            embedding = embedding.clone()
-            embedding[:, start:stop] += torch.from_numpy(drawn[draw]).float()
-            return embedding
+    def corrupt(embedding, hook):
+        embedding = embedding.clone()
+        embedding[:, start:stop] += torch.from_numpy(drawn).float()
+        return embedding
 
-        own = run.replay(tiny, canvas="free", fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
-        for i, step in enumerate(trace.steps):
-            shown = asked_at(tiny, query, run, step)[1].tokens
-            _, clean = tiny.run_with_cache(shown[None])
-            canvas = own.canvases[step, 0].clone()
-            canvas[canvas == -1] = shown[canvas == -1]
+    own = run.repeat(3).replay(tiny, canvas="free", fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
+    for i, step in enumerate(trace.steps):
+        shown = asked_at(tiny, query, run, step)[1].tokens
+        _, clean = tiny.run_with_cache(shown[None])
+        canvas = torch.where(own.canvases[step] == -1, shown, own.canvases[step])
 
-            def put_back(resid, hook, clean=clean):
-                resid = resid.clone()
-                resid[:, place] = clean[hook.name][:, place]
-                return resid
+        def put_back(resid, hook, clean=clean):
+            resid = resid.clone()
+            resid[:, place] = clean[hook.name][:, place]
+            return resid
 
-            hooks = [("hook_embed", corrupt), (resid_post(layer), put_back)]
-            logits = tiny.run_with_hooks(canvas[None], fwd_hooks=hooks)[0]
-            unprompted = tiny(canvas.masked_fill(run.given[0], tiny.cfg.mask_token_id or 0)[None])[0]
-            probabilities = (unprompted + (1 + cfg_scale) * (logits - unprompted)).softmax(-1)
-            expected[i, draw] = 1
+        logits = tiny.run_with_hooks(canvas, fwd_hooks=[("hook_embed", corrupt), (resid_post(layer), put_back)])
+        unprompted = tiny(canvas.masked_fill(run.given[0], tiny.cfg.mask_token_id or 0))
+        probabilities = (unprompted + (1 + cfg_scale) * (logits - unprompted)).softmax(-1)
+        for draw in range(3):
             for at, token in zip(query.answer_positions, query.answer_tokens, strict=True):
-                held, row = own.canvases[step, 0, at].item(), int(tiny.readout.rows(torch.tensor(at)))
+                held, row = own.canvases[step, draw, at].item(), int(tiny.readout.rows(torch.tensor(at)))
                 blank = held in (-1, tiny.cfg.mask_token_id)
-                expected[i, draw] *= probabilities[row, token].item() if blank else float(held == token)
+                expected[i, draw] *= probabilities[draw, row, token].item() if blank else float(held == token)
     torch.testing.assert_close(trace.scores[:, place, layer], expected.mean(1), rtol=0, atol=1e-5)
     assert trace.chained is None
-    assert len(set(own.tokens[0].tolist()) ^ set(run.tokens[0].tolist())) > 0
+    assert len(set(own.tokens[-1].tolist()) ^ set(run.tokens[0].tolist())) > 0
 
 
 def test_without_noise_free_is_forced_and_has_no_effect(tiny, query, run):

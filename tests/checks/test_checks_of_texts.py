@@ -76,12 +76,14 @@ def test_a_near_rotary_base_shows_where_the_loss_is_known_and_is_said_to_be_unto
     assert "rotary base 10000" in found.numbers["untold"]
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_another_norm_epsilon_is_named(tiny):
     other = with_changes(tiny, replace(tiny.cfg.architecture, norm_eps=1e-2), {})
     report = check_model(other, only=BRIEFLY)
     assert report.likely == ("the norms' epsilon is wrong: the config says 0.01, and the weights fit 1e-05",)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_rows_of_the_head_off_from_some_id_on_are_named(tiny):
     rows = tiny.unembed.weight.detach()
     moved = torch.cat([rows[:200], rows[200:].roll(-1, dims=0)])
@@ -113,6 +115,7 @@ def test_rows_of_the_embedding_off_from_some_id_on_are_named_though_the_last_com
     )
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_what_helps_and_does_not_make_the_model_right_is_not_blamed(tiny):
     """Two mistakes at once: undoing one of them leaves the other."""
     turned = "causal" if tiny.cfg.attention_dir == "bidirectional" else "bidirectional"
@@ -149,6 +152,7 @@ def test_the_page_loss_is_the_training_loss():
         assert page_loss(twin, rows) == pytest.approx(float(autoregressive_loss(twin, rows)))
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_an_untrained_model_is_off_and_no_reading_is_blamed(tiny):
     fresh = HookedDiffusionTransformer(tiny.cfg, tiny.tokenizer, seed=1)
     report = check_model(fresh, only=BRIEFLY)
@@ -157,6 +161,7 @@ def test_an_untrained_model_is_off_and_no_reading_is_blamed(tiny):
     assert "no better than chance" in report.to_text()
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_a_model_that_overflows_is_off(tiny):
     state = {name: weight.clone() for name, weight in tiny.state_dict().items()}
     state["blocks.0.mlp.down.weight"][3, 5] = float("inf")
@@ -203,6 +208,7 @@ def test_a_part_that_looks_foreign_is_right_if_texts_get_less_likely_without_it(
     assert report.passed
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 @pytest.mark.parametrize("part", ["", "attn.", "mlp."])
 @pytest.mark.parametrize("block", [0, 2])
 def test_weights_of_another_seed_are_foreign_though_the_norms_are_kept(tiny, block, part):

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from processes import hears_ctrl_c
 from typer.testing import CliRunner
 
 import diffusion_lens
@@ -76,6 +77,7 @@ def stopped_while_importing(module: str, arguments: Sequence[str], folder: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hears_ctrl_c,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "importing\n"

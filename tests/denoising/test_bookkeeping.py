@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_replay import PROMPT, RESID, record, same
+from recorded_runs import PROMPT, RESID, record, same
 
 from diffusion_lens.denoising.samplers import Ancestral, Confidence, ReMDM
 

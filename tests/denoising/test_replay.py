@@ -4,26 +4,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recorded_runs import PROMPT, RESID, record, same
 
-from diffusion_lens.denoising.samplers import Ancestral, Confidence, ReMDM
+from diffusion_lens.denoising.samplers import Confidence, ReMDM
 from diffusion_lens.denoising.trajectory import Trajectory
 
 relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-RESID = "blocks.1.hook_resid_post"
-PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-
-
-def record(every, **more):
-    settings_ = dict(length=12, steps=6, temperature=0.7, seed=3)
-    if every.kind == "mdm":
-        settings_ |= dict(cfg_scale=0.8, sampler=Ancestral())
-    return every.model.denoise(PROMPT, **settings_ | more)
-
-
-def same(a: Trajectory, b: Trajectory) -> None:
-    assert torch.equal(a.canvases, b.canvases)
-    assert torch.equal(a.revealed_at, b.revealed_at)
-    torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("canvas", ["forced", "free"])

@@ -1,12 +1,11 @@
 """Recall in folders: stopped and resumed, split and merged, refused where runs would mix."""
 
-import subprocess
-import sys
+import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from processes import Stuck, forked
 
 from diffusion_lens.analysis.resumable import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
@@ -102,35 +101,23 @@ def in_order(recall, facts):
     )
 
 
-CHILD = """
-import sys, time
-import torch
-torch.set_num_threads(1)
-sys.path.insert(0, {folder!r})
-from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.evaluation import Reply, recall_by_steps
-from test_recall_folder import FACTS, RUN
-
-saved, save = [], Reply.save
-def stuck(self, path):
-    if len(saved) == 2:
-        print("stuck", flush=True)
-        time.sleep(600)
-    saved.append(save(self, path))
-
-Reply.save = stuck
-model = HookedDiffusionTransformer.from_pretrained({model!r}, device="cpu")
-recall_by_steps(model, FACTS, shard=(1, 2), out={out!r}, **RUN)
-"""
-
-
 @on_mdm
-def test_two_processes_fill_one_folder_and_one_is_killed_inside_a_batch(tiny, whole, tmp_path):
-    script = CHILD.format(folder=str(Path(__file__).parent), model=tiny.cfg.model_name, out=str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+def test_two_processes_fill_one_folder_and_one_is_killed_inside_a_batch(tiny, whole, tmp_path, monkeypatch):
+    stuck, saved, save = Stuck(), [], Reply.save
+
+    def stuck_at_the_third(self, path):
+        if len(saved) == 2:
+            stuck.wait_forever()
+        saved.append(save(self, path))
+
+    def other_half():
+        monkeypatch.setattr(Reply, "save", stuck_at_the_third)
+        recall_by_steps(tiny, FACTS, shard=(1, 2), out=tmp_path, **RUN)
+
+    with forked(other_half) as child:
         mine = recall_by_steps(tiny, FACTS, shard=(0, 2), out=tmp_path, **RUN)
-        assert child.stdout.readline() == "stuck\n"
-        child.kill()
+        assert stuck.reached()
+    assert child.exitcode == -signal.SIGKILL
     kept = times(tmp_path)
     assert len(kept) == len(mine.ids) + 2
     with pytest.raises(ValueError, match=rf"{len(FACTS) - len(kept)} of {len(FACTS)} facts are not there"):

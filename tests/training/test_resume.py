@@ -1,29 +1,19 @@
 """A run that is interrupted, and goes on: the same bits as one that never stopped."""
 
-import subprocess
-import sys
+import signal
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from processes import forked
 
 from diffusion_lens.training import TrainingConfig, finetune, train
 from weight_conversion import sha256_of_file
 
 CONFIG = TrainingConfig(steps=12, batch_size=16, warmup=3)
 
-CHILD = """
-import sys, torch
-torch.set_num_threads(1)
-from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.data import toy_facts
-from diffusion_lens.training import TrainingConfig, finetune
-model = HookedDiffusionTransformer.from_pretrained(sys.argv[1], device="cpu")
-config = TrainingConfig(steps=150, batch_size=16, warmup=3)
-finetune(model, toy_facts.load().facts()[:90], config, sys.argv[2], checkpoint_every=7, progress=False)
-"""
-LONG = replace(CONFIG, steps=150)
+LONG = replace(CONFIG, steps=40)
 
 
 def weights(model):
@@ -38,21 +28,23 @@ def assert_same(left, right):
 
 def test_a_killed_process_leaves_a_run_that_goes_on(small, toy, tmp_path):
     checkpoint = tmp_path / "killed" / "training" / "checkpoint.safetensors"
-    small().save_pretrained(tmp_path / "start")
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "start"), str(tmp_path / "killed")]
-    with subprocess.Popen(command) as child:
+    model = small()
+
+    def train_until_killed():
+        finetune(model, toy.facts()[:90], LONG, tmp_path / "killed", checkpoint_every=7, progress=False)
+
+    with forked(train_until_killed) as child:
         until = time.monotonic() + 60
-        while not checkpoint.exists() and child.poll() is None and time.monotonic() < until:
+        while not checkpoint.exists() and child.is_alive() and time.monotonic() < until:
             time.sleep(0.001)
-        child.kill()
-    assert child.returncode == -9
+    assert child.exitcode == -signal.SIGKILL
     assert checkpoint.exists()
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     whole = finetune(small(), toy.facts()[:90], LONG, tmp_path / "whole", progress=False)
     resumed = finetune(small(), toy.facts()[:90], LONG, tmp_path / "killed", progress=False)
     (begun, gone_on) = resumed.record["starts"]
     assert begun["step"] == 0
-    assert 0 < gone_on["step"] < 150
+    assert 0 < gone_on["step"] < 40
     assert gone_on["step"] % 7 == 0
     assert torch.equal(resumed.losses, whole.losses)
     files = [tmp_path / name / "model.safetensors" for name in ("whole", "killed")]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rome import plain_search
+from benchmark_scripts import benchmark
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis import noise_scale
@@ -47,7 +47,7 @@ def asked(every):
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_plain_procedure_finds_the_same(every, asked, layer):
     """The whole network and all logits in every iteration, as ROME's code runs it."""
-    losses, vector = plain_search(every.model, *asked, layer, ValueSettings(**GENTLE))
+    losses, vector = benchmark("rome").plain_search(every.model, *asked, layer, ValueSettings(**GENTLE))
     value = optimize_value(every.model, asked[0], layer, essence=asked[1], **GENTLE)
     torch.testing.assert_close(value.losses, losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(value.vector, vector, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,22 @@
+"""One run that many tests take up again, and when two runs count as the same."""
+
+import torch
+
+from diffusion_lens.denoising.samplers import Ancestral
+from diffusion_lens.denoising.trajectory import Trajectory
+
+RESID = "blocks.1.hook_resid_post"
+PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def record(every, **more):
+    settings_ = dict(length=12, steps=6, temperature=0.7, seed=3)
+    if every.kind == "mdm":
+        settings_ |= dict(cfg_scale=0.8, sampler=Ancestral())
+    return every.model.denoise(PROMPT, **settings_ | more)
+
+
+def same(a: Trajectory, b: Trajectory) -> None:
+    assert torch.equal(a.canvases, b.canvases)
+    assert torch.equal(a.revealed_at, b.revealed_at)
+    torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
