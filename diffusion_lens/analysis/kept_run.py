@@ -40,7 +40,7 @@ class NetworkInput:
         tokens: Its input.
         rows: Rows of the logits that are read, negative ones from the end; `None` reads all of them.
         real: False at padding; `None` where there is none.
-        step: The denoising step that hooks are told; `None` outside the loop.
+        step: The denoising step that hooks read; `None` outside the loop.
         hooks: Hooks of this pass, beside those of the caller.
         is_hooked: Whether the caller has hooks inside the network, which may mix positions.
     """
@@ -71,17 +71,17 @@ class NetworkInput:
         """Whether a pass may start at the first position that differs: on a causal model without padding or hooks."""
         return self.model.cfg.is_causal and self.real is None and not self.is_hooked
 
-    def told(self, copies: int = 1) -> AbstractContextManager[None]:
-        """A context in which hooks are told the step, for so many copies of these rows."""
+    def at_step(self, copies: int = 1) -> AbstractContextManager[None]:
+        """A context in which hooks read the denoising step, for this many copies of these rows."""
         return self.model.clock.at(self.step, copies)
 
     def mask(self, copies: int = 1) -> PosMask | None:
-        """The attention mask of so many copies of these rows."""
+        """The attention mask of this many copies of these rows."""
         return None if self.real is None else self.real.repeat(copies, 1)
 
     def embed(self) -> Resid:
         """The residual stream that enters the first block."""
-        with self.told():
+        with self.at_step():
             resid: Resid = self.model(self.tokens, attention_mask=self.real, stop_at_layer=0)
         return resid
 
@@ -98,7 +98,7 @@ class NetworkInput:
 
         # The caller's hooks and these act before `keep`, so the states kept are those that the pass went on with.
         hooks = [*self.hooks, *((name, keep) for name in dict.fromkeys(names) if name not in kept)]
-        with self.told(), self.model.hooks(fwd_hooks=hooks):
+        with self.at_step(), self.model.hooks(fwd_hooks=hooks):
             logits: Tensor = self.model(
                 self.tokens if embedded is None else embedded,
                 start_at_layer=None if embedded is None else 0,
@@ -157,7 +157,7 @@ class KeptRun:
         model, copies = self.input.model, len(stream) // self.input.n_rows
         # Attaching no hooks still costs a walk through every hook point of the model.
         attached = model.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext()
-        with self.input.told(copies), attached:
+        with self.input.at_step(copies), attached:
             out: Tensor = model(
                 stream,
                 start_at_layer=blocks.start,
@@ -168,7 +168,7 @@ class KeptRun:
         return out
 
     def _past(self, blocks: range, copies: int, offset: int) -> KeyValueCache:
-        """Keys and values of the positions before `offset`, for so many copies of the rows."""
+        """Keys and values of the positions before `offset`, for this many copies of the rows."""
         cache = KeyValueCache(self.input.model.cfg.n_layers)
         for block in blocks:
             keys, values = (self.activations[name][:, :offset] for name in keys_and_values(block))

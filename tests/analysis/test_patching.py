@@ -389,9 +389,9 @@ def test_plots_of_heads_and_of_layers(either, runs):
         (dict(positions=[(0, -4)]), r"positions in the corrupted run=\[-4\]; they are numbers from 0 to 2"),
         (dict(positions=[2, 0, -1]), "names one twice"),
         (dict(positions=[[(0, 1), (2, 2)], [(2, 2), (0, 1)]]), "names one twice"),
-        (dict(positions=[[(0, 1), (2, 1)]]), "patches a place twice in one cell"),
-        (dict(positions=[]), "holds no place"),
-        (dict(positions=[0, []]), "an empty group"),
+        (dict(positions=[[(0, 1), (2, 1)]]), "patches a position twice in one cell"),
+        (dict(positions=[]), "has no entry"),
+        (dict(positions=[0, []]), "or an empty one"),
         (dict(layers=[3]), r"layers=\[3\]; they are numbers from 0 to 2, or negative"),
         (dict(layers=[]), r"layers=\[\]; they are numbers"),
         (dict(layers=[2, -1]), r"layers=\[2, -1\] names one twice"),
@@ -412,7 +412,7 @@ def test_plots_of_heads_and_of_layers(either, runs):
         (dict(clean=torch.tensor([[1, 2, 3]])), "the clean run has 1 rows and the corrupted run 2"),
         (
             dict(clean=torch.ones(2, 5, dtype=torch.long)),
-            "the clean run has 5 places and the corrupted run 3: say which belong together",
+            "the clean run has 5 positions and the corrupted run 3: pair them by hand",
         ),
         (
             dict(sites="pattern", clean=torch.ones(2, 5, dtype=torch.long), positions=[0]),
@@ -427,7 +427,7 @@ def test_bad_settings(either, runs, options, message):
 
 
 def test_models_that_do_not_fit(either, runs, models):
-    with pytest.raises(ValueError, match=r"'tiny-mdm' has 4 layers and .* 3: say which to patch with layers="):
+    with pytest.raises(ValueError, match=r"'tiny-mdm' has 4 layers and .* 3: select the layers to patch with layers="):
         patch_grid(either.model, *runs, metric, "z", source_model=models["mdm"])
     with pytest.raises(ValueError, match=r"blocks.0.hook_mlp_out is .* in the clean run and .* 64\] in the corrupted"):
         patch_grid(either.model, *runs, metric, "mlp_out", layers=[0], source_model=models["mdm"])
@@ -435,7 +435,7 @@ def test_models_that_do_not_fit(either, runs, models):
 
 def test_bad_steps(either, runs):
     run = either.model.denoise(torch.tensor([[11, 22]]), max_new_tokens=2, steps=2)
-    with pytest.raises(ValueError, match="a trajectory has a canvas a step: say which to patch"):
+    with pytest.raises(ValueError, match="a trajectory has one canvas per step: select steps"):
         patch_grid(either.model, run, run, metric, "z")
     with pytest.raises(ValueError, match="step 2 is not one of the steps 0 to 1"):
         patch_grid(either.model, run, run, metric, "z", [0, 2])

@@ -212,7 +212,7 @@ def test_a_run_that_cannot_be_asked(tiny, asked):
     earlier = run.tokens[0].clone()
     earlier[[3, 4]] = torch.tensor([7, 8]) if tiny.cfg.mask_token_id is None else tiny.cfg.mask_token_id
     refused(
-        r"the trajectory's prompt holds the answer's places \[3\]",
+        r"the answer positions \[3\] are part of the trajectory's prompt",
         run,
         answer_probability(tiny, replace(asked[1], answer_positions=(3, 4), answer_tokens=(7, 8), tokens=earlier)),
     )

@@ -1,9 +1,11 @@
-"""What a sweep measures: a number from the logits of some rows, at a step those of the step's own canvas.
+"""Metrics of a patching sweep: one number from the logits of some rows.
 
-A step's canvas poses a question of its own. Of an answer only the tokens still open are read; those already revealed
-count 1 where they are the answer's, 0 where not; a causal model is shown the answer where it has not been reached
-(`analysis.traced_trajectory`). Under guidance every metric reads guided logits. States are patched in the conditional
-branch; the other sees no prompt, and is the same for every cell.
+At a denoising step the logits are those of the step's own canvas. Of an answer, only the tokens that are still masked
+are read. A token that has been revealed counts 1 if it is the answer's and 0 if it is another. A causal model reads the
+answer where it has not been reached (`analysis.traced_trajectory`).
+
+Under guidance every metric reads guided logits. States are patched in the conditional branch. The unconditional branch
+sees no prompt, so it is the same for every cell.
 """
 
 import math
@@ -27,7 +29,7 @@ Metric = Callable[[Tensor], Any]
 
 @runtime_checkable
 class RowMetric(Protocol):
-    """A metric that says itself which rows of the logits it reads."""
+    """A metric that states which rows of the logits it reads."""
 
     @property
     def rows(self) -> Int[Tensor, "selected"]: ...
@@ -40,8 +42,8 @@ class AnswerProbability:
     """The metric p(answer), mean over the batch.
 
     Attributes:
-        query: whose answer, and where it stands.
-        answer: the rows where it is read, and how its probability follows from their logits.
+        query: Query with the answer and its positions.
+        answer: Rows of the logits that predict the answer, and its probability from these logits.
     """
 
     query: Query
@@ -49,38 +51,51 @@ class AnswerProbability:
 
     @property
     def rows(self) -> Int[Tensor, "selected"]:
-        """Rows of the logits."""
+        """Rows of the logits that predict the answer."""
         return self.answer.rows
 
     def __call__(self, logits: Float[Tensor, "batch selected d_vocab_out"]) -> Float[Tensor, ""]:
         return self.answer.probabilities(logits, len(logits)).prod(dim=2).mean()
 
-    def asked_of(self, model: DiffusionTransformer, trajectory: Trajectory) -> TracedTrajectory:
-        """A run that the answer is asked of; its prompt may be another than the query's.
+    def traced(self, model: DiffusionTransformer, trajectory: Trajectory) -> TracedTrajectory:
+        """A trajectory from which the answer is read. Its prompt may differ from the query's.
 
         Raises:
-            ValueError: a trajectory of another model, of several rows, padded, or without open places for the answer.
+            ValueError: A trajectory of another model, of several rows, with padding, or without masked positions for
+                the answer.
         """
         given = trajectory.given[0].nonzero().flatten().tolist()
-        if held := [place for place in self.query.answer_positions if place in given]:
-            raise ValueError(f"the trajectory's prompt holds the answer's places {held}: there is nothing to ask")
+        if in_prompt := [position for position in self.query.answer_positions if position in given]:
+            raise ValueError(
+                f"the answer positions {in_prompt} are part of the trajectory's prompt, so the model does not predict "
+                "them: denoise a prompt that ends before the answer"
+            )
         prompt = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
         return TracedTrajectory.of(model, replace(self.query, tokens=prompt), trajectory)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is measured: a function of the logits, and the rows that it is shown (`None`: all)."""
+    """A metric and the rows of the logits that it reads.
+
+    Attributes:
+        function: Function from logits [batch selected d_vocab_out] to one number.
+        rows: Rows of the logits; `None` for all of them.
+    """
 
     function: Metric
     rows: list[int] | None
 
     @classmethod
     def of(cls, metric: Metric, logits_at: Sequence[int] | Tensor | None) -> "Reading":
-        """The metric with its own rows, or with those given."""
+        """A metric with its own rows, or with the rows in `logits_at`.
+
+        Raises:
+            ValueError: Rows for a metric that has its own, or something other than a list of rows.
+        """
         if isinstance(metric, RowMetric):
             if logits_at is not None:
-                raise ValueError("the metric brings its own rows, so logits_at= must be left out")
+                raise ValueError("the metric brings its own rows: leave logits_at= out")
             logits_at = metric.rows
         rows = None if logits_at is None else torch.as_tensor(logits_at)
         if rows is not None and (rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int64, torch.int32)):
@@ -90,24 +105,24 @@ class Reading:
     def __call__(self, logits: Float[Tensor, "batch selected d_vocab_out"]) -> Tensor:
         value = self.function(logits)
         if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).dim():
-            given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            returned = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"the metric returned {given}; it must return one number, a scalar tensor, for one cell's logits "
-                f"{list(logits.shape)}: take the mean over the batch, or pick an entry"
+                f"the metric returned {returned}; it must return one number, a scalar tensor, for one cell's logits "
+                f"{list(logits.shape)}: take the mean over the batch, or select one entry"
             )
         return torch.as_tensor(value)
 
     def within(self, n_pos: int) -> "Reading":
-        """The same rows where the network is shown more than the `n_pos` places that they are counted in."""
+        """This reading with non-negative rows, for a network that reads beyond the `n_pos` positions of a canvas."""
         rows = list(range(n_pos)) if self.rows is None else self.rows
         if outside := [row for row in rows if not -n_pos <= row < n_pos]:
             raise ValueError(f"logits_at={outside}, but the canvas has rows 0 to {n_pos - 1}")
         return replace(self, rows=[row % n_pos for row in rows]) if rows else self
 
     def guided(self, unconditional: Float[Tensor, "batch selected d_vocab_out"], scale: float) -> "Reading":
-        """The same function of guided logits."""
+        """This metric applied to guided logits."""
         return Reading(lambda logits: self.function(guide(logits, unconditional, scale)), self.rows)
 
 
-# Of a run whose rows mean something else.
+# The reading of a run whose rows mean something else.
 UNREAD = Reading(lambda logits: math.nan, [])

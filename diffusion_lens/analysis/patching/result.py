@@ -1,4 +1,4 @@
-"""The grid that a patching sweep leaves behind."""
+"""The result of a patching sweep."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +17,24 @@ _ERROR_TENSORS = ("cells", "estimated", "exact")
 
 @dataclass(frozen=True, eq=False)
 class PatchGrid:
-    """One site swept.
+    """The scores of one site.
 
     Attributes:
-        scores: the metric of the corrupted run with one cell patched; its axes are named in `axes`. NaN where a place
-            is not reached yet in a step.
-        axes: "step", "layer", "pos", "head", as they apply. Of k and v the heads are the key/value heads; of the
-            pattern, "pos" is the query.
-        site: what was patched.
-        clean: the metric of the clean run (of each step); NaN where that run is laid out otherwise, so that the
-            metric's rows mean something else there.
-        corrupted: the metric of the corrupted run (of each step).
-        coordinates: what stands along each axis: numbers of steps, layers and heads; for "pos" a place, or the
+        scores: Float[*axes], metric of the corrupted run with one cell patched; `axes` names its axes. NaN at positions
+            that are not reached yet in a step.
+        axes: Those of "step", "layer", "pos" and "head" that apply. The heads of k and v are key/value heads; "pos" of
+            the pattern is the query.
+        site: Activation that was patched.
+        clean: Float[*step], metric of the clean run (of each step); NaN where that run is laid out differently, so that
+            the metric's rows mean something else there.
+        corrupted: Float[*step], metric of the corrupted run (of each step).
+        coordinates: Coordinates along each axis: indices of steps, layers and heads; for "pos" a position, or the
             [clean, corrupted] pairs that are patched together.
-        labels: the text at each entry of "pos", in the batch's first row, for each step.
-        error: with method "attribution", how the estimate compares with exact patching.
-        record: method, metric, rows, guidance, both runs' tokens (of each step), models, weights' hashes, hooks,
-            modules, versions; with steps, under "trajectory", by what network the clean and the corrupted canvases were
-            written.
+        labels: Text at each entry of "pos" in the first row of the batch, for each step.
+        error: Comparison of the estimates with exact patching; `None` for the exact method.
+        record: Method, metric, rows, guidance, tokens of both runs (of each step), models, hashes of the weights,
+            hooks, modules and versions. With steps, "trajectory" holds the networks that wrote the clean and the
+            corrupted canvases.
     """
 
     scores: Float[Tensor, "*axes"]
@@ -49,7 +49,7 @@ class PatchGrid:
 
     @property
     def effect(self) -> Float[Tensor, "*axes"]:
-        """What the patch adds to the corrupted run: scores - corrupted."""
+        """Change of the metric by the patch: scores - corrupted."""
         n_cell_axes = self.scores.dim() - self.corrupted.dim()
         return self.scores - self.corrupted.view(*self.corrupted.shape, *[1] * n_cell_axes)
 
@@ -76,11 +76,13 @@ class PatchGrid:
         title: str | None = None,
         limits: tuple[float, float] | None = None,
     ) -> Any:
-        """Heat map of the effect: places (or, all places patched together, heads) down, layers across.
+        """Heat map of the effect: positions down (or heads, where all positions are patched together), layers across.
 
         Args:
-            step, head: which, by its number, where the grid has several.
-            limits: effects at the ends of the colour scale; by default the largest, either way.
+            step, head: Step and head to draw, where the grid has several.
+            ax: Matplotlib axes to draw on; by default new ones.
+            title: Title of the figure.
+            limits: Effects at the ends of the colour scale; by default minus and plus the largest absolute effect.
 
         Returns:
             The matplotlib axes.
@@ -93,7 +95,7 @@ class PatchGrid:
                 effect = effect.select(self.axes.index(axis), index)
                 labels = self.labels[index] if axis == "step" else labels
         if down is None:
-            effect, labels = effect[:, None], ["all places"]
+            effect, labels = effect[:, None], ["all positions"]
         elif down == "head":
             labels = [f"head {number}" for number in self.coordinates["head"]]
         bound = float(effect.nan_to_num().abs().max())
@@ -110,12 +112,12 @@ class PatchGrid:
         )
 
     def _index(self, axis: str, number: int | None) -> int | None:
-        """Where a step or head stands along its axis; `None` if the grid has no such axis."""
+        """Index of a step or head along its axis; `None` if the grid has no such axis."""
         if axis not in self.axes:
             if number is not None:
                 raise ValueError(f"this grid of {self.site!r} has no {axis} axis; its axes are {', '.join(self.axes)}")
             return None
-        along = self.coordinates[axis]
-        if number not in along and (number is not None or len(along) > 1):
-            raise ValueError(f"{axis}={number}: say which {axis} to draw, one of {along}")
-        return 0 if number is None else along.index(number)
+        coordinates = self.coordinates[axis]
+        if number not in coordinates and (number is not None or len(coordinates) > 1):
+            raise ValueError(f"{axis}={number}: say which {axis} to draw, one of {coordinates}")
+        return 0 if number is None else coordinates.index(number)

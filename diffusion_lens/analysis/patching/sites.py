@@ -1,4 +1,4 @@
-"""What can be patched, under TransformerLens's names, and the cells of a sweep over it."""
+"""The activations that can be patched, under TransformerLens's names, and the cells of a sweep over one of them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +13,9 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.settings import Whole, pick_indices
 
-Place = Whole | tuple[Whole, Whole]
-Positions = str | Iterable[Place | list[Whole] | list[tuple[Whole, Whole]]] | None
-Group = list[tuple[int, int]]
+PositionOrPair = Whole | tuple[Whole, Whole]
+CellPositions = str | Iterable[PositionOrPair | list[Whole] | list[tuple[Whole, Whole]]] | None
+PositionPairs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Site:
 
     Attributes:
         name: TransformerLens's short name.
-        point: the hook point within a block.
-        n_heads: how many heads it has on a model; `None` where a place has one state.
-        heads_first: whether it is [batch head query key], and not [batch pos ...].
-        ends_block: whether nothing of its block is left to run after it.
-        is_local: whether what follows in its block reads a position's state at that position only.
+        point: Name of the hook point within a block.
+        n_heads: Function from a model's configuration to its number of heads; `None` where a position has one state.
+        heads_first: Whether the activation is [batch head query key] and not [batch pos ...].
+        ends_block: Whether nothing of its block is left to run after it.
+        is_local: Whether what follows in its block reads a position's state at that position only.
     """
 
     name: str
@@ -39,21 +39,21 @@ class Site:
     is_local: bool = True
 
     def hook_point(self, layer: int) -> str:
-        """Its hook point in a block."""
+        """Full name of its hook point in a block."""
         return f"blocks.{layer}.{self.point}"
 
     def written_out_bytes(self, cfg: DiffusionConfig, n_pos: int) -> int:
-        """Bytes to reserve for a row in which the fused attention does not serve: four tensors as large as the pattern.
+        """Bytes to reserve for the attention of one row when a hook on the pattern rules out fused attention.
 
-        Three times that, as `batching.row_bytes` does.
+        Four tensors as large as the pattern exist at once. Three times that is reserved, as in `batching.row_bytes`.
         """
         return 3 * 4 * cfg.n_heads * n_pos**2 * max(cfg.dtype.itemsize, 4) if self.heads_first else 0
 
     def pick_heads(self, heads: Iterable[Whole] | None, cfg: DiffusionConfig) -> list[int] | None:
-        """The heads swept; `None` where there are none."""
+        """Heads to sweep; `None` for a site without heads."""
         return pick_indices(f"{self.name} heads", heads, self.n_heads(cfg)) if self.n_heads else None
 
-    def by_place(self, activation: Tensor) -> Tensor:
+    def with_positions_first(self, activation: Tensor) -> Tensor:
         """A view with the axes [batch pos ...] or [batch pos head ...]."""
         return activation.transpose(1, 2) if self.heads_first else activation
 
@@ -85,16 +85,16 @@ PATCH_SITES = {
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """The cells of one layer, as a list of entries: each puts one clean place onto one corrupted place.
+    """The cells of one layer, as a list of entries: each patches one clean state into one corrupted position.
 
-    The entries of a cell are patched together; a cell without entries has no place in this run.
+    The entries of a cell are patched together. A cell without entries has no position in this run.
 
     Attributes:
-        shape: number of cells along each of the grid's axes within a layer: places, if they are swept, and heads.
-        cell: Int[entry], the cell an entry belongs to, counted through the shape; ascending.
-        source: Int[entry], place in the clean run.
-        target: Int[entry], place in the corrupted run.
-        head: Int[entry], if the site has heads.
+        shape: Number of cells along each of the grid's axes within a layer: positions, if they are swept, and heads.
+        cell: Int[entry], flat index into `shape` of the cell that an entry belongs to; ascending.
+        source: Int[entry], position in the clean run.
+        target: Int[entry], position in the corrupted run.
+        head: Int[entry], head of each entry; `None` for a site without heads.
     """
 
     shape: tuple[int, ...]
@@ -110,71 +110,84 @@ class Cells:
 
     @property
     def present(self) -> Bool[Tensor, "cell"]:
-        """The cells that have a place in this run."""
+        """Which cells have a position in this run."""
         return torch.isin(torch.arange(self.n, device=self.cell.device), self.cell)
 
-    def pick(self, chosen: Int[Tensor, "cell"]) -> "Cells":
-        """Some of the cells (ascending), numbered anew."""
-        kept = torch.isin(self.cell, chosen)
+    def pick(self, selected: Int[Tensor, "cell"]) -> "Cells":
+        """The selected cells (ascending), renumbered from 0."""
+        entries = torch.isin(self.cell, selected)
         return Cells(
-            shape=(len(chosen),),
-            cell=torch.searchsorted(chosen, self.cell[kept]),
-            source=self.source[kept],
-            target=self.target[kept],
-            head=None if self.head is None else self.head[kept],
+            shape=(len(selected),),
+            cell=torch.searchsorted(selected, self.cell[entries]),
+            source=self.source[entries],
+            target=self.target[entries],
+            head=None if self.head is None else self.head[entries],
         )
 
     def from_clean(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
-        """What each entry takes from the clean run."""
+        """The state that each entry takes from the clean run."""
         return activation[(slice(None), *self._at(self.source))].transpose(0, 1)
 
     def from_corrupted(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
-        """What each entry replaces in the corrupted run."""
+        """The state that each entry replaces in the corrupted run."""
         return activation[(slice(None), *self._at(self.target))].transpose(0, 1)
 
-    def _at(self, places: Int[Tensor, "entry"]) -> tuple[Any, ...]:
-        return (places,) if self.head is None else (places, self.head)
+    def _at(self, positions: Int[Tensor, "entry"]) -> tuple[Any, ...]:
+        return (positions,) if self.head is None else (positions, self.head)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One site over layers, places and heads.
+    """One site over layers, positions and heads.
 
     Attributes:
-        groups: the places, a group a cell.
-        together: whether the one group is all places, so that there is no axis of places.
-        heads: `None` where the site has none.
+        site: Activation that is patched.
+        layers: Layers to sweep.
+        groups: Pairs of positions, one group per cell.
+        all_together: Whether the only group holds all positions, so that the grid has no axis of positions.
+        heads: Heads to sweep; `None` for a site without heads.
     """
 
     site: Site
     layers: list[int]
-    groups: list[Group]
-    together: bool
+    groups: list[PositionPairs]
+    all_together: bool
     heads: list[int] | None
 
     @property
     def coordinates(self) -> dict[str, list[Any]]:
-        """What stands along each axis of the grid; for "pos" a place, or [clean, corrupted] pairs."""
-        places = [group[0][0] if _is_place(group) else [list(pair) for pair in group] for group in self.groups]
-        along = {"layer": self.layers, "pos": None if self.together else places, "head": self.heads}
-        return {axis: each for axis, each in along.items() if each is not None}
+        """The coordinates along each axis of the grid; those of "pos" are positions or [clean, corrupted] pairs."""
+        positions = [
+            group[0][0] if _is_one_position(group) else [list(pair) for pair in group] for group in self.groups
+        ]
+        by_axis = {"layer": self.layers, "pos": None if self.all_together else positions, "head": self.heads}
+        return {axis: coordinates for axis, coordinates in by_axis.items() if coordinates is not None}
 
     def cells(self, n_clean: int, n_corrupted: int, device: str | torch.device | None) -> Cells:
-        """The cells of a layer, heads running fastest, in runs of so many places; those beyond are left out."""
-        each = [(group, head) for group in self.groups for head in self.heads or [0]]
+        """The cells of a layer, with heads as the last axis.
+
+        Args:
+            n_clean, n_corrupted: Number of positions of the clean and the corrupted run; positions beyond are left out.
+            device: Device of the indices.
+        """
+        groups_and_heads = [(group, head) for group in self.groups for head in self.heads or [0]]
         table = [
             (cell, source, target, head)
-            for cell, (group, head) in enumerate(each)
+            for cell, (group, head) in enumerate(groups_and_heads)
             for source, target in group
             if source < n_clean and target < n_corrupted
         ]
         cell, source, target, head = torch.tensor(table, dtype=torch.long, device=device).view(-1, 4).unbind(1)
-        shape = tuple(len(along) for axis, along in self.coordinates.items() if axis != "layer")
+        shape = tuple(len(coordinates) for axis, coordinates in self.coordinates.items() if axis != "layer")
         return Cells(shape, cell, source, target, None if self.heads is None else head)
 
 
 def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
-    """The sites of these names; an unknown one is a `ValueError` with the nearest."""
+    """The sites of these names.
+
+    Raises:
+        ValueError: No name, or an unknown one; the error names the nearest.
+    """
     names, known = [sites] if isinstance(sites, str) else list(sites), ", ".join(PATCH_SITES)
     if not names:
         raise ValueError(f"no site was given; they are {known}")
@@ -184,42 +197,42 @@ def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
     return [PATCH_SITES[name] for name in names]
 
 
-def resolve_groups(positions: Positions, n_clean: int, n_corrupted: int) -> list[Group]:
-    """The (clean place, corrupted place) pairs of each cell; for "all" one group of them all.
+def resolve_groups(positions: CellPositions, n_clean: int, n_corrupted: int) -> list[PositionPairs]:
+    """The (clean position, corrupted position) pairs of each cell; for "all", one group of all pairs.
 
     Raises:
-        ValueError: runs of different lengths without pairs, a place outside its run, a cell given twice, or one that
-            writes a place twice.
+        ValueError: Runs of different lengths without pairs, a position outside its run, a cell that is given twice, or
+            a cell that writes a position twice.
     """
     if positions is None or isinstance(positions, str):
         if positions not in (None, "all"):
-            raise ValueError(f"positions={positions!r}; it is None (each place), 'all' (together), or a list of places")
+            raise ValueError(f"positions={positions!r}; it is None (each one), 'all' (together), or a list")
         if n_clean != n_corrupted:
             raise ValueError(
-                f"the clean run has {n_clean} places and the corrupted run {n_corrupted}: say which belong together, "
-                "positions=[(clean_place, corrupted_place), ...]"
+                f"the clean run has {n_clean} positions and the corrupted run {n_corrupted}: pair them by hand with "
+                "positions=[(clean_position, corrupted_position), ...]"
             )
-        everywhere = [(place, place) for place in range(n_corrupted)]
+        everywhere = [(position, position) for position in range(n_corrupted)]
         return [everywhere] if positions == "all" else [[pair] for pair in everywhere]
     positions = list(positions)
     entries = [entry if isinstance(entry, list) else [entry] for entry in positions]
     if not all(entries) or not entries:
-        raise ValueError(f"positions={positions} holds no place, or an empty group of them")
-    groups = [[_pair(place, n_clean, n_corrupted) for place in entry] for entry in entries]
+        raise ValueError(f"positions={positions} has no entry, or an empty one; give at least one position per cell")
+    groups = [[_pair(given, n_clean, n_corrupted) for given in entry] for entry in entries]
     if len({frozenset(group) for group in groups}) < len(groups):
         raise ValueError(f"positions={positions} names one twice; give each once")
     if any(len({target for _, target in group}) < len(group) for group in groups):
-        raise ValueError(f"positions={positions} patches a place twice in one cell; give it one state")
+        raise ValueError(f"positions={positions} patches a position twice in one cell; give it one state")
     return groups
 
 
-def _pair(place: Place, n_clean: int, n_corrupted: int) -> tuple[int, int]:
-    """The clean and the corrupted place, counted from the start of each run."""
-    source, target = place if isinstance(place, tuple) else (place, place)
+def _pair(given: PositionOrPair, n_clean: int, n_corrupted: int) -> tuple[int, int]:
+    """The clean and the corrupted position, counted from the start of each run."""
+    source, target = given if isinstance(given, tuple) else (given, given)
     clean = pick_indices("positions in the clean run", [source], n_clean)
     return clean[0], pick_indices("positions in the corrupted run", [target], n_corrupted)[0]
 
 
-def _is_place(group: Group) -> bool:
-    """Whether one place of the clean run is patched into the same place of the corrupted one."""
+def _is_one_position(group: PositionPairs) -> bool:
+    """Whether the group patches one position of the clean run into the same position of the corrupted run."""
     return len(group) == 1 and group[0][0] == group[0][1]
