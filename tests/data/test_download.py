@@ -126,7 +126,7 @@ def test_a_damaged_data_set_is_taken_out_of_the_hubs_cache(monkeypatch, tmp_path
     (tmp_path / "blob").write_bytes(b"<html>")
     (snapshot / "facts.json").symlink_to(tmp_path / "blob")
     monkeypatch.setattr(download, "hf_hub_download", lambda *args, **settings: str(snapshot / "facts.json"))
-    with pytest.raises(ValueError, match=r"it is not JSON.*taken out of the cache: call again"):
+    with pytest.raises(ValueError, match=r"it is not JSON.*removed from the cache: call again"):
         fetch_from_hub("a/b", "facts.json", revision="abc", by_hand="")
     assert kept(tmp_path) == []
     monkeypatch.setattr(download, "hf_hub_download", lambda *args, **settings: str(tmp_path / "mine.json"))
