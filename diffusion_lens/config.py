@@ -166,6 +166,11 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         return super().__repr__().replace("TransformerLensConfig", "DiffusionConfig", 1)
 
 
+def reached(canvas: Tensor) -> Tensor:
+    """Positions of a canvas that hold a token or [MASK]; the others are positions that the text has not reached."""
+    return canvas != UNREACHED
+
+
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A dtype of weights, given as a dtype or by name; a `ValueError` for any other."""
     resolved = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

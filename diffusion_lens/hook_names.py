@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from transformer_lens.hook_points import HookPoint
 
+# A hook, `fn(activation, hook)`, and the hooks of a call: pairs of a hook point's name, or a predicate, and a hook.
+Hook = Callable[..., Any]
+FwdHooks = Sequence[tuple[Any, Any]]
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 

@@ -15,7 +15,7 @@ from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.forward import Forward
-from diffusion_lens.hook_names import NamesFilter
+from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
@@ -147,7 +147,7 @@ class HookedDiffusionTransformer(Forward):
         seed: Seed = 0,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
-        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        fwd_hooks: FwdHooks = (),
         progress: bool = False,
     ) -> Trajectory:
         """Generate text by unmasking a canvas step by step; on a causal model token by token.
@@ -205,7 +205,7 @@ class HookedDiffusionTransformer(Forward):
         seed: Seed = 0,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
-        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        fwd_hooks: FwdHooks = (),
         progress: bool = False,
     ) -> tuple[Trajectory, TrajectoryCache]:
         """`denoise`, and cache activations by step. Canvases are those of `denoise` (confidences to about 1e-6).

@@ -1,12 +1,10 @@
 """Hooks that act in the denoising loop only: outside it, where `hook.step` is `None`, they do nothing."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
+from diffusion_lens.hook_names import Hook
 from diffusion_lens.hook_naming import hook_within
-
-Hook = Callable[..., Any]
 
 _MARK = "acts_by_step"  # an attribute of the function, which `functools.wraps` copies
 

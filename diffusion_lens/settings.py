@@ -1,6 +1,6 @@
-"""Numbers that a caller gives as settings: refused when they are of the wrong kind, and kept as Python's own.
+"""Checks of the numbers that callers give as settings, which return them as Python's own numbers.
 
-NumPy's and torch's scalars are taken too; as they are, no result could record them.
+NumPy's and torch's scalars are accepted too; without the conversion, no result could record them.
 """
 
 import math
@@ -11,7 +11,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
-# What annotations say of such settings: Python's own numbers, NumPy's, a tensor of one number.
+# Annotations of such settings: Python's own numbers, NumPy's, or a tensor of one number.
 Whole = SupportsIndex
 Real = SupportsFloat
 
@@ -20,22 +20,22 @@ R = TypeVar("R")
 
 
 def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the `TypeError` of a misspelt keyword name the nearest one, as Python 3.13 does."""
+    """Let the `TypeError` of an unknown keyword suggest one of a similar name, or list all where none is similar."""
     known = [name for name in signature(function).parameters if name != "self"]
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if unknown := [name for name in kwargs if name not in known]:
-            near = get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
-            called = function.__qualname__
-            raise TypeError(f"{called}() got an unexpected keyword argument {unknown[0]!r}; the nearest is {near!r}")
+            near = get_close_matches(unknown[0], known, n=1)
+            hint = f"the nearest is {near[0]!r}" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
         return function(*args, **kwargs)
 
     return checked
 
 
 def whole_number(name: str, value: Any) -> int:
-    """`value` as an int; a `TypeError` unless it is one. A bool counts as none, and so does a float like 3.0."""
+    """`value` as an int; a `TypeError` unless it is a whole number. A bool is refused, and so is a float like 3.0."""
     if not _is_bool(value):
         try:
             return operator.index(value)
@@ -48,12 +48,12 @@ def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> 
     """One whole number or several, as a list."""
     several = value.tolist() if hasattr(value, "tolist") else value  # of arrays and tensors
     if isinstance(several, Iterable) and not isinstance(several, str | bytes):
-        return [whole_number(name, each) for each in several]
+        return [whole_number(name, number) for number in several]
     return [whole_number(name, several)]
 
 
 def plain_number(name: str, value: Any) -> float:
-    """`value` as a float; a `TypeError` unless it is a single number. A bool counts as none."""
+    """`value` as a float; a `TypeError` unless it is a single number. A bool is refused."""
     if not _is_bool(value) and not isinstance(value, str | bytes):
         try:
             return float(value)
@@ -63,7 +63,7 @@ def plain_number(name: str, value: Any) -> float:
 
 
 def yes_or_no(name: str, value: Any) -> bool:
-    """`value`; a `TypeError` unless it is a bool. A text such as "no" would count as True."""
+    """`value`; a `TypeError` unless it is a bool, because a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be True or False")
     return value
@@ -86,7 +86,7 @@ def not_negative(name: str, value: Any) -> float:
 
 
 def pick_layer(layer: Whole, n_layers: int) -> int:
-    """One layer's number, negative ones counted from the end; a `ValueError` where there is no such layer."""
+    """The index of a layer, negative ones counted from the end; a `ValueError` where there is no such layer."""
     number = whole_number("layer", layer)
     if not -n_layers <= number < n_layers:
         raise ValueError(
@@ -95,21 +95,21 @@ def pick_layer(layer: Whole, n_layers: int) -> int:
     return number % n_layers
 
 
-def pick_indices(name: str, asked: Iterable[Whole] | None, size: int) -> list[int]:
-    """Positions or layers as plain indices: all by default, negative ones from the end.
+def pick_indices(name: str, indices: Iterable[Whole] | None, size: int) -> list[int]:
+    """Positions or layers as indices from 0 to `size` - 1: all by default, negative ones counted from the end.
 
     Raises:
-        ValueError: none, one out of range, or one named twice.
+        ValueError: no index, one out of range, or one given twice.
     """
-    if asked is None:
+    if indices is None:
         return list(range(size))
-    given = [whole_number(name, index) for index in asked]
+    given = [whole_number(name, index) for index in indices]
     if not given or any(not -size <= index < size for index in given):
         raise ValueError(f"{name}={given}; they are numbers from 0 to {size - 1}, or negative ones from the end")
-    chosen = [index % size for index in given]
-    if len(set(chosen)) < len(chosen):
+    resolved = [index % size for index in given]
+    if len(set(resolved)) < len(resolved):
         raise ValueError(f"{name}={given} names one twice; give each once")
-    return chosen
+    return resolved
 
 
 def _is_bool(value: Any) -> bool:
@@ -117,5 +117,6 @@ def _is_bool(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
+    """The type of a value with its article, such as "a float"."""
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -76,7 +76,7 @@ def test_too_few_places(tiny):
         ((2, 2), (4,), (1,), "subject .* empty or outside"),
         ((3, 9), (4,), (1,), "subject .* empty or outside"),
         ((0, 1), (4, 5), (1,), "2 answer positions for 1 answer tokens"),
-        ((0, 1), (-1,), (1,), r"answer positions \[-1\] are no places"),
+        ((0, 1), (-1,), (1,), r"answer positions \[-1\] are negative"),
     ],
 )
 def test_queries_that_make_no_sense(subject, positions, answers, message):

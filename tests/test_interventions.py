@@ -492,8 +492,8 @@ def test_outside_the_loop_nothing_is_frozen(either, clean, corrupted):
         (lambda: zero_ablate([]), ValueError, "places is empty"),
         (lambda: zero_ablate(torch.tensor([0.5])), TypeError, "places are torch.float32; give indices"),
         (lambda: zero_ablate(torch.tensor([True, False])), TypeError, r"places are torch.bool.*mask.nonzero"),
-        (lambda: zero_ablate(torch.zeros(1, 2, 3, dtype=torch.long)), ValueError, r"places are \[1, 2, 3\]"),
-        (lambda: zero_ablate(heads=torch.zeros(1, 2, dtype=torch.long)), ValueError, r"heads are \[1, 2\]"),
+        (lambda: zero_ablate(torch.zeros(1, 2, 3, dtype=torch.long)), ValueError, r"places has shape \[1, 2, 3\]"),
+        (lambda: zero_ablate(heads=torch.zeros(1, 2, dtype=torch.long)), ValueError, r"heads has shape \[1, 2\]"),
     ],
 )
 def test_bad_choices_are_refused_at_once(make, error, message):
@@ -510,7 +510,7 @@ def test_bad_choices_are_refused_at_once(make, error, message):
         (RESID, zero_ablate(slice(3, 3)), ValueError, "is empty or reaches outside"),
         (RESID, zero_ablate([3, -14]), ValueError, r"places \[3, -14\] name one of the 17 places .* twice"),
         (RESID, zero_ablate(torch.zeros(2, 1, dtype=torch.long)), ValueError, "places of 2 rows were given.* 3 rows"),
-        (RESID, zero_ablate(heads=0), ValueError, r"\[3, 17, 64\] has no heads to choose from; attn.hook_z"),
+        (RESID, zero_ablate(heads=0), ValueError, r"\[3, 17, 64\] has no axis of heads; attn.hook_z"),
         (Z, zero_ablate(heads=[1, 4]), ValueError, rf"heads \[4\] are outside the 4 heads of '{Z}'"),
         (V, zero_ablate(heads=2), ValueError, r"heads \[2\] are outside the 2 heads"),
         (RESID, replace(torch.zeros(5)), ValueError, r"shape \[5\] does not broadcast to \[3, 17, 64\]"),

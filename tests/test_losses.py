@@ -112,7 +112,7 @@ def test_errors_name_the_culprit():
     tokens = torch.arange(8)[None]
     with pytest.raises(ValueError, match=r"'small' has no \[MASK\].*autoregressive_loss"):
         masked_diffusion_loss(small("causal", "shifted"), tokens)
-    with pytest.raises(ValueError, match="noisy and p_mask belong together"):
+    with pytest.raises(ValueError, match="noisy and p_mask go together"):
         masked_diffusion_loss(small(), tokens, tokens)
 
 

@@ -39,25 +39,35 @@ _FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied")
 
 
 class Variant:
-    """Properties of a model that follow from its attention direction and from whether it has a [MASK] token."""
+    """The kind of a model: its attention pattern and its noise, and what follows from these for a text."""
 
     attention_dir: str
     mask_token_id: int | None
 
     @property
-    def has_mask(self) -> bool:
-        """Whether [MASK] stands at the positions that are not yet revealed; otherwise a text grows at its end."""
-        return self.mask_token_id is not None
+    def block_size(self) -> int | None:
+        """Number of neighbouring positions that see each other, beside all earlier ones; `None` for the whole text."""
+        return 1 if self.attention_dir == "causal" else None
+
+    @property
+    def noise(self) -> Literal["absorbing"] | None:
+        """Noise that training adds: "absorbing" hides tokens behind [MASK]; `None` for next-token prediction."""
+        return None if self.mask_token_id is None else "absorbing"
 
     @property
     def is_causal(self) -> bool:
-        """Whether no position sees a later one, so that activations stay valid when the text grows at its end."""
-        return self.attention_dir == "causal"
+        """Whether no position sees a later one: text is revealed left to right, and cached activations stay valid."""
+        return self.block_size == 1
 
     @property
-    def reveals_in_order(self) -> bool:
-        """Whether positions are revealed from left to right, each predicted from those before it."""
-        return self.is_causal
+    def has_mask(self) -> bool:
+        """Whether [MASK] stands at positions still to be written."""
+        return self.noise == "absorbing"
+
+    @property
+    def grows(self) -> bool:
+        """Whether a text grows at its end, so that a canvas holds no tokens at positions still to be written."""
+        return self.noise is None
 
 
 @dataclass(frozen=True)

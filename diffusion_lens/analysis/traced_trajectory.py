@@ -11,11 +11,11 @@ from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.config import UNREACHED
+from diffusion_lens.config import reached
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-from diffusion_lens.denoising.run import require_same_architecture
+from diffusion_lens.denoising.same_network import require_same_architecture
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
@@ -178,12 +178,12 @@ class TracedTrajectory:
         final = self.trajectory.tokens[0].clone()
         places = list(self.query.answer_positions)
         final[places] = torch.tensor(self.query.answer_tokens, device=final.device)
-        return torch.where(canvases == UNREACHED, final.to(canvases.device), canvases)
+        return torch.where(reached(canvases), canvases, final.to(canvases.device))
 
     def on_canvas(self, step: int) -> list[int]:
         """The places that the canvas of a step holds: all, or on a causal model those that have been reached."""
-        reached: list[int] = (self.canvas(step) != UNREACHED).nonzero().flatten().tolist()
-        return reached
+        positions: list[int] = reached(self.canvas(step)).nonzero().flatten().tolist()
+        return positions
 
 
 def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:

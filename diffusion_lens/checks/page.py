@@ -13,7 +13,7 @@ from torch import Tensor
 from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.checks.texts import Page, Texts
-from diffusion_lens.losses import LossQuestion, ask_next, hide
+from diffusion_lens.losses import LossBatch, hide, next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 NOISE_SEED = 0
@@ -39,18 +39,15 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "r
 
     Their sum is the loss in nats per token. For a masked diffusion model, each row of the text has `N_SAMPLES` rows.
     """
-    if model.cfg.mask_token_id is None:
-        asked = ask_next(model, tokens)
-    else:
-        asked = _masked_question(model, tokens, model.cfg.mask_token_id)
-    n_row, n_pos = asked.tokens.shape
+    batch = _masked_batch(model, tokens, model.cfg.blank) if model.cfg.has_mask else next_token_batch(model, tokens)
+    n_row, n_pos = batch.tokens.shape
     size = max(1, MAX_POSITIONS // n_pos)
-    parts = [asked.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
+    parts = [batch.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
     losses = [
-        part.by_place(model(part.tokens, attention_mask=model.all_real(part.tokens), logits_at=part.rows))
+        part.by_position(model(part.tokens, attention_mask=model.all_real(part.tokens), logits_at=part.rows))
         for part in parts
     ]
-    return torch.cat(losses).cpu() / asked.counted
+    return torch.cat(losses).cpu() / batch.n_counted
 
 
 def page_loss(model: DiffusionTransformer, tokens: Tensor) -> float:
@@ -95,19 +92,19 @@ def check_page(
     return Finding(name, "off" if problems else "ok", "; ".join([said, *problems]), numbers=numbers)
 
 
-def _masked_question(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossQuestion:
-    """The question of masked diffusion. If the id of [MASK] is wrong, the text may contain it."""
+def _masked_batch(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossBatch:
+    """The batch of the masked diffusion loss. If the id of [MASK] is wrong, the text may contain it."""
     tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
     noisy, p_mask = hide(tokens, HIDDEN, generator=torch.Generator().manual_seed(NOISE_SEED))
     hidden = noisy == HIDDEN
     # The head has no column for tokens that are never predicted.
     asked = hidden & (tokens < model.cfg.d_vocab_out)
     counted = tokens.numel()
-    return LossQuestion(
+    return LossBatch(
         tokens=noisy.masked_fill(hidden, mask),
         rows=model.readout.locate(asked),
         targets=tokens[asked],
         weights=1 / (p_mask[asked] * counted),
-        places=asked,
-        counted=counted,
+        predicted=asked,
+        n_counted=counted,
     )

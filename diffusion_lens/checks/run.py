@@ -182,7 +182,7 @@ class _CheckRun:
     def _mask_ids(self) -> list[int]:
         """Candidates for the id of [MASK], if the model has one."""
         cfg, tokenizer = self.model.cfg, self.model.tokenizer
-        if cfg.mask_token_id is None:
+        if not cfg.has_mask:
             return []
         known = self.expected.architecture if self.expected else None
         candidates = [
@@ -190,8 +190,8 @@ class _CheckRun:
             getattr(tokenizer, "mask_token_id", None),
             None if tokenizer is None else len(tokenizer),
             cfg.d_vocab - 1,
-            cfg.mask_token_id - 1,
-            cfg.mask_token_id + 1,
+            cfg.blank - 1,
+            cfg.blank + 1,
         ]
         if self.reference is not None and self.reference.before is not None and self.reference.after is not None:
             candidates += self.reference.before[self.reference.before != self.reference.after].unique().tolist()

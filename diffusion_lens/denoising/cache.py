@@ -1,4 +1,4 @@
-"""Activations by denoising step: one of TransformerLens's `ActivationCache`s for each step asked for."""
+"""Activations by denoising step: one of TransformerLens's `ActivationCache`s for each step requested."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _SEPARATOR = "/"
 
 
 class TrajectoryCache(Mapping[int, ActivationCache]):
-    """What passed the chosen hook points, by step.
+    """Activations of the selected hook points, by step.
 
-    `cache[5]["resid_post", 3]` and `cache[5, "blocks.3.hook_resid_post"]` are one step's activation; negative steps
-    count from the last step of the run. `cache.stack(name)` is all steps of one.
+    `cache[5]["resid_post", 3]` and `cache[5, "blocks.3.hook_resid_post"]` are activations of one step; negative steps
+    count from the end of the run. `cache.stack(name)` holds one hook point at all cached steps.
     """
 
     def __init__(self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None) -> None:
@@ -34,19 +34,19 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps held."""
+        """The cached steps, in order."""
         return tuple(self._by_step)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all activations held."""
+        """Size of all activations, in bytes."""
         return sum(x.nbytes for cache in self._by_step.values() for x in cache.cache_dict.values())
 
     def __getitem__(self, key: Any) -> Any:
         step, name = key if isinstance(key, tuple) else (key, None)
         resolved = step + self.n_steps if step < 0 else step
         if resolved not in self._by_step:
-            raise KeyError(f"step {step} was not cached; the {self.n_steps} steps of the run hold {list(self.steps)}")
+            raise KeyError(f"step {step} was not cached; of the run's {self.n_steps} steps, {list(self.steps)} were")
         cache = self._by_step[resolved]
         return cache if name is None else cache[name]
 
@@ -57,7 +57,7 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
         return len(self._by_step)
 
     def stack(self, name: Any) -> Float[Tensor, "step batch *rest"]:
-        """One hook point over the steps held, in their order."""
+        """The activations of one hook point at all cached steps, in order."""
         return torch.stack([cache[name] for cache in self._by_step.values()])
 
     def save(self, path: str | Path) -> Path:
@@ -74,7 +74,7 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
         """Read what `save` wrote, memory-mapped: an activation is read from disk when it is used.
 
         Args:
-            model: for the methods of `ActivationCache` that ask the model, such as `logit_attrs`.
+            model: Model for the methods of `ActivationCache` that need one, such as `logit_attrs`.
         """
         tensors, record = open_result(path, "trajectory cache")
         by_step: dict[int, dict[str, Tensor]] = {}
@@ -90,7 +90,16 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What a `CacheFilter` picks in one run: which activations are kept, and how."""
+    """The activations that a `CacheFilter` selects in one run.
+
+    Attributes:
+        names: Names of the hook points.
+        steps: Indices of the steps.
+        branch: Branch of guidance.
+        pos_slice: Positions to keep.
+        device: Device of the cache; `None` leaves activations where they are.
+        dtype: Dtype of the cache; `None` leaves activations as they are.
+    """
 
     names: tuple[str, ...]
     steps: frozenset[int]
@@ -99,31 +108,31 @@ class CacheRequest:
     device: str | torch.device | None
     dtype: torch.dtype | None
 
-    def hooks(self, kept: dict[int, dict[str, Tensor]]) -> list[Any]:
-        """Hooks that keep what passes."""
+    def hooks(self, cached: dict[int, dict[str, Tensor]]) -> list[Any]:
+        """Hooks that copy the activations into `cached`, by step and hook point."""
 
-        def keep(activation: Tensor, hook: Any) -> None:
+        def store(activation: Tensor, hook: Any) -> None:
             if hook.step.branch != self.branch:
                 return
             x = select_positions(activation.detach(), self.pos_slice, hook)
             dtype = self.dtype if x.is_floating_point() else None
-            kept.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
+            cached.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
 
-        return [(name, keep) for name in self.names]
+        return [(name, store) for name in self.names]
 
 
 @dataclass(frozen=True)
 class CacheFilter:
-    """Which activations of a run to keep, as `denoise_with_cache` takes it.
+    """The activations to cache in a run, as callers of `denoise_with_cache` give them.
 
     Attributes:
         names: Name, names or predicate of the hook points.
-        steps: Step or steps, negative ones from the end; `None` keeps all.
-        pos_slice: Positions (queries, of scores and patterns): an index, a slice, or indices; `None` keeps all.
+        steps: Step or steps, negative ones from the end; `None` selects all.
+        pos_slice: Positions (of scores and patterns, the queries): an index, a slice, or indices; `None` selects all.
         branch: Branch of guidance, "conditional" or "unconditional".
-        device: Device of what is kept; `None` leaves it where it is.
-        dtype: Dtype of what is kept; `None` leaves it as it is.
-        max_bytes: Size above which the cache is refused before anything runs.
+        device: Device of the cache; `None` leaves activations where they are.
+        dtype: Dtype of the cache; `None` leaves activations as they are.
+        max_bytes: Largest estimated size, in bytes, that is not refused; `None` refuses none.
     """
 
     names: NamesFilter
@@ -144,11 +153,11 @@ class CacheFilter:
             raise ValueError(f"branch={self.branch!r}; it is 'conditional' or 'unconditional'")
 
     def on(self, model: Hooking, n_steps: int, *, guided: bool) -> CacheRequest:
-        """The hook points and steps that it picks in a run of one model.
+        """The hook points and steps that the filter selects in a run of one model.
 
         Raises:
-            KeyError: a hook point that does not exist.
-            ValueError: a filter that picks nothing, or a hook point, step or branch that the run does not have.
+            KeyError: A hook point that does not exist.
+            ValueError: A filter that selects nothing, or a hook point, step or branch that the run does not have.
         """
         names = select_names(self.names, model.hook_dict)
         in_loop = [name for name in names if name.startswith(loop_hook(""))]
@@ -159,7 +168,7 @@ class CacheFilter:
             raise ValueError("branch='unconditional' needs guidance: without cfg_scale there is no such branch")
         if self.branch == "unconditional" and in_loop:
             raise ValueError(
-                f"{in_loop} pass after guidance, which belongs to neither branch: keep them with 'conditional'"
+                f"{in_loop} pass after guidance, which belongs to neither branch: cache them with 'conditional'"
             )
         return CacheRequest(
             names=tuple(name for name in names if name not in silent),
@@ -174,16 +183,20 @@ class CacheFilter:
 def activation_shape(
     name: str, cfg: DiffusionConfig, batch: int, pos: int, kept_pos: int | None = None
 ) -> tuple[int, ...]:
-    """Shape of what passes a hook point; with `kept_pos`, of that many of its places (of scores, of the queries)."""
-    places = pos if kept_pos is None else kept_pos
+    """Shape of the activation at a hook point.
+
+    Args:
+        kept_pos: Number of positions (of scores and patterns, of queries) that are cached; by default all.
+    """
+    n_pos = pos if kept_pos is None else kept_pos
     assert cfg.d_mlp is not None
     kv_heads = cfg.n_key_value_heads or cfg.n_heads
     tail = name.rsplit(".", 1)[-1]
     if tail in ("hook_attn_scores", "hook_pattern"):
-        return (batch, cfg.n_heads, places, pos)
+        return (batch, cfg.n_heads, n_pos, pos)
     of_heads = {"q_norm": cfg.n_heads, "k_norm": kv_heads}
     if (normed := name.split(".")[-2:][0]) in of_heads:
-        return (batch, places, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)
+        return (batch, n_pos, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)
     widths: dict[str, tuple[int, ...]] = {
         "hook_scale": (1,),
         "hook_q": (cfg.n_heads, cfg.d_head),
@@ -202,21 +215,21 @@ def activation_shape(
         "hook_confidence": (),
         "hook_reveal": (),
     }
-    return (batch, places, *widths.get(tail, (cfg.d_model,)))
+    return (batch, n_pos, *widths.get(tail, (cfg.d_model,)))
 
 
 _ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
 
 
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
-    """Bytes that each hook point will take over all steps asked for."""
+    """Bytes that each hook point will take over all requested steps."""
     width = (request.dtype or cfg.dtype).itemsize
     kept_pos = count_positions(request.pos_slice, pos, "the canvas")
     sizes = {}
     for name in request.names:
         shape = activation_shape(name, cfg, batch, pos, kept_pos)
         tail = name.rsplit(".", 1)[-1]
-        if tail == "hook_scale":  # norms are computed in float32 at least
+        if tail == "hook_scale":  # norms are computed in float32 or wider
             item = (request.dtype or torch.promote_types(cfg.dtype, torch.float32)).itemsize
         elif tail == "hook_confidence":
             item = (request.dtype or torch.float64).itemsize
@@ -227,7 +240,7 @@ def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos:
 
 
 def check_budget(sizes: Mapping[str, int], max_bytes: int | None) -> None:
-    """Raise a `ValueError` with the estimate and its largest contributors when it is over the budget."""
+    """Raise a `ValueError` with the estimate and its largest contributors where it exceeds `max_bytes`."""
     total = sum(sizes.values())
     if max_bytes is not None and total > max_bytes:
         largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
@@ -239,13 +252,13 @@ def check_budget(sizes: Mapping[str, int], max_bytes: int | None) -> None:
 
 
 def resolve_steps(steps_filter: SupportsIndex | Iterable[SupportsIndex] | None, n_steps: int) -> frozenset[int]:
-    """The steps asked for, negative ones counted from the end; a step outside the run is a `ValueError`."""
+    """The requested steps, negative ones counted from the end; a step outside the run is a `ValueError`."""
     if steps_filter is None:
         return frozenset(range(n_steps))
-    asked = whole_numbers("steps_filter", steps_filter)
-    resolved = {step + n_steps if step < 0 else step for step in asked}
-    if outside := [step for step in asked if not 0 <= (step + n_steps if step < 0 else step) < n_steps]:
-        raise ValueError(f"steps_filter asks for {outside}, and the run has steps 0 to {n_steps - 1}")
+    steps = whole_numbers("steps_filter", steps_filter)
+    resolved = {step + n_steps if step < 0 else step for step in steps}
+    if outside := [step for step in steps if not 0 <= (step + n_steps if step < 0 else step) < n_steps]:
+        raise ValueError(f"steps_filter names {outside}, and the run has steps 0 to {n_steps - 1}")
     if not resolved:
-        raise ValueError("steps_filter picks no step")
+        raise ValueError("steps_filter selects no step")
     return frozenset(resolved)

@@ -1,6 +1,7 @@
-"""The canvas: what is given, what is blank, what is padding.
+"""The canvas: the token sequence that a run fills, with its given positions, its blanks and its padding.
 
-On a masked diffusion model a blank place holds [MASK]; on a causal model it holds -1, "not reached yet".
+A blank is a position to be written. On a masked diffusion model it holds [MASK]; on a causal model, whose text grows at
+its end, it holds -1, "not reached yet".
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ Prompt = str | Sequence[str] | Tensor
 
 @dataclass(frozen=True)
 class Canvas:
-    """Where a run starts.
+    """The canvas from which a run starts.
 
     Attributes:
         tokens: Int[batch pos], the prompt and the blanks.
-        given: Bool[batch pos], places that came with the prompt.
-        real: Bool[batch pos], false at padding; `None` when there is none.
-        blank: the id that blank places hold.
+        given: Bool[batch pos], positions that came with the prompt.
+        real: Bool[batch pos], false at padding; `None` where there is no padding.
+        blank: Id that blanks hold.
     """
 
     tokens: Tokens
@@ -38,19 +39,19 @@ class Canvas:
 
     @property
     def grows(self) -> bool:
-        """Whether blanks are positions that the text has not reached, which nothing sees, instead of [MASK]s."""
+        """Whether the text grows at its end: blanks are then positions it has not reached, which no position sees."""
         return self.blank == UNREACHED
 
     @property
     def positions(self) -> Tokens:
-        """Int[batch pos], the number of each place among the real ones of its row."""
+        """Int[batch pos], the number of each position among the real ones of its row."""
         real = torch.ones_like(self.tokens) if self.real is None else self.real.long()
         return (real.cumsum(dim=1) - 1).clamp(min=0)
 
     def blanks(self, tokens: Tokens) -> PosMask:
-        """The places still to be filled on a later state of this canvas."""
-        blank = tokens == self.blank
-        return blank if self.real is None else blank & self.real
+        """Bool[batch pos], the positions still to be written on a later state of this canvas."""
+        blanks = tokens == self.blank
+        return blanks if self.real is None else blanks & self.real
 
 
 def lay_out(
@@ -64,32 +65,37 @@ def lay_out(
     """The starting canvas of a prompt: the prompt followed by blanks; [MASK]s inside the prompt are blanks too.
 
     Args:
-        length: places in all, the prompt's included (SMDM's meaning). Texts of different lengths each get what is left.
-            Without it, and without [MASK]s in the prompt, the length that the model was trained on, if it is known.
-        max_new_tokens: blanks after the prompt, instead of `length`.
+        length: Number of positions in all, the prompt included (SMDM's meaning); a batch of texts of different lengths
+            fills each up to it. Without it, and without [MASK]s in the prompt, the length that the model was trained
+            on, if it is known.
+        max_new_tokens: Number of blanks after the prompt, instead of `length`.
         attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.checked_real_positions(prompt)`.
+        prepend_bos: Whether texts begin with BOS; by default as the tokenizer does.
 
     Raises:
-        ValueError: too short, too long for the context, both or neither of the lengths, nothing to fill,
-            token rows of which nobody can say what is padding.
+        ValueError: A length that is too short or too long for the context, both lengths, nothing to fill, or token rows
+            whose padding cannot be told from text.
 
     Warns:
-        UserWarning: a canvas longer than the texts that the model was trained on.
+        UserWarning: A canvas longer than the texts that the model was trained on.
     """
+    # 1. Tokens of the prompt, and where each row of it ends.
     if isinstance(prompt, Tensor):
         tokens = check_tokens(prompt, model.cfg)
         real = model.checked_real_positions(tokens) if attention_mask is None else None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
         if real is not None and model.cfg.is_causal and bool((real.long().diff(dim=1) < 0).any()):
-            raise ValueError("a causal model continues from the place before: pad its prompts on the left")
+            raise ValueError("a causal model continues from the position before: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:
         if attention_mask is not None:
-            raise ValueError("attention_mask belongs to token prompts; texts are padded by themselves")
+            raise ValueError("attention_mask is for token prompts; the padding of texts is known")
         tokens, padded = model.tokenize(prompt, prepend_bos)
         real = None
         ends = padded.sum(dim=1).cpu()
+
+    # 2. Number of positions of each row.
     blank = model.cfg.blank
     if length is None and max_new_tokens is None and not bool((tokens == blank).any()):
         length = _trained_length(model, int(ends.max()))
@@ -101,6 +107,8 @@ def lay_out(
         None if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens),
     )
     _warn_beyond_training(model, int(totals.max()))
+
+    # 3. The prompt, then blanks up to the row's length, then padding.
     canvas = torch.full((tokens.shape[0], int(totals.max())), blank, dtype=torch.long, device=tokens.device)
     inside = torch.ones_like(canvas, dtype=torch.bool)
     for row, (end, total) in enumerate(zip(ends.tolist(), totals.tolist(), strict=True)):
@@ -109,23 +117,27 @@ def lay_out(
         inside[row, total:] = False
     if real is not None:
         inside[:, : tokens.shape[1]] &= real
+
+    # 4. Every row needs something to start from, and the batch something to write.
     given = inside & (canvas != blank)
-    if bare := (~given.any(dim=1)).nonzero().flatten().tolist():
+    if empty := (~given.any(dim=1)).nonzero().flatten().tolist():
         raise ValueError(
-            f"the prompt of row {bare[0]} is all [MASK]: give at least one token to start from, such as BOS"
+            f"the prompt of row {empty[0]} is all [MASK]: give at least one token to start from, such as BOS"
         )
     if not bool((inside & (canvas == blank)).any()):
-        raise ValueError("there is nothing to fill: give length= (places in all) or max_new_tokens=, or put [MASK]s in")
+        raise ValueError(
+            "there is nothing to fill: give length= (positions in all) or max_new_tokens=, or put [MASK]s in the prompt"
+        )
     return Canvas(canvas, given, None if bool(inside.all()) else inside, blank)
 
 
 def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:
-    """The length to take where none was asked for, which has to leave the longest prompt room to go on."""
+    """The default length of a canvas, if it is known; a `ValueError` where the longest prompt fills it already."""
     trained = model.cfg.trained_length
     if trained is not None and longest >= trained:
         raise ValueError(
             f"the prompt has {longest} tokens, and {model.cfg.model_name!r} was trained on texts of {trained}, so the "
-            "length has no default: give length= (places in all) or max_new_tokens= (blanks after the prompt)"
+            "length has no default: give length= (positions in all) or max_new_tokens= (blanks after the prompt)"
         )
     return trained
 
@@ -134,17 +146,17 @@ def _warn_beyond_training(model: DiffusionTransformer, longest: int) -> None:
     trained = model.cfg.trained_length
     if trained is not None and longest > trained:
         warn_user(
-            f"the canvas has {longest} places, and {model.cfg.model_name!r} was trained on texts of {trained}: what it "
-            f"writes beyond them is likely to be wrong. length={trained} is what it knows"
+            f"the canvas has {longest} positions, and {model.cfg.model_name!r} was trained on texts of {trained}: what "
+            f"it writes beyond them is likely to be wrong. It was trained with length={trained}"
         )
 
 
 def _totals(
     model: DiffusionTransformer, tokens: Tensor, ends: Tensor, length: int | None, max_new_tokens: int | None
 ) -> Tensor:
-    """Places of each row."""
+    """Int[batch], the number of positions of each row."""
     if length is not None and max_new_tokens is not None:
-        raise ValueError("give length= (places in all) or max_new_tokens= (blanks after the prompt), not both")
+        raise ValueError("give length= (positions in all) or max_new_tokens= (blanks after the prompt), not both")
     if max_new_tokens is not None:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")

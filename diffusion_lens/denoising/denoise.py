@@ -1,6 +1,5 @@
 """`denoise` and `denoise_with_cache`: run the loop from a canvas under settings, and return the trajectory."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,10 +14,9 @@ from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
-
-Hooks = Sequence[tuple[Any, Any]]
 
 
 def denoise(
@@ -26,7 +24,7 @@ def denoise(
     canvas: Canvas,
     settings: DenoiseSettings,
     *,
-    fwd_hooks: Hooks = (),
+    fwd_hooks: FwdHooks = (),
     progress: bool = False,
 ) -> Trajectory:
     """Run the loop from a canvas, which `lay_out` makes of a prompt.
@@ -46,7 +44,7 @@ def denoise_with_cache(
     settings: DenoiseSettings,
     cache_filter: CacheFilter,
     *,
-    fwd_hooks: Hooks = (),
+    fwd_hooks: FwdHooks = (),
     progress: bool = False,
 ) -> tuple[Trajectory, TrajectoryCache]:
     """Run the loop and keep activations; see `HookedDiffusionTransformer.denoise_with_cache` for the errors."""

@@ -1,30 +1,30 @@
-"""The denoising loop: from a canvas of blanks to text.
+"""The denoising loop: from a masked canvas to text.
 
-A step takes the canvas x_t at time t to x_s at s < t by the reverse process of Nie et al. 2024 (arXiv 2410.18514,
-section 2): the network predicts all masked tokens at once, p(x_0 | x_t), and some of the predictions are written. The
-sampler plans which, and how many. Hook points, all over the whole canvas, in the order in which they pass:
+A canvas is the token sequence that a run fills: the prompt, and masked positions to write. A step takes the canvas x_t
+at time t to x_s at s < t by the reverse process of Nie et al. 2024 (arXiv 2410.18514, section 2): the network predicts
+all masked tokens at once, p(x_0 | x_t), and the loop writes some of the predictions. The sampler plans which, and how
+many. The hook points of the loop, in the order in which a step passes them:
 
-    denoise.hook_tokens      Int[batch pos]                the canvas going in
-    denoise.hook_logits      Float[batch pos d_vocab_out]  after guidance, by place; zeros where nothing is proposed
-    denoise.hook_candidates  Int[batch pos]                the tokens proposed; the canvas's own elsewhere
-    denoise.hook_confidence  Float[batch pos]              how sure the model is of them; zero elsewhere. By this they
-                                                           are ranked: their probability, unless the sampler's
-                                                           `proposal` says otherwise
-    denoise.hook_reveal      Bool[batch pos]               the places revealed in this step
+    denoise.hook_tokens      Int[batch pos]                the canvas x_t
+    denoise.hook_logits      Float[batch pos d_vocab_out]  logits after guidance; 0 where no token is proposed
+    denoise.hook_candidates  Int[batch pos]                the proposed tokens; the canvas's own tokens elsewhere
+    denoise.hook_confidence  Float[batch pos]              the scores by which positions are ranked; 0 elsewhere. They
+                                                           are the probabilities of the proposed tokens, unless the
+                                                           sampler's `proposal` says otherwise
+    denoise.hook_reveal      Bool[batch pos]               the positions revealed in this step
 
-What a hook returns there is what the loop uses; only masked places can be revealed, and one where [MASK] itself is
-proposed stays masked. Logits that are NaN or +inf, or -inf for every token that may be written, are refused at any
-place where a token is proposed, and so are ids that are no tokens: they would pass for confident text. While anything
-is hooked, the network runs at every step and tokens are proposed at every masked place (on a causal model: at the next
-one), so that a hook may change the order; otherwise a step that reveals nothing costs nothing.
+The loop uses what a hook returns there. It reveals masked positions only, and a position where [MASK] itself is
+proposed stays masked. Where a token is proposed, it refuses logits that are NaN or +inf, or -inf for every token that
+may be written, and it refuses ids that are no tokens, because they would pass for confident text. While anything is
+hooked, the network runs at every step and tokens are proposed at every masked position (on a causal model: at the next
+one), so that a hook may change the order. Otherwise a step that reveals nothing takes no forward pass.
 
-With a `script`, the canvases of an earlier run, the run is forced: the network and its hooks see those canvases, their
-tokens are revealed (nothing passes `hook_candidates` and `hook_reveal`), and what changes under a hook is how probable
-they are.
+A run with a `script`, the canvases of an earlier run, is forced: the network and its hooks see those canvases, the loop
+reveals their tokens (`hook_candidates` and `hook_reveal` do not pass), and a hook changes only their probabilities.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,23 +32,24 @@ import torch
 from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.run import Run
+from diffusion_lens.hook_names import FwdHooks
 
 
 def run_loop(
     run: Run,
     first_step: int = 0,
     *,
-    fwd_hooks: Sequence[tuple[Any, Any]] = (),
+    fwd_hooks: FwdHooks = (),
     around: Callable[[int], AbstractContextManager[Any]] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Take every step from `first_step` on; returns what the record keeps of it.
+    """Take every step from `first_step` on, and return the run's costs for its record.
 
     Args:
-        around: a context for each step, such as one that caches.
+        around: Function from a step's index to a context manager that is open during the step, such as one that caches.
 
     Raises:
-        RuntimeError: another run of the loop is under way on this model.
+        RuntimeError: another run of the loop is in progress on this model.
     """
     begun = time.perf_counter()
     model, steps = run.model, range(first_step, len(run.times) - 1)
@@ -56,27 +57,27 @@ def run_loop(
         model.require_set_up()
         for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
             with around(index) if around else nullcontext():
-                # 1. Enter: the canvas x_t, which a hook may rewrite; `hook.step` says t, s and what is masked.
+                # 1. Enter: set `hook.step`; a hook may rewrite the canvas x_t.
                 state = run.enter(index)
 
-                # 2. Plan: at which places a token is proposed, and how many are revealed between t and s.
+                # 2. Plan: choose the positions where tokens are proposed, and how many of them to reveal by time s.
                 plan = run.plan(state)
-                places = run.proposed_places(state, plan)
+                positions = run.open_positions(state, plan)
 
-                if places is not None:
-                    # 3. Predict: logits of p(x_0 | x_t) at these places, guided if asked (eq. 9 of the paper).
-                    logits = run.predict(state, places)
+                if positions is not None:
+                    # 3. Predict: compute the logits of p(x_0 | x_t) at these positions, with guidance by eq. 9.
+                    logits = run.predict(state, positions)
 
-                    # 4. Propose: one token for each place, the likeliest or drawn at the temperature.
-                    candidates = run.propose(state, places, logits)
+                    # 4. Propose: take the likeliest token at each position, or sample one at the temperature.
+                    tokens = run.propose(state, positions, logits)
 
-                    # 5. Rank: how sure the model is of each.
-                    confidence, ranking = run.rank(state, places, logits, candidates)
+                    # 5. Rank: score each proposed token by the confidence of the model.
+                    candidates = run.rank(state, positions, logits, tokens)
 
-                    # 6. Reveal: the planned number of the most confident are written.
-                    run.reveal(state, plan, places, candidates, confidence, ranking)
+                    # 6. Reveal: write the planned number of the most confident tokens.
+                    run.reveal(state, plan, candidates)
 
-                # 7. Remask: what the plan takes back. Then the canvas is x_s.
+                # 7. Remask: return revealed positions to [MASK] where the plan says so. The canvas is now x_s.
                 run.remask(plan)
                 run.leave()
     seconds = time.perf_counter() - begun

@@ -1,7 +1,7 @@
-"""What the loop asks of a model: logits for the places of a canvas, after guidance.
+"""The logits of a step: one forward pass of the model, or two under guidance.
 
-Unsupervised classifier-free guidance (Nie et al. 2024, arXiv 2410.18514, eq. 9): logits = u + (1 + w)(c - u), where u
-comes from the same canvas with everything given masked.
+Unsupervised classifier-free guidance (Nie et al. 2024, arXiv 2410.18514, eq. 9) takes the logits u + (1 + w)(c - u),
+where c is of the canvas and u of the same canvas with everything given masked.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ def guide(
 
 
 class Predictor(ABC):
-    """Logits for marked places."""
+    """Computes the logits of selected positions, and counts its forward passes."""
 
     @property
     @abstractmethod
@@ -37,8 +37,8 @@ class Predictor(ABC):
         """Forward passes of the network so far."""
 
     @abstractmethod
-    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        """Logits of the marked places in reading order."""
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        """Logits of the selected positions, in reading order."""
 
 
 @dataclass
@@ -53,16 +53,16 @@ class Conditional(Predictor):
     def passes(self) -> int:
         return self._passes
 
-    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        return self.predict(state, state.tokens, places, self.canvas.real)
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        return self.predict(state, state.tokens, positions, self.canvas.real)
 
     def predict(
-        self, state: StepState, tokens: Tokens, places: PosMask, real: PosMask | None
+        self, state: StepState, tokens: Tokens, positions: PosMask, real: PosMask | None
     ) -> Float[Tensor, "selected d_vocab_out"]:
-        """Logits of `places` on `tokens`, which the hooks see as `state`."""
-        batch, rows = self.model.readout.locate(places, real)
+        """Logits of `positions` on `tokens`, with `state` as `hook.step`."""
+        batch, rows = self.model.readout.locate(positions, real)
         if self.canvas.grows:
-            # What a causal row cannot see yet need not be run; but a hook sees the whole canvas.
+            # Nothing behind the last row that is read changes it. A hook is shown the whole canvas all the same.
             reach = tokens.shape[1] if self.model.is_hooked else int(rows.max()) + 1
             tokens = tokens[:, :reach].clamp(min=0)
             real = None if real is None else real[:, :reach]
@@ -76,7 +76,7 @@ class Conditional(Predictor):
 class Guided(Predictor):
     """Guidance around a `Conditional`: both branches run as one batch, and hook points show one branch at a time.
 
-    Hooks of torch on other modules would be shown both at once, so with these the branches run one after the other.
+    Torch's own hooks on other modules would see both branches at once, so with these the branches run one by one.
     """
 
     inner: Conditional
@@ -86,20 +86,26 @@ class Guided(Predictor):
     def passes(self) -> int:
         return self.inner.passes
 
-    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         canvas, clock = self.inner.canvas, self.inner.model.clock
+
+        # 1. The unconditional branch: the same canvas with everything given masked.
         unprompted, other = state.tokens.masked_fill(canvas.given, canvas.blank), replace(state, branch="unconditional")
+
+        # 2. Two passes where a module carries a hook of torch's own.
         if self.inner.model.has_module_hooks:
-            conditional = self.inner(state, places)
+            conditional = self.inner(state, positions)
             try:
-                unconditional = self.inner.predict(other, unprompted, places, canvas.real)
+                unconditional = self.inner.predict(other, unprompted, positions, canvas.real)
             finally:
                 clock.step = state
             return guide(conditional, unconditional, self.scale)
+
+        # 3. Otherwise one pass over both branches; `clock.branches` tells the hook points which half is which.
         real = None if canvas.real is None else canvas.real.repeat(2, 1)
         clock.branches = (state, other)
         try:
-            both = self.inner.predict(state, torch.cat([state.tokens, unprompted]), places.repeat(2, 1), real)
+            both = self.inner.predict(state, torch.cat([state.tokens, unprompted]), positions.repeat(2, 1), real)
         finally:
             clock.branches, clock.step = None, state
         conditional, unconditional = both.chunk(2)
@@ -108,16 +114,16 @@ class Guided(Predictor):
 
 @dataclass
 class LeftToRightCached(Predictor):
-    """One token's work a step on a causal model: keys and values are kept while nothing is hooked.
+    """A causal model with a key/value cache: a step computes one new position while nothing is hooked.
 
-    Hooks see the whole canvas, so a step with hooks runs all of it; so do padded rows, and rows that stand at different
-    places.
+    Hooks see the whole canvas, so a step with hooks computes all of it. So does a step of padded rows, or of rows that
+    have reached different positions.
     """
 
     inner: Conditional
 
     def __post_init__(self) -> None:
-        self._held = KeyValueCache(self.inner.model.cfg.n_layers)
+        self._cache = KeyValueCache(self.inner.model.cfg.n_layers)
         self._tokens: Tokens = self.inner.canvas.tokens[:, :0]
         self._passes = 0
 
@@ -125,17 +131,22 @@ class LeftToRightCached(Predictor):
     def passes(self) -> int:
         return self._passes + self.inner.passes
 
-    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
-        batch, rows = model.readout.locate(places)
-        together = len(batch) == places.shape[0] and bool((rows == rows[0]).all())
-        if model.is_hooked or canvas.real is not None or not together:
-            return self.inner(state, places)
+        # 1. Without the cache where a hook, padding, or rows at different positions need the whole canvas.
+        batch, rows = model.readout.locate(positions)
+        same_row = len(batch) == positions.shape[0] and bool((rows == rows[0]).all())
+        if model.is_hooked or canvas.real is not None or not same_row:
+            return self.inner(state, positions)
+
+        # 2. Begin a new cache where the canvas no longer begins with the tokens that were cached.
         tokens = state.tokens[:, : int(rows[0]) + 1]
-        done = self._held.n_pos
-        if done >= tokens.shape[1] or not torch.equal(tokens[:, :done], self._tokens):
-            self._held, done = KeyValueCache(model.cfg.n_layers), 0
-        logits: Tensor = model(tokens[:, done:], past_kv_cache=self._held, logits_at=[-1])
+        n_cached = self._cache.n_pos
+        if n_cached >= tokens.shape[1] or not torch.equal(tokens[:, :n_cached], self._tokens):
+            self._cache, n_cached = KeyValueCache(model.cfg.n_layers), 0
+
+        # 3. Run the positions behind the cached ones, and read the last row.
+        logits: Tensor = model(tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=[-1])
         self._tokens, self._passes = tokens, self._passes + 1
         return logits[:, 0]
 
@@ -168,7 +179,7 @@ class FirstGiven(Predictor):
 
 
 def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float) -> Predictor:
-    """The predictor of a run: guided, cached on a causal model, or plain."""
+    """The predictor of a run: with guidance, with a key/value cache on a causal model, or plain."""
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
     if canvas.grows:

@@ -1,8 +1,8 @@
-"""Which token is proposed at a place, and how sure the model is of it.
+"""Which token is proposed at a position, and how confident the model is of it.
 
-A `Sampler` says where, the `Proposal` that it holds says what. At a temperature tokens are drawn by Gumbel noise, from
-the likeliest if asked (top-p, top-k); places are ranked by the probability of their token, by its margin over the
-second, or by negative entropy.
+A `Sampler` chooses positions, and its `Proposal` chooses tokens. At a temperature, tokens are sampled with Gumbel
+noise, if requested from the likeliest tokens only (top-p, top-k). Positions are ranked by the probability of their
+token, by the margin of the likeliest token over the second, or by negative entropy.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ def propose_tokens(
     temperature: float,
     uniform: Float[Tensor, "selected d_vocab_out"] | None,
 ) -> Int[Tensor, "selected"]:
-    """The likeliest token, or at a temperature one drawn by Gumbel-max in float64.
+    """The likeliest token, or at a temperature one that is sampled by Gumbel-max in float64.
 
-    argmax exp(logits) / (-log u)^T of ML-GSAI/SMDM `add_gumbel_noise`, taken in logarithms so that nothing overflows.
-    Float64 because low-precision Gumbel noise lowers the temperature unasked (Zheng et al. 2024, arXiv 2409.02908).
+    This is argmax exp(logits) / (-log u)^T of ML-GSAI/SMDM `add_gumbel_noise`, in logarithms so that nothing overflows.
+    It is in float64 because Gumbel noise of low precision lowers the temperature (Zheng et al. 2024, arXiv 2409.02908).
     """
     if uniform is None:
         return logits.argmax(dim=-1)
@@ -35,7 +35,7 @@ def propose_tokens(
 def confidence_of(
     logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"]
 ) -> Float[Tensor, "selected"]:
-    """Softmax probability of each proposed token, in float64; zero for an id that cannot be written, such as [MASK]."""
+    """Softmax probability of each proposed token, in float64; 0 for an id without a logit, such as [MASK]."""
     writable = tokens < logits.shape[-1]
     chosen = torch.softmax(logits.double(), dim=-1).gather(1, tokens.clamp(max=logits.shape[-1] - 1)[:, None])[:, 0]
     return chosen * writable
@@ -44,37 +44,38 @@ def confidence_of(
 def likeliest(
     logits: Float[Tensor, "selected d_vocab_out"], top_p: float | None, top_k: int | None
 ) -> Bool[Tensor, "selected d_vocab_out"]:
-    """The tokens that stay: the likeliest that together have more than `top_p`, and of these the `top_k` likeliest.
+    """The likeliest tokens that together have more than `top_p`, and of these the `top_k` likeliest.
 
-    Tokens that tie with the last of the `top_k` stay too. At least one token stays. Source: DreamLM/Dream
+    Tokens that tie with the last of the `top_k` are included, and at least one token is. Source: DreamLM/Dream
     `generation_utils.py`, `top_p_logits` and `top_k_logits`, in this order.
     """
-    kept = torch.ones_like(logits, dtype=torch.bool)
+    likely = torch.ones_like(logits, dtype=torch.bool)
     if top_p is not None:
+        # A token is in if the likelier tokens together do not exceed top_p yet.
         ordered, index = logits.double().sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-        likelier = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
-        kept = torch.zeros_like(kept).scatter_(1, index, likelier <= top_p)
+        mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
+        likely = torch.zeros_like(likely).scatter_(1, index, mass_before <= top_p)
     if top_k is not None:
-        left = logits.masked_fill(~kept, float("-inf"))
-        kept &= left >= left.topk(min(top_k, left.shape[-1]), dim=-1).values[:, -1:]
-    return kept
+        remaining = logits.masked_fill(~likely, float("-inf"))
+        likely &= remaining >= remaining.topk(min(top_k, remaining.shape[-1]), dim=-1).values[:, -1:]
+    return likely
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """How a token is proposed at a place, and by what the places are ranked.
+    """How tokens are proposed, and how positions are ranked.
 
     Attributes:
-        score: "probability" of the proposed token; "margin", of the likeliest token over the second; "entropy", the
-            negative entropy, the sum of p · log(p + 1e-10) over the vocabulary.
-        scored_on: the distribution that the score is read from: "model", the softmax of the logits; or "drawn", what
-            tokens are drawn from, after temperature, top-p and top-k.
-        top_p: draw from the likeliest tokens that together have more than this probability.
-        top_k: draw from so many likeliest tokens.
-        writes_mask: whether [MASK] may be proposed, where the head has a column for it. A place that it wins takes a
-            turn and stays masked, so that masks can remain in the end. Otherwise another token is proposed there;
-            probabilities stay the model's own, in which [MASK] has its share.
+        score: Score of a position: "probability" of the proposed token; "margin" of the likeliest token over the
+            second; or "entropy", the negative entropy, the sum of p · log(p + 1e-10) over the vocabulary.
+        scored_on: Distribution of which the score is taken: "model", the softmax of the logits; or "drawn", the
+            distribution that tokens are sampled from, after temperature, top-p and top-k.
+        top_p: Probability above which the likeliest tokens together are sampled from; `None` for all tokens.
+        top_k: Number of likeliest tokens to sample from; `None` for all tokens.
+        writes_mask: Whether [MASK] may be proposed, where the head has a column for it. A position where it is proposed
+            counts as revealed and stays masked, so that masks can remain at the end. Otherwise the best other token is
+            proposed there; the probabilities are still the model's own, in which [MASK] has its share.
     """
 
     score: str = "probability"
@@ -95,7 +96,7 @@ class Proposal:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the score is the probability under the model, which the loop records anyway."""
+        """Whether the score is the probability under the model, which the loop records in any case."""
         return self.score == "probability" and self.scored_on == "model"
 
     def propose(
@@ -105,26 +106,29 @@ class Proposal:
         uniform: Float[Tensor, "selected d_vocab_out"] | None = None,
         mask_id: int | None = None,
     ) -> Int[Tensor, "selected"]:
-        """A token for each place.
+        """A token for each row of logits.
 
         Args:
-            uniform: numbers in (0, 1), at a temperature; `None` proposes the likeliest token.
-            mask_id: the id of [MASK], if the model has one.
+            uniform: Random numbers in (0, 1) for sampling at a temperature; `None` takes the likeliest token.
+            mask_id: Id of [MASK], if the model has one.
         """
-        open_ = logits
+        # 1. Forbid [MASK], unless it may be written.
+        allowed = logits
         if mask_id is not None and mask_id < logits.shape[-1] and not self.writes_mask:
-            open_ = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), float("-inf"))
+            allowed = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), float("-inf"))
+        # 2. When sampling, keep the likeliest tokens only: top-p, then top-k.
         if uniform is not None and self._filters:
-            kept = self._likeliest(logits / temperature)
-            # When [MASK] alone is likely enough, the best other token stands in for it.
-            kept.scatter_(1, open_.argmax(dim=-1, keepdim=True), True)
-            open_ = open_.masked_fill(~kept, float("-inf"))
-        return propose_tokens(open_, temperature, uniform)
+            likely = self._likeliest(logits / temperature)
+            # The best allowed token is always in, also where [MASK] alone reaches top_p.
+            likely.scatter_(1, allowed.argmax(dim=-1, keepdim=True), True)
+            allowed = allowed.masked_fill(~likely, float("-inf"))
+        # 3. Take the likeliest token, or sample one.
+        return propose_tokens(allowed, temperature, uniform)
 
     def scores(
         self, logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], temperature: float = 0.0
     ) -> Float[Tensor, "selected"]:
-        """How sure the model is of each proposed token, in float64; the higher, the sooner it is revealed."""
+        """Score of each proposed token, in float64; tokens of higher score are revealed first."""
         if self.scored_on == "drawn":
             logits = logits.double() / (temperature or 1.0)
             if self._filters:

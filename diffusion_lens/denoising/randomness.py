@@ -1,8 +1,8 @@
-"""Random numbers that belong to a row, a step and a place.
+"""Random numbers that belong to a row, a step and a position.
 
-Each draw has a generator of its own, seeded from (seed of the row, step, place, purpose). So a row draws the same
-numbers whoever its neighbours are and however it is padded, and an intervention at one place does not reshuffle the
-chance at another: a run and its patched copy differ by the patch alone.
+Each sample has a generator of its own, seeded from (seed of the row, step, position, purpose). A row therefore gets the
+same numbers in every batch and under every padding, and an intervention at one position does not change the numbers at
+another: a run and its patched copy differ by the patch alone.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import PosMask, Tokens
 
-# One for the run, one a row (as a list, array or tensor), or where to draw them from.
+# One number for the batch, one for each row (as a list, array or tensor), or the generator of these.
 Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
 
 
@@ -39,7 +39,7 @@ def plain_seed(seed: Seed) -> int | tuple[int, ...] | torch.Generator:
 
 
 def row_seeds(seed: Seed, n_batch: int) -> list[int]:
-    """A seed for each row: hashed from a number and the row, the numbers themselves of a list, or from a generator."""
+    """A seed for each row: hashed from one number and the row's index, taken from a list, or from a generator."""
     plain = plain_seed(seed)
     if isinstance(plain, torch.Generator):
         sampled: list[int] = torch.randint(2**62, (n_batch,), generator=plain, device=plain.device).tolist()
@@ -52,11 +52,11 @@ def row_seeds(seed: Seed, n_batch: int) -> list[int]:
 
 
 class PositionNoise:
-    """Uniform numbers on the CPU, in float64, so that a seed means the same on every device.
+    """Uniform random numbers on the CPU, in float64, so that a seed means the same on every device.
 
     Args:
-        seeds: one a row.
-        positions: Int[batch pos], the number of each place among the real ones of its row.
+        seeds: One seed for each row.
+        positions: Int[batch pos], the number of each position among the real ones of its row.
     """
 
     def __init__(self, seeds: Sequence[int], positions: Tokens) -> None:
@@ -64,21 +64,22 @@ class PositionNoise:
         self._positions = positions.cpu()
 
     def by_place(self, step: int, places: PosMask) -> Float[Tensor, "selected"]:
-        """One number in [0, 1) for every marked place, in reading order."""
+        """Float[selected], one number in [0, 1) for each selected position, in reading order."""
         width = int(self._positions.max()) + 1
-        drawn = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
-        return drawn.gather(1, self._positions)[places.cpu()].to(places.device)
+        uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
+        return uniform.gather(1, self._positions)[places.cpu()].to(places.device)
 
     def by_token(self, step: int, places: PosMask, n_tokens: int) -> Float[Tensor, "selected token"]:
-        """`n_tokens` numbers in (0, 1) for every marked place, in reading order."""
-        where = places.cpu().nonzero().tolist()
-        drawn = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in where]
-        if not drawn:
+        """`n_tokens` numbers in (0, 1) for each selected position, in reading order."""
+        selected = places.cpu().nonzero().tolist()
+        uniform = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in selected]
+        if not uniform:
             return torch.empty(0, n_tokens, dtype=torch.float64, device=places.device)
-        return torch.stack(drawn).clamp_(min=torch.finfo(torch.float64).tiny).to(places.device)
+        return torch.stack(uniform).clamp_(min=torch.finfo(torch.float64).tiny).to(places.device)
 
 
 def _uniform(n: int, *key: int | str) -> Tensor:
+    """`n` numbers in [0, 1) by a generator that is seeded with a hash of the key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.rand(
         n, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1), dtype=torch.float64

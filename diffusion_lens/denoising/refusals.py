@@ -1,4 +1,4 @@
-"""What the loop refuses to go on with: numbers that are none, ids that are no tokens, whoever made them."""
+"""Values that the loop refuses from network and hooks: logits that are not finite, ids that are no tokens."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,25 +10,25 @@ from diffusion_lens.step_state import StepState
 
 
 def require_logits(
-    logits: Float[Tensor, "selected d_vocab_out"], places: PosMask, state: StepState | None = None
+    logits: Float[Tensor, "selected d_vocab_out"], positions: PosMask, state: StepState | None = None
 ) -> None:
-    """Raise a `FloatingPointError` unless every marked place has a finite largest logit; -inf forbids single tokens."""
-    # The largest is NaN where any is, +inf where any is, and -inf where all are.
-    where = _first(~logits.amax(dim=-1).isfinite(), state, places)
+    """Raise a `FloatingPointError` unless the largest logit of every row is finite; -inf forbids single tokens."""
+    # The largest is NaN where any logit is, +inf where any logit is, and -inf where all logits are.
+    where = _first(~logits.amax(dim=-1).isfinite(), state, positions)
     if where is not None:
         raise FloatingPointError(
-            f"the logits are not finite {where}: they tell nothing of tokens. Either the weights hold or overflow "
-            f"to such numbers (in {str(logits.dtype).removeprefix('torch.')}; try dtype=torch.float32), or a hook made "
-            "them. A hook may forbid tokens with -inf, if it leaves one; to force a token, return it from "
+            f"the logits are not finite {where}, so no token can be chosen. Either the weights hold such numbers or "
+            f"overflow to them (in {str(logits.dtype).removeprefix('torch.')}; try dtype=torch.float32), or a hook "
+            "returned them. A hook may forbid tokens with -inf if it leaves one; to force a token, return it from "
             "denoise.hook_candidates"
         )
 
 
 def require_open(
-    logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], state: StepState, places: PosMask
+    logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], state: StepState, positions: PosMask
 ) -> None:
-    """Raise a `FloatingPointError` where nothing but [MASK], which is not written, has a finite logit."""
-    where = _first(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), state, places)
+    """Raise a `FloatingPointError` where only [MASK], which is not written, has a finite logit."""
+    where = _first(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), state, positions)
     if where is not None:
         raise FloatingPointError(
             f"every token but [MASK] is forbidden by a logit of -inf {where}: leave one token that can be written, or "
@@ -36,43 +36,45 @@ def require_open(
         )
 
 
-def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, places: PosMask) -> None:
-    """Raise a `FloatingPointError` where what `hook_confidence` returned ranks nothing."""
-    where = _first(scores[places].isnan(), state, places)
+def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, positions: PosMask) -> None:
+    """Raise a `FloatingPointError` where `hook_confidence` returned NaN, by which positions cannot be ranked."""
+    where = _first(scores[positions].isnan(), state, positions)
     if where is not None:
         raise FloatingPointError(
-            f"denoise.hook_confidence returned NaN {where}: places cannot be ranked by it; return numbers, or -inf for "
-            "places that come last"
+            f"denoise.hook_confidence returned NaN {where}: positions cannot be ranked by it; return numbers, or -inf "
+            "for positions that come last"
         )
 
 
 def require_choice(reveal: Tensor) -> None:
-    """Raise a `TypeError` unless what `hook_reveal` returned marks places."""
+    """Raise a `TypeError` unless `hook_reveal` returned a mask of positions."""
     if reveal.dtype != torch.bool:
         raise TypeError(
-            f"denoise.hook_reveal returned {reveal.dtype}; it marks the places revealed in this step: return a bool "
-            "for each"
+            f"denoise.hook_reveal returned {reveal.dtype}; return a bool for each position, true where the step "
+            "reveals a token"
         )
 
 
-def require_ids(name: str, ids: Tensor, state: StepState, places: PosMask, model: DiffusionTransformer) -> None:
-    """Raise an error unless a hook returned token ids, or the blank of the canvas, at the marked places."""
+def require_ids(name: str, ids: Tensor, state: StepState, positions: PosMask, model: DiffusionTransformer) -> None:
+    """Raise an error unless a hook returned token ids, or the canvas's blank, at these positions."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"{name} returned {ids.dtype}; token ids are integers, as they were handed over")
+        raise TypeError(
+            f"{name} returned {ids.dtype}; token ids are integers: return a tensor of the dtype that it received"
+        )
     blank = model.cfg.blank
-    wrong = (((ids < 0) | (ids >= model.cfg.d_vocab)) & (ids != blank))[places]
-    where = _first(wrong, state, places)
+    wrong = (((ids < 0) | (ids >= model.cfg.d_vocab)) & (ids != blank))[positions]
+    where = _first(wrong, state, positions)
     if where is not None:
         raise ValueError(
-            f"{name} returned the id {int(ids[places][wrong][0])} {where}; {model.cfg.model_name!r} has the tokens 0 "
-            f"to {model.cfg.d_vocab - 1}, and {blank} stands for a place that is still blank"
+            f"{name} returned the id {int(ids[positions][wrong][0])} {where}; {model.cfg.model_name!r} has the tokens "
+            f"0 to {model.cfg.d_vocab - 1}, and {blank} for a position that is still to be written"
         )
 
 
-def _first(wrong: Tensor, state: StepState | None, places: PosMask) -> str | None:
-    """Where the first of the wrong places is, in words."""
+def _first(wrong: Tensor, state: StepState | None, positions: PosMask) -> str | None:
+    """Description of the first wrong position, or `None` where none is wrong."""
     if not bool(wrong.any()):
         return None
-    row, position = places.nonzero()[wrong.nonzero()[0, 0]].tolist()
+    row, position = positions.nonzero()[wrong.nonzero()[0, 0]].tolist()
     step = "" if state is None else f"step {state.index}, "
-    return f"at {step}row {row}, position {position} ({int(wrong.sum())} of {len(wrong)} places)"
+    return f"at {step}row {row}, position {position} ({int(wrong.sum())} of {len(wrong)} positions)"

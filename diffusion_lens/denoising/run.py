@@ -1,6 +1,5 @@
-"""One run in progress: the canvas as it stands, its history, and what each part of a step does to it."""
+"""A run in progress: its current canvas, the earlier ones, and the seven parts of a step as methods."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +23,34 @@ from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import RunIdentity, StepState
 
 
-@dataclass
-class Run:
-    """A canvas on its way.
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens proposed in one step.
 
     Attributes:
-        settings: with the sampler that the run has.
-        seeds: of the rows.
-        times: the times of the whole run, `n_steps + 1` of them; a branch of a run keeps them.
+        positions: Bool[batch pos], where a token is proposed.
+        tokens: Int[batch pos], the canvas with these tokens in place.
+        confidence: Float[batch pos], probability of each proposed token; 0 elsewhere.
+        ranking: Float[batch pos], scores by which the positions are ranked; 0 elsewhere.
+    """
+
+    positions: PosMask
+    tokens: Tokens
+    confidence: Float[Tensor, "batch pos"]
+    ranking: Float[Tensor, "batch pos"]
+
+
+@dataclass
+class Run:
+    """A run of the loop between two steps.
+
+    Attributes:
+        settings: Settings whose sampler is resolved.
+        seeds: One seed for each row.
+        times: Times of all steps, `n_steps + 1` numbers; a run that begins in the middle has them all too.
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
-        script: Int[step+1 batch pos], the canvases that are followed, if the run is forced.
+        script: Int[step+1 batch pos], canvases that a forced run follows; `None` for a free run.
     """
 
     model: DiffusionTransformer
@@ -60,7 +76,7 @@ class Run:
         return self.settings.sampler
 
     def describe(self) -> dict[str, Any]:
-        """For the record of its trajectory: the settings, and what it is made by."""
+        """The settings and the network, for the record of the trajectory."""
         return {
             "sampler": describe_sampler(self.sampler),
             "steps": len(self.times) - 1,
@@ -73,11 +89,11 @@ class Run:
         }
 
     def enter(self, index: int) -> StepState:
-        """Lend the step from times[index] to times[index + 1] to every hook, the canvas's own first."""
+        """Set `hook.step` to the step from times[index] to times[index + 1], and pass the canvas to `hook_tokens`."""
         state = self.model.clock.step = self._state(index)
         point = self.model.loop_hooks.hook_tokens
         if is_hooked(point):
-            # A copy, because the canvas is also history, and hooks are in the habit of writing in place.
+            # A copy, because hooks may write in place, and the canvas is also part of the history.
             tokens = point(self.tokens.clone())
             require_ids("denoise.hook_tokens", tokens, state, torch.ones_like(state.masked), self.model)
             self.tokens = tokens.long()
@@ -85,7 +101,7 @@ class Run:
         return state
 
     def plan(self, state: StepState) -> Plan:
-        """What the sampler decides; of a forced run, what its script does."""
+        """The sampler's decision, or in a forced run what the script does."""
         if self.script is None:
             return self.sampler.plan(state, self.noise, self.confidence)
         after = self.script[len(self.canvases)]
@@ -93,88 +109,83 @@ class Run:
         remasked = (state.tokens != self.canvas.blank) & (after == self.canvas.blank)
         return Plan(revealed, revealed.sum(dim=1), remasked)
 
-    def proposed_places(self, state: StepState, plan: Plan) -> PosMask | None:
-        """Where tokens are proposed: as planned, or everywhere if a hook may see it; `None` if nothing need run."""
-        watched = self.model.is_hooked or _watched(self.model.loop_hooks)
-        if watched:
+    def open_positions(self, state: StepState, plan: Plan) -> PosMask | None:
+        """Positions at which tokens are proposed, or `None` where the step needs no forward pass.
+
+        While anything is hooked, these are all masked positions, so that a hook may change the order. A canvas that
+        grows has only the planned ones.
+        """
+        if self.model.is_hooked or _any_hooked(self.model.loop_hooks):
             return plan.places if self.canvas.grows else state.masked
         return plan.places if bool(plan.counts.any()) else None
 
-    def predict(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        """Logits of the places, after guidance and hooks."""
+    def predict(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        """Logits at these positions, after guidance and hooks."""
         point = self.model.loop_hooks.hook_logits
-        logits = self.predictor(state, places)
+        logits = self.predictor(state, positions)
         if is_hooked(point):
-            canvas = logits.new_zeros(*places.shape, logits.shape[-1])
-            canvas[places] = logits
-            logits = point(canvas)[places]
-        require_logits(logits, places, state)
+            whole = logits.new_zeros(*positions.shape, logits.shape[-1])
+            whole[positions] = logits
+            logits = point(whole)[positions]
+        require_logits(logits, positions, state)
         return logits
 
-    def propose(self, state: StepState, places: PosMask, logits: Float[Tensor, "selected d_vocab_out"]) -> Tokens:
-        """The canvas with a token proposed at each place; of a forced run, those of its script."""
+    def propose(self, state: StepState, positions: PosMask, logits: Float[Tensor, "selected d_vocab_out"]) -> Tokens:
+        """The canvas with a token proposed at each of these positions; in a forced run, the script's tokens."""
         propose, mask_id = self.sampler.proposal.propose, self.model.cfg.mask_token_id
         if self.script is not None:
             after = self.script[len(self.canvases)]
-            candidates = torch.where(after == self.canvas.blank, self.tokens, after)
-            unwritten = places & (after == self.canvas.blank)
+            tokens = torch.where(after == self.canvas.blank, self.tokens, after)
+            unwritten = positions & (after == self.canvas.blank)
             if bool(unwritten.any()):
-                candidates[unwritten] = propose(logits, mask_id=mask_id)[unwritten[places]]
-            return candidates
-        uniform = self.noise.by_token(state.index, places, logits.shape[-1]) if self.settings.temperature else None
-        candidates = self.tokens.clone()
-        candidates[places] = propose(logits, self.settings.temperature, uniform, mask_id)
-        require_open(logits, candidates[places], state, places)
+                tokens[unwritten] = propose(logits, mask_id=mask_id)[unwritten[positions]]
+            return tokens
+        uniform = self.noise.by_token(state.index, positions, logits.shape[-1]) if self.settings.temperature else None
+        tokens = self.tokens.clone()
+        tokens[positions] = propose(logits, self.settings.temperature, uniform, mask_id)
+        require_open(logits, tokens[positions], state, positions)
         point = self.model.loop_hooks.hook_candidates
         if not is_hooked(point):
-            return candidates
-        returned = point(candidates)
-        require_ids("denoise.hook_candidates", returned, state, places, self.model)
+            return tokens
+        returned = point(tokens)
+        require_ids("denoise.hook_candidates", returned, state, positions, self.model)
         return returned.long()
 
     def rank(
-        self, state: StepState, places: PosMask, logits: Float[Tensor, "selected d_vocab_out"], candidates: Tokens
-    ) -> tuple[Float[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
-        """How probable each candidate is, and the scores by which they are ranked; 0 at other places."""
-        point, proposal, tokens = self.model.loop_hooks.hook_confidence, self.sampler.proposal, candidates[places]
-        confidence = torch.zeros(places.shape, dtype=torch.float64, device=places.device)
-        confidence[places] = confidence_of(logits, tokens)
+        self, state: StepState, positions: PosMask, logits: Float[Tensor, "selected d_vocab_out"], tokens: Tokens
+    ) -> Candidates:
+        """The proposed tokens with their probability, and with the scores by which their positions are ranked."""
+        point, proposal, proposed = self.model.loop_hooks.hook_confidence, self.sampler.proposal, tokens[positions]
+        confidence = torch.zeros(positions.shape, dtype=torch.float64, device=positions.device)
+        confidence[positions] = confidence_of(logits, proposed)
         ranking = confidence.clone()
         if not proposal.is_plain:
-            ranking[places] = proposal.scores(logits, tokens, self.settings.temperature)
+            ranking[positions] = proposal.scores(logits, proposed, self.settings.temperature)
         ranking = point(ranking)
         if is_hooked(point):
-            require_scores(ranking, state, places)
-        return confidence, ranking
+            require_scores(ranking, state, positions)
+        return Candidates(positions, tokens, confidence, ranking)
 
-    def reveal(
-        self,
-        state: StepState,
-        plan: Plan,
-        places: PosMask,
-        candidates: Tokens,
-        confidence: Float[Tensor, "batch pos"],
-        ranking: Float[Tensor, "batch pos"],
-    ) -> None:
-        """Write the most confident candidates, as many as planned; of a forced run, those of its script."""
+    def reveal(self, state: StepState, plan: Plan, candidates: Candidates) -> None:
+        """Write the planned number of the most confident candidates; in a forced run, those that the script writes."""
         reveal = plan.places
         if self.script is None:
-            reveal = self.model.loop_hooks.hook_reveal(most_confident(ranking, plan))
+            reveal = self.model.loop_hooks.hook_reveal(most_confident(candidates.ranking, plan))
             require_choice(reveal)
-            reveal = reveal & places & (candidates != self.canvas.blank)
-        self.tokens = torch.where(reveal, candidates, self.tokens)
+            reveal = reveal & candidates.positions & (candidates.tokens != self.canvas.blank)
+        self.tokens = torch.where(reveal, candidates.tokens, self.tokens)
         self.revealed_at = self.revealed_at.masked_fill(reveal, state.index)
-        self.confidence = torch.where(reveal, confidence.float(), self.confidence)
+        self.confidence = torch.where(reveal, candidates.confidence.float(), self.confidence)
 
     def remask(self, plan: Plan) -> None:
-        """Blank what the plan takes back."""
+        """Return to [MASK] what the plan remasks."""
         if plan.remask is not None:
             self.tokens = self.tokens.masked_fill(plan.remask, self.canvas.blank)
             self.revealed_at = self.revealed_at.masked_fill(plan.remask, -1)
             self.confidence = self.confidence.masked_fill(plan.remask, float("nan"))
 
     def leave(self) -> None:
-        """Keep the canvas; of a forced run, the script's."""
+        """Append the canvas to the history; in a forced run, the script's."""
         if self.script is not None:
             self.tokens = self.script[len(self.canvases)]
         self.canvases.append(self.tokens)
@@ -192,26 +203,7 @@ class Run:
         )
 
 
-def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` unless a run was made by this model; its weights may have been edited since."""
-    if record["model"] != model.cfg.model_name:
-        raise ValueError(
-            f"the trajectory was made by {record['model']!r} and cannot be taken up by {model.cfg.model_name!r}: its "
-            "tokens and steps mean nothing there. Load that model, or denoise the prompt anew"
-        )
-    require_same_architecture(record, model)
-
-
-def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` unless a run was made by this model or by another checkpoint of its architecture."""
-    recorded, current = record["architecture"], model.cfg.architecture.to_dict()
-    if {**recorded, "name": None} != {**current, "name": None}:
-        raise ValueError(
-            f"the trajectory was made by {record['model']!r}, of another architecture than {model.cfg.model_name!r} "
-            "here, where its tokens and steps mean nothing. Load the model it was made by, or denoise the prompt anew"
-        )
-
-
-def _watched(hooks: LoopHooks) -> bool:
-    late = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
-    return any(is_hooked(point) for point in late)
+def _any_hooked(hooks: LoopHooks) -> bool:
+    """Whether the loop's hook points behind the forward pass carry a hook."""
+    points = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
+    return any(is_hooked(point) for point in points)

@@ -1,22 +1,20 @@
-"""Which network wrote the canvases of a trajectory, and whether the model is that network still.
+"""Checks that the network that wrote a trajectory is the model as it is now.
 
-An analysis on a trajectory reads canvases that were written earlier. Since then hooks may have been attached or
-removed, weights edited, modules replaced. What the network is now says nothing about the canvases then, and nothing
-about whether their run wrote the answer, so a result on a trajectory records both networks (`canvas_provenance`). Where
-an analysis compares the recorded run itself with new runs of the model, the network has to be one
-(`require_same_network`); where it only reads the canvases, it warns that another network wrote them
-(`warn_of_another_network`).
+An analysis of a trajectory reads canvases that were written earlier. Since then, hooks may have been attached or
+removed, weights edited, modules replaced. The present network then says nothing about the canvases, nor about whether
+their run wrote the answer, so a result on a trajectory records both networks (`canvas_provenance`). An analysis that
+compares the recorded run with new runs of the model needs one and the same network (`require_same_network`). An
+analysis that only reads the canvases warns that another network wrote them (`warn_of_another_network`).
 
-Networks are compared by `COMPARED`. The tokenizer is recorded beside these and not compared: it turns texts into ids
-and takes no part in a run. Only where two trajectories, which may be of different models, are read side by side must it
-be the same (`require_same_tokens`).
+Networks are compared by `COMPARED`. The tokenizer is recorded beside these and not compared, because it turns texts
+into ids and takes no part in a run. It has to be the same only where an analysis reads two trajectories, possibly of
+different models, side by side (`require_same_tokens`).
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion_lens.denoising.run import require_same_architecture
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import NETWORK, differences, network_of, provenance
 from diffusion_lens.user_warnings import warn_user
@@ -26,12 +24,33 @@ _AGAIN = "denoise the prompt again under the same hooks, weights and modules"
 _DIGEST = re.compile(r" #[0-9a-f]+")
 
 
+def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` unless this model wrote the trajectory; its weights may have been edited since."""
+    if record["model"] != model.cfg.model_name:
+        raise ValueError(
+            f"the trajectory was written by {record['model']!r}, and {model.cfg.model_name!r} cannot replay it: its "
+            "tokens and steps mean nothing there. Load that model, or denoise the prompt again"
+        )
+    require_same_architecture(record, model)
+
+
+def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` unless this model, or another checkpoint of its architecture, wrote the trajectory."""
+    recorded, current = record["architecture"], model.cfg.architecture.to_dict()
+    if {**recorded, "name": None} != {**current, "name": None}:
+        raise ValueError(
+            f"the trajectory was written by {record['model']!r}, of another architecture than "
+            f"{model.cfg.model_name!r}, where its tokens and steps mean nothing. Load the model that wrote it, or "
+            "denoise the prompt again"
+        )
+
+
 def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
     """The network that wrote a trajectory's canvases: its name, dtype, weights, hooks, modules and tokenizer.
 
     A forced replay writes nothing: its canvases are those of the run that it replays. A free replay from the middle
-    keeps what was written before: where another network wrote that, "earlier" holds the provenance of that part, and
-    the first step ("before_step") that is not of it. `None` stands for what the record of an older file does not hold.
+    keeps the earlier canvases. Where another network wrote these, "earlier" holds that network's provenance, with the
+    first step ("before_step") that it did not take. A value that the record of an older file lacks is `None`.
     """
     replay = record.get("replay")
     if replay is None:
@@ -44,14 +63,14 @@ def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_network(record: Mapping[str, Any], model: DiffusionTransformer, where: str) -> None:
-    """Raise a `ValueError` unless the steps of a trajectory were taken by the model as it is now.
+    """Raise a `ValueError` unless the model as it is now took the steps of a trajectory.
 
-    What another network wrote before the first step held is a `UserWarning`: new runs begin with it too, so it counts
-    as no effect.
+    Where another network wrote the canvases before the trajectory's first step, this is a `UserWarning` only, because
+    new runs begin with those canvases too.
 
     Args:
-        record: the trajectory's; what it does not hold is not compared.
-        where: the analysis, which compares the trajectory with new runs of the model.
+        record: Record of the trajectory; values that it lacks are not compared.
+        where: Name of the analysis, which compares the trajectory with new runs of the model.
     """
     latest, *_ = _parts(canvas_provenance(record))
     if different := _differences(latest, record, model):
@@ -64,27 +83,30 @@ def require_same_network(record: Mapping[str, Any], model: DiffusionTransformer,
 
 
 def warn_of_another_network(trajectories: Mapping[str, tuple[Mapping[str, Any], DiffusionTransformer]]) -> None:
-    """Warn unless the networks that wrote trajectories are the models, which read the canvases, as they are now.
+    """Warn where the network that wrote a trajectory differs from the model that reads its canvases now.
 
     Args:
-        trajectories: by what it is called in the analysis, each trajectory's record and the model that reads it; what
-            a record does not hold is not compared. Trajectories that differ in the same way share a warning.
+        trajectories: Record of each trajectory and the model that reads it, by the trajectory's name in the analysis.
+            Values that a record lacks are not compared. Trajectories that differ in the same way share a warning.
     """
-    alike: dict[tuple[str, str], list[str]] = {}
+    # 1. Describe the differences of each trajectory, and group the trajectories whose descriptions are equal.
+    names_of: dict[tuple[str, str], list[str]] = {}
     for name, (record, model) in trajectories.items():
-        said = []
+        described = []
         for part in _parts(canvas_provenance(record)):
             different = _differences(part, record, model)
             before = f"before step {part['before_step']}, " if "before_step" in part else ""
-            said += [before + different] if different else []
-        if said:
-            alike.setdefault((str(model.cfg.model_name), "; ".join(said)), []).append(name)
-    for (reader, difference), names in alike.items():
+            described += [before + different] if different else []
+        if described:
+            names_of.setdefault((str(model.cfg.model_name), "; ".join(described)), []).append(name)
+
+    # 2. Warn once for each group.
+    for (reader, difference), names in names_of.items():
         one = len(names) == 1
         warn_user(
             f"the {' and the '.join(names)} {'was' if one else 'were'} written by another network than {reader!r} is "
             f"now: {difference}. The canvases and what a result says of them (`known`, `revealed_at`) are that "
-            f"network's; all scores are of the model as it is now. To ask one network only, {_AGAIN}"
+            f"network's; all scores are of the model as it is now. To use one network only, {_AGAIN}"
         )
 
 
@@ -94,7 +116,7 @@ def require_same_tokens(record: Mapping[str, Any], model: DiffusionTransformer) 
     recorded, current = record.get("tokenizer_sha256"), provenance(model, model.cfg)["tokenizer_sha256"]
     if recorded is not None and current is not None and recorded != current:
         raise ValueError(
-            f"the trajectory was made by {record['model']!r} with another tokenizer than that of "
+            f"the trajectory was written by {record['model']!r} with another tokenizer than that of "
             f"{model.cfg.model_name!r}, where its token ids mean other words. Load both with one tokenizer "
             "(set_tokenizer), or denoise the prompt with the model that reads it"
         )
@@ -106,22 +128,22 @@ def _parts(network: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _differences(recorded: Mapping[str, Any], record: Mapping[str, Any], model: DiffusionTransformer) -> str:
-    """In what a network that wrote ("there") and the model ("here") differ, in words; empty where they are one."""
+    """Differences of the network that wrote ("there") and the model ("here") in words; empty where there are none."""
     current = provenance(model, model.cfg)
     compared = [name for name in COMPARED if recorded.get(name) is not None]
-    found = differences(recorded, current, compared)
-    if found and "versions" in record:  # other versions may tell the same hooks and modules by other digests
-        found += differences(record, current, ["versions"])
-    said = "; ".join(found)
-    if point := _told_by_digest(recorded.get("hooks") or {}, current["hooks"]):
-        said += (
+    differing = differences(recorded, current, compared)
+    if differing and "versions" in record:  # other versions may give the same hooks and modules other digests
+        differing += differences(record, current, ["versions"])
+    described = "; ".join(differing)
+    if point := _differing_by_digest(recorded.get("hooks") or {}, current["hooks"]):
+        described += (
             f". The hooks at {point!r} differ by their digests only, and so does a hook whose own values change from "
             'call to call. If it is the same hook, name it before the run: interventions.named(hook, "...")'
         )
-    return said
+    return described
 
 
-def _told_by_digest(recorded: Mapping[str, list[str]], current: Mapping[str, list[str]]) -> str | None:
+def _differing_by_digest(recorded: Mapping[str, list[str]], current: Mapping[str, list[str]]) -> str | None:
     """The first hook point at which hooks of the same functions differ by their digests only."""
     for point, hooks in recorded.items():
         others = current.get(point, [])

@@ -1,7 +1,7 @@
-"""What a sampler decides: at which places a token is proposed in this step, and how many of them are revealed.
+"""A sampler decides at which positions a step proposes tokens, and how many of them it reveals.
 
-The loop proposes a token for each of these places, and reveals the most confident. Which token that is, and what being
-sure of it means, the sampler's `proposal` says. A sampler is a small final object; to write one, answer `plan`.
+The loop proposes a token at each of these positions and reveals the most confident ones. The sampler's `proposal` says
+which token is proposed and what its confidence is. A sampler is a small final object; to write one, implement `plan`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ from diffusion_lens.step_state import StepState
 
 @dataclass(frozen=True)
 class Plan:
-    """One step's decision.
+    """The decision of a sampler for one step.
 
     Attributes:
-        places: where tokens are proposed.
-        counts: how many of them are revealed, for each row, or, with a single entry, for the batch as one pool.
-        remask: revealed places that return to [MASK] in this step, if any.
-        jitter: added to the confidence before places are ranked, where their choice is partly chance.
+        places: Bool[batch pos], positions where tokens are proposed.
+        counts: Int[batch], number of them to reveal in each row; a single entry counts the whole batch as one pool.
+        remask: Bool[batch pos], revealed positions that return to [MASK] in this step; `None` for none.
+        jitter: Float[batch pos], noise added to the confidence before positions are ranked; `None` for none.
     """
 
     places: PosMask
@@ -35,34 +35,40 @@ class Plan:
 
 
 class Sampler(ABC):
-    """Chooses places; never tokens.
+    """Chooses positions; never tokens.
 
     Attributes:
-        name: by which it is asked for and recorded.
-        eps: the time at which the run ends.
-        proposal: which token is proposed at a place, and how sure the model is of it.
+        name: Name under which `denoise` finds it and records keep it.
+        eps: Time at which the run ends.
+        proposal: Rule by which tokens are proposed and scored.
     """
 
     name: str
     eps: float = 1e-5
     proposal: Proposal = Proposal()
 
-    def n_steps(self, asked: int | None, blanks: PosMask) -> int:
-        """Steps of the run; 32 unless asked otherwise, as in SMDM's evaluation."""
-        return 32 if asked is None else asked
+    def n_steps(self, steps: int | None, blanks: PosMask) -> int:
+        """Number of steps of the run; 32 by default, as in SMDM's evaluation.
+
+        Args:
+            steps: Number that the caller sets; `None` leaves it to the sampler.
+            blanks: Bool[batch pos], positions to be written.
+        """
+        return 32 if steps is None else steps
 
     @abstractmethod
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        """The places considered between `step.t` and `step.s`, and how many are revealed.
+        """The positions considered between `step.t` and `step.s`, and the number of them to reveal.
 
         Args:
-            noise: random numbers by place, for samplers that leave something to chance.
-            confidence: probability of each token when it was revealed; NaN where none was (given, masked, padding).
+            noise: Random numbers by position, for samplers that choose at random.
+            confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was revealed
+                (given, masked, padding).
         """
 
 
 def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMask:
-    """The `plan.counts` most confident of `plan.places`, after `plan.jitter`; among equals the leftmost."""
+    """The `plan.counts` most confident of `plan.places`, after `plan.jitter`; of equal ones, the leftmost."""
     pools = plan.counts.numel()
     if plan.jitter is not None:
         confidence = confidence + plan.jitter

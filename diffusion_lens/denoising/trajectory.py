@@ -1,4 +1,4 @@
-"""What a run of the denoising loop leaves behind."""
+"""`Trajectory`: the result of a run of the denoising loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,12 @@ from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.predictor import FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
-from diffusion_lens.denoising.run import Run, require_same_model
-from diffusion_lens.denoising.same_network import canvas_provenance
+from diffusion_lens.denoising.run import Run
+from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import sampler_from
 from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
+from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, save_result
@@ -32,21 +33,22 @@ _TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A finished run, with everything needed to look at it and to repeat it.
+    """A finished run, with everything needed to inspect it and to repeat it.
 
     Attributes:
         tokens: Int[batch pos], the final canvas.
-        canvases: Int[step+1 batch pos], x_t before each step, and at the end. A place holds the mask id, or on a causal
-            model -1, until it is revealed.
-        revealed_at: Int[batch pos], the step in which a place was revealed; -1 where it was given, or still is masked.
-        confidence: Float[batch pos], probability of the revealed token when it was revealed; 1 where it was given, 0
-            where nothing was revealed.
-        given: Bool[batch pos], the places that came with the prompt.
+        canvases: Int[step+1 batch pos], x_t before each step, and the final canvas. A position holds the mask id, or on
+            a causal model -1, until it is revealed.
+        revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked.
+        confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
+            is still masked.
+        given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding.
-        text: the final canvas as text, a string a row; empty strings when the model has no tokenizer.
-        words: the text of every id that occurs.
-        record: sampler, steps, times, guidance, temperature, seeds, model, weights' hash, hooks, modules, versions,
-            forward passes, seconds; of a replay also which, and by what network the replayed canvases were written.
+        text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
+        words: Text of every id that occurs.
+        record: Sampler, steps, times, guidance, temperature, seeds, model, hash of the weights, hooks, modules,
+            versions, forward passes and seconds; of a replay also its kind, and the network that wrote the replayed
+            canvases.
     """
 
     tokens: Tokens
@@ -74,50 +76,52 @@ class Trajectory:
             confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(canvas.blanks(run.tokens), 0.0),
             given=canvas.given,
             real=real,
-            text=[model.to_string(row[kept]) if has_text else "" for row, kept in zip(run.tokens, real, strict=True)],
+            text=[
+                model.to_string(row[inside]) if has_text else "" for row, inside in zip(run.tokens, real, strict=True)
+            ],
             words=dict(zip(ids, model.words(ids), strict=True)),
             record=record,
         )
 
     @property
     def first_step(self) -> int:
-        """Index of the first step held: 0, or where a branch begins."""
+        """Index of the first step: 0, or where a branch begins."""
         return int(self.record["first_step"])
 
     @property
     def n_steps(self) -> int:
-        """Steps held."""
+        """Number of steps in this trajectory."""
         return self.canvases.shape[0] - 1
 
     @property
     def forward_passes(self) -> int:
-        """Forward passes of the network that the run took; two guided branches in one batch count once."""
+        """Number of forward passes of the run; two guided branches in one batch count once."""
         return int(self.record["forward_passes"])
 
     @property
     def tokens_per_second(self) -> float:
-        """Revealed tokens by seconds of the run."""
+        """Number of revealed tokens per second of the run."""
         return float((self.revealed_at >= self.first_step).sum()) / float(self.record["seconds"])
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
-        """The run from the canvas before `step` on: the place to branch off, by replaying it under a hook or a seed.
+        """The part of the run from the canvas before `step` on, to branch off by a replay under a hook or a seed.
 
-        Steps keep their number, and with it their time and their random numbers.
+        Steps keep their index, and with it their time and their random numbers.
         """
         step = whole_number("step", step)
-        fields = {**vars(self), "canvases": self.canvases[self._held(step) :]}
+        fields = {**vars(self), "canvases": self.canvases[self._canvas_index(step) :]}
         blank = self.canvases == self.record["blank"]
         remasked = bool((blank[1:] & ~blank[:-1]).any()) or self.record.get("remasked", False)
         return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
 
     def state_at(self, step: int, device: str | torch.device | None = None) -> StepState:
-        """What `hook.step` was at a step, in the conditional branch: to be lent to a run that stands for this step.
+        """The value of `hook.step` at a step, in the conditional branch, for forward passes that stand for this step.
 
         Args:
-            device: where its canvas should be; by default where the trajectory is.
+            device: Device of its tensors; by default that of the trajectory.
         """
         times: list[float] = self.record["times"]
-        tokens, real = (x.to(device) for x in (self.canvases[self._held(step)], self.real))
+        tokens, real = (x.to(device) for x in (self.canvases[self._canvas_index(step)], self.real))
         return StepState(
             index=step,
             n_steps=len(times) - 1,
@@ -130,7 +134,7 @@ class Trajectory:
         )
 
     def repeat(self, n: SupportsIndex) -> "Trajectory":
-        """`n` copies of every row, one after the other with the same seeds: to be replayed under hooks by row."""
+        """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
         n = whole_number("n", n)
         if n < 1:
             raise ValueError(f"n={n}; give 1 or more copies of every row")
@@ -144,7 +148,7 @@ class Trajectory:
         )
 
     def row(self, index: int) -> "Trajectory":
-        """One row of a batch as a run of its own; forward passes and seconds stay those of the batch."""
+        """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
         rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
         record = {**self.record, "seeds": [self.record["seeds"][index]]}
         return replace(self, **rows, canvases=self.canvases[:, index, None], text=[self.text[index]], record=record)
@@ -154,26 +158,27 @@ class Trajectory:
         model: DiffusionTransformer,
         *,
         canvas: str = "forced",
-        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        fwd_hooks: FwdHooks = (),
         sampler: str | Sampler | None = None,
         seeds: Sequence[SupportsIndex] | SupportsIndex | None = None,
         progress: bool = False,
     ) -> "Trajectory":
-        """The same steps again, under intervention; the network may also have been edited since.
+        """Take the same steps again under intervention; the network may also have been edited since.
 
         The record holds the weights, hooks and modules of the network as it is now, and under "trajectory" those of the
-        network that wrote this trajectory's canvases. A free replay from the middle (`from_step`) keeps what was
-        written before; under another network its canvases are then those of two.
+        network that wrote this trajectory's canvases. A free replay from the middle (`from_step`) keeps the earlier
+        canvases; under another network, two networks have then written the canvases.
 
         Args:
             canvas: "forced" runs the network on the recorded canvases: the tokens stay, their confidence changes.
                 "free" lets the canvas change: a run with the same settings and seeds from the first canvas on.
             fwd_hooks: as in `denoise`.
-            sampler: for "free", in place of the recorded one.
-            seeds: for "free", one a row, or a number as in `denoise`, in place of the recorded ones.
+            sampler: Sampler of a free replay, in place of the recorded one.
+            seeds: Seeds of a free replay, one for each row or a number as in `denoise`, in place of the recorded ones.
+            progress: Whether to show a progress bar.
 
         Raises:
-            ValueError: another model than the recorded one, or an unknown sampler.
+            ValueError: Another model than the recorded one, or an unknown sampler.
         """
         if canvas not in ("forced", "free"):
             raise ValueError(f"canvas={canvas!r}; it is 'forced' (the recorded canvases) or 'free' (they may change)")
@@ -213,7 +218,7 @@ class Trajectory:
             return Trajectory.of(run, {**self.record, **run.describe(), **record, **of_replay})
 
     def diff(self, other: "Trajectory") -> TrajectoryDiff:
-        """Where two runs of the same prompt part."""
+        """The differences from another run of the same prompt."""
         names = ("tokens", "canvases", "revealed_at", "confidence")
         before, after = ({name: getattr(run, name) for name in names} for run in (self, other))
         return TrajectoryDiff.of(before, after, self.first_step)
@@ -232,13 +237,13 @@ class Trajectory:
         return cls(**fields)
 
     def str_canvases(self, row: int = 0) -> list[list[str]]:
-        """The text of each place of one row, for every canvas."""
+        """The text at each position of one row, for every canvas."""
         return [[self.words[token] for token in canvas] for canvas in self.canvases[:, row].tolist()]
 
     def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
         """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
         return plots.denoising_grid(
-            self.str_canvases(row), self._hidden(row), self.revealed_at[row], self.confidence[row], title=title, ax=ax
+            self.str_canvases(row), self._masked(row), self.revealed_at[row], self.confidence[row], title=title, ax=ax
         )
 
     def to_html(self, row: int = 0) -> str:
@@ -247,7 +252,7 @@ class Trajectory:
         return plots.canvas_table(
             title,
             self.str_canvases(row),
-            self._hidden(row),
+            self._masked(row),
             self.revealed_at[row].tolist(),
             self.confidence[row].tolist(),
             self.first_step,
@@ -256,12 +261,12 @@ class Trajectory:
     def _begin_again(
         self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
     ) -> Run:
-        """The run at its first canvas here, ready to be taken again."""
+        """A run that starts from this trajectory's first canvas; a forced run follows its canvases."""
         require_same_model(self.record, model)
         if self.record.get("remasked") and self.first_step and not forced:
             raise ValueError(
-                "a run that masked tokens again does not keep how sure each step was of tokens since rewritten, which "
-                "its sampler asks: replay it freely from its start, or forced from any step"
+                "the sampler of this run reads the confidence of every revealed token, and a run that remasks does not "
+                "keep it for tokens that were rewritten later: replay it freely from its start, or forced from any step"
             )
         settings = DenoiseSettings(
             steps=self.record["steps"],
@@ -284,17 +289,18 @@ class Trajectory:
             script=self.canvases.to(device) if forced else None,
         )
 
-    def _held(self, step: int) -> int:
-        """The index of a step among those held."""
+    def _canvas_index(self, step: int) -> int:
+        """The position of a step in `canvases`; a `ValueError` where the trajectory does not hold it."""
         if not self.first_step <= step < self.first_step + self.n_steps:
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")
         return step - self.first_step
 
-    def _hidden(self, row: int) -> list[list[bool]]:
-        hidden: list[list[bool]] = (self.canvases[:, row] == self.record["blank"]).tolist()
-        return hidden
+    def _masked(self, row: int) -> list[list[bool]]:
+        """Whether each position of one row is masked, for every canvas."""
+        masked: list[list[bool]] = (self.canvases[:, row] == self.record["blank"]).tolist()
+        return masked
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
-        return f"Trajectory({batch} x {pos} places, {self.n_steps} steps, {self.forward_passes} forward passes)"
+        return f"Trajectory({batch} x {pos} positions, {self.n_steps} steps, {self.forward_passes} forward passes)"

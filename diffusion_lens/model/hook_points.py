@@ -1,4 +1,4 @@
-"""A TransformerLens hook point that knows the denoising step, and refuses what a hook may not return."""
+"""A TransformerLens hook point that knows the denoising step and checks what hooks return."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -13,11 +13,11 @@ from diffusion_lens.step_state import StepClock, StepState
 
 
 class StepHookPoint(HookPoint):
-    """An identity that hooks can read and replace; inside the denoising loop `step` says where.
+    """An identity function whose value hooks can read and replace; inside the denoising loop, `step` is the step.
 
-    When guidance runs its two branches as one batch, hooks (torch's own too) are called for each branch, with the
-    caller's batch size. What each hook returns must have the shape, the device and the kind of number that went in;
-    floats and integers of another width are cast.
+    When guidance runs its two branches as one batch, hooks (torch's own too) are called once for each branch, with the
+    caller's batch size. A hook must return the shape, the device and the kind of number that it received; floats and
+    integers of another width are cast.
 
     Attaching and removing hooks is a `RuntimeError` while another thread runs the model.
     """
@@ -29,16 +29,16 @@ class StepHookPoint(HookPoint):
 
     @property
     def step(self) -> StepState | None:
-        """The step whose activation is passing, or `None` outside the loop."""
+        """The step of the current activation, or `None` outside the loop."""
         return self.clock.step
 
     @property
     def is_hooked(self) -> bool:
-        """Whether anything listens here, forwards or backwards: TransformerLens's hooks, or torch's own."""
+        """Whether a hook is attached, forward or backward: one of TransformerLens, or one of torch."""
         return is_hooked(self)
 
     def add_hook(self, hook: Any, dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any) -> LensHandle:
-        """As in TransformerLens; what a forward hook returns is checked before the next one sees it."""
+        """As in TransformerLens; what a forward hook returns is checked before the next hook sees it."""
         with self.clock.held():
             handle = super().add_hook(self._checked(hook) if dir == "fwd" else hook, dir, *args, **kwargs)
         handle.user_hook = hook
@@ -52,24 +52,24 @@ class StepHookPoint(HookPoint):
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.clock.branches is None or not (self.is_hooked or _has_any_global_hook()):
-            shown: Any = super().__call__(x)
-            return x if shown is x else self._fitting(shown, x)
+            result: Any = super().__call__(x)
+            return x if result is x else self._fitting(result, x)
         halves = x.chunk(2)
-        seen = []
+        results = []
         with self.clock.one_branch_at_a_time() as branches:
             for state, half in zip(branches, halves, strict=True):
                 self.clock.step = state
-                shown = super().__call__(half)
-                seen.append(half if shown is half else self._fitting(shown, half))
-        return x if all(new is old for new, old in zip(seen, halves, strict=True)) else torch.cat(seen)
+                result = super().__call__(half)
+                results.append(half if result is half else self._fitting(result, half))
+        return x if all(new is old for new, old in zip(results, halves, strict=True)) else torch.cat(results)
 
     def _checked(self, user_hook: Any) -> Callable[..., Any]:
-        """The hook, and right after it the check of what it returned, while it is known whose it is."""
+        """The hook, followed by the check of what it returned, so that an error can name the hook."""
 
         @wraps(user_hook)
         def checked(activation: Any, *, hook: Any) -> Any:
             returned = user_hook(activation, hook=hook)
-            # What a conversion of the hook point shows is of another shape; it is checked when it is converted back.
+            # A hook conversion changes the shape that hooks see; the result is checked after it is converted back.
             if returned is None or returned is activation or self.hook_conversion is not None:
                 return returned
             return self._fitting(returned, activation, user_hook)
@@ -77,7 +77,7 @@ class StepHookPoint(HookPoint):
         return checked
 
     def _fitting(self, returned: Any, x: Tensor, hook: Any = None) -> Tensor:
-        """What a hook returned, if it can stand for `x`; without a hook, what all of them made of it."""
+        """What a hook returned, or without `hook` all hooks together, if it can replace `x`; otherwise an error."""
         if not isinstance(returned, Tensor):
             raise TypeError(
                 f"{self._whose(hook)} returned {type(returned).__name__}; a hook returns a tensor {list(x.shape)}, or "
@@ -100,23 +100,24 @@ class StepHookPoint(HookPoint):
         return returned.to(x.dtype)
 
     def _whose(self, hook: Any) -> str:
+        """Description of a hook, or of all hooks of this point, for errors."""
         hooks = [handle.user_hook for handle in self.fwd_hooks] if hook is None else [hook]
         functions = [getattr(each, "__qualname__", repr(each)) for each in hooks]
         return f"a hook at {self.name!r} ({', '.join(functions) or 'of torch'})"
 
 
 def is_hooked(point: nn.Module) -> bool:
-    """Whether anything listens at a hook point of any kind; a module that acts by itself in its place counts."""
+    """Whether a hook is attached to a hook point of any kind; another module in its place counts as a hook."""
     return not isinstance(point, HookPoint) or _listens(point)
 
 
 def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator[nn.Module]:
-    """The modules of a network at which anything listens: hook points, and others that carry a hook of torch.
+    """The modules of a network that carry hooks: hook points, and other modules with a hook of torch.
 
-    It is asked at every step of the loop, and `nn.Module.modules`, which also makes names, takes several times as long.
+    The loop calls this at every step, and `nn.Module.modules`, which also makes names, takes several times as long.
 
     Args:
-        skip: a part that is left out.
+        skip: Module that is left out, with all that it contains.
     """
     seen, waiting = {id(skip), id(None)}, [within]
     while waiting:
@@ -126,36 +127,38 @@ def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator
         seen.add(id(module))
         if _listens(module):
             yield module
-        waiting.extend(module._modules.values())  # type: ignore[arg-type]  # None is among those seen
+        waiting.extend(module._modules.values())  # type: ignore[arg-type]  # None is in `seen`
 
 
 def anything_listens(within: nn.Module, skip: nn.Module | None = None) -> bool:
-    """Whether there are `hooked_modules`."""
+    """Whether any module carries a hook."""
     return any(True for _ in hooked_modules(within, skip))
 
 
 def lend_clock(point: HookPoint, clock: StepClock) -> None:
-    """Let a hook point know the step, a plain one of TransformerLens's (in a sparse autoencoder, say) included."""
+    """Give a hook point the model's clock, also a plain one of TransformerLens (such as a sparse autoencoder's)."""
     kind: Any = type(point)
     if not issubclass(kind, StepHookPoint):
-        # Its owner holds this very object, so it is its class that changes.
+        # Its owner refers to this object, so the object stays and its class changes.
         kind = StepHookPoint if kind is HookPoint else type(kind.__name__, (StepHookPoint, kind), {})
         point.__class__ = kind
     vars(point)["clock"] = clock
 
 
 def position_axis(point: HookPoint) -> int:
-    """Axis of the places in what passes a hook point: 1, but 2 (the query) for scores and patterns."""
+    """Axis of the positions in a hook point's activation: 1, or 2 (the queries) for scores and patterns."""
     return 1 if point.pos_dim is None else point.pos_dim
 
 
 def _listens(module: nn.Module) -> bool:
+    """Whether a module carries a hook of torch, as which TransformerLens attaches its own."""
     return bool(
         module._forward_hooks or module._backward_hooks or module._forward_pre_hooks or module._backward_pre_hooks
     )
 
 
 def _kind(dtype: torch.dtype) -> str:
+    """The kind of number: "complex", "floating", "integer" or "bool"."""
     if dtype.is_floating_point or dtype.is_complex:
         return "complex" if dtype.is_complex else "floating"
     return "bool" if dtype == torch.bool else "integer"

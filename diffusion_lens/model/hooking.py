@@ -1,4 +1,4 @@
-"""TransformerLens's hooking and caching, over hook points that know the denoising step; names are checked."""
+"""Hooking and caching as in TransformerLens, with checked names and hook points that know the denoising step."""
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +30,12 @@ class LoopHooks(nn.Module):
 
 
 class Hooking(HookedRootModule, ABC):
-    """What a model does with hooks.
+    """The hooking methods of a model.
 
     Hooks and the step belong to the model. While one thread is inside `hooks`, `run_with_hooks`, `run_with_cache` or
-    the denoising loop, another thread's run is a `RuntimeError`, and so is its attaching and removing of hooks; the
-    latter also while one thread is in a plain forward pass. Threads that only run the model may do so at once.
+    the denoising loop, a forward pass of another thread is a `RuntimeError`, and so is attaching or removing hooks
+    there. The latter is refused also while a thread is in a plain forward pass. Plain forward passes may run in several
+    threads at once.
     """
 
     cfg: DiffusionConfig
@@ -45,13 +46,14 @@ class Hooking(HookedRootModule, ABC):
         self.clock = StepClock()
 
     def setup(self) -> None:
-        """Name the hook points and give all of them this model's clock; call it again after adding some."""
+        """Name the hook points and give them this model's clock; call it again after adding hook points."""
         with self.clock.held():
             self._set_up()
 
     def _set_up(self) -> None:
         super().setup()
-        # `model.denoise` is the method that runs the loop, so its hook points live elsewhere and are renamed here.
+        # `model.denoise` is the method that runs the loop, so the loop's hook points are stored as `model.loop_hooks`
+        # and renamed here.
         for name, _ in self.loop_hooks.named_children():
             point: Any = self.hook_dict.pop(f"loop_hooks.{name}")
             del self.mod_dict[f"loop_hooks.{name}"]
@@ -68,10 +70,10 @@ class Hooking(HookedRootModule, ABC):
         remove_batch_dim: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` picks."""
-        picked = self._select(names_filter)
-        silent = {name: reason for name in picked if (reason := self.why_silent(name))}
-        names = [name for name in picked if name not in silent]
+        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` selects."""
+        selected = self._select(names_filter)
+        silent = {name: reason for name in selected if (reason := self.why_silent(name))}
+        names = [name for name in selected if name not in silent]
         if not names or (silent and not callable(names_filter) and names_filter is not None):
             raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
         out, cache = super().run_with_cache(
@@ -83,19 +85,19 @@ class Hooking(HookedRootModule, ABC):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether anything listens anywhere inside the network; the loop's own hook points do not count.
+        """Whether a hook is attached anywhere in the network; the loop's own hook points do not count.
 
-        A hook of torch on a module, `model.blocks[0].mlp.register_forward_hook(...)`, listens as one at a hook point.
+        A hook of torch on a module, `model.blocks[0].mlp.register_forward_hook(...)`, counts as one at a hook point.
         """
         return anything_listens(self, skip=self.loop_hooks)
 
     @property
     def has_module_hooks(self) -> bool:
-        """Whether a hook of torch is on a module that is no hook point."""
-        return any(not isinstance(each, StepHookPoint) for each in hooked_modules(self, skip=self.loop_hooks))
+        """Whether a hook of torch is attached to a module that is no hook point."""
+        return any(not isinstance(module, StepHookPoint) for module in hooked_modules(self, skip=self.loop_hooks))
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
-        """As in TransformerLens; a name or predicate that picks nothing is an error with the nearest names."""
+        """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
         self._check_hookable(name)
         with self.clock.held():
             super().add_hook(name, hook, *args, **kwargs)
@@ -112,14 +114,14 @@ class Hooking(HookedRootModule, ABC):
     def run_with_hooks(
         self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
     ) -> Any:
-        """As in TransformerLens; a hook that this run would never reach is an error."""
+        """As in TransformerLens; a hook that the forward pass would never reach is an error."""
         for name, _ in [*fwd_hooks, *bwd_hooks]:
             self._check_hookable(name, in_loop=False)
         return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
 
     @contextmanager
     def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """As in TransformerLens; while it lasts, the model belongs to this thread."""
+        """As in TransformerLens; inside, no other thread may use the model."""
         with self.clock.held(), super().hooks(*args, **kwargs) as model:
             yield model
 
@@ -135,78 +137,79 @@ class Hooking(HookedRootModule, ABC):
         """As in TransformerLens: a dict to be filled, and the forward and backward hooks that fill it.
 
         Args:
-            pos_slice: places to keep, an index (its axis stays), a slice, or indices; of scores and patterns the
-                queries.
+            pos_slice: positions to cache (of scores and patterns, the queries): an index (its axis stays), a slice, or
+                indices.
 
         Raises:
             ValueError: a filter that matches nothing.
         """
         self.is_caching = True
         points = {name: self.hook_dict[name] for name in self._select(names_filter)}
-        held: dict[str, Tensor] = {} if cache is None else cache
-        return held, *caching_hooks(points, held, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
+        cached: dict[str, Tensor] = {} if cache is None else cache
+        return cached, *caching_hooks(points, cached, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
 
     def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
         """As in TransformerLens; a filter that matches nothing is an error."""
-        picked = self._select(names_filter)
+        selected = self._select(names_filter)
         with self.clock.held():
-            return super().add_caching_hooks(picked, *args, **kwargs)
+            return super().add_caching_hooks(selected, *args, **kwargs)
 
     def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
-        """Refuse a hook that picks nothing, or only points that never pass (outside the loop, the loop's own)."""
-        picked = self._select(name)
-        reasons = [None if in_loop and each.startswith(loop_hook("")) else self.why_silent(each) for each in picked]
+        """Refuse a hook whose filter selects nothing, or only hook points that this kind of call never reaches."""
+        points = self._select(name)
+        reasons = [None if in_loop and point.startswith(loop_hook("")) else self.why_silent(point) for point in points]
         if all(reasons):
-            raise ValueError(f"{picked[0]!r} {reasons[0]}")
+            raise ValueError(f"{points[0]!r} {reasons[0]}")
 
     def _select(self, names_filter: NamesFilter) -> list[str]:
-        """The hook points that a filter picks; one that no longer stands in the network is a `RuntimeError`."""
+        """The hook points that a filter selects; one that is no longer in the network is a `RuntimeError`."""
         named = [names_filter] if isinstance(names_filter, str) else names_filter
         for name in named if isinstance(named, Sequence) else ():
             self._refuse_replaced(name)
-        picked = select_names(names_filter, self.hook_dict)
-        for name in picked:
-            if not name.startswith(loop_hook("")) and not self._stands(name):
+        selected = select_names(names_filter, self.hook_dict)
+        for name in selected:
+            if not name.startswith(loop_hook("")) and not self._is_in_network(name):
                 raise RuntimeError(
                     f"{name!r} is no longer the hook point that this model knows by that name: call model.setup() "
-                    "after putting modules in"
+                    "after adding modules"
                 )
-        return picked
+        return selected
 
     def _refuse_replaced(self, name: str) -> None:
-        """Raise a `KeyError` where a hook point of the network has given way to a module of another kind."""
+        """Raise a `KeyError` where a module of another kind has replaced a hook point of the network."""
         if name in self.hook_dict:
             return
         try:
-            there = self.get_submodule(name)
+            module = self.get_submodule(name)
         except AttributeError:
             return
-        if not name.rpartition(".")[2].startswith("hook_") or isinstance(there, HookPoint):
+        if not name.rpartition(".")[2].startswith("hook_") or isinstance(module, HookPoint):
             return
         inside = [known for known in self.hook_dict if known.startswith(f"{name}.")]
         raise KeyError(
-            f"the hook point {name!r} is gone: a module {type(there).__name__} stands in its place, which has "
-            f"{'the hook points ' + ', '.join(inside) if inside else 'no hook points'}. Take another hook point, or "
+            f"a module {type(module).__name__} has replaced the hook point {name!r}; it has "
+            f"{'the hook points ' + ', '.join(inside) if inside else 'no hook points'}. Use another hook point, or "
             "put a HookPoint back there and call model.setup()"
         )
 
-    def _stands(self, name: str) -> bool:
+    def _is_in_network(self, name: str) -> bool:
+        """Whether the hook point of this name is the module of this name."""
         try:
             return self.get_submodule(name) is self.hook_dict[name]
         except AttributeError:
             return False
 
     def require_set_up(self) -> None:
-        """Raise a `RuntimeError` where a hook listens at a point that `setup` has not seen: it would know no step."""
+        """Raise a `RuntimeError` where a hook is at a hook point added since `setup`, which would not know the step."""
         for name, point in self.named_modules():
             if isinstance(point, HookPoint) and is_hooked(point) and vars(point).get("clock") is not self.clock:
                 raise RuntimeError(
-                    f"the hook at {name!r} would not know the step, because the hook point was put in since "
-                    "model.setup() was last called: call model.setup()"
+                    f"the hook at {name!r} would not know the step, because its hook point was added after the last "
+                    "call of model.setup(): call model.setup()"
                 )
 
     def why_silent(self, name: str) -> str | None:
-        """Why a plain forward pass never reaches a hook point, or `None`."""
+        """The reason why a plain forward pass never reaches a hook point, or `None`."""
         if name.startswith(loop_hook("")):
             return "passes only inside the denoising loop: model.denoise(..., fwd_hooks=[...])"
         if name.endswith("hook_result") and not self.cfg.use_attn_result:

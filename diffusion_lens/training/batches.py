@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.losses import LossQuestion, ask_masked, ask_next
+from diffusion_lens.losses import LossBatch, masked_batch, next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Tokens
 
@@ -27,15 +27,15 @@ class Batch:
     real: PosMask | None
     answers: PosMask | None
 
-    def question(self, model: DiffusionTransformer, generator: torch.Generator) -> LossQuestion:
+    def question(self, model: DiffusionTransformer, generator: torch.Generator) -> LossBatch:
         """The inputs and targets of the model's own loss.
 
         A masked diffusion model also predicts the end tokens that fill a row, as in SMDM's fine-tuning. The AR baseline
         predicts the row's own tokens and the first end token.
         """
         if not model.cfg.has_mask:
-            return ask_next(model, self.tokens, real=self.real, counted=self.answers)
-        return ask_masked(model, self.tokens, real=self.answers, generator=generator)
+            return next_token_batch(model, self.tokens, real=self.real, counted=self.answers)
+        return masked_batch(model, self.tokens, real=self.answers, generator=generator)
 
 
 @dataclass(frozen=True, eq=False)

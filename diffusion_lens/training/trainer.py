@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.losses import LossQuestion, Objective
+from diffusion_lens.losses import LossBatch, Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_result, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, TrainingRows
@@ -247,7 +247,7 @@ class _Run:
         }
         return TrainingRecord(self.config, torch.tensor(self.state.losses), record, tuple(self.state.evaluations))
 
-    def _backward(self, question: LossQuestion) -> Tensor:
+    def _backward(self, question: LossBatch) -> Tensor:
         """Loss of the whole batch. Adds the gradients of this process's parts."""
         processes, accumulate = self.accelerator.num_processes, self.config.accumulate
         n_parts, n_rows = processes * accumulate, len(question.tokens)

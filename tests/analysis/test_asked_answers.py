@@ -83,7 +83,7 @@ def test_the_places_of_a_real_query_may_come_in_any_order(tiny):
 
 
 def test_a_causal_canvas_may_end_before_the_answer_or_go_on_with_it(tiny):
-    if tiny.cfg.mask_token_id is not None:
+    if tiny.cfg.has_mask:
         return
     query = FACT.to_query(tiny)
     whole = Query(

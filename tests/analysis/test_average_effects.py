@@ -67,7 +67,7 @@ def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
     trace = causal_trace(tiny, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
     places = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
     places |= dict(after_further=[5], prompt_last=[6])
-    if tiny.cfg.mask_token_id is not None:
+    if tiny.cfg.has_mask:
         places |= dict(answer=[7], unasked=list(range(8, 14)))
     for role, row in zip(result.roles, result.effects[1], strict=True):
         if role in places:
@@ -99,7 +99,7 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
     assert list(whole.unknown) == ["untrue"]
     assert whole.ids == [fact.id for fact in TOLD]
     query = UNTRUE.to_query(tiny, answer_places=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
-    row = query.answer_positions[0] - (tiny.cfg.mask_token_id is None)
+    row = query.answer_positions[0] - tiny.cfg.grows
     probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
     assert whole.unknown["untrue"] == pytest.approx(probability, rel=1e-4)
     calls = count_traces(monkeypatch)
@@ -303,7 +303,7 @@ def test_bad_settings_leave_nothing_behind(tiny, tmp_path, options, message):
 
 
 def test_masked_subjects_need_no_noise(tiny, tmp_path):
-    if tiny.cfg.mask_token_id is None:
+    if not tiny.cfg.has_mask:
         with pytest.raises(ValueError, match=r"no \[MASK\]"):
             average_indirect_effect(tiny, TOLD[:1], corruption="mask", out=tmp_path, **QUICK)
         assert not list(tmp_path.iterdir())

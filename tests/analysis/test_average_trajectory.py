@@ -48,7 +48,7 @@ def assert_same(a, b):
 def traced_alone(model, fact, noise, **settings):
     """The fact's trajectory and its trace, asked for alone."""
     prompt, answer = fact.tokenize(model)
-    masked = model.cfg.mask_token_id is not None
+    masked = model.cfg.has_mask
     length = LENGTH if masked else len(prompt) + len(answer)
     run = model.denoise(torch.tensor([prompt]), length=length, steps=LOOP.steps, seed=[fact_seed(1, fact.id)])
     query = fact.to_query(model, answer_places=LENGTH - len(prompt) if masked else None)
@@ -57,7 +57,7 @@ def traced_alone(model, fact, noise, **settings):
 
 
 def test_rows_are_traces_averaged_by_hand(tiny, whole):
-    masked = tiny.cfg.mask_token_id is not None
+    masked = tiny.cfg.has_mask
     recalled = recalled_facts(tiny, ALL, LOOP, length=LENGTH)
     assert whole.ids == recalled
     assert 0 < len(recalled) < len(ALL)
@@ -200,7 +200,7 @@ def test_steps_whose_canvas_has_no_place_of_a_role_have_no_effect(tiny, role):
     among = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=["subject_last", role])
     torch.testing.assert_close(alone.effects, among.effects[:, :, 1:], rtol=0, atol=1e-6, equal_nan=True)
     assert not alone.clean.isnan().any()
-    causal = tiny.cfg.mask_token_id is None
+    causal = not tiny.cfg.has_mask
     assert bool(alone.effects[0, 0].isnan().all()) == (causal or role == "answer_revealed")
     if not (causal and role == "answer"):  # what is still open does not stand on a causal canvas at all
         assert alone.plot().get_title().startswith(f"{tiny.cfg.model_name}, {role}")

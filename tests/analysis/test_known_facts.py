@@ -77,7 +77,7 @@ def test_what_is_recalled_is_averaged_and_named(tiny):
     assert found.ids == expected
     assert 0 < len(expected) < len(FACTS)
     assert found.record["known"] == "recalled"
-    on_twin = tiny.cfg.mask_token_id is None
+    on_twin = not tiny.cfg.has_mask
     assert found.record["loop"]["steps"] == (None if on_twin else 2)
     assert found.record["loop"]["sampler"]["name"] == ("left_to_right" if on_twin else "confidence")
     said = "recalled" if on_twin else "recalled in 2 steps"
@@ -92,7 +92,7 @@ def test_the_rules_pick_different_facts(tiny):
     assert told["all"] == {fact.id for fact in FACTS}
     in_one_step, in_two = (set(recalled_facts(tiny, FACTS, LoopSettings(steps=n), length=LENGTH)) for n in (1, 2))
     assert in_one_step == argmax
-    assert (in_two == argmax) == (tiny.cfg.mask_token_id is None)
+    assert (in_two == argmax) == tiny.cfg.grows
 
 
 def laid_out(model, fact):
@@ -100,7 +100,7 @@ def laid_out(model, fact):
 
 
 def all_likeliest(model, query):
-    rows = [place - (model.cfg.mask_token_id is None) for place in query.answer_positions]
+    rows = [place - model.cfg.grows for place in query.answer_positions]
     return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
 
 
@@ -160,7 +160,7 @@ def test_a_shard_and_a_resumed_run_ask_only_batches_that_they_need(tiny, monkeyp
     ],
 )
 def test_another_rule_is_another_run(tiny, tmp_path, change, message):
-    if tiny.cfg.mask_token_id is None and "loop" in change:
+    if not tiny.cfg.has_mask and "loop" in change:
         change, message = dict(loop=LoopSettings(seed=2)), "loop.seed: 1 there, 2 here"
     average_indirect_effect(tiny, MIXED[:2], loop=LoopSettings(steps=2), out=tmp_path, **QUICK)
     with pytest.raises(ValueError, match=message):
@@ -236,7 +236,7 @@ def test_facts_that_cannot_be_asked_are_set_aside(tiny, spoilt, tmp_path):
 
 @pytest.mark.parametrize("question", [{}, dict(first_tokens=1), dict(first_tokens=1, known="recalled")])
 def test_default_canvas_is_the_one_that_the_model_was_trained_on(tiny, question, tmp_path):
-    trained = dict(length=14) if tiny.cfg.mask_token_id is not None else dict(length=None)
+    trained = dict(length=14) if tiny.cfg.has_mask else dict(length=None)
     settings = dict(samples=1, layers=[1], roles=["prompt_last"])
     found = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings, **question)
     asked = average_indirect_effect(tiny, FACTS, **trained, **settings, **question)

@@ -32,7 +32,7 @@ def padded(tokens, side):
 
 def asked(model, prompt=(11, 12, 13, 14, 15), token=99):
     """A query of one token after a prompt; on a causal model it stands on the canvas, so that padding may follow."""
-    last = token if model.cfg.mask_token_id is None else model.cfg.mask_token_id
+    last = token if model.cfg.grows else model.cfg.mask_token_id
     return Query(torch.tensor([*prompt, last]), (1, 3), (len(prompt),), (token,))
 
 
@@ -106,7 +106,7 @@ def test_keys_of_a_padded_query_whatever_its_neighbours(own_pad, side):
 @SIDES
 def test_values_for_a_padded_query(own_pad, side):
     query, essence = asked(own_pad), asked(own_pad, (11, 12, 13, 50))
-    if own_pad.cfg.mask_token_id is None:
+    if not own_pad.cfg.has_mask:
         essence = replace(essence, tokens=essence.tokens[:-1])
     bare = replace(essence, answer_positions=(), answer_tokens=())
     other, _ = with_padding(query, side)
@@ -160,6 +160,6 @@ def test_the_likelihood_after_a_padded_prompt(own_pad, side):
     prompt, answer = torch.tensor([11, 12, 13]), torch.tensor([21, 22])
     other, _ = padded(prompt, side)
     assert torch.equal(chain_rule_nll(own_pad, other, answer), chain_rule_nll(own_pad, prompt, answer))
-    if own_pad.cfg.mask_token_id is not None:
+    if own_pad.cfg.has_mask:
         own, estimate = (monte_carlo_nll(own_pad, each, answer, samples=4) for each in (prompt, other))
         assert estimate.value == own.value

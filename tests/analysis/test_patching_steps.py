@@ -66,7 +66,7 @@ def slow_p_answer(model, query, run, cfg_scale, step, hooks=()):
             logits = (1 + cfg_scale) * logits - cfg_scale * unprompted
     p = 1.0
     for place, token in answer.items():
-        written, row = run.canvases[step, 0, place].item(), place - (model.cfg.mask_token_id is None)
+        written, row = run.canvases[step, 0, place].item(), place - model.cfg.grows
         is_open = written in (-1, model.cfg.mask_token_id)
         p *= logits[row].softmax(-1)[token].item() if is_open else float(written == token)
     return p, shown
@@ -101,7 +101,7 @@ def test_p_answer_of_a_step_is_that_of_its_open_places(tiny, asked, posed, cfg_s
 def test_the_stream_patched_at_a_step_is_a_free_trace_of_a_swapped_subject(tiny, asked, posed, cfg_scale):
     clean, corrupted = (denoise(tiny, query, cfg_scale) for query in asked)
     shown = asked[0].tokens
-    if tiny.cfg.mask_token_id is None:
+    if not tiny.cfg.has_mask:
         shown = torch.cat([shown[: posed.answer_positions[0]], torch.tensor(posed.answer_tokens[:-1])]).long()
     query = replace(posed, tokens=shown)
     trace = trace_trajectory(tiny, query, canvas="free", trajectory=clean, corruption="swap", swap=asked[1])
@@ -123,7 +123,7 @@ def test_a_metric_of_ones_own_reads_what_the_loop_reads(tiny, asked, cfg_scale):
     clean, corrupted = (denoise(tiny, query, cfg_scale) for query in asked)
     step, layer, place = 1, 1, 2
     (target,) = (corrupted.revealed_at[0] == step).nonzero().flatten()[:1].tolist()
-    row = target - (tiny.cfg.mask_token_id is None)
+    row = target - tiny.cfg.grows
     read = []
 
     def look(logits, hook):
@@ -210,7 +210,7 @@ def test_a_run_that_cannot_be_asked(tiny, asked):
 
     refused("the trajectory has 2 rows", run.repeat(2))
     earlier = run.tokens[0].clone()
-    earlier[[3, 4]] = torch.tensor([7, 8]) if tiny.cfg.mask_token_id is None else tiny.cfg.mask_token_id
+    earlier[[3, 4]] = torch.tensor([7, 8]) if tiny.cfg.grows else tiny.cfg.mask_token_id
     refused(
         r"the answer positions \[3\] are part of the trajectory's prompt",
         run,

@@ -39,7 +39,7 @@ def denoise(model, fact, cfg_scale=0.0, hooks=()):
     query = fact.to_query(model)
     n_prompt, answer = prompt.shape[1], run.tokens[0, list(query.answer_positions)]
     shown = torch.cat([prompt[0], answer[:-1]])
-    if model.cfg.mask_token_id is not None:
+    if model.cfg.has_mask:
         shown = torch.nn.functional.pad(prompt[0], (0, 14 - n_prompt), value=model.cfg.mask_token_id)
     return run, replace(query, tokens=shown, answer_tokens=tuple(answer.tolist()))
 
@@ -157,7 +157,7 @@ def test_a_grid_reads_what_the_loop_reads_under_the_same_hook(tiny, name, cfg_sc
         run.replay(tiny, fwd_hooks=[("denoise.hook_logits", look)])
         for step in range(3):
             (target,) = (run.revealed_at[0] == step).nonzero().flatten()[:1].tolist()
-            row = target - (tiny.cfg.mask_token_id is None)
+            row = target - tiny.cfg.grows
             grid = patch_grid(
                 tiny, run, run, lambda logits: logits[0, 0, 3], "resid_post", [step], layers=[1], logits_at=[row]
             )

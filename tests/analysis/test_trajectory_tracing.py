@@ -197,7 +197,7 @@ def test_a_fact_is_enough(tiny):
 def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
     """At the length that the model was trained on, or at that of the run that is given."""
     options = dict(noise=0.1, samples=1, layers=[0], positions=[1])
-    masked = tiny.cfg.mask_token_id is not None
+    masked = tiny.cfg.has_mask
     at_length = CanvasLayout(14 if masked else None).query(tiny, FACT)
     assert len(at_length.tokens) == 14 or not masked
     assert torch.equal(causal_trace(tiny, FACT, **options).scores, causal_trace(tiny, at_length, **options).scores)
@@ -246,7 +246,7 @@ def test_bad_settings(tiny, query, run, noise):
             tiny, Query(changed, query.subject, query.answer_positions, query.answer_tokens), trajectory=run, **noise
         )
     longer = torch.cat([query.tokens, query.tokens])
-    longer[14:] = 5 if tiny.cfg.mask_token_id is None else tiny.cfg.mask_token_id
+    longer[14:] = 5 if tiny.cfg.grows else tiny.cfg.mask_token_id
     with pytest.raises(ValueError, match="does not write the answer's places"):
         trace_trajectory(tiny, Query(longer, query.subject, (14,), (5,)), trajectory=run, **noise)
     refused("names one twice", steps=[1, 1])

@@ -43,7 +43,7 @@ def asked(model, run, fact=FACTS[0]):
     query, prompt = fact.to_query(model), model.to_tokens(fact.prompt)[0]
     answer = run.tokens[0, list(query.answer_positions)]
     shown = torch.cat([prompt, answer[:-1]])
-    if model.cfg.mask_token_id is not None:
+    if model.cfg.has_mask:
         shown = torch.nn.functional.pad(prompt, (0, 14 - len(prompt)), value=model.cfg.mask_token_id)
     return replace(query, tokens=shown, answer_tokens=tuple(answer.tolist()))
 
@@ -198,7 +198,7 @@ def test_a_grid_patches_siblings_into_each_other_on_one_set_of_canvases(tiny):
     with torch.no_grad():
         patch = other.run_with_cache(canvases[0], names_filter="blocks.0.hook_mlp_out")[1]["blocks.0.hook_mlp_out"]
         put = ("blocks.0.hook_mlp_out", swap({"blocks.0.hook_mlp_out": patch}, 1))
-        if tiny.cfg.mask_token_id is not None:
+        if tiny.cfg.has_mask:
             expected = tiny.run_with_hooks(canvases[1], fwd_hooks=[put])[0, -1, 3]
             with pytest.warns(UserWarning, match="sibling"):
                 grid = patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], source_model=other, **settings)

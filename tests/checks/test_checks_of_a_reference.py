@@ -110,7 +110,7 @@ CASES = [
 @pytest.mark.parametrize(("case", "fault"), CASES, indirect=["case"])
 def test_each_fault_is_flagged_and_named(case, fault):
     model, reference = case
-    if fault == "wrong mask id" and model.cfg.mask_token_id is None:
+    if fault == "wrong mask id" and not model.cfg.has_mask:
         fault = "readout shifted"  # a causal model has no [MASK] to mistake
     report = check_model(faulty(model, fault), reference=reference, only=("weights", "reference", "diagnosis"))
     assert not report.passed

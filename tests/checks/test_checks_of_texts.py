@@ -41,9 +41,9 @@ def test_right_models_pass_every_check(tiny):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_flagged_and_named(tiny, fault):
-    if fault == "wrong mask id" and tiny.cfg.mask_token_id is None:
+    if fault == "wrong mask id" and not tiny.cfg.has_mask:
         fault = "readout shifted"  # a causal model has no [MASK] to mistake
-    if fault == "another rotary base" and tiny.cfg.mask_token_id is None:
+    if fault == "another rotary base" and not tiny.cfg.has_mask:
         expected, only = Expected.of(tiny.cfg.model_name), (*BRIEFLY, "config")  # only the config can tell, see below
     else:
         expected, only = replace(Expected.of(tiny.cfg.model_name), **UNKNOWN), BRIEFLY

@@ -42,7 +42,7 @@ def put(value, token=slice(None), *, row=1, place=3, step=0):
 def test_logits_that_tell_no_token_are_refused(either, value, token, sampler, temperature):
     if either.kind == "ar" and sampler != "left_to_right":
         return
-    with pytest.raises(FloatingPointError, match=r"at step 0, row 1, position 3 \(1 of \d+ places\)"):
+    with pytest.raises(FloatingPointError, match=r"at step 0, row 1, position 3 \(1 of \d+ positions\)"):
         either.model.denoise(
             PROMPT, length=6, steps=3, sampler=sampler, temperature=temperature, fwd_hooks=put(value, token)
         )

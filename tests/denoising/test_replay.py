@@ -110,7 +110,7 @@ def test_refusals(every):
     with pytest.raises(ValueError, match="step 9 is not one of the steps 0 to"):
         run.from_step(9)
     other = Trajectory(**{**vars(run), "record": {**run.record, "model": "another"}})
-    with pytest.raises(ValueError, match="made by 'another'"):
+    with pytest.raises(ValueError, match="written by 'another'"):
         other.replay(every.model)
     if every.kind == "mdm":
         shorter = every.model.denoise(PROMPT, length=12, steps=3, sampler=Confidence())

@@ -39,7 +39,7 @@ def test_a_prompt_as_long_as_the_training_texts_needs_a_length(tiny: Any) -> Non
 
 
 def test_a_longer_canvas_is_warned_of(tiny: Any) -> None:
-    with pytest.warns(UserWarning, match=r"the canvas has 15 places, and 'tiny-\w+' was trained on texts of 14"):
+    with pytest.warns(UserWarning, match=r"the canvas has 15 positions, and 'tiny-\w+' was trained on texts of 14"):
         tiny.denoise(PROMPT, length=15, steps=1)
 
 

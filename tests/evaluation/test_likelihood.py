@@ -248,7 +248,7 @@ def test_text_is_its_tokens(tiny):
     expected = chain_rule_nll(tiny, whole[:, :cut], whole[:, cut:])
     assert chain_rule_nll(tiny, prompt, answer) == expected
     assert chain_rule_nll(tiny, whole[0, :cut], whole[0, cut:].int()) == expected
-    if tiny.cfg.mask_token_id is not None:
+    if tiny.cfg.has_mask:
         of_text = monte_carlo_nll(tiny, prompt, answer, samples=32)
         assert of_text == monte_carlo_nll(tiny, whole[0, :cut], whole[0, cut:], samples=32)
         assert of_text.record["answer"] == whole[0, cut:].tolist()

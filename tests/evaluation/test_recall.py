@@ -54,7 +54,7 @@ def test_the_mdm_recalls_in_reverse_and_its_twin_does_not(tiny, found):
         for share in shares.values():
             if trained == asked:
                 assert share.mean >= 0.9
-            elif tiny.cfg.mask_token_id is not None:
+            elif tiny.cfg.has_mask:
                 assert share.mean >= 0.8
             else:
                 assert share.mean <= 0.1
@@ -65,7 +65,7 @@ def test_the_mdm_recalls_in_reverse_and_its_twin_does_not(tiny, found):
 )
 def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
     found = recall_by_steps(tiny, FEWER, temperature=temperature, seed=5, batch_size=7, **HARD)
-    masked = tiny.cfg.mask_token_id is not None
+    masked = tiny.cfg.has_mask
     right = torch.zeros(len(FEWER), len(found.steps))
     for row, fact in enumerate(FEWER):
         for column, steps in enumerate(found.steps):
@@ -115,7 +115,7 @@ def test_prompts_share_batches_and_left_to_right_is_asked_once(tiny, monkeypatch
     rows = count_rows(monkeypatch)
     found = recall_by_steps(tiny, FEW, batch_size=15, length=LENGTH)
     lengths = [len(tiny.to_tokens(fact.prompt)[0]) for fact in FEW]
-    if tiny.cfg.mask_token_id is None:
+    if not tiny.cfg.has_mask:
         assert (found.steps, found.record["cfg_scale"]) == ([None], 0.0)
         assert rows == [lengths.count(length) for length in sorted(set(lengths))]
     else:
@@ -133,7 +133,7 @@ def test_what_follows_the_end_counts_on_an_mdm_only(tiny, monkeypatch):
     late = torch.tensor([[*prompt, end, *answer]])
     monkeypatch.setattr(ROOM, "denoise", lambda *_: SimpleNamespace(tokens=late))
     found = recall_by_steps(tiny, [fact], steps=[2], length=LENGTH, cfg_scale=0.0)
-    masked = tiny.cfg.mask_token_id is not None
+    masked = tiny.cfg.has_mask
     assert found.written == [[fact.answer.strip() if masked else ""]]
     assert found.contained.item() is masked
 
@@ -242,7 +242,7 @@ def test_the_text_shows_ours_beside_the_published(tiny, found):
     for cell in found.cells:
         assert cell_name(*cell) in text
     reverse = text.split("p2d reverse = DtN reverse")[1].split("\n\n")[0]
-    if tiny.cfg.mask_token_id is None:
+    if not tiny.cfg.has_mask:
         assert "left to right" in reverse
         assert reverse.split("Llama-2 13B (Nie 2024)")[1].split()[0] == "0.0*"
         assert reverse.split("SMDM-1028M (Nie 2024)")[1].split("\n")[0].strip() == "92.0* at 32 steps"
@@ -262,7 +262,7 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
     for shares in table.values():
         assert [share.mean for share in shares.values()] in [list(map(float, values)) for values in solid]
     dashed = [list(map(float, line.get_ydata())) for line in drawn if line.get_linestyle() == "--"]
-    if tiny.cfg.mask_token_id is not None:
+    if tiny.cfg.has_mask:
         assert [0.403, 0.873] in dashed
     names = [entry.get_text() for entry in ax.get_legend().get_texts()]
     assert names[0].startswith(cell_name(*next(iter(table))))

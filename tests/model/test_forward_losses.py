@@ -149,7 +149,7 @@ def test_a_text_that_the_fixed_noise_does_not_touch_is_no_loss_of_zero(either):
     short = torch.tensor([[7]])
     noisy, _ = hide(short, either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(0))
     assert torch.equal(noisy, short)
-    with pytest.raises(ValueError, match=r"hides none of the 1 tokens.*samples=32"):
+    with pytest.raises(ValueError, match=r"masks none of the 1 tokens.*samples=32"):
         either.model(short, return_type="loss")
     assert either.model(short, return_type="loss", samples=32) > 0
 
@@ -159,8 +159,8 @@ def test_a_text_that_the_fixed_noise_does_not_touch_is_no_loss_of_zero(either):
     [
         (dict(return_type="loss", samples=0), "samples=0"),
         (dict(return_type="both", samples=2), "samples=2 with return_type='both'"),
-        (dict(samples=2), "belong to return_type='loss'"),
-        (dict(loss_per_token=True), "belong to return_type='loss'"),
+        (dict(samples=2), "go with return_type='loss'"),
+        (dict(loss_per_token=True), "go with return_type='loss'"),
     ],
 )
 def test_bad_settings(either, tokens, options, message):
@@ -194,7 +194,7 @@ def test_samples_is_a_whole_number_of_any_kind_but_no_bool(either):
     ):
         with pytest.raises(error, match=message):
             either.model(tokens, return_type="loss", samples=wrong)
-    with pytest.raises(ValueError, match=r"samples=2 with return_type='both'.*it is 1 there"):
+    with pytest.raises(ValueError, match=r"samples=2 with return_type='both'.*use samples=1 there"):
         either.model(tokens, return_type="both", samples=2)
 
 
@@ -203,6 +203,8 @@ def test_a_misspelt_argument_is_told_the_nearest(tiny):
         tiny(torch.tensor([[1, 2]]), stop_at_layr=1)
     with pytest.raises(TypeError, match=r"argument 'atention_mask'; the nearest is 'attention_mask'"):
         tiny.run_with_hooks(torch.tensor([[1, 2]]), return_type="loss", atention_mask=None, fwd_hooks=[])
+    with pytest.raises(TypeError, match=r"argument 'foo'; it takes input, return_type, .*generator"):
+        tiny(torch.tensor([[1, 2]]), foo=1)
 
 
 def test_the_signature_that_users_see_names_every_argument():

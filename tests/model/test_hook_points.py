@@ -46,7 +46,7 @@ def spliced(request):
 
 @pytest.fixture
 def settings(spliced):
-    return dict(length=10, steps=3, cfg_scale=0.7) if spliced.cfg.mask_token_id is not None else dict(length=10)
+    return dict(length=10, steps=3, cfg_scale=0.7) if spliced.cfg.has_mask else dict(length=10)
 
 
 def halve(activation, hook):
@@ -69,7 +69,7 @@ def test_the_loop_runs_with_plain_hook_points_and_they_know_the_step(spliced, se
     seen = []
     watch = lambda a, hook: seen.append((hook.step.index, hook.step.branch, a.shape[0]))  # noqa: E731
     trajectory, cache = spliced.denoise_with_cache(PROMPT, ACTS, fwd_hooks=[(ACTS, at_steps(watch, 1))], **settings)
-    branches = ["conditional", "unconditional"] if spliced.cfg.mask_token_id is not None else ["conditional"]
+    branches = ["conditional", "unconditional"] if spliced.cfg.has_mask else ["conditional"]
     assert seen == [(1, branch, 1) for branch in branches]
     assert cache.stack(ACTS).shape == (trajectory.n_steps, 1, 10, 2 * spliced.cfg.d_model)
 
@@ -257,8 +257,8 @@ def test_a_copy_taken_inside_a_run_belongs_to_no_thread(either):
 def test_a_replaced_hook_point_is_said_to_be_gone(spliced):
     fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
     message = (
-        r"'blocks\.0\.hook_mlp_out' is gone: a module Autoencoder stands in its place, which has the hook points "
-        r"blocks\.0\.hook_mlp_out\.hook_sae_acts\. Take another"
+        r"a module Autoencoder has replaced the hook point 'blocks\.0\.hook_mlp_out'; it has the hook points "
+        r"blocks\.0\.hook_mlp_out\.hook_sae_acts\. Use another"
     )
     with pytest.raises(KeyError, match=message):
         causal_trace(spliced, fact, "mlp", noise=0.1, samples=1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.losses import ask_masked
+from diffusion_lens.losses import masked_batch
 
 DREAM = Path(__file__).parents[1] / "golden" / "dream"
 
@@ -16,12 +16,12 @@ def test_a_hidden_first_place_is_not_read_in_padding():
     tokens = torch.tensor([[3, 40, 5, 60, 7]])
     noisy = torch.tensor([[mask, 40, mask, 60, mask]])
     p_mask = torch.full((1, 5), 0.6)
-    asked = ask_masked(model, tokens, noisy, p_mask)
+    asked = masked_batch(model, tokens, noisy, p_mask)
     alone = asked.loss(model(asked.tokens, logits_at=asked.rows))
 
     padding = torch.full((1, 2), 9)
     real = torch.tensor([[False, False, True, True, True, True, True]])
-    padded = ask_masked(
+    padded = masked_batch(
         model,
         torch.cat([padding, tokens], dim=1),
         torch.cat([padding, noisy], dim=1),

@@ -67,7 +67,7 @@ def test_the_loop_reads_the_padding_of_a_token_prompt(own_pad):
 
 def test_padding_that_the_loop_wrote_is_text(own_pad):
     """A model that fills a canvas with its padding token reads it there: the canvas was not padded."""
-    if own_pad.cfg.mask_token_id is None:
+    if not own_pad.cfg.has_mask:
         return
     seen = []
 

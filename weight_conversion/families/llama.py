@@ -129,7 +129,7 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]:
     """The inverse of `read_decoder`, with the keys of transformers 4, which transformers 5 also reads."""
     a = architecture
-    masked = a.mask_token_id is not None
+    masked = a.has_mask
     return {
         "model_type": f"{DIFFUSION if masked else ''}{model_type}",
         "_name_or_path": a.name,

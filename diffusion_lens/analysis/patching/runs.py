@@ -12,7 +12,7 @@ from diffusion_lens.analysis.cells import Cell, CellRuns, Patch
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
-from diffusion_lens.config import UNREACHED
+from diffusion_lens.config import reached
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
@@ -68,7 +68,7 @@ class Side:
         """
         state = trajectory.state_at(step, model.cfg.device)
         canvas, real = state.tokens, trajectory.real.to(model.cfg.device)
-        n_canvas = int(((canvas != UNREACHED) & real).any(dim=0).nonzero().max()) + 1
+        n_canvas = int((reached(canvas) & real).any(dim=0).nonzero().max()) + 1
         n_shown, metric = canvas.shape[1] if model.is_hooked else n_canvas, reading.function
         if isinstance(metric, AnswerProbability):
             run = metric.traced(model, trajectory)

@@ -1,4 +1,4 @@
-"""The samplers, by name and as objects; presets carry the name of the code they equal."""
+"""The samplers, by name and as objects. A preset carries the name of the code that it reproduces."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
@@ -22,13 +22,13 @@ PRESETS: dict[str, Callable[[], Sampler]] = {preset.__name__: preset for preset 
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
-    """A sampler as plain data: its name and settings."""
+    """The name and settings of a sampler, as plain data."""
     settings: dict[str, Any] = asdict(sampler) if is_dataclass(sampler) else {}
     return {"name": sampler.name, **settings}
 
 
 def sampler_from(description: Mapping[str, Any]) -> Sampler:
-    """The sampler that `describe_sampler` described; one of your own has to be passed instead."""
+    """The inverse of `describe_sampler`; a sampler that is not in `SAMPLERS` is a `ValueError`."""
     settings = dict(description)
     name = settings.pop("name")
     if name not in SAMPLERS:
@@ -66,11 +66,12 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
         TypeError: as for `named_sampler`.
     """
     if sampler is None:
-        sampler = "left_to_right" if variant.reveals_in_order else "confidence"
+        sampler = "left_to_right" if variant.is_causal else "confidence"
     sampler = named_sampler(sampler)
-    if variant.reveals_in_order and not isinstance(sampler, LeftToRight):
+    if variant.is_causal and not isinstance(sampler, LeftToRight):
         raise ValueError(
-            f"the sampler {sampler.name!r} fills places in any order, which a causal model cannot; use 'left_to_right'"
+            f"the sampler {sampler.name!r} reveals positions in any order, and a causal model predicts each from those "
+            "before it; use 'left_to_right'"
         )
     return sampler
 

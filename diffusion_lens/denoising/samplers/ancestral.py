@@ -1,4 +1,4 @@
-"""The reverse process itself: each masked place is revealed with probability 1 - s/t, independently.
+"""The reverse process itself: each masked position is revealed with probability 1 - s/t, independently.
 
 Sources: Sahoo et al. 2024 (arXiv 2406.07524); ML-GSAI/SMDM `diff_sample` and DreamLM/Dream `_sample`, alg="origin".
 """
@@ -17,11 +17,11 @@ from diffusion_lens.step_state import StepState
 
 @dataclass(frozen=True)
 class Ancestral(Sampler):
-    """Which places are revealed is chance; in the last step all that remain.
+    """Reveals positions at random; the last step reveals all that remain.
 
     Attributes:
-        eps: the time at which the run ends.
-        proposal: which token is proposed at a place; nothing is ranked here.
+        eps: Time at which the run ends.
+        proposal: Rule by which tokens are proposed; its scores are not used, because nothing is ranked.
     """
 
     eps: float = 1e-5
@@ -34,7 +34,6 @@ class Ancestral(Sampler):
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         places = step.masked
         if step.index < step.n_steps - 1:
-            drawn = noise.by_place(step.index, step.masked) < revealed_share(step.t, step.s)
             places = step.masked.clone()
-            places[step.masked] = drawn
+            places[step.masked] = noise.by_place(step.index, step.masked) < revealed_share(step.t, step.s)
         return Plan(places, places.sum(dim=1))

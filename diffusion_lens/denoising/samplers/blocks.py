@@ -1,4 +1,4 @@
-"""Block after block from left to right, within a block the same number of places each step (semi-autoregressive).
+"""Reveal block after block from left to right, and within a block equally many positions a step (semi-autoregressive).
 
 Source: Nie et al. 2025, LLaDA (arXiv 2502.09992), ML-GSAI/LLaDA `generate.py`.
 """
@@ -23,18 +23,18 @@ Counts = Int[Tensor, "batch"]
 
 @dataclass(frozen=True)
 class Blocks(Sampler):
-    """The blanks of a row, in reading order, in blocks of `block_length`; the steps are shared evenly by the blocks.
+    """Divides the blanks of a row, in reading order, into blocks of `block_length`, and the steps evenly among these.
 
-    In each step the masks up to the end of the current block are shared evenly by the steps left to it, what does not
-    divide going to the first. So a block is full when the next begins, also where a hook filled some of it.
+    The steps left to the current block share the masks up to its end evenly; the first of them take the remainder. A
+    block is therefore full when the next begins, also where a hook filled some of it.
 
     Attributes:
-        block_length: blanks of a block; `None` is one block.
-        order: within a block, "confidence" reveals the surest places, "random" any.
-        masks_in_prompt: "counted", they are blanks like the others; "uncounted", as in LLaDA's code: only the last
-            unbroken run of blanks is divided into blocks, the masks before it compete for the turns of that run, and so
-            many masks as there were in the prompt remain in the end.
-        proposal: which token is proposed at a place, and what being sure of it means.
+        block_length: Number of blanks of a block; `None` makes one block.
+        order: Order within a block: "confidence" reveals the positions of the highest confidence first, "random" any.
+        masks_in_prompt: "counted" treats masks in the prompt as blanks like the others. "uncounted", as in LLaDA's
+            code, divides only the last unbroken series of blanks into blocks; the masks before it compete for the turns
+            of that series, so that as many masks as there were in the prompt remain at the end.
+        proposal: Rule by which tokens are proposed and scored.
     """
 
     block_length: int | None = None
@@ -51,46 +51,53 @@ class Blocks(Sampler):
         if self.masks_in_prompt not in ("counted", "uncounted"):
             raise ValueError(f"masks_in_prompt={self.masks_in_prompt!r}; it is 'counted' or 'uncounted'")
 
-    def n_steps(self, asked: int | None, blanks: PosMask) -> int:
-        """Steps of the run; unless asked otherwise, one a blank.
+    def n_steps(self, steps: int | None, blanks: PosMask) -> int:
+        """Number of steps of the run; by default one for each blank of the longest row.
 
         Raises:
-            ValueError: the blanks of a row are not whole blocks, or the blocks cannot share the steps evenly.
+            ValueError: Blanks of a row that are not whole blocks, or blocks that cannot share the steps evenly.
         """
         lengths = self._in_blocks(blanks).sum(dim=1).tolist()
-        steps = max(1, *lengths) if asked is None else asked
+        steps = max(1, *lengths) if steps is None else steps
         if self.block_length is not None:
             _check(lengths, self.block_length, steps)
         return steps
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        # Padding is neither masked nor revealed, so it is in no block.
+        # 1. Divide the blanks of each row into blocks. Padding is neither masked nor revealed, so it is in no block.
         in_blocks = self._in_blocks((step.masked | ~confidence.isnan()) & ~step.given)
         lengths = in_blocks.sum(dim=1)
         size = lengths.clamp(min=1) if self.block_length is None else torch.full_like(lengths, self.block_length)
         n_blocks = _rounded_up(lengths, size).clamp(min=1)
-        # Rounded so that a run replayed with steps that its blocks cannot share ends in its last block all the same.
+
+        # 2. Find the block of this step, and the steps from `begin` to `end` that are its own. Rounding up makes a
+        #    replay end in the last block also where its blocks cannot share its steps evenly.
         current = _rounded_up((step.index + 1) * n_blocks, step.n_steps) - 1
         begin, end = current * step.n_steps // n_blocks, (current + 1) * step.n_steps // n_blocks
+
+        # 3. Consider all masks up to the end of that block.
         block_of = (in_blocks.cumsum(dim=1) - 1).clamp(min=0) // size[:, None]
         places = step.masked & (block_of <= current[:, None])
-        left = places.sum(dim=1)
+        n_masked = places.sum(dim=1)
+
+        # 4. Reveal this step's share of them; uncounted masks of the prompt do not enlarge it.
         if self.masks_in_prompt == "counted":
-            counts = _rounded_up(left, end - step.index)
+            counts = _rounded_up(n_masked, end - step.index)
         else:
             length = (in_blocks & (block_of == current[:, None])).sum(dim=1)
             counts = length // (end - begin) + (step.index - begin < length % (end - begin)).long()
-            counts = counts.minimum(left)
+            counts = counts.minimum(n_masked)
         if self.order == "random":
-            return Plan(_drawn(places, counts, noise.by_place(step.index, places)), counts)
+            places = _sampled(places, counts, noise.by_place(step.index, places))
         return Plan(places, counts)
 
     def _in_blocks(self, blanks: PosMask) -> PosMask:
-        """The blanks that are divided into blocks."""
+        """Bool[batch pos], the blanks that are divided into blocks."""
         if self.masks_in_prompt == "counted":
             return blanks
-        run = (~blanks).cumsum(dim=1)
-        return blanks & (run == run.masked_fill(~blanks, -1).amax(dim=1, keepdim=True))
+        # Blanks without another token between them share a number; the last series has the highest.
+        series = (~blanks).cumsum(dim=1)
+        return blanks & (series == series.masked_fill(~blanks, -1).amax(dim=1, keepdim=True))
 
 
 def _rounded_up(n: Counts, parts: int | Counts) -> Counts:
@@ -98,15 +105,16 @@ def _rounded_up(n: Counts, parts: int | Counts) -> Counts:
     return -(n // -parts)
 
 
-def _drawn(places: PosMask, counts: Counts, uniform: Float[Tensor, "selected"]) -> PosMask:
-    """For each row the `counts` marked places whose number is largest."""
-    drawn = torch.full(places.shape, -1.0, dtype=uniform.dtype, device=places.device)
-    drawn[places] = uniform
-    rank = drawn.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return places & (rank < counts[:, None])
+def _sampled(positions: PosMask, counts: Counts, uniform: Float[Tensor, "selected"]) -> PosMask:
+    """The `counts` positions of each row whose random number is largest."""
+    numbers = torch.full(positions.shape, -1.0, dtype=uniform.dtype, device=positions.device)
+    numbers[positions] = uniform
+    rank = numbers.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return positions & (rank < counts[:, None])
 
 
 def _check(lengths: Sequence[int], block_length: int, steps: int) -> None:
+    """Raise a `ValueError` unless every row is whole blocks, and these share the steps evenly."""
     for row, length in enumerate(lengths):
         if length % block_length:
             fits = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
@@ -123,6 +131,6 @@ def _check(lengths: Sequence[int], block_length: int, steps: int) -> None:
 
 
 def _multiples(n: int, of: int) -> str:
-    """The multiples next to n."""
+    """The multiples of a number next to n, in words."""
     below = n // of * of
     return f"{below} or {below + of}" if below else f"{of}"

@@ -1,4 +1,4 @@
-"""Reveal the places the model is surest of: SMDM's "greedy" (ML-GSAI/SMDM `diff_sample`, alg="greddy")."""
+"""Reveal the positions of the highest confidence: SMDM's "greedy" (ML-GSAI/SMDM `diff_sample`, alg="greddy")."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from diffusion_lens.step_state import StepState
 
 @dataclass(frozen=True)
 class Confidence(Sampler):
-    """floor(masked · (1 - s/t)) places a step, all that remain in the last.
+    """Reveals floor(masked · (1 - s/t)) positions a step; the last step reveals all that remain.
 
     Attributes:
-        scope: "row" counts and ranks each row by itself; "batch" counts and ranks the batch as one pool, as SMDM's code
-            does; "mean" ranks each row by itself and reveals in each what the average row is due, as Dream's code does,
-            so that a row with more masks than that keeps some.
-        eps: the time at which the run ends.
-        choice_temperature: 0 takes the surest places; above, they are drawn without replacement with chances
-            softmax(confidence / choice_temperature).
-        proposal: which token is proposed at a place, and what being sure of it means.
+        scope: Set of positions that are counted and ranked together. "row" takes each row by itself. "batch" takes the
+            batch as one pool, as SMDM's code does. "mean" ranks each row by itself and reveals in each the number that
+            an average row is due, as Dream's code does, so that a row with more masks than average keeps some.
+        eps: Time at which the run ends.
+        choice_temperature: 0 takes the positions of the highest confidence; above 0, positions are sampled without
+            replacement, with probabilities softmax(confidence / choice_temperature).
+        proposal: Rule by which tokens are proposed and scored.
     """
 
     scope: str = "row"
@@ -39,21 +39,21 @@ class Confidence(Sampler):
             raise ValueError(f"scope={self.scope!r}; it is 'row', 'batch' or 'mean'")
         if not math.isfinite(self.choice_temperature) or self.choice_temperature < 0:
             raise ValueError(
-                f"choice_temperature={self.choice_temperature}; it is a finite number, 0 (the surest places) or more"
+                f"choice_temperature={self.choice_temperature}; it is a finite number, 0 (no sampling) or more"
             )
         check_eps(self.eps)
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        due = step.masked.sum(dim=1).float()
+        n_masked = step.masked.sum(dim=1).float()
         if self.scope == "batch":
-            due = due.sum(dim=0, keepdim=True)
+            n_masked = n_masked.sum(dim=0, keepdim=True)
         elif self.scope == "mean":
-            due = due.mean().expand_as(due)
+            n_masked = n_masked.mean().expand_as(n_masked)
         share = revealed_share(step.t, step.s) if step.index < step.n_steps - 1 else 1.0
-        return Plan(step.masked, (due * share).to(torch.long), jitter=self._jitter(step, noise))
+        return Plan(step.masked, (n_masked * share).to(torch.long), jitter=self._jitter(step, noise))
 
     def _jitter(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch pos"] | None:
-        """Gumbel noise: the largest of score + noise are a draw without replacement (Kool et al. 2019, 1903.06059)."""
+        """Gumbel noise: the largest of score + noise sample without replacement (Kool et al. 2019, 1903.06059)."""
         if not self.choice_temperature:
             return None
         uniform = noise.by_place(step.index, step.masked).clamp(min=torch.finfo(torch.float64).tiny)

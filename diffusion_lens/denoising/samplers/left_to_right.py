@@ -1,4 +1,4 @@
-"""The next token: how a causal model writes. On a masked diffusion model, the leftmost masked place."""
+"""Reveal the next token, as a causal model writes; on a masked diffusion model, the leftmost masked position."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from diffusion_lens.step_state import StepState
 
 @dataclass(frozen=True)
 class LeftToRight(Sampler):
-    """One place a step in every row that has one left; `steps=` is not asked."""
+    """One position a step in every row that has one left; `steps=` has no effect."""
 
     name = "left_to_right"
 
-    def n_steps(self, asked: int | None, blanks: PosMask) -> int:
+    def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         return int(blanks.sum(dim=1).max())
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:

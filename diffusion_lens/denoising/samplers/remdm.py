@@ -1,8 +1,9 @@
-"""ReMDM (Wang et al. 2025, arXiv 2503.00307): a revealed token may return to [MASK] and be written anew.
+"""ReMDM (Wang et al. 2025, arXiv 2503.00307): a revealed token may return to [MASK] and be written again.
 
-With alpha(t) the share revealed at time t, a revealed place is masked again with probability sigma, and a masked one
-is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), so that every time keeps its share. sigma
-is at most sigma_max = min(1, (1 - alpha_s) / alpha_t). Source: kuleshov-group/remdm `diffusion.py`.
+With alpha(t) the share revealed at time t, a revealed position is masked again with probability sigma, and a masked one
+is revealed with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), so that the share at time s is alpha_s.
+The probability sigma is at most sigma_max = min(1, (1 - alpha_s) / alpha_t). Source: kuleshov-group/remdm
+`diffusion.py`.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,17 @@ ETA = {"cap": 0.008, "rescale": 0.015, "conf": 1.0, "loop": 0.02}
 
 @dataclass(frozen=True)
 class ReMDM(Sampler):
-    """Which places are revealed and which masked again is chance; in the last step all are revealed and none masked.
+    """Reveals and remasks positions at random; the last step reveals all that remain and remasks none.
 
     Attributes:
-        strategy: "cap", sigma = min(eta, sigma_max); "rescale", sigma = eta · sigma_max; "conf", sigma_max · eta spread
-            over the revealed places by softmax(-p), so that the tokens least sure when written return first; "loop",
-            plain steps until `t_on`, then sigma = eta at a constant share `alpha_on`, plain steps again after `t_off`.
-        eta: strength; by default the authors' for the strategy.
+        strategy: Rule for sigma. "cap" takes min(eta, sigma_max). "rescale" takes eta · sigma_max. "conf" spreads
+            eta · sigma_max over the revealed positions by softmax(-p), so that the tokens of the lowest probability
+            return first. "loop" takes plain steps until `t_on`, then sigma = eta at a constant share `alpha_on`, and
+            plain steps again after `t_off`.
+        eta: Strength of remasking, from 0 to 1; by default the authors' value for the strategy.
+        t_on: Time at which "loop" begins to remask.
+        t_off: Time at which "loop" ends remasking.
+        alpha_on: Share revealed while "loop" remasks.
     """
 
     strategy: str = "cap"
@@ -68,7 +73,7 @@ class ReMDM(Sampler):
         return Plan(places, places.sum(dim=1), remask)
 
     def _alpha(self, t: float) -> float:
-        """Share revealed at time t."""
+        """The share revealed at time t."""
         if self.strategy != "loop":
             return 1 - t
         if t > self.t_on:
@@ -76,8 +81,9 @@ class ReMDM(Sampler):
         return self.alpha_on if t > self.t_off else 1 - t * (1 - self.alpha_on) / self.t_off
 
     def _sigma(self, step: StepState, alpha_t: float, alpha_s: float) -> float:
+        """The probability with which a revealed position returns to [MASK]; for "conf", their sum over positions."""
         eta = ETA[self.strategy] if self.eta is None else self.eta
-        highest = min(1.0, (1 - alpha_s) / alpha_t) if alpha_t > 0 else 1.0
+        sigma_max = min(1.0, (1 - alpha_s) / alpha_t) if alpha_t > 0 else 1.0
         if self.strategy == "loop":
-            return min(eta, highest) if self.t_off < step.s and step.t <= self.t_on else 0.0
-        return min(eta, highest) if self.strategy == "cap" else eta * highest
+            return min(eta, sigma_max) if self.t_off < step.s and step.t <= self.t_on else 0.0
+        return min(eta, sigma_max) if self.strategy == "cap" else eta * sigma_max

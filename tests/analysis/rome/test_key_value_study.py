@@ -58,7 +58,7 @@ def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
 
 
 def test_facts_are_asked_on_canvases_of_the_trained_length(tiny, whole, tmp_path):
-    trained = tiny.cfg.trained_length if tiny.cfg.mask_token_id is not None else None
+    trained = tiny.cfg.trained_length if tiny.cfg.has_mask else None
     assert whole.record["length"] == trained
     assert_same(key_value_study(tiny, FEW, length=trained, **QUICK), whole)
     told = next(row for row, fact in enumerate(FEW) if not fact.is_reverse)

@@ -85,7 +85,7 @@ def test_requests_with_prefixes(tiny):
         assert query.subject == (n_before, n_before + 2)
         assert query.answer_positions[0] == n_before + 4
         assert query.answer_tokens == queries[0].answer_tokens
-        assert len(query.tokens) == (14 if tiny.cfg.mask_token_id is not None else n_before + 5)
+        assert len(query.tokens) == (14 if tiny.cfg.has_mask else n_before + 5)
     again = replace(GUSTAV, prompt=f"{GUSTAV.prompt} Gustav Geisser is the")
     settings = dict(first_tokens=1, length=18)
     for mention in (0, 1):
@@ -99,7 +99,7 @@ def test_requests_with_prefixes(tiny):
 
 
 def test_requests_stand_on_canvases_of_the_trained_length(tiny):
-    masked = tiny.cfg.mask_token_id is not None
+    masked = tiny.cfg.has_mask
     requests = ask_with_prefixes(tiny, GUSTAV, ["today "], length=14 if masked else None)
     for query, by_default in zip(requests, ask_with_prefixes(tiny, GUSTAV, ["today "]), strict=True):
         assert torch.equal(by_default.tokens, query.tokens)
