@@ -1,5 +1,6 @@
 """The settings of the denoising loop: all that a run needs beside its canvas."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from diffusion_lens.denoising.randomness import Seed, plain_seed
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import describe_sampler, named_sampler, resolve_sampler
+from diffusion_lens.denoising.samplers import describe_sampler, named_sampler, resolve_sampler, sampler_from
 from diffusion_lens.settings import Real, Whole, at_least, not_negative
 from weight_conversion import Variant
 
@@ -53,6 +54,19 @@ class DenoiseSettings:
             cfg_scale=not_negative("cfg_scale", cfg_scale),
             temperature=not_negative("temperature", temperature),
             seed=plain_seed(seed),
+        )
+
+    @classmethod
+    def recorded(
+        cls, record: Mapping[str, Any], sampler: str | Sampler | None = None, seeds: Seed | None = None
+    ) -> "DenoiseSettings":
+        """The settings of a trajectory's record, with another sampler or other seeds where these are given."""
+        return cls(
+            steps=record["steps"],
+            sampler=sampler or sampler_from(record["sampler"]),
+            cfg_scale=record["cfg_scale"],
+            temperature=record["temperature"],
+            seed=record["seeds"] if seeds is None else seeds,
         )
 
     def on(self, variant: Variant, model_name: str) -> "DenoiseSettings":

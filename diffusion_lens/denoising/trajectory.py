@@ -18,7 +18,6 @@ from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import sampler_from
 from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
@@ -190,7 +189,7 @@ class Trajectory:
         model: DiffusionTransformer,
         logits: Float[Tensor, "batch selected d_vocab_out"],
         positions: Sequence[int],
-        fwd_hooks: Sequence[tuple[Any, Any]] = (),
+        fwd_hooks: FwdHooks = (),
     ) -> "Trajectory":
         """A free replay whose first step takes these logits, and does not run the network.
 
@@ -203,19 +202,13 @@ class Trajectory:
         run.predictor = FirstGiven(run.predictor, logits, positions)
         return self._finish(run, "free", fwd_hooks)
 
-    def _finish(
-        self, run: Run, canvas: str, fwd_hooks: Sequence[tuple[Any, Any]], progress: bool = False
-    ) -> "Trajectory":
+    def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
         """Take the steps of a run that has begun again."""
         model = run.model
         with run_of(model, fwd_hooks):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
-            of_replay = {
-                "replay": canvas,
-                "replayed_from": self.first_step,
-                "trajectory": canvas_provenance(self.record),
-            }
-            return Trajectory.of(run, {**self.record, **run.describe(), **record, **of_replay})
+            record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
+            return Trajectory.of(run, {**self.record, **run.describe(), **record})
 
     def diff(self, other: "Trajectory") -> TrajectoryDiff:
         """The differences from another run of the same prompt."""
@@ -268,13 +261,7 @@ class Trajectory:
                 "the sampler of this run reads the confidence of every revealed token, and a run that remasks does not "
                 "keep it for tokens that were rewritten later: replay it freely from its start, or forced from any step"
             )
-        settings = DenoiseSettings(
-            steps=self.record["steps"],
-            sampler=sampler or sampler_from(self.record["sampler"]),
-            cfg_scale=self.record["cfg_scale"],
-            temperature=self.record["temperature"],
-            seed=self.record["seeds"] if seeds is None else seeds,
-        )
+        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
         device = model.cfg.device
         real = None if bool(self.real.all()) else self.real.to(device)
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
