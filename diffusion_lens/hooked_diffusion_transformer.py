@@ -1,6 +1,6 @@
 """`HookedDiffusionTransformer`: the network of `model.transformer` with loading, saving, denoising and losses."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
