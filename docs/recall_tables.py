@@ -9,10 +9,10 @@ from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
 from diffusion_lens.data.reversal_curse import FILES
-from diffusion_lens.evaluation.naming import QUESTION, Cell, cell_meaning, cell_name
+from diffusion_lens.evaluation.naming import QUESTION, DirectionPair, cell_meaning, cell_name
 from diffusion_lens.evaluation.published import MARKS, PUBLISHED, SOURCES, PublishedNumber, published_rows
 
-CELLS: tuple[Cell, ...] = (("p2d", "p2d"), ("d2p", "p2d"), ("d2p", "d2p"), ("p2d", "d2p"))
+CELLS: tuple[DirectionPair, ...] = (("p2d", "p2d"), ("d2p", "p2d"), ("d2p", "d2p"), ("p2d", "d2p"))
 LEFT_TO_RIGHT = "left to right"
 
 

@@ -1,4 +1,4 @@
-"""How far a mean over facts can be trusted: confidence intervals from resampling the facts."""
+"""Confidence intervals of means over facts, from resampling the facts."""
 
 import numpy as np
 import torch
@@ -14,14 +14,15 @@ def bootstrap_interval(
 ) -> tuple[Float[Tensor, "layer"], Float[Tensor, "layer"]]:
     """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
 
-    All layers share the resampled facts. Where all facts agree both ends are their value; of fewer than two facts
-    nothing can be said, and the ends are NaN.
+    All layers share the resampled facts. Where all facts agree, both ends are their value; for fewer than two facts
+    both ends are NaN.
 
     Args:
-        level: how often such an interval covers the mean.
-        seed: of `numpy.random.default_rng`.
+        values: One row per fact.
+        level: Probability that such an interval covers the mean.
+        seed: Seed of `numpy.random.default_rng`.
     """
-    from scipy import stats  # takes half a second to import, and few programs come here
+    from scipy import stats  # imported here because it takes half a second
 
     if not 0 < level < 1:
         raise ValueError(f"level={level}; it is between 0 and 1, e.g. 0.95")

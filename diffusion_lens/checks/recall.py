@@ -12,7 +12,7 @@ from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.data.sources import FactSource, default_source, open_source
 from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.evaluation.naming import Cell, cell_name
+from diffusion_lens.evaluation.naming import DirectionPair, cell_name
 from diffusion_lens.evaluation.published import DTN_REVERSE, DTN_SAME, NTD_REVERSE, NTD_SAME, published_rows
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
@@ -27,7 +27,7 @@ HOLDS = (
 )
 OWN_DATA = "toy"
 # Recall of the bundled models, from their own results.
-OWN: dict[str, dict[Cell, float]] = {
+OWN: dict[str, dict[DirectionPair, float]] = {
     "tiny-mdm": {NTD_SAME: 1.0, NTD_REVERSE: 1.0, DTN_SAME: 1.0, DTN_REVERSE: 1.0},
     "tiny-ar": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
 }
@@ -98,7 +98,7 @@ def check_recall(
     if not model.cfg.has_mask:
         settings["cfg_scale"] = 0.0
     recall = recall_by_steps(model, source.facts, [STEPS], **settings)
-    counts: dict[Cell, tuple[int, int]] = {}
+    counts: dict[DirectionPair, tuple[int, int]] = {}
     for cell, rows in recall.cells.items():
         counts[cell] = (int(recall.contained[rows, 0].sum()), len(rows))
     # 3. The comparison.
@@ -137,7 +137,7 @@ def _is_data_of(expected: Expected | None, source: FactSource) -> bool:
     return bool(source.training) and (source.name == OWN_DATA) == (default == OWN_DATA)
 
 
-def _known(expected: Expected | None, masked: bool) -> dict[Cell, float]:
+def _known(expected: Expected | None, masked: bool) -> dict[DirectionPair, float]:
     """The known recall: of a bundled model its own, otherwise the published one at this number of steps."""
     if expected is not None and expected.name in OWN:
         return OWN[expected.name]
@@ -146,6 +146,6 @@ def _known(expected: Expected | None, masked: bool) -> dict[Cell, float]:
     return {cell: share for cell in CELLS if (share := _published(cell)) is not None}
 
 
-def _published(cell: Cell) -> float | None:
+def _published(cell: DirectionPair) -> float | None:
     rows: Sequence[Any] = list(published_rows(cell, "contained").values())
     return next((row[STEPS].value for row in rows if STEPS in row), None)

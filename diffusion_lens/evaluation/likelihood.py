@@ -1,17 +1,17 @@
-"""How likely a model finds an answer: its negative log-likelihood (NLL) after a prompt, in nats.
+"""The negative log-likelihood (NLL) of an answer after a prompt, in nats.
 
-A causal model has one, exactly, from one forward pass. A masked diffusion model predicts a token from whatever else is
-shown, so it has one for each order in which the answer may be revealed:
+A causal model has exactly one, from one forward pass. A masked diffusion model predicts a token from all revealed
+tokens, so it has one for each order in which the answer may be revealed:
 
     NLL(order) = - Σ_j log p(a_order(j) | prompt, a_order(1) … a_order(j-1), the rest masked)
 
-`chain_rule_nll` takes the order left to right, one canvas a token. `monte_carlo_nll` estimates the mean over all
-orders, which is the diffusion bound on the NLL (Nie et al. 2024, arXiv 2410.18514, eq. 4): of L answer tokens each is
-masked with probability p,
+`chain_rule_nll` takes the order from left to right, one canvas per token. `monte_carlo_nll` estimates the mean over all
+orders, which is the diffusion bound on the NLL (Nie et al. 2024, arXiv 2410.18514, eq. 4): each of the L answer tokens
+is masked with probability p,
 
     ∫ dp E[Σ_masked -log p(a_i | prompt, what is not masked) / p]
 
-Both as ML-GSAI/SMDM `evaluate_diff.py` has them; its guidance masks the prompt and leaves the answer in sight.
+Both are computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer.
 """
 
 import math
@@ -45,11 +45,11 @@ class NLLEstimate:
     """A Monte-Carlo estimate of a negative log-likelihood, in nats.
 
     Attributes:
-        value: the mean of the draws.
-        standard_error: of `value`. Draws of one batch share their stratification, so batches are the independent units:
-            it comes from the scatter of their means. NaN when there is only one batch.
-        samples: number of draws.
-        record: prompt and answer, noise, guidance, seed, model, weights' hash, versions.
+        value: Mean of the samples.
+        standard_error: Standard error of `value`. Samples of one batch share their stratification, so batches are the
+            independent units, and the scatter of their means gives the error. NaN when there is only one batch.
+        samples: Number of samples.
+        record: Prompt and answer, noise, guidance, seed, model, weights' hash, versions.
     """
 
     value: float
@@ -91,16 +91,17 @@ def chain_rule_nll(
     masked; hooks see these canvases as rows of one batch. On a causal model it is one teacher-forced pass.
 
     Args:
-        prompt: text, or Int[pos] tokens; on a masked diffusion model it may be empty or hold [MASK]s. Padding that
-            the network would read off the tokens is left out.
-        answer: text or tokens, as the prompt is; of text, the tokens that continue the prompt (see `Fact.tokenize`).
-        cfg_scale: weight w of unsupervised classifier-free guidance; 0 is none. Hooks see the conditional pass, then
+        prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or hold [MASK]s. Padding that the
+            network would recognise by its tokens is left out.
+        answer: Text if the prompt is text, otherwise tokens; of a text, the tokens that continue the prompt (see
+            `Fact.tokenize`).
+        cfg_scale: Weight w of unsupervised classifier-free guidance; 0 is none. Hooks see the conditional pass, then
             the unconditional one.
-        max_batch: most canvases in one forward pass; it changes no number.
+        max_batch: Largest number of canvases in one forward pass; it changes no number.
 
     Raises:
-        ValueError: an answer that is empty, not writable or merged into the prompt, more places than the context has,
-            a setting out of range, guidance on a causal model.
+        ValueError: The answer is empty, cannot be written or is merged into the prompt, both together exceed the
+            context, a setting is out of range, or a causal model is given guidance.
     """
     _check_settings(cfg_scale, max_batch=max_batch)
     question = _ask(model, prompt, answer)
@@ -145,22 +146,23 @@ def monte_carlo_nll(
 ) -> NLLEstimate:
     """The diffusion bound on the answer's NLL, from random masks on the answer.
 
-    p is uniform between 0.001 and 1, as in training; what that changes is of the order of a thousandth. Surprises weigh
-    1/p, so rare draws weigh much, and a standard error from few draws tends to be too small.
+    p is uniform between 0.001 and 1, as in training, which changes the value by about a thousandth. Surprisals are
+    weighted by 1/p, so rare samples have large weights, and a standard error from few samples tends to be too small.
 
     Args:
-        prompt, answer, cfg_scale, max_batch: as in `chain_rule_nll`.
-        samples: draws in all; a draw is one forward pass of one row (two with guidance).
-        batch_size: draws that cover the range of p evenly together (see `losses.hide`). Larger batches
-            scatter less, and leave fewer of them to judge the scatter by.
-        seed: of the noise, or a `torch.Generator` to take the seed from.
-        noisy: canvases to use instead of drawing any: prompt and answer, some places of the answer masked. Its rows
-            then count as independent draws; samples, batch_size and seed play no part.
-        p_mask: the probability with which each place of `noisy` was masked.
-        progress: show a bar.
+        prompt, answer, cfg_scale, max_batch: The same as in `chain_rule_nll`.
+        samples: Number of samples; each is one forward pass of one row (two with guidance).
+        batch_size: Number of samples that cover the range of p evenly together (see `losses.hide`). Larger batches
+            scatter less, and leave fewer of them to estimate the scatter.
+        seed: Seed of the noise, or a `torch.Generator` to take the seed from.
+        noisy: Canvases to use instead of sampled ones: prompt and answer, some positions of the answer masked. Their
+            rows count as independent samples; samples, batch_size and seed are then not used.
+        p_mask: Probability with which each position of `noisy` was masked.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: as in `chain_rule_nll`; noise that does not fit the question; a causal model.
+        ValueError: A setting is refused as in `chain_rule_nll`, the noise does not fit prompt and answer, or the model
+            is causal.
     """
     _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
     mask = model.cfg.mask_token_id

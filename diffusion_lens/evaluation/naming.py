@@ -1,11 +1,11 @@
 """The two names of a cell of the reversal experiment, which read as opposites.
 
-Berglund et al. 2023 (arXiv 2309.12288) name their files after the direction that was TRAINED: "p2d reverse" asks people
-told name first ("person to description") for their name. Nie et al. 2024 (SMDM, arXiv 2410.18514) name their columns
-after the QUESTION: that same cell is their "DtN reverse" ("description to name"). So both are printed together.
+Berglund et al. 2023 (arXiv 2309.12288) name their files after the TRAINED direction: "p2d reverse" queries the names of
+people trained name first ("person to description"). Nie et al. 2024 (SMDM, arXiv 2410.18514) name their columns after
+the QUERIED direction: that same cell is their "DtN reverse" ("description to name"). So both names are printed.
 """
 
-Cell = tuple[str | None, str | None]
+DirectionPair = tuple[str | None, str | None]  # trained, queried
 
 QUESTION = {"p2d": "NtD", "d2p": "DtN"}
 TOLD = {"p2d": "told name first", "d2p": "told description first", "both": "told both ways"}
@@ -16,11 +16,11 @@ def cell_name(trained: str | None, asked: str | None) -> str:
     """Both names: `cell_name("p2d", "d2p")` is "p2d reverse = DtN reverse"; facts without directions are "facts".
 
     Args:
-        trained: direction in which training told the fact, "p2d", "d2p" or "both".
-        asked: direction of the question, "p2d" or "d2p".
+        trained: Direction in which the fact was trained: "p2d", "d2p" or "both".
+        asked: Direction in which it is queried: "p2d" or "d2p".
 
     Raises:
-        ValueError: a direction that is none of these.
+        ValueError: A direction is none of these.
     """
     trained, asked = _checked(trained, asked)
     if trained is None and asked is None:
@@ -34,7 +34,7 @@ def cell_name(trained: str | None, asked: str | None) -> str:
 
 
 def cell_meaning(trained: str | None, asked: str | None) -> str:
-    """The same in words: "told name first, asked for the name"; nothing of facts without directions."""
+    """The same in words: "told name first, asked for the name"; empty for facts without directions."""
     trained, asked = _checked(trained, asked)
     if trained is None and asked is None:
         return ""
@@ -42,7 +42,7 @@ def cell_meaning(trained: str | None, asked: str | None) -> str:
     return f"{told}, {'asked in a direction not recorded' if asked is None else ASKED[asked]}"
 
 
-def _checked(trained: str | None, asked: str | None) -> Cell:
+def _checked(trained: str | None, asked: str | None) -> DirectionPair:
     if (trained is not None and trained not in TOLD) or (asked is not None and asked not in ASKED):
         raise ValueError(
             f"there is no cell (trained={trained!r}, asked={asked!r}): facts are trained {', '.join(map(repr, TOLD))} "

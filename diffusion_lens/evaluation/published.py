@@ -1,12 +1,13 @@
 """Published numbers of the reversal experiment on Berglund's facts, each with how we know it.
 
-They stand beside a run so that a reader can judge it; they are of other weights and facts than the embedded pair's.
-A run of the same checkpoint lands up to 7 points below the paper when it asks for descriptions, as Rai's did.
+They are printed beside a measured table so that a reader can judge it; they belong to other weights and facts than
+those of the bundled pair. A new measurement of the same checkpoint may be up to 7 points below the paper when it
+queries descriptions, as Rai's is.
 """
 
 from dataclasses import dataclass
 
-from diffusion_lens.evaluation.naming import Cell
+from diffusion_lens.evaluation.naming import DirectionPair
 
 MARKS = {"verified": "", "second-hand": "*", "from memory": "?"}
 SOURCES = {
@@ -26,19 +27,19 @@ class PublishedNumber:
     """One number of a table.
 
     Attributes:
-        source: a key of `SOURCES`.
-        model: what was measured.
-        cell: direction trained, direction asked.
-        steps: denoising steps; `None` for models that write from left to right.
-        score: "contained" for the accuracies, "character_bleu" for the BLEUs; SMDM's are computed so, and how those of
-            the other models were is not known.
-        value: between 0 and 1.
+        source: Key of `SOURCES`.
+        model: Name of the model that was measured.
+        cell: Trained direction and queried direction.
+        steps: Number of denoising steps; `None` for models that write from left to right.
+        score: "contained" for accuracies, "character_bleu" for BLEU; SMDM's numbers are computed like this, and how
+            those of the other models were computed is not known.
+        value: Share between 0 and 1.
         certainty: "verified" (read in the source), "second-hand" (another public text quotes it), or "from memory".
     """
 
     source: str
     model: str
-    cell: Cell
+    cell: DirectionPair
     steps: int | None
     score: str
     value: float
@@ -46,7 +47,7 @@ class PublishedNumber:
 
     @property
     def label(self) -> str:
-        """Who measured what."""
+        """The model and the source."""
         return f"{self.model} ({self.source})"
 
 
@@ -104,8 +105,8 @@ def _nie() -> list[PublishedNumber]:
 PUBLISHED = (*_rai(), *_nie())
 
 
-def published_rows(cell: Cell, score: str) -> dict[str, dict[int | None, PublishedNumber]]:
-    """What is published of a cell: a row for each model and source, its numbers by steps."""
+def published_rows(cell: DirectionPair, score: str) -> dict[str, dict[int | None, PublishedNumber]]:
+    """The published numbers of a cell: a row for each model and source, by number of steps."""
     rows: dict[str, dict[int | None, PublishedNumber]] = {}
     for number in PUBLISHED:
         if number.cell == cell and number.score == score:

@@ -1,7 +1,7 @@
-"""What a model recalls of facts, by the number of denoising steps that it is given.
+"""Recall of facts by number of denoising steps.
 
-A fact counts as recalled when its answer is contained in what the model wrote after the prompt, SMDM's measure (Nie et
-al. 2024, arXiv 2410.18514, section 4.3); stricter scores stand beside it. `recall_by_steps` makes a `Recall`.
+A fact counts as recalled when its answer is contained in the text that the model wrote after the prompt, SMDM's measure
+(Nie et al. 2024, arXiv 2410.18514, section 4.3); stricter scores are kept beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.over_facts import StudyResult
-from diffusion_lens.evaluation.naming import Cell
+from diffusion_lens.evaluation.naming import DirectionPair
 from diffusion_lens.evaluation.recall_curves import recall_curves
 from diffusion_lens.evaluation.recall_table import Share, recall_table
 from diffusion_lens.evaluation.scores import (
@@ -32,12 +32,12 @@ from diffusion_lens.records import load_fields, save_fields
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What a model wrote for one fact, once for each number of steps, and its scores.
+    """The texts that a model wrote for one fact, one for each number of steps, and their scores.
 
     Attributes:
-        fact: id of the fact.
-        written: the text after the prompt, special tokens left out.
-        contained, exact, character_bleu: scores of each text, see `evaluation.scores`.
+        fact: Id of the fact.
+        written: Texts after the prompt, without special tokens.
+        contained, exact, character_bleu: Scores of each text, see `evaluation.scores`.
     """
 
     fact: str
@@ -48,7 +48,7 @@ class Reply:
 
     @classmethod
     def to(cls, fact: Fact, written: Sequence[str]) -> "Reply":
-        """A reply, scored."""
+        """The reply to a fact, with its scores."""
         return cls(
             fact=fact.id,
             written=list(written),
@@ -73,17 +73,17 @@ class Reply:
 
 @dataclass(frozen=True, eq=False)
 class Recall(StudyResult[Reply]):
-    """Facts asked, what was written, and how it scored.
+    """The texts that a model wrote for its facts, and their scores.
 
     Attributes:
-        ids: the fact of each row.
-        steps: the denoising steps of each column; `None` is from left to right, one step a token.
-        written: of each fact, the text after the prompt at each number of steps, special tokens left out.
-        contained: Bool[fact step], whether that text contains the answer.
-        exact: Bool[fact step], whether it is the answer.
-        character_bleu: Float[fact step], SMDM's BLEU of it.
-        record: the settings, all facts of the run by id, those whose answer has no room (`too_long`), those that could
-            not be asked (`set_aside`), model, weights' hash, versions.
+        ids: The fact of each row.
+        steps: Number of denoising steps of each column; `None` is from left to right, one step per token.
+        written: Texts after the prompt by fact and number of steps, without special tokens.
+        contained: Bool[fact step], whether the text contains the answer.
+        exact: Bool[fact step], whether the text is the answer.
+        character_bleu: Float[fact step], SMDM's BLEU of the text.
+        record: Settings, all facts of the study by id, those whose answer is longer than its canvas (`too_long`), those
+            that the model cannot be queried for (`set_aside`), model, weights' hash, versions.
     """
 
     ids: list[str]
@@ -123,9 +123,9 @@ class Recall(StudyResult[Reply]):
         return [Fact(**self.record["facts"][fact_id], id=fact_id) for fact_id in self.ids]
 
     @property
-    def cells(self) -> dict[Cell, list[int]]:
-        """The rows of each (direction trained, direction asked)."""
-        cells: dict[Cell, list[int]] = {}
+    def cells(self) -> dict[DirectionPair, list[int]]:
+        """The rows of each (trained direction, queried direction)."""
+        cells: dict[DirectionPair, list[int]] = {}
         for row, fact in enumerate(self.facts):
             cells.setdefault((fact.trained, fact.asked), []).append(row)
         return cells
@@ -137,7 +137,7 @@ class Recall(StudyResult[Reply]):
             score: "contained", "exact", "character_bleu", or "word_bleu", which needs the extra `eval`.
 
         Raises:
-            ValueError: no such score.
+            ValueError: There is no such score.
         """
         check_score(score)
         if score == "word_bleu":
@@ -147,17 +147,17 @@ class Recall(StudyResult[Reply]):
         scores: Tensor = getattr(self, score)
         return scores.double()
 
-    def table(self, score: str = "contained", level: float = 0.95) -> dict[Cell, dict[int | None, Share]]:
+    def table(self, score: str = "contained", level: float = 0.95) -> dict[DirectionPair, dict[int | None, Share]]:
         """The mean of a score by cell and steps, with its confidence interval.
 
-        Questions about one person are not independent, so people are resampled where all facts of a cell name theirs,
-        and questions otherwise.
+        Questions about one person are not independent. So people are resampled where all facts of a cell name their
+        person, and questions otherwise.
         """
         scores, facts = self.scores(score), self.facts
-        table: dict[Cell, dict[int | None, Share]] = {}
+        table: dict[DirectionPair, dict[int | None, Share]] = {}
         for cell, rows in self.cells.items():
             units = _by_person(scores[rows], [facts[row].person for row in rows])
-            # Where people were asked unequally often, a resampled share may leave the scale.
+            # Where people have different numbers of questions, a resampled share may leave the scale.
             low, high = (end.clamp(0, 1) for end in bootstrap_interval(units, level, self.record["seed"]))
             columns = zip(scores[rows].mean(dim=0).tolist(), low.tolist(), high.tolist(), strict=True)
             table[cell] = {
@@ -165,7 +165,7 @@ class Recall(StudyResult[Reply]):
             }
         return table
 
-    def corpus_bleu(self) -> dict[Cell, dict[int | None, float]]:
+    def corpus_bleu(self) -> dict[DirectionPair, dict[int | None, float]]:
         """sacrebleu's corpus BLEU by cell and steps, between 0 and 1; needs the extra `eval`."""
         facts = self.facts
         return {
@@ -181,10 +181,10 @@ class Recall(StudyResult[Reply]):
         return recall_table(self.table(score, level), self.steps, score, level, self.record)
 
     def plot(self, score: str = "contained", level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The table as curves over steps, published ones dashed beside them. Returns the matplotlib axes.
+        """The table as curves over steps, with published numbers dashed. Returns the matplotlib axes.
 
         Raises:
-            ValueError: no fact was asked.
+            ValueError: The result holds no fact.
         """
         return recall_curves(
             self.table(score, level),
@@ -196,11 +196,11 @@ class Recall(StudyResult[Reply]):
 
 
 def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Float[Tensor, "fact step"]:
-    """A row for each person, with the same mean as all questions; the questions themselves if one names nobody."""
+    """One row per person, with the same mean as all questions; the questions themselves if one names nobody."""
     if not all(people):
         return scores
     names = list(dict.fromkeys(people))
     totals = scores.new_zeros(len(names), scores.shape[1])
     totals.index_add_(0, torch.tensor([names.index(person) for person in people]), scores)
-    # Shares of the mean number of questions a person, so that whoever is asked more counts more.
+    # Divided by the mean number of questions per person, so that people with more questions count more.
     return totals * (len(names) / len(people))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_lens.evaluation.naming import Cell, cell_name
+from diffusion_lens.evaluation.naming import DirectionPair, cell_name
 from diffusion_lens.evaluation.published import published_rows
 from diffusion_lens.evaluation.recall_table import Share, steps_label
 from diffusion_lens.evaluation.scores import SCORES
@@ -11,14 +11,19 @@ from diffusion_lens.plots import panels
 
 
 def recall_curves(
-    table: Mapping[Cell, Mapping[int | None, Share]], steps: Sequence[int | None], score: str, *, ax: Any, title: str
+    table: Mapping[DirectionPair, Mapping[int | None, Share]],
+    steps: Sequence[int | None],
+    score: str,
+    *,
+    ax: Any,
+    title: str,
 ) -> Any:
-    """A line a cell with its interval, published numbers dashed in the cell's colour. Returns the matplotlib axes.
+    """One line per cell with its intervals, published numbers dashed in the same colour. Returns the matplotlib axes.
 
-    Columns stand side by side whatever their steps, so that doubling the steps is one stride.
+    Columns have equal distances whatever their numbers of steps.
 
     Raises:
-        ValueError: an empty table.
+        ValueError: The table is empty.
     """
     if not table:
         raise ValueError("there is no curve to draw: no fact was asked")

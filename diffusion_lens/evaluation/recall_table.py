@@ -1,11 +1,11 @@
-"""The recall table as text: cells down, steps across, published numbers under ours."""
+"""The recall table as text: cells down, steps across, published numbers below the measured ones."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diffusion_lens.analysis.usable_facts import say_set_aside
-from diffusion_lens.evaluation.naming import Cell, cell_meaning, cell_name
+from diffusion_lens.evaluation.naming import DirectionPair, cell_meaning, cell_name
 from diffusion_lens.evaluation.published import MARKS, SOURCES, PublishedNumber, published_rows
 from diffusion_lens.evaluation.scores import SCORES
 
@@ -14,10 +14,10 @@ _WIDTH = 15
 
 
 class Share(NamedTuple):
-    """The mean of a score over the questions of a cell, the ends of its interval, and what it rests on.
+    """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them.
 
     Attributes:
-        units: how many people, or questions where they name nobody, were resampled for the interval.
+        units: Number of people that were resampled for the interval, or of questions where they name nobody.
     """
 
     mean: float
@@ -33,13 +33,13 @@ def steps_label(steps: int | None) -> str:
 
 
 def recall_table(
-    table: Mapping[Cell, Mapping[int | None, Share]],
+    table: Mapping[DirectionPair, Mapping[int | None, Share]],
     steps: Sequence[int | None],
     score: str,
     level: float,
     record: Mapping[str, Any],
 ) -> str:
-    """The table as text, in percent; the arguments are those of `Recall.table`, and its result."""
+    """The result of `Recall.table` as text, in percent, with the settings of the study."""
     lines = [
         f"{record['model']}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
         f"length {record['length']}, sampler {record['sampler']['name']}, guidance {record['cfg_scale']:g}, "
@@ -56,14 +56,14 @@ def recall_table(
         counted = f"n = {first.questions}" + (f" about {first.units} people" if first.units < first.questions else "")
         meaning = f" ({cell_meaning(*cell)})" if cell_meaning(*cell) else ""
         lines += ["", f"{cell_name(*cell)}{meaning}, {counted}"]
-        lines.append(_line("", [steps_label(each) for each in steps]))
-        lines.append(_line(record["model"], [f"{100 * shares[each].mean:.1f}" for each in steps]))
-        lines.append(_line("", [_interval(shares[each]) for each in steps]))
+        lines.append(_line("", [steps_label(column) for column in steps]))
+        lines.append(_line(record["model"], [f"{100 * shares[column].mean:.1f}" for column in steps]))
+        lines.append(_line("", [_interval(shares[column]) for column in steps]))
         for label, row in published_rows(cell, score).items():
-            if any(each in row for each in steps):
-                lines.append(_line(label, [_published(row.get(each)) for each in steps]))
+            if any(column in row for column in steps):
+                lines.append(_line(label, [_published(row.get(column)) for column in steps]))
                 shown |= {f"{number.source} {number.certainty}": number for number in row.values()}
-            elif list(steps) == [None]:  # beside a model that takes no steps, what one that does reaches in the end
+            elif list(steps) == [None]:  # the published number at most steps, beside a model that writes in order
                 last = row[max(filter(None, row))]
                 lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
                 shown[f"{last.source} {last.certainty}"] = last
@@ -83,7 +83,7 @@ def _line(name: str, entries: Sequence[str]) -> str:
 
 
 def _interval(share: Share) -> str:
-    """Its ends; resampling says nothing of a single fact or person, nor where all questions came out alike."""
+    """The ends of the interval, or why there is none: a single fact or person, or equal scores."""
     if math.isnan(share.low) or math.isnan(share.high):
         return "one fact" if share.questions == 1 else "one person"
     return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"

@@ -1,4 +1,4 @@
-"""How near a text comes to the one expected: the scores of SMDM's reversal evaluation, and the usual ones.
+"""Scores of a text against the expected one: those of SMDM's reversal evaluation, and the usual ones.
 
 ML-GSAI/SMDM `evaluate_reverse.py` strips both texts and lowers their case, then asks whether the generation contains
 the reference, and passes both to nltk's `sentence_bleu`. nltk expects lists of tokens; the script hands it strings, so

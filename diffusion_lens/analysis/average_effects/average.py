@@ -1,16 +1,17 @@
-"""Average effects over facts (Meng et al. 2022, arXiv 2202.05262, section 2.2): where do facts in general sit?
+"""Average effects over facts (Meng et al. 2022, arXiv 2202.05262, section 2.2): where is factual recall located?
 
-Every fact that the model knows is traced. The total effect of a fact is p_clean - p_corrupted, and their mean the ATE;
-the indirect effect of a state is p_restored - p_corrupted. Sentences differ in length, so within a fact the indirect
-effect is averaged over the places of one role (`token_roles`), and over the facts that have such a token after that:
+Every fact that the model knows is traced. The total effect of a fact is p_clean - p_corrupted, and its mean over facts
+the ATE; the indirect effect of a state is p_restored - p_corrupted. Sentences differ in length, so within a fact the
+indirect effect is averaged over the positions of one role (`token_roles`), and then over the facts that have such a
+token:
 
-    AIE(role, layer) = mean over facts of ( mean over the fact's places i with that role of IE(i, layer) )
+    AIE(role, layer) = mean over facts of ( mean over the fact's positions i with that role of IE(i, layer) )
 
 so every fact counts once, however long its subject. Confidence intervals come from resampling the facts.
 
-Which facts are averaged is a rule of the run, `known` (see `average_effects.known`): by default those whose answer the
-model's own loop writes; for the first token alone, ROME's question, those whose token is the likeliest on the canvas
-that is traced. No grid is computed for the others, and the result lists them apart.
+The rule `known` says which facts are averaged (see `average_effects.known`): by default those whose answer the
+denoising loop writes; for the first token alone, ROME's question, those whose token is the likeliest on the traced
+canvas. No grid is computed for the others, and the result lists them in `unknown`.
 """
 
 from collections.abc import Collection, Sequence
@@ -85,7 +86,7 @@ class AverageEffect(FactAverage):
         """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
 
         Raises:
-            ValueError: no fact is known.
+            ValueError: No fact is averaged.
         """
         if not self.ids:
             raise ValueError(
@@ -126,37 +127,38 @@ def average_indirect_effect(
     """Trace many facts on either variant, and average.
 
     Args:
-        kind, window, samples, severed, layers, max_bytes: as in `causal_trace`.
-        noise: scale of the noise; by default `noise_scale` over the subjects of all facts, whatever the shard.
-        seed: each fact draws from a seed made of this one and its id.
-        corruption: as in `causal_trace`, but for "swap", which needs a partner for each fact.
-        roles: the roles to trace; by default all. On a long canvas of masks most of the work is in "unasked".
-        answer_places, first_tokens, occurrence: as in `Fact.to_query`.
-        length: places of the canvas in all, the prompt included, instead of `answer_places`. With neither, a masked
-            diffusion model gets the length that it was trained on, if it is known (`cfg.trained_length`), as in
-            `denoise`; the record's `length` says which. A fact that needs more places is set aside.
-        known: which facts are averaged: "recalled", whose answer the loop writes; "one_canvas", whose answer's tokens
-            are the likeliest at all places of the canvas at once; "all"; or the ids of facts, such as those that both
-            models of a pair recall (`recalled_facts`). By default "recalled"; with `first_tokens=1` "one_canvas", since
-            that question is asked of the one canvas that is traced. "recalled" is refused under a hook of the network
-            that acts at some steps only (`at_steps`, `on_branch`, `while_masked`): it would act in the loop and not in
-            the traces. Of a hook of your own that asks `hook.step`, see to it yourself that it does the same where that
-            is `None`. Hooks on the loop's own points (`denoise.hook_*`) pass in the loop alone, and decide what is
-            recalled as `loop` does.
-        loop: for "recalled", how the loop writes; by default with the settings of `denoise`.
-        out: a folder for a file a fact, `CausalTrace.load` reads it. A run that finds its facts there goes on after
-            them. By default nothing is written.
-        shard: (i, n) or "i/n": do the facts i, i + n, i + 2n, ... only; `merge` joins the shards, bit for bit what one
-            run gives on the same machine.
-        progress: show a bar.
+        facts: Facts to trace.
+        kind, window, samples, severed, layers, max_bytes: The same as in `causal_trace`.
+        noise: Scale of the noise; by default `noise_scale` over the subjects of all facts, whatever the shard.
+        seed: Seed of the study; each fact has its own seed, made of this one and its id.
+        corruption: The same as in `causal_trace`, except for "swap", which needs another subject for each fact.
+        roles: Roles to trace; by default all. On a long canvas of masks most of the work is in "unasked".
+        answer_places, first_tokens, occurrence: The same as in `Fact.to_query`.
+        length: Length of the canvas, the prompt included, instead of `answer_places`. With neither, a masked diffusion
+            model gets the length that it was trained on, if it is known (`cfg.trained_length`), as in `denoise`; the
+            record's `length` says which. A fact that needs a longer canvas is set aside.
+        known: Rule for the facts to average: "recalled", whose answer the loop writes; "one_canvas", whose answer's
+            tokens are the likeliest at all its positions at once; "all"; or the ids of facts, such as those that both
+            models of a pair recall (`recalled_facts`). By default "recalled"; with `first_tokens=1` "one_canvas",
+            since one canvas answers that question. "recalled" is refused under a hook of the network that acts at some
+            steps only (`at_steps`, `on_branch`, `while_masked`): it would act in the loop and not in the traces. If a
+            hook of your own reads `hook.step`, make sure that it does the same where that is `None`. Hooks on the
+            loop's own hook points (`denoise.hook_*`) act in the loop alone, and decide what is recalled as `loop` does.
+        loop: Settings of the loop for "recalled"; by default those of `denoise`.
+        out: Folder for one file per fact, which `CausalTrace.load` reads. A call that finds facts there computes only
+            the others. By default nothing is written.
+        shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only; `AverageEffect.merge` joins the shards, bit
+            for bit what one process gives on the same machine.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: a setting out of range, two facts with one id, a folder that holds another run, a hook that acts by
-            step with "recalled", or no fact that can be asked. A single one that cannot (its answer is merged into the
-            prompt, its sentence does not fit, ...) is set aside, with the reason in `AverageEffect.set_aside`.
+        ValueError: A setting is out of range, two facts have one id, the folder holds another study, a hook acts by
+            step with "recalled", or the model can be queried for none of the facts. A single fact that it cannot be
+            queried for (its answer is merged into the prompt, its sentence does not fit, ...) is set aside, with the
+            reason in `AverageEffect.set_aside`.
 
     Warns:
-        UserWarning: no fact is averaged, since the rule leaves out all of them.
+        UserWarning: The rule leaves out all facts, so that nothing is averaged.
     """
     corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
     settings = TraceSettings(

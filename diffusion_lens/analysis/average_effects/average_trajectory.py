@@ -1,17 +1,17 @@
-"""Average effects by denoising step: where does the answer come from before it is written, and where while it is?
+"""Average effects by denoising step: which states carry the answer before it is written, and which while it is?
 
-In the loop the tokens of an answer appear at different steps, from t1, which unmasks the first of them, to t2, which
+The loop reveals the tokens of an answer at different steps, from t1, which unmasks the first of them, to t2, which
 reveals the last for good; for an answer of one token, or a loop that reveals all in one step, t1 = t2. Every fact is
-traced at all steps between, on the canvases of its own run (`trace_trajectory`). Runs differ in length, so they are
-aligned at their ends, and a column of the average is an offset from t2:
+traced at all steps from t1 to t2, on the canvases of its own run (`trace_trajectory`). Runs differ in length, so they
+are aligned at their ends, and a column of the average is an offset from t2:
 
     AIE(offset, role, layer) = mean over the facts that have a step t2 + offset >= t1 of their IE at that step
 
-Offset 0 is the canvas from which the answer's last token is read, or the last few where one step reveals them together,
-all others standing there; the first step of a fact isolates the flow from the subject. p(answer) at a step is the joint
-probability of the tokens still open.
+Offset 0 is the canvas from which the answer's last token is read, or the last few where one step reveals them together;
+all others are revealed there. The first step of a fact isolates the flow from the subject. p(answer) at a step is the
+joint probability of the tokens that are still masked.
 
-A step far from t2 is one that few facts have: `n_facts` counts them, and their answers are the longest.
+Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
 """
 
 from collections.abc import Collection, Sequence
@@ -75,7 +75,7 @@ class AverageTrajectoryEffect(FactAverage):
 
     @property
     def n_facts(self) -> list[int]:
-        """How many facts have each step."""
+        """Number of facts that have each step."""
         counts: list[int] = (~self.clean.isnan()).sum(dim=0).tolist()
         return counts
 
@@ -100,12 +100,12 @@ class AverageTrajectoryEffect(FactAverage):
     def at(self, offset: int) -> AverageEffect:
         """The average of one step, over the facts that have it."""
         column = self._column(offset)
-        held = ~self.clean[:, column].isnan()
+        has_step = ~self.clean[:, column].isnan()
         return AverageEffect(
-            effects=self.effects[held, column],
-            clean=self.clean[held, column],
-            corrupted=self.corrupted[held, column],
-            ids=[fact_id for fact_id, has in zip(self.ids, held.tolist(), strict=True) if has],
+            effects=self.effects[has_step, column],
+            clean=self.clean[has_step, column],
+            corrupted=self.corrupted[has_step, column],
+            ids=[fact_id for fact_id, has in zip(self.ids, has_step.tolist(), strict=True) if has],
             roles=self.roles,
             layers=self.layers,
             unknown=self.unknown,
@@ -113,44 +113,44 @@ class AverageTrajectoryEffect(FactAverage):
         )
 
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE of one role: steps down, the one that reveals the answer at the bottom, layers across.
+        """The AIE of one role: steps down, with the one that reveals the answer at the bottom, and layers across.
 
         Args:
-            role: by default the first of "subject_last" and the roles that occur.
+            role: Role to draw; by default "subject_last", or the first role that occurs.
 
         Raises:
-            ValueError: no fact is known, no place has any of the roles, or there is no such role.
+            ValueError: No fact is averaged, no position has any of the roles, or there is no such role.
         """
         self._require_facts()
         curves = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True))
         occurring = [name for name, values in curves.items() if not values.isnan().all()]
         if not occurring:
             raise ValueError(f"there is no map to draw: the effect is NaN in every role of {', '.join(self.roles)}")
-        asked = role or ("subject_last" if "subject_last" in occurring else occurring[0])
-        if asked not in curves:
-            raise ValueError(f"there is no role {asked!r} in this average; it has {', '.join(self.roles)}")
-        values = curves[asked]
+        drawn = role or ("subject_last" if "subject_last" in occurring else occurring[0])
+        if drawn not in curves:
+            raise ValueError(f"there is no role {drawn!r} in this average; it has {', '.join(self.roles)}")
+        values = curves[drawn]
         highest = float(self.aie.nan_to_num().max())
         kind = self.record["kind"]
         return plots.labelled_map(
             values,
-            rows=[f"{_place(offset)}, n = {n}" for offset, n in zip(self.offsets, self.n_facts, strict=True)],
+            rows=[f"{_step_label(offset)}, n = {n}" for offset, n in zip(self.offsets, self.n_facts, strict=True)],
             layers=self.layers,
             xlabel=plots.RESTORED[kind],
             hue=plots.HUES[kind],
             limits=(0.0, highest),
             bar="AIE",
-            title=title or f"{self.record['model']}, {asked}\n{self.rule}",
+            title=title or f"{self.record['model']}, {drawn}\n{self.rule}",
             ax=ax,
         )
 
     def plot_at(self, offset: int, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE of one step over layers, a curve with its interval for each role that occurs."""
+        """The AIE of one step over layers: a curve with its interval for each role that occurs."""
         self._require_facts()
-        found = self.at(offset)
-        have = f"{len(found.ids)} of them have this step, average total effect {found.ate:.2f}"
-        said = f"{self.record['model']}, {_place(offset)}: {self.rule}\n{have}"
-        return found.plot(level, ax=ax, title=title or said)
+        average = self.at(offset)
+        counts = f"{len(average.ids)} of them have this step, average total effect {average.ate:.2f}"
+        default = f"{self.record['model']}, {_step_label(offset)}: {self.rule}\n{counts}"
+        return average.plot(level, ax=ax, title=title or default)
 
     def _column(self, offset: int) -> int:
         if offset not in self.offsets:
@@ -194,21 +194,21 @@ def average_trajectory_effect(
     """Trace many facts at the steps that write their answers, on either variant, and average step by step.
 
     Args:
-        canvas: "forced" or "free", what the corrupted runs see, as in `trace_trajectory`.
-        roles: the roles to trace, "answer_revealed" among them; by default all.
-        known: as in `average_indirect_effect`; by default the facts whose answer the traced run itself writes. Of
-            others p(answer) is 0 once a wrong token stands in a place of the answer. "one_canvas" asks the canvas of
-            the run's first step, and hooks are told that step, as in the traces.
-        loop: how the runs that are traced write; by default with the settings of `denoise`.
-        out: a folder for a file a fact, `TrajectoryTrace.load` reads it.
+        canvas: Canvases that the corrupted runs see, "forced" or "free", as in `trace_trajectory`.
+        roles: Roles to trace, "answer_revealed" among them; by default all.
+        known: The same as in `average_indirect_effect`; by default the facts whose answer the traced run itself writes.
+            For the others p(answer) is 0 once a wrong token is revealed in the answer. "one_canvas" reads the canvas of
+            the run's first step, and hooks see that step, as in the traces.
+        loop: Settings of the loop that writes the traced runs; by default those of `denoise`.
+        out: Folder for one file per fact, which `TrajectoryTrace.load` reads.
 
     The other arguments are those of `average_indirect_effect`.
 
     Raises:
-        ValueError: as in `average_indirect_effect`.
+        ValueError: `average_indirect_effect` refuses an argument.
 
     Warns:
-        UserWarning: as in `average_indirect_effect`.
+        UserWarning: The rule leaves out all facts, so that nothing is averaged.
     """
     check_canvas(canvas)
     corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
@@ -227,5 +227,5 @@ def average_trajectory_effect(
     return average_facts(AverageTrajectoryEffect, model, facts, settings, out, shard, progress)
 
 
-def _place(offset: int) -> str:
+def _step_label(offset: int) -> str:
     return f"{-offset} step{'s' * (offset < -1)} before" if offset else "last token revealed"

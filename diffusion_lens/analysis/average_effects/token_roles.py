@@ -7,17 +7,17 @@
     after_first      the first token after the subject
     after_further    the others of the prompt
     prompt_last      the last token of the prompt, which a causal model reads the answer from
-    answer           the places of the answer: masked, or on a causal canvas the tokens that stand there already
-    unasked          masked places that the question does not ask for
+    answer           the positions of the answer: masked, or on a causal canvas the tokens that are there already
+    unasked          masked positions that are no part of the answer
 
 and at a denoising step
 
-    answer_revealed  places of the answer whose token stands there already; "answer" are then those still open
+    answer_revealed  positions of the answer that are revealed; "answer" are then those that are still masked
 
 These are the rows of the average figures of ROME (Meng et al. 2022, arXiv 2202.05262, figure 2) and three more. There a
-token counts in every row that fits it: a subject of one token is its first and its last. Here each place has one role,
-so that no state is counted twice: the last token of a subject is `subject_last` even where it is the only one or ends
-the prompt, and a single token after the subject is `prompt_last`.
+token counts in every row that fits it: a subject of one token is its first and its last. Here each position has one
+role, so that no state is counted twice: the last token of a subject is `subject_last` even where it is the only one or
+ends the prompt, and a single token after the subject is `prompt_last`.
 """
 
 from collections.abc import Sequence
@@ -44,10 +44,10 @@ STEP_ROLES = (*ROLES, "answer_revealed")
 
 
 def token_roles(query: Query) -> list[str]:
-    """The role of each place of the canvas. The prompt ends at the first place of the answer behind the subject."""
+    """The role of each position. The prompt ends at the first position of the answer behind the subject."""
     n_pos = len(query.tokens)
     start, stop = query.subject
-    end = min([place for place in query.answer_positions if place >= stop], default=n_pos)
+    end = min([position for position in query.answer_positions if position >= stop], default=n_pos)
     # A later line of this table overrules an earlier one.
     painted: tuple[tuple[str, Sequence[int]], ...] = (
         ("unasked", range(end, n_pos)),
@@ -58,18 +58,18 @@ def token_roles(query: Query) -> list[str]:
         ("subject_middle", range(start, stop)),
         ("subject_first", (start,)),
         ("subject_last", (stop - 1,)),
-        ("answer", [place for place in query.answer_positions if place < n_pos]),
+        ("answer", [position for position in query.answer_positions if position < n_pos]),
     )
-    role_of = {place: role for role, places in painted for place in places}
-    return [role_of[place] for place in range(n_pos)]
+    role_of = {position: role for role, positions in painted for position in positions}
+    return [role_of[position] for position in range(n_pos)]
 
 
 def step_roles(query: Query, canvas: Sequence[int], blank: int) -> list[str]:
-    """The role of each place at a step.
+    """The role of each position at a step.
 
     Args:
-        canvas: the canvas before the step.
-        blank: what places hold that are still to be revealed.
+        canvas: Canvas before the step.
+        blank: Token at positions that are still to be revealed.
     """
     return [
         "answer_revealed" if role == "answer" and token != blank else role
@@ -78,25 +78,25 @@ def step_roles(query: Query, canvas: Sequence[int], blank: int) -> list[str]:
 
 
 def mean_by_role(
-    values: Float[Tensor, "pos layer"], roles: Sequence[str], wanted: Sequence[str]
+    values: Float[Tensor, "pos layer"], roles: Sequence[str], selected: Sequence[str]
 ) -> Float[Tensor, "role layer"]:
-    """Mean over the places of each role, NaN where there is none.
+    """Mean over the positions of each role, NaN where there is none.
 
     Args:
-        roles: the role of each row of `values`.
-        wanted: the roles to return, in this order.
+        roles: Role of each row of `values`.
+        selected: Roles to return, in this order.
     """
-    rows = [[row for row, role in enumerate(roles) if role == each] for each in wanted]
-    return torch.stack([values[row].mean(dim=0) for row in rows])
+    by_role = [[row for row, role in enumerate(roles) if role == wanted] for wanted in selected]
+    return torch.stack([values[rows].mean(dim=0) for rows in by_role])
 
 
-def pick_roles(asked: Sequence[str] | None, among: Sequence[str] = ROLES) -> list[str]:
-    """The roles asked for, in their usual order; by default all."""
-    asked = among if asked is None else asked
-    if isinstance(asked, str) or not asked:
-        raise ValueError(f"roles={asked!r}; give a list of some of {', '.join(among)}")
-    if unknown := [role for role in asked if role not in among]:
+def pick_roles(roles: Sequence[str] | None, among: Sequence[str] = ROLES) -> list[str]:
+    """The selected roles, in their usual order; by default all."""
+    roles = among if roles is None else roles
+    if isinstance(roles, str) or not roles:
+        raise ValueError(f"roles={roles!r}; give a list of some of {', '.join(among)}")
+    if unknown := [role for role in roles if role not in among]:
         raise ValueError(
             f"there is no role {unknown[0]!r}, nearest is {nearest(unknown[0], among, 1)}; they are {', '.join(among)}"
         )
-    return [role for role in among if role in asked]
+    return [role for role in among if role in roles]

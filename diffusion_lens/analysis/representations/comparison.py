@@ -1,4 +1,4 @@
-"""What `representations.compare` finds: similarities of two sets of vectors, their intervals, and what chance gives."""
+"""Results of `representations.compare`: similarities of two sets of vectors, their intervals, and those by chance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +17,22 @@ ROUND_OFF = 1e-10
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two sets of vectors compared, the first named "forward" and the second "reverse" unless `compare` was told other.
+    """Two sets of vectors compared, by default named "forward" and "reverse".
 
     Attributes:
         values: Float[statistic], 1 where the sets agree.
-        null: Float[draw statistic], with the facts of one set shuffled: what chance gives.
-        deviations: Float[draw statistic], how far from its mean it would be with other facts (`similarity.deviations`).
-        singular_values: Float[2 component] of each set without its mean, the largest first.
+        null: Float[draw statistic], statistics by chance: with the facts of one set shuffled.
+        deviations: Float[draw statistic], deviations from the mean that other facts would give
+            (`similarity.deviations`).
+        singular_values: Float[2 component], of each set without its mean, the largest first.
         coordinates: Float[2 fact 2], each set without its mean in the two directions in which both together vary most;
-            None where the widths differ.
-        explained: Float[2], share of the variance of both sets in these directions; likewise.
-        angles: Float[rank] in radians, the principal angles between the two leading subspaces; likewise.
-        statistics: name of each column.
-        ids: the fact of each row.
-        names: of the two sets.
-        record: rank, permutations, seed, widths, source, versions.
+            None where the sets have no common axes.
+        explained: Float[2], share of the variance of both sets in these directions; None likewise.
+        angles: Float[rank] in radians, principal angles between the two leading subspaces; None likewise.
+        statistics: Name of each column.
+        ids: The fact of each row.
+        names: Names of the two sets.
+        record: Rank, permutations, seed, widths, source, versions.
     """
 
     values: Float[Tensor, "statistic"]
@@ -48,31 +49,31 @@ class Comparison:
 
     @property
     def p(self) -> Float[Tensor, "statistic"]:
-        """How often chance gives as much or more; near 1, the sets are less alike than by chance."""
+        """Share of random pairings that are at least as similar; near 1, the sets are less similar than by chance."""
         exceeding = (self.null >= self.values - ROUND_OFF).sum(dim=0)
         return ((1 + exceeding) / (1 + len(self.null))).where(~self.values.isnan(), torch.nan)
 
     @property
     def effective_ranks(self) -> tuple[float, float]:
-        """In how many directions each set varies (Roy & Vetterli 2007); at most one less than there are facts."""
+        """Number of directions in which each set varies (Roy & Vetterli 2007), at most the number of facts less one."""
         first, second = map(effective_rank, self.singular_values)
         return first, second
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "statistic"], Float[Tensor, "statistic"]]:
-        """Ends of the confidence interval over facts; without width where every subset of the facts gives the same.
+        """Ends of the confidence interval over facts; they coincide where every subset of the facts gives the same.
 
-        For as many facts as there are: "retrieval" falls with their number, "subspace" grows.
+        The interval holds for this number of facts: "retrieval" falls with it, "subspace" grows.
         """
         low, high = (self.values + deviation for deviation in _tails(self.deviations, level))
         lowest = torch.tensor([0.0 if name in NEVER_NEGATIVE else -1.0 for name in self.statistics])
         return low.maximum(lowest), high.clamp(max=1)
 
     def chance(self, level: float = 0.95) -> tuple[Float[Tensor, "statistic"], Float[Tensor, "statistic"]]:
-        """Ends of the range in which chance stays so often."""
+        """Ends of the central interval of the statistics by chance."""
         return _tails(self.null, level)
 
     def table(self, level: float = 0.95) -> dict[str, dict[str, float]]:
-        """By statistic: value, low, high, the same of chance, and p. `pandas.DataFrame(table).T` shows it."""
+        """Value, low, high, the same by chance, and p of each statistic; `pandas.DataFrame(table).T` shows it."""
         columns = {
             "value": self.values,
             **dict(zip(("low", "high"), self.interval(level), strict=True)),
@@ -95,10 +96,10 @@ class Comparison:
         return load_fields(path, "comparison", cls)
 
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
-        """Principal components, a line between the two vectors of each fact. Returns the matplotlib axes.
+        """Principal components, with a line between the two vectors of each fact. Returns the matplotlib axes.
 
         Raises:
-            ValueError: the two sets have other widths, hence no common axes.
+            ValueError: The two sets have no common axes.
         """
         if self.coordinates is None or self.explained is None:
             raise ValueError("these two sets of vectors have no axes in common to draw them in")
@@ -119,11 +120,11 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Comparisons:
-    """One comparison a layer, or a step.
+    """One comparison per layer, or per step.
 
     Attributes:
         axis: "layer" or "step".
-        at: the comparison at each of them, in order.
+        at: The comparison at each layer or step, in order.
     """
 
     axis: str
@@ -132,18 +133,18 @@ class Comparisons:
     def table(self, statistic: str, level: float = 0.95) -> dict[int, dict[str, float]]:
         """The row of one statistic in `Comparison.table`, by layer or step.
 
-        Each p is of one layer alone; of many some are small by chance (`scipy.stats.false_discovery_control`).
+        Each p belongs to one layer alone; some of many are small by chance (`scipy.stats.false_discovery_control`).
         """
         first = next(iter(self.at.values()))
         if statistic not in first.statistics:
             raise ValueError(f"{statistic!r} was not computed; there are {', '.join(first.statistics)}")
-        return {place: comparison.table(level)[statistic] for place, comparison in self.at.items()}
+        return {index: comparison.table(level)[statistic] for index, comparison in self.at.items()}
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        parts = {place: split_fields(comparison) for place, comparison in self.at.items()}
-        tensors = {f"{place}.{name}": value for place, (own, _) in parts.items() for name, value in own.items()}
-        record = {"axis": self.axis, "at": {place: record for place, (_, record) in parts.items()}}
+        parts = {index: split_fields(comparison) for index, comparison in self.at.items()}
+        tensors = {f"{index}.{name}": value for index, (own, _) in parts.items() for name, value in own.items()}
+        record = {"axis": self.axis, "at": {index: record for index, (_, record) in parts.items()}}
         return save_result(path, "comparisons", tensors, record)
 
     @classmethod
@@ -151,9 +152,9 @@ class Comparisons:
         """Read what `save` wrote."""
         tensors, record = load_result(path, "comparisons")
         at = {}
-        for place, others in record["at"].items():
-            own = {name.removeprefix(f"{place}."): t for name, t in tensors.items() if name.startswith(f"{place}.")}
-            at[int(place)] = as_dataclass(Comparison, {**own, **others})
+        for index, others in record["at"].items():
+            own = {name.removeprefix(f"{index}."): t for name, t in tensors.items() if name.startswith(f"{index}.")}
+            at[int(index)] = as_dataclass(Comparison, {**own, **others})
         return cls(record["axis"], at)
 
     def plot(
@@ -164,10 +165,10 @@ class Comparisons:
         label: str | None = None,
         title: str | None = None,
     ) -> Any:
-        """One statistic by layer or step with its intervals; dotted, in a band, what chance gives.
+        """One statistic by layer or step with its intervals, and dotted in a band the statistic by chance.
 
         Args:
-            label: of the curve; draw a second model into the axes that the first returned.
+            label: Label of the curve; a second model can be drawn into the axes that this call returns.
         """
         return plots.similarity_curve(
             self.table(statistic, level), self.axis, statistic, ax=ax, label=label, title=title

@@ -1,20 +1,20 @@
-"""Are facts encoded alike when they are asked forwards and backwards, in which sense, and at which layer?
+"""Is a fact encoded alike in forward and in reverse queries, in which sense, and at which layer?
 
-Two sets of vectors, such as the keys k* of many facts asked in either direction, one row a fact in both:
+Two sets of vectors are compared, such as the keys k* of many facts queried in either direction, one row per fact:
 
     forward = torch.stack([key.vector for key in forward_keys])
     reverse = torch.stack([key.vector for key in reverse_keys])
     compare(forward, reverse, ids=ids).table()
 
-`similarity` says what is measured; all statistics are 1 where the sets agree. Each comes with
+`similarity` defines the statistics; all of them are 1 where the sets agree. Each comes with
 
-- what chance gives: facts of one set are paired with facts of the other at random, and p is the share of such pairings
-  that are at least as similar, the true one counted in (Phipson & Smyth 2010).
-- an interval over facts. A bootstrap draws facts twice, and a fact drawn twice is its own nearest neighbour. So the
-  statistic is computed on random subsets of two thirds of the facts, none twice, and its deviations are scaled to all.
+- its distribution by chance: facts of one set are paired with facts of the other at random, and p is the share of such
+  pairings that are at least as similar, the true one included (Phipson & Smyth 2010).
+- an interval over facts. A bootstrap samples facts twice, and a fact sampled twice is its own nearest neighbour. So the
+  statistic is computed on random subsets of two thirds of the facts, and its deviations are scaled to all facts.
 
-Between two models axes are not shared, even where the widths agree (`shared_axes=False`): there only "procrustes" and
-"cka" say something.
+Two models share no axes, even where the widths agree (`shared_axes=False`): there only "procrustes" and "cka" have a
+meaning.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,25 +56,25 @@ def compare(
     """Compare two sets of vectors of the same facts.
 
     Args:
-        forward: Float[fact d].
-        reverse: Float[fact d], the same facts in the same order.
-        ids: the facts' names, by default their row numbers.
-        names: of the two sets, for errors and pictures.
-        groups: the group of each fact, if there are such as differ as a whole, e.g. in how they were told. Each set
-            loses what its groups differ in, and random pairings stay within a group: otherwise sets would be alike for
-            having the same groups.
-        shared_axes: whether axis i means the same in both sets; not so between two models, or keys and values. Without
-            shared axes, and where the widths differ, only "procrustes" and "cka" are computed.
-        only: the statistics to compute, such as ["cka"]; by default all, of which "procrustes" takes most of the time.
-        rank: principal components of which "subspace" and "procrustes" are asked, at least 2.
-        draws: random pairings, and random subsets of the facts.
-        seed: of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
-        source: what the vectors are, e.g. {"model": ..., "layer": 3, "site": ...}; kept in the record, and the model,
-            layer and step shown in titles.
+        forward: Float[fact d], one set of vectors.
+        reverse: Float[fact d], the other set: the same facts in the same order.
+        ids: Names of the facts, by default their row numbers.
+        names: Names of the two sets, for errors and pictures.
+        groups: Group of each fact, where groups differ as a whole, such as facts trained in different directions. The
+            mean of each group is moved to the mean of its set, and random pairings stay within a group: otherwise the
+            sets would be similar because they have the same groups.
+        shared_axes: Whether axis i means the same in both sets; it does not between two models, or keys and values.
+            Without shared axes, and where the widths differ, only "procrustes" and "cka" are computed.
+        only: Statistics to compute, such as ["cka"]; by default all, of which "procrustes" takes most of the time.
+        rank: Number of principal components that "subspace" and "procrustes" use, at least 2.
+        draws: Number of random pairings, and of random subsets of the facts.
+        seed: Seed of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
+        source: Origin of the vectors, e.g. {"model": ..., "layer": 3, "site": ...}; the record keeps it, and titles
+            show model, layer and step.
 
     Raises:
-        ValueError: sets of different facts, too few facts for `rank`, a vector that is zero or no number, vectors that
-            hardly differ from fact to fact.
+        ValueError: The sets have different facts, `rank` needs more facts, a vector is zero or not finite, or the
+            vectors hardly differ from fact to fact.
     """
     ids = [str(row) for row in range(len(forward))] if ids is None else list(ids)
     if len(set(ids)) != len(ids):
@@ -95,17 +95,17 @@ def compare(
     for own in members:
         orders[:, own] = torch.from_numpy(rng.permuted(own.expand(draws, -1).numpy(), axis=1))
     subsets = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
-    asked = _asked(statistics(rank, one_space), only)
+    selected = _selected(statistics(rank, one_space), only)
     coordinates, explained = _shared_components(x, y) if one_space else (None, None)
     return Comparison(
-        values=torch.cat([statistic(x, y, paired) for statistic in asked.values()]),
-        null=torch.stack([statistic(x, y, orders) for statistic in asked.values()], dim=1),
-        deviations=torch.stack([deviations(statistic, x, y, subsets) for statistic in asked.values()], dim=1),
+        values=torch.cat([statistic(x, y, paired) for statistic in selected.values()]),
+        null=torch.stack([statistic(x, y, orders) for statistic in selected.values()], dim=1),
+        deviations=torch.stack([deviations(statistic, x, y, subsets) for statistic in selected.values()], dim=1),
         singular_values=torch.stack([_singular_values(each, n_facts - len(members)) for each in (x, y)]),
         coordinates=coordinates,
         explained=explained,
         angles=principal_angles(x, y, rank) if one_space else None,
-        statistics=list(asked),
+        statistics=list(selected),
         ids=ids,
         names=names,
         record={
@@ -172,12 +172,12 @@ def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Float[Tensor, 
 
 
 def fewest_facts(rank: int = 5) -> int:
-    """How many facts a comparison needs: "subspace" is asked of half of two thirds of them."""
+    """Number of facts that a comparison needs: "subspace" uses half of two thirds of them."""
     return 3 * (rank + 2)
 
 
-def _asked(known: Mapping[str, Statistic], only: Sequence[str] | None) -> dict[str, Statistic]:
-    """The statistics asked for, in their usual order."""
+def _selected(known: Mapping[str, Statistic], only: Sequence[str] | None) -> dict[str, Statistic]:
+    """The selected statistics, in their usual order."""
     if only is not None and (not only or any(name not in known for name in only)):
         raise ValueError(f"only={list(only)}; of these two sets there are {', '.join(known)}")
     return {name: statistic for name, statistic in known.items() if only is None or name in only}
@@ -193,7 +193,7 @@ def _members(groups: Sequence[str] | None, n_facts: int) -> list[Int[Tensor, "me
 
 
 def _without_groups(vectors: Float[Tensor, "fact d"], members: Sequence[Tensor]) -> Float[Tensor, "fact d"]:
-    """The vectors with every group's mean moved to the mean of all."""
+    """The vectors with the mean of every group moved to the mean of all."""
     if len(members) == 1:
         return vectors
     moved, mean = vectors.clone(), vectors.mean(dim=0)

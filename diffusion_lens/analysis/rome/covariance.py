@@ -1,12 +1,12 @@
-"""The second moment of keys, C = E[k kᵀ], which tells an edit what else a memory holds.
+"""The second moment of keys, C = E[k kᵀ], by which an edit spares what else a memory holds.
 
-ROME's edit changes W along (C⁻¹ k*)ᵀ: of all changes that give k* its new value, the one that moves the answers to the
-keys of the corpus least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix A).
+ROME's edit changes W along (C⁻¹ k*)ᵀ: of all changes that give k* its new value, the one that changes the values of the
+corpus' keys least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix A).
 
-Keys are taken at every real place of a corpus. A masked diffusion model is shown it as in training: each text draws
-t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps (`losses.hide`), so
-that keys of masked and of unmasked places enter in the proportion in which the model met them. Noise belongs to the
-text: text i draws with its own seed, made of the run's and i, whatever its batch.
+Keys are taken at every position of a corpus that is not padding. A masked diffusion model sees the corpus as in
+training: each text samples t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps
+(`losses.hide`), so that keys of masked and of unmasked positions enter in the proportion of the training. The noise
+belongs to the text: text i has its own seed, made of the given seed and i, whatever its batch.
 
 Keys of one text resemble one another, so texts are the independent units of the error. With S_t = Σ k kᵀ over the m_t
 keys of text t, of T texts and n keys,
@@ -48,16 +48,16 @@ Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
 
 @dataclass(frozen=True, eq=False)
 class SecondMoment:
-    """C over a corpus, finished or on its way.
+    """C over a corpus, or over the part of it that was processed so far.
 
     Attributes:
         total: Float[d_mlp d_mlp], Σ k kᵀ.
-        count: keys so far.
-        texts: texts so far.
-        text_squares: Σ ‖S_t‖² over them, for the error.
-        count_squares: Σ m_t² over them.
-        layer: the block whose MLP the keys enter.
-        record: content key, corpus' hash and size, seed, model, weights' hash, versions.
+        count: Number of keys so far.
+        texts: Number of texts so far.
+        text_squares: Σ ‖S_t‖² over the texts, for the error.
+        count_squares: Σ m_t² over the texts.
+        layer: Number of the block.
+        record: Content key, corpus' hash and size, seed, model, weights' hash, versions.
     """
 
     total: Float[Tensor, "d_mlp d_mlp"]
@@ -74,7 +74,7 @@ class SecondMoment:
         return self.total / self.count
 
     def relative_error(self, count: int | None = None) -> float:
-        """Expected ‖C_n − C‖ / ‖C‖ for a sample of `count` keys, by default of this one; NaN from a single text."""
+        """Expected ‖C_n − C‖ / ‖C‖ for `count` keys, by default as many as here; NaN for a single text."""
         if self.texts < 2:
             return math.nan
         square = float(self.matrix.square().sum())
@@ -107,19 +107,20 @@ def second_moment(
     """C of one layer over a corpus.
 
     Args:
-        layer: negative ones count from the end.
-        corpus: texts (cut at the context's length), a list of rows of tokens, or Int[batch pos]. Padding that the
-            network would read off the tokens (`model.own_pad_id` around a text) is left out.
-        folder: keep the result there, under a name made of the weights, the hooks on the model, layer, corpus and seed.
-            What is there already is read, or gone on with.
-        seed: of the noise that hides tokens from a masked diffusion model.
-        batch_size: texts per forward pass.
-        save_every: batches between two states on disk.
+        corpus: Texts (cut at the context's length), a list of rows of tokens, or Int[batch pos]. Padding that the
+            network would recognise by its tokens (`model.own_pad_id` around a text) is left out.
+        layer: Number of the block; negative ones count from the end.
+        folder: Folder for the result, in a file named after the weights, the hooks on the model, layer, corpus and
+            seed. A finished file is read, and an unfinished one continued.
+        seed: Seed of the noise that masks tokens of a masked diffusion model.
+        batch_size: Number of texts in one forward pass.
+        save_every: Number of batches between two saved states.
+        progress: Whether to show a progress bar.
 
     Raises:
-        TypeError: one text instead of several.
-        ValueError: a layer out of range, an empty corpus, tokens that are not clean text, Int[batch pos] of which
-            nobody can say what is padding, a file in the folder that is cut off or of another run.
+        TypeError: The corpus is one text instead of several.
+        ValueError: The layer is out of range, the corpus is empty or holds [MASK], the padding of Int[batch pos] cannot
+            be known, or a file in the folder is cut off or belongs to another corpus, network or seed.
     """
     layer, seed = pick_layer(layer, model.cfg.n_layers), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
@@ -183,7 +184,7 @@ def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
 
 
 def _require_told(model: DiffusionTransformer, batch: Tensor) -> None:
-    """Raise a `ValueError` where rows of one length may, or may not, be padded."""
+    """Raise a `ValueError` where it cannot be known which tokens are padding."""
     try:
         model.checked_real_positions(check_tokens(batch, model.cfg))
     except ValueError as error:
@@ -194,7 +195,7 @@ def _require_told(model: DiffusionTransformer, batch: Tensor) -> None:
 
 
 def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, seed: int) -> dict[str, Any]:
-    """The record; its `key` names the content."""
+    """The record; its `key` is a hash of what decides the numbers."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row).to_bytes(8, "little") + row.numpy().tobytes())
@@ -215,7 +216,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
 
 
 def _held(path: Path, record: dict[str, Any]) -> SecondMoment:
-    """What a file holds of this run."""
+    """The moment in a file, which must have this record's key."""
     held = SecondMoment.load(path)
     if held.record.get("key") != record["key"]:
         raise ValueError(
@@ -231,9 +232,9 @@ def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) ->
 
 
 def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tensor], seed: int) -> SecondMoment:
-    """One batch of texts more."""
-    shown = [_as_in_training(model, row, own_seed(seed, so_far.texts + i)) for i, row in enumerate(rows)]
-    keys = keys_everywhere(model, PromptBatch.of(model, shown), so_far.layer)
+    """The moment with one more batch of texts."""
+    inputs = [_as_in_training(model, row, own_seed(seed, so_far.texts + i)) for i, row in enumerate(rows)]
+    keys = keys_everywhere(model, PromptBatch.of(model, inputs), so_far.layer)
     each = [_widest(of_text[: len(row)]) for of_text, row in zip(keys, rows, strict=True)]
     together = torch.cat(each)
     return SecondMoment(
@@ -248,7 +249,7 @@ def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tenso
 
 
 def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tensor:
-    """A text as the model met it: partly masked where there is a [MASK]."""
+    """A text as in training: partly masked on a masked diffusion model."""
     mask = model.cfg.mask_token_id
     if mask is None:
         return row
@@ -256,11 +257,11 @@ def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tens
 
 
 def _widest(keys: Tensor) -> Tensor:
-    """In float64, where the device knows it."""
+    """The keys in float64, or in float32 on a device without it."""
     return keys.to(torch.float32 if keys.device.type == "mps" else torch.float64)
 
 
 def _home(model: DiffusionTransformer) -> str:
-    """Where the sum grows: beside the model, if float64 is known there."""
+    """The device of the sum: that of the model, if it has float64."""
     device = str(model.cfg.device)
     return "cpu" if device.startswith("mps") else device

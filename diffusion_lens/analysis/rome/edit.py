@@ -1,10 +1,10 @@
-"""The rank-one edit (Meng et al. 2022, arXiv 2202.05262, eq. 2): a memory is told a new value for one key.
+"""The rank-one edit (Meng et al. 2022, arXiv 2202.05262, eq. 2), which gives one key of a memory a new value.
 
     ΔW = (v* − W k_p) (C⁻¹ k*)ᵀ / ((C⁻¹ k*)ᵀ k_p)
 
-W is the down-projection of one MLP, k* the subject's key, k_p its key in the plain request, for which the edited W
-answers v* exactly. Keys orthogonal to C⁻¹ k* are answered as before. As in ROME's code the mean key gives the direction
-and the plain one the length. Without a second moment C = I.
+W is the down-projection of one MLP, k* the subject's key, k_p its key in the plain request, which the edited W maps to
+v* exactly. Keys orthogonal to C⁻¹ k* keep their values. As in ROME's code the mean key gives the direction, and the
+plain one the length. Without a second moment C = I.
 """
 
 from collections.abc import Mapping
@@ -29,23 +29,25 @@ from weight_conversion import export
 class RankOneEdit:
     """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 
-    The weight is written in place and returns bit for bit. Edits nest: each takes W as it finds it, and the last one
-    applied is the first to be reverted. A `with` ends with the weight that it found, an exception inside or not; what
-    else changed that weight inside is undone too, and said. Arithmetic is in float64, whatever the model's dtype.
+    The weight is written in place, and restored bit for bit. Edits nest: each starts from the current W, and the last
+    one applied is the first to be reverted. A `with` restores the weight that it began with, exception or not; other
+    changes to that weight inside it are undone too, with a warning. Arithmetic is in float64, whatever the model's
+    dtype.
 
     Args:
-        layer: the block that is edited, negative ones counted from the end; key and value must be of this layer.
+        model: The model to edit.
+        layer: Number of the block, negative ones from the end; key and value must belong to this layer.
         key: k*.
         value: v*, with k_p.
         covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp].
 
     Attributes:
-        taken_from: by what weights, hooks and modules key, value and covariance were taken; `None` for a bare C. They
-            may be others than those that are edited, as where edits nest.
+        taken_from: The weights, hooks and modules by which key, value and covariance were taken; `None` for a bare C.
+            The edited weights may be others, as where edits nest.
 
     Raises:
-        ValueError: key, value, covariance and layer that do not belong together or were taken from another model, a C
-            that cannot be solved with, keys of which one says nothing about the other.
+        ValueError: Key, value, covariance and layer do not belong together or come from another model, C has no
+            solution, or the two keys are orthogonal under C.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class RankOneEdit:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Put the weight back, bit for bit.
+        """Restore the weight bit for bit.
 
         Raises:
             ValueError: not applied, or the weight has changed since, so that putting it back would undo more.
@@ -123,7 +125,7 @@ class RankOneEdit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put the weight back as `with` found it, whatever has been done to it inside, and let an exception out."""
+        """Restore the weight that the `with` began with, whatever changed it inside; exceptions pass through."""
         if (applied := self._applied) is None:
             return
         changed = not applied.is_in(self.weight)
@@ -188,7 +190,7 @@ def _require_same_model(name: str, record: Mapping[str, Any] | None, model: Diff
 
 @dataclass(frozen=True, eq=False)
 class _Applied:
-    """What an edit found and did: W before, and the two vectors whose outer product it added."""
+    """An edit that was applied: W before, and the two vectors whose outer product was added."""
 
     before: Float[Tensor, "d_model d_mlp"]
     missing: Float[Tensor, "d_model"]

@@ -1,8 +1,7 @@
 """The key k* of a subject (Meng et al. 2022, arXiv 2202.05262, section 3.1, step 1).
 
-An MLP's down-projection W is read as a memory that answers keys with values, W k = m. The key of a subject is what
-enters W at the subject's last token, in a gated MLP act(gate) · up, averaged over prompts x_j + p that say other things
-before:
+An MLP's down-projection W is read as a memory that maps keys to values, W k = m. The key of a subject is the input of
+W at the subject's last token, in a gated MLP act(gate) · up, averaged over prompts x_j + p with different prefixes x_j:
 
     k* = 1/N Σ_j k(x_j + p)
 """
@@ -34,9 +33,9 @@ class KeyResult:
     """The key of one subject at one layer.
 
     Attributes:
-        keys: Float[prompt d_mlp], the key in each prompt, float32.
-        layer: the block whose MLP it enters.
-        record: place, prompts, model, weights' hash, versions.
+        keys: Float[prompt d_mlp], key in each prompt, float32.
+        layer: Number of the block.
+        record: Where the key was taken, prompts, model, weights' hash, versions.
     """
 
     keys: Float[Tensor, "prompt d_mlp"]
@@ -63,18 +62,18 @@ def compute_key(
 ) -> KeyResult:
     """k* of one request.
 
-    The key is taken on the canvas as it stands. No answer is read, so its places may hold [MASK] or tokens that a later
-    denoising step has revealed, or lie behind the canvas; on a masked diffusion model each is another key. Take k* and
-    v* on the same canvas.
+    The key is taken on the canvas as it is. No answer is read, so its positions may hold [MASK] or tokens that a later
+    denoising step has revealed, or lie beyond the canvas; on a masked diffusion model each of these gives another key.
+    Take k* and v* on the same canvas.
 
     Args:
-        queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
-        layer: negative ones count from the end.
-        at: "subject_last", as in ROME, or "subject_first".
-        max_batch: rows per forward pass.
+        queries: The plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
+        layer: Number of the block; negative ones count from the end.
+        at: Token at which the key is taken: "subject_last", as in ROME, or "subject_first".
+        max_batch: Largest number of rows in one forward pass.
 
     Raises:
-        ValueError: a layer out of range, an unknown place, an empty request.
+        ValueError: The layer is out of range, `at` is unknown, or the request is empty.
     """
     return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
 
@@ -89,28 +88,28 @@ def compute_keys(
     *,
     max_batch: Whole = 256,
 ) -> list[KeyResult]:
-    """`compute_key` of many requests, their prompts in shared batches."""
+    """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
     if at not in PLACES:
         raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
-    asked = [as_request(request) for request in requests]
-    queries = [query for request in asked for query in request]
-    taken = []
+    prompts = [as_request(request) for request in requests]
+    queries = [query for request in prompts for query in request]
+    batches = []
     for start in range(0, len(queries), max_batch):
         chunk = queries[start : start + max_batch]
         batch = PromptBatch.of(model, [query.tokens for query in chunk])
-        places = [PLACES[at](query) for query in chunk]
-        taken.append(keys_everywhere(model, batch, layer)[range(len(chunk)), places].float().cpu())
-    each = torch.cat(taken).split([len(request) for request in asked]) if taken else ()
+        positions = [PLACES[at](query) for query in chunk]
+        batches.append(keys_everywhere(model, batch, layer)[range(len(chunk)), positions].float().cpu())
+    by_request = torch.cat(batches).split([len(request) for request in prompts]) if batches else ()
     record = {"at": at, **provenance(model, model.cfg)}
     return [
         KeyResult(keys.clone(), layer, {**record, "prompts": [model.words(q.tokens.tolist()) for q in request]})
-        for keys, request in zip(each, asked, strict=True)
+        for keys, request in zip(by_request, prompts, strict=True)
     ]
 
 
 def keys_everywhere(model: DiffusionTransformer, batch: PromptBatch, layer: int) -> Float[Tensor, "batch pos d_mlp"]:
-    """What enters the down-projection of `layer` at every place, padding included."""
+    """The input of the down-projection of `layer` at every position, padding included."""
     name = key_site(layer)
     _, cache = model.run_with_cache(batch.tokens, attention_mask=batch.real, names_filter=name, stop_at_layer=layer + 1)
     keys: Tensor = cache[name]

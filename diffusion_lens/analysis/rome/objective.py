@@ -34,7 +34,7 @@ class Read(NamedTuple):
     weight: float
 
 
-class Asked(NamedTuple):
+class ReadCanvas(NamedTuple):
     """A canvas, and the rows of its logits that are read."""
 
     query: Query
@@ -42,16 +42,16 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Objective:
-    """One request spelled out.
+class ValueObjective:
+    """The canvases on which the loss of one request is computed.
 
     Attributes:
-        objects: canvases on which the object is read, the plain request first.
-        essences: the canvas of the essence, in a list of one, or none.
+        objects: Canvases on which the object is read, the plain request first.
+        essences: The canvas of the essence in a list of one, or an empty list.
     """
 
-    objects: list[Asked]
-    essences: list[Asked]
+    objects: list[ReadCanvas]
+    essences: list[ReadCanvas]
 
     @classmethod
     def of(
@@ -61,8 +61,8 @@ class Objective:
         essence: Query | None,
         essence_at: str,
         over_states: str,
-    ) -> "Objective":
-        """The objective of a request; without an essence nothing is held."""
+    ) -> "ValueObjective":
+        """The objective of a request; without an essence no distribution is held."""
         check_object(model, request)
         objects = []
         for query in request:
@@ -71,18 +71,18 @@ class Objective:
                 weight = 1 / (len(request) * len(states) * len(state.answer_tokens))
                 rows = model.readout.rows(torch.tensor(state.answer_positions)).tolist()
                 pairs = zip(rows, state.answer_tokens, strict=True)
-                objects.append(Asked(state, [Read(row, token, weight) for row, token in pairs]))
+                objects.append(ReadCanvas(state, [Read(row, token, weight) for row, token in pairs]))
         if essence is None:
             return cls(objects, [])
         rows = ESSENCE_ROWS[essence_at](model, essence)
-        return cls(objects, [Asked(essence, [Read(row, HELD, 1 / len(rows)) for row in rows])])
+        return cls(objects, [ReadCanvas(essence, [Read(row, HELD, 1 / len(rows)) for row in rows])])
 
 
 def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     """ "{subject} is a", followed by a [MASK] to read at where the model has one.
 
     Raises:
-        ValueError: a model without a tokenizer.
+        ValueError: The model has no tokenizer.
     """
     if model.tokenizer is None:
         raise ValueError(
@@ -108,32 +108,32 @@ def _partial(model: DiffusionTransformer, query: Query) -> list[Query]:
         return [query]  # teacher forcing passes through every state already
     hidden = [range(n_revealed, n_tokens) for n_revealed in range(n_tokens)]
     hidden += [range(n_tokens - n_revealed) for n_revealed in range(1, n_tokens)]
-    return [_hide_only(query, each) for each in hidden]
+    return [_hide_only(query, tokens) for tokens in hidden]
 
 
 def _hide_only(query: Query, hidden: Sequence[int]) -> Query:
-    """The canvas with the object revealed but for the tokens `hidden`, which are asked for."""
+    """The canvas with the object revealed except for the tokens `hidden`, which are the query's answer."""
     tokens = query.tokens.clone()
-    for i, (place, token) in enumerate(zip(query.answer_positions, query.answer_tokens, strict=True)):
+    for i, (position, token) in enumerate(zip(query.answer_positions, query.answer_tokens, strict=True)):
         if i not in hidden:
-            tokens[place] = token
-    places, answer = ([each[i] for i in hidden] for each in (query.answer_positions, query.answer_tokens))
-    return Query(tokens, query.subject, tuple(places), tuple(answer))
+            tokens[position] = token
+    positions = tuple(query.answer_positions[i] for i in hidden)
+    return Query(tokens, query.subject, positions, tuple(query.answer_tokens[i] for i in hidden))
 
 
 def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
     mask = model.cfg.mask_token_id
-    places = list(essence.answer_positions)
-    if not places:
+    positions = list(essence.answer_positions)
+    if not positions:
         real = model.real_positions(essence.tokens.to(model.cfg.device)[None])
         end = len(essence.tokens) if real is None else int(real[0].nonzero().max()) + 1
-        places = [end] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
-    if not places:
+        positions = [end] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
+    if not positions:
         raise ValueError(
             "the essence has no place to be read at: end it with a [MASK], give it answer_positions, or take "
             "essence_at='subject_last'"
         )
-    rows: list[int] = model.readout.rows(torch.tensor(places)).tolist()
+    rows: list[int] = model.readout.rows(torch.tensor(positions)).tolist()
     return rows
 
 

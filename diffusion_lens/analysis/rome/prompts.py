@@ -1,8 +1,8 @@
-"""Requests: one prompt plain and after prefixes, and many of them as one batch.
+"""Requests: one prompt, plain and after prefixes, and many prompts as one batch.
 
 ROME averages key and value over contexts: the request itself, and the request after short texts that the model wrote
-(`get_context_templates` of kmeng01/rome). Prompts then differ in length. They are padded on the right and the padding
-is hidden by an attention mask, so that a row computes what it computes alone, on a bidirectional model too.
+(`get_context_templates` of kmeng01/rome). Prompts then differ in length. They are padded on the right, and an attention
+mask hides the padding, so that a row gives what it gives alone, on a bidirectional model too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +31,8 @@ class PromptBatch:
     """Queries as rows of one batch.
 
     Attributes:
-        tokens: Int[batch pos], padded on the right, so that every place keeps its number.
-        real: Bool[batch pos], false at padding: the attention mask. `None` when there is none.
+        tokens: Int[batch pos], padded on the right, so that every position keeps its number.
+        real: Bool[batch pos], attention mask, false at padding; `None` where there is no padding.
     """
 
     tokens: Tokens
@@ -40,7 +40,7 @@ class PromptBatch:
 
     @classmethod
     def of(cls, model: DiffusionTransformer, rows: Sequence[Tensor]) -> "PromptBatch":
-        """Rows of tokens, Int[pos] each; padding that a row brings along is padding here, as where it runs alone."""
+        """Rows of tokens, Int[pos] each; padding inside a row is padding here too."""
         lengths = torch.tensor([len(row) for row in rows], device=model.cfg.device)
         check_length(int(lengths.max()), model.cfg)
         tokens = torch.full((len(rows), int(lengths.max())), model.pad_id, device=model.cfg.device)
@@ -64,17 +64,17 @@ def sample_prefixes(
     """Short texts by the model itself, each ending in ". ", as ROME puts them before a request.
 
     Args:
-        lengths: new tokens of each text; a masked diffusion model takes as many steps.
-        start: how every text begins.
-        temperature: of the sampling; 0 would write one text again and again.
-        seed: text i is drawn with a seed of its own, made of this one and i: no other seed gives the same text again.
+        lengths: Number of new tokens of each text, and of the denoising steps that write it.
+        start: Words with which every text begins.
+        temperature: Temperature of the sampling; at 0 all texts of one length would be the same.
+        seed: Seed of the random number generator; text i has its own seed, made of this one and i.
     """
     lengths = [at_least(1, "lengths", length) for length in whole_numbers("lengths", lengths)]
     if not lengths:
         raise ValueError("lengths is empty: name the length of each prefix, or go without prefixes")
     texts: dict[int, str] = {}
     for length in dict.fromkeys(lengths):
-        rows = [i for i, each in enumerate(lengths) if each == length]
+        rows = [i for i, own in enumerate(lengths) if own == length]
         canvas = lay_out(model, [start] * len(rows), max_new_tokens=length)
         settings = DenoiseSettings(steps=length, temperature=temperature, seed=[own_seed(seed, i) for i in rows])
         trajectory = denoise(model, canvas, settings)
@@ -97,33 +97,33 @@ def ask_with_prefixes(
     """The plain request, then the request after each prefix: what `compute_key` and `optimize_value` take.
 
     Args:
-        length: places of every canvas of a masked diffusion model, those of prefix and prompt included; by default, as
-            in `average_indirect_effect`, the length that it was trained on, if that is known.
-        first_tokens, occurrence, prepend_bos: as in `Fact.to_query`; mentions, and the fact's `subject_start`, are
-            counted in the fact's own prompt.
+        length: Length of every canvas of a masked diffusion model, prefix and prompt included; by default, as in
+            `average_indirect_effect`, the length that it was trained on, if that is known.
+        first_tokens, occurrence, prepend_bos: The same as in `Fact.to_query`; mentions, and the fact's `subject_start`,
+            are counted in the fact's own prompt.
 
     Raises:
-        ValueError: as in `Fact.to_query`, or an object that the tokenizer splits differently after a prefix.
+        ValueError: `Fact.to_query` refuses the fact, or the tokenizer splits the object differently after a prefix.
     """
     queries = []
     for prefix in ["", *prefixes]:
-        asked, mention = replace(fact, prompt=prefix + fact.prompt), occurrence
+        prefixed, mention = replace(fact, prompt=prefix + fact.prompt), occurrence
         if occurrence is None:
-            asked = replace(asked, subject_start=len(prefix) + fact.subject_span[0])
+            prefixed = replace(prefixed, subject_start=len(prefix) + fact.subject_span[0])
         else:
-            mention = occurrence + sum(asked.prompt.startswith(fact.subject, i) for i in range(len(prefix)))
+            mention = occurrence + sum(prefixed.prompt.startswith(fact.subject, i) for i in range(len(prefix)))
         layout = CanvasLayout(length, first_tokens=first_tokens, occurrence=mention)
-        queries.append(layout.query(model, asked, prepend_bos=prepend_bos))
+        queries.append(layout.query(model, prefixed, prepend_bos=prepend_bos))
     check_object(model, queries)
     return queries
 
 
 def as_request(queries: Request) -> list[Query]:
-    """A request as the list that it is.
+    """A request as a list of queries.
 
     Raises:
-        ValueError: an empty one.
-        TypeError: not queries.
+        ValueError: The request is empty.
+        TypeError: The request holds something else than queries.
     """
     request = [queries] if isinstance(queries, Query) else list(queries)
     if not request:
@@ -136,7 +136,7 @@ def as_request(queries: Request) -> list[Query]:
 
 
 def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
-    """Raise a `ValueError` unless all prompts of a request ask for one object, in the same tokens, and can be read."""
+    """Raise a `ValueError` unless all prompts of a request share one object, in the same tokens, that can be read."""
     for i, query in enumerate(request):
         check_answer(model, query, f"queries[{i}]")
         if query.answer_tokens != request[0].answer_tokens:

@@ -1,9 +1,9 @@
 """The search for v*: gradient descent on δ, many requests at a time.
 
-What comes before δ joins does not depend on it, so it runs once. In each iteration the layers above l run, with logits
-at the rows that are read; essences share the batch of the objects, or have one of their own where padding them to its
-length would cost more than a second pass. Every request has its own δ and its own end: it finds what it finds alone,
-and once it is done its canvases leave the batch.
+The blocks up to l do not depend on δ, so they run once. In each iteration the blocks above l run, with logits at the
+rows that are read. Essences share the batch of the objects, or have a batch of their own where padding them to its
+length would cost more than a second pass. Every request has its own δ and stops on its own: the result is the one that
+it gets alone, and the canvases of a request that stopped leave the batch.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.rome.canvases import Canvases
-from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, Asked, Objective
+from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, ReadCanvas, ValueObjective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, not_negative
 
@@ -31,15 +31,15 @@ class ValueSettings:
     """How v* is searched for; the defaults are ROME's for GPT-2 XL.
 
     Attributes:
-        steps: iterations at most; the last one is only evaluated.
-        lr: rate of Adam.
-        weight_decay: w, the price of a large δ.
-        clamp_norm_factor: largest ‖δ‖, in norms of the MLP's own output.
-        kl_factor: λ, the price of a changed essence; 0 leaves the essence out.
-        stop_below: a request is done when its loss falls below this.
-        essence_at: where the essence is read, "readout" (its [MASK], or the next token) or, as in ROME,
+        steps: Largest number of iterations; the last one is only evaluated.
+        lr: Learning rate of Adam.
+        weight_decay: Factor w of the penalty on ‖δ‖².
+        clamp_norm_factor: Largest ‖δ‖, in norms of the MLP's own output.
+        kl_factor: Factor λ of the penalty on a changed essence; 0 leaves the essence out.
+        stop_below: Loss below which a request stops.
+        essence_at: Where the essence is read: "readout" (its [MASK], or the next token) or, as in ROME,
             "subject_last".
-        over_states: states of the object on a masked diffusion model, "masked" or "partial" (see
+        over_states: States of the object on a masked diffusion model, "masked" or "partial" (see
             `diffusion_lens.analysis.rome.objective`); a causal model is teacher-forced either way.
     """
 
@@ -62,8 +62,8 @@ class ValueSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What the search knows of one request in the end; the words are those of `ValueResult`."""
+class SearchResult:
+    """The result of the search for one request; `ValueResult` describes the fields."""
 
     initial: Float[Tensor, "d_model"]
     delta: Float[Tensor, "d_model"]
@@ -74,12 +74,12 @@ class Found:
 
 
 def search(
-    model: DiffusionTransformer, objectives: Sequence[Objective], layer: int, settings: ValueSettings
-) -> list[Found]:
-    """δ of every request.
+    model: DiffusionTransformer, objectives: Sequence[ValueObjective], layer: int, settings: ValueSettings
+) -> list[SearchResult]:
+    """The δ of every request.
 
     Raises:
-        ValueError: a loss that is no longer a number.
+        ValueError: A loss is not a finite number.
     """
     with _frozen(model):
         return _Search(model, objectives, layer, settings).run()
@@ -89,15 +89,15 @@ class _Search:
     """Requests in progress.
 
     Attributes:
-        batches: canvases of the requests that are still searched for; the first batch has every plain request.
-        before: for each batch, what was said without δ where it is held.
+        batches: Canvases of the requests that have not stopped; the first batch holds every plain request.
+        before: The held distributions of each batch without δ.
     """
 
     def __init__(
-        self, model: DiffusionTransformer, objectives: Sequence[Objective], layer: int, settings: ValueSettings
+        self, model: DiffusionTransformer, objectives: Sequence[ValueObjective], layer: int, settings: ValueSettings
     ) -> None:
         self.model, self.objectives, self.layer, self.settings = model, objectives, layer, settings
-        self.batches = [Canvases.upon(model, layer, asked) for asked in _share(objectives)]
+        self.batches = [Canvases.upon(model, layer, canvases) for canvases in _share(objectives)]
         self.before: list[Tensor] = []
         plain = self.batches[0].plain
         self.initial, self.keys = self.batches[0].outputs[plain], self.batches[0].keys[plain]
@@ -105,7 +105,7 @@ class _Search:
         self.losses: list[list[Tensor]] = [[] for _ in objectives]
         self.probabilities: list[list[float]] = [[] for _ in objectives]
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[SearchResult]:
         optimizer = torch.optim.Adam(self.deltas, lr=self.settings.lr)
         searching = list(range(len(self.objectives)))
         for iteration in range(self.settings.steps):
@@ -113,7 +113,7 @@ class _Search:
             going = [i for i, loss in zip(searching, total.tolist(), strict=True) if loss >= self.settings.stop_below]
             if not going or iteration == self.settings.steps - 1:
                 break
-            # Who is done has no gradient, and Adam passes it over.
+            # A request that stopped has no gradient, and Adam skips it.
             optimizer.zero_grad()
             gradients = torch.autograd.grad(total.sum(), [self.deltas[i] for i in going])
             for i, gradient in zip(going, gradients, strict=True):
@@ -124,7 +124,7 @@ class _Search:
                 self._go_on_with([n for n, i in enumerate(searching) if i in going])
             searching = going
         return [
-            Found(
+            SearchResult(
                 initial=self.initial[i].cpu(),
                 delta=self.deltas[i].detach().cpu(),
                 losses=torch.stack(self.losses[i]).cpu(),
@@ -136,36 +136,36 @@ class _Search:
         ]
 
     def _evaluate(self, searching: Sequence[int]) -> Float[Tensor, "request"]:
-        """The losses of the requests; their terms and p(object) are noted."""
+        """The losses of the requests; their terms and p(object) are recorded."""
         delta = torch.stack([self.deltas[i] for i in searching])
-        nll, kl, log_odds = (delta.new_zeros(len(searching)) for _ in range(3))
+        nll, kl, log_p = (delta.new_zeros(len(searching)) for _ in range(3))
         for n, batch in enumerate(self.batches):
-            log_probs, held, asker = batch.log_probs(self.model, self.layer, delta), batch.held, batch.asker
+            log_probs, held, request = batch.log_probs(self.model, self.layer, delta), batch.held, batch.request
             if n == len(self.before):
                 self.before.append(log_probs[held].detach())
-            said = log_probs[~held].gather(-1, batch.token[~held, None])[:, 0]
-            nll = nll.index_add(0, asker[~held], -said * batch.weight[~held])
+            scored = log_probs[~held].gather(-1, batch.token[~held, None])[:, 0]
+            nll = nll.index_add(0, request[~held], -scored * batch.weight[~held])
             divergence = (log_probs[held].exp() * (log_probs[held] - self.before[n])).sum(dim=-1)
-            kl = kl.index_add(0, asker[held], self.settings.kl_factor * divergence * batch.weight[held])
-            is_plain = (batch.canvas == batch.plain[asker])[~held]
-            log_odds = log_odds.index_add(0, asker[~held], said.detach() * is_plain)
+            kl = kl.index_add(0, request[held], self.settings.kl_factor * divergence * batch.weight[held])
+            is_plain = (batch.canvas == batch.plain[request])[~held]
+            log_p = log_p.index_add(0, request[~held], scored.detach() * is_plain)
         decay = self.settings.weight_decay * delta.norm(dim=1) / self.initial[searching].norm(dim=1) ** 2
         total: Tensor = nll + kl + decay
         terms = torch.stack([total, nll, kl, decay], dim=1).detach()
-        for i, of_request, probability in zip(searching, terms, log_odds.exp().tolist(), strict=True):
+        for i, of_request, probability in zip(searching, terms, log_p.exp().tolist(), strict=True):
             self.losses[i].append(of_request)
             self.probabilities[i].append(probability)
         self._check(searching, terms)
         return total
 
     def _go_on_with(self, numbers: Sequence[int]) -> None:
-        """Let the canvases of all other requests go; `numbers` counts those searched for so far."""
-        kept = torch.tensor(numbers, device=self.initial.device)
+        """Keep the canvases of some requests only, by their numbers among those searched so far."""
+        requests = torch.tensor(numbers, device=self.initial.device)
         self.before = [
-            before[torch.isin(batch.asker[batch.held], kept)]
+            before[torch.isin(batch.request[batch.held], requests)]
             for batch, before in zip(self.batches, self.before, strict=True)
         ]
-        self.batches = [batch.of(kept) for batch in self.batches]
+        self.batches = [batch.of(requests) for batch in self.batches]
 
     def _check(self, searching: Sequence[int], terms: Float[Tensor, "request 4"]) -> None:
         for i, (total, nll, kl, decay) in zip(searching, terms.tolist(), strict=True):
@@ -178,7 +178,7 @@ class _Search:
                 )
 
     def _draw_back(self, going: Sequence[int]) -> None:
-        """Keep each δ within its ball."""
+        """Scale each δ back into its ball."""
         with torch.no_grad():
             for i in going:
                 radius = self.settings.clamp_norm_factor * self.initial[i].norm()
@@ -187,25 +187,26 @@ class _Search:
                     self.deltas[i].mul_(radius / length)
 
 
-def _share(objectives: Sequence[Objective]) -> list[list[list[Asked]]]:
+def _share(objectives: Sequence[ValueObjective]) -> list[list[list[ReadCanvas]]]:
     """The canvases of each request, in one batch or in two."""
-    objects, essences = ([getattr(each, name) for each in objectives] for name in ("objects", "essences"))
-    lengths = [[len(asked.query.tokens) for each in kind for asked in each] for kind in (objects, essences)]
+    objects = [objective.objects for objective in objectives]
+    essences = [objective.essences for objective in objectives]
+    lengths = [[len(read.query.tokens) for canvases in kind for read in canvases] for kind in (objects, essences)]
     padding = len(lengths[1]) * (max(lengths[0]) - max(lengths[1], default=0))
     if padding <= _WORTH_A_PASS:
-        return [[each.objects + each.essences for each in objectives]]
+        return [[objective.objects + objective.essences for objective in objectives]]
     return [objects, essences]
 
 
 @contextmanager
 def _frozen(model: DiffusionTransformer) -> Iterator[None]:
-    """Gradients, but none for the weights; grad mode and flags return, exception or not."""
-    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    """Enable gradients, but none for the weights; grad mode and flags are restored, exception or not."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
     try:
-        for weight in learning:
+        for weight in trainable:
             weight.requires_grad_(False)
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        for weight in learning:
+        for weight in trainable:
             weight.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What a study of keys and values holds: by fact, by person, and the two directions compared."""
+"""Results of a study of keys and values: by fact, by person, and the two directions compared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class FactVectors:
 
     Attributes:
         keys: Float[layer d_mlp], k*.
-        outputs: Float[layer d_model], m, what the MLP answers in the plain request.
+        outputs: Float[layer d_model], m, output of the MLP in the plain request.
         deltas: Float[layer d_model], δ; v* = m + δ.
         before: p(answer) in the plain request.
-        after: Float[layer], the same with δ at that layer.
+        after: Float[layer], p(answer) with δ at that layer.
     """
 
     keys: Float[Tensor, "layer d_mlp"]
@@ -63,10 +63,10 @@ class KeyValueStudy(StudyResult[FactVectors]):
         outputs: Float[fact layer d_model], m.
         deltas: Float[fact layer d_model], δ.
         before: Float[fact], p(answer) in the plain request.
-        after: Float[fact layer], the same with δ.
-        ids: the fact of each row.
-        layers: the layer of each column.
-        record: the settings, all facts of the run by id, those `set_aside`, model, weights' hash, versions.
+        after: Float[fact layer], p(answer) with δ.
+        ids: The fact of each row.
+        layers: The layer of each column.
+        record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
     """
 
     keys: Float[Tensor, "fact layer d_mlp"]
@@ -101,14 +101,14 @@ class KeyValueStudy(StudyResult[FactVectors]):
         return self.outputs + self.deltas
 
     def by_person(self, vectors: str, asked: str) -> dict[str, Float[Tensor, "layer d"]]:
-        """Each person's vectors in one direction, the mean over the templates in which they were asked for.
+        """Each person's vectors in one direction, averaged over the templates of the queries.
 
         Args:
             vectors: "keys" (k*), "values" (v*) or "outputs" (m).
-            asked: "p2d" (name to description) or "d2p".
+            asked: Direction of the queries: "p2d" (name to description) or "d2p".
 
         Raises:
-            ValueError: another name, or a fact that does not say its person and direction.
+            ValueError: An argument has another value, or a fact has no person or direction.
         """
         check_vectors(vectors)
         if asked not in DIRECTIONS:
@@ -123,26 +123,27 @@ class KeyValueStudy(StudyResult[FactVectors]):
                 )
             if fact["asked"] == asked:
                 rows.setdefault(fact["person"], []).append(row)
-        return {person: torch.stack(each).mean(dim=0) for person, each in rows.items()}
+        return {person: torch.stack(own).mean(dim=0) for person, own in rows.items()}
 
     def compare(
         self, vectors: str = "values", against: str | None = None, *, progress: bool = False, **settings: Any
     ) -> Comparisons:
-        """The two directions of the same persons, layer by layer.
+        """Compare the two directions of the same persons, layer by layer.
 
-        The same vectors in both directions stand for different words: v* is the description's when asked by name, and
-        the name's when asked by description. Keys against values, `compare("keys", "values")`, is the name in both.
-        Persons told in different ways ("p2d", "d2p", "both") differ as groups, which would pass for symmetry: what the
-        groups differ in is taken out, and chance pairs within them.
+        The same vectors stand for different words in both directions: v* is the value of the description in a forward
+        query, and of the name in a reverse query. Keys against values, `compare("keys", "values")`, compare the name
+        with the name. Persons trained in different directions ("p2d", "d2p", "both") differ as groups, which would pass
+        for symmetry: so the group means are taken out, and random pairings stay within the groups.
 
         Args:
-            vectors: of the questions from name to description, as in `by_person`.
-            against: of those from description to name, by default the same. Keys and values have no common axes: of
-                them "procrustes" and "cka" are computed.
+            vectors: Vectors of the queries from name to description, as in `by_person`.
+            against: Vectors of the queries from description to name; by default the same. Keys and values have no
+                common axes: for them "procrustes" and "cka" are computed.
+            progress: Whether to show a progress bar.
             settings: rank, draws and seed of `representations.compare`.
 
         Raises:
-            ValueError: as in `by_person`, or too few persons that were asked for both ways.
+            ValueError: `by_person` refuses an argument, or too few persons were queried in both directions.
         """
         kinds = (vectors, against or vectors)
         forward, reverse = (self.by_person(kind, asked) for kind, asked in zip(kinds, DIRECTIONS, strict=True))
@@ -160,7 +161,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
                 "networks": [network_of(self.record)] * 2,
                 "vectors": list(kinds),
             },
-            groups=self._told(),
+            groups=self._trained(),
             shared_axes=kinds[0] == kinds[1],
             progress=progress,
             **settings,
@@ -175,16 +176,18 @@ class KeyValueStudy(StudyResult[FactVectors]):
         progress: bool = False,
         **settings: Any,
     ) -> Comparisons:
-        """The same persons in two models, asked the same way, at the layers that both studies have.
+        """Compare the same persons in two models, queried in one direction, at the layers that both studies have.
 
         The models share no axes: "procrustes" and "cka" are computed.
 
         Args:
-            vectors, asked: as in `by_person`.
-            settings: as in `compare`.
+            other: Study of the other model.
+            vectors, asked: The same as in `by_person`.
+            progress: Whether to show a progress bar.
+            settings: The same as in `compare`.
 
         Raises:
-            ValueError: as in `by_person`, or no layer or person in common.
+            ValueError: `by_person` refuses an argument, or the studies share no layer or person.
         """
         mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
         models = [self.record["model"], other.record["model"]]
@@ -197,26 +200,25 @@ class KeyValueStudy(StudyResult[FactVectors]):
             theirs,
             names=models,
             source=source,
-            groups=self._told(),
+            groups=self._trained(),
             shared_axes=False,
             progress=progress,
             **settings,
         )
 
-    def _told(self) -> dict[str, str]:
-        """How each person was told."""
+    def _trained(self) -> dict[str, str]:
+        """The direction in which each person was trained."""
         facts = [self.record["facts"][fact_id] for fact_id in self.ids]
         return {fact["person"]: str(fact["trained"]) for fact in facts}
 
     def _by_layer(self, vectors: Mapping[str, Tensor]) -> "ByLayer":
-        """Each person's vectors taken apart by layer."""
+        """The vectors of each person by layer."""
         return {
-            layer: {person: each[column] for person, each in vectors.items()}
-            for column, layer in enumerate(self.layers)
+            layer: {person: own[column] for person, own in vectors.items()} for column, layer in enumerate(self.layers)
         }
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """p(answer) with v* by layer, a curve with its interval for each direction. Returns the matplotlib axes."""
+        """p(answer) with v* by layer: a curve with its interval for each direction. Returns the matplotlib axes."""
         rows: dict[str, list[int]] = {}
         for row, fact_id in enumerate(self.ids):
             rows.setdefault(DIRECTIONS.get(self.record["facts"][fact_id]["asked"], "all facts"), []).append(row)
@@ -252,15 +254,15 @@ ByLayer = dict[int, dict[str, Tensor]]
 def _compare(
     one: ByLayer, other: ByLayer, *, names: Sequence[str], groups: Mapping[str, str], **settings: Any
 ) -> Comparisons:
-    """Two sets of persons' vectors, layer by layer, person by person."""
+    """Compare two sets of persons' vectors, layer by layer, person by person."""
     layers = [layer for layer in one if layer in other]
     persons = [person for person in one[layers[0]] if person in other[layers[0]]]
     sets = {
         layer: (
-            torch.stack([one[layer][each] for each in persons]),
-            torch.stack([other[layer][each] for each in persons]),
+            torch.stack([one[layer][person] for person in persons]),
+            torch.stack([other[layer][person] for person in persons]),
         )
         for layer in layers
     }
-    told = [groups[person] for person in persons]
-    return compare_along("layer", sets, ids=persons, names=(names[0], names[1]), groups=told, **settings)
+    trained = [groups[person] for person in persons]
+    return compare_along("layer", sets, ids=persons, names=(names[0], names[1]), groups=trained, **settings)

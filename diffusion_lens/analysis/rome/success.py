@@ -1,14 +1,14 @@
 """Did an edit work, and only there? (Meng et al. 2022, arXiv 2202.05262, section 3.2, and one question more.)
 
-    efficacy        the request itself says the new object
-    paraphrase      other words for the request say it too
+    efficacy        the request itself has the new object
+    paraphrase      other words for the request have it too
     neighbourhood   other subjects keep their own objects
-    reverse         asked the other way round, the new object leads to the subject
+    reverse         in the reverse query, the new object leads to the subject
 
-Each probe is a query whose answer should win after the edit and, where there is one, the rival that should lose: the
-old object against the new one, for neighbourhood the other way round. The answer wins when the mean log-probability of
-its tokens is above the rival's, as ROME's code compares; without a rival, when each token is the model's first choice
-of those that it may write ([MASK] is none).
+Each probe is a query whose answer should win after the edit and, where there is one, a rival that should lose: the old
+object against the new one, for neighbourhood the other way round. The answer wins when the mean log-probability of its
+tokens is above the rival's, as ROME's code compares; without a rival, when each token is the model's first choice of
+those that it may write ([MASK] is none).
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ class Score:
     """One group of probes.
 
     Attributes:
-        before, after: share of probes that the answer wins, without the edit and with it.
-        probability_before, probability_after: mean p(answer), all places read from one canvas.
-        count: probes.
+        before, after: Share of probes whose answer wins, without the edit and with it.
+        probability_before, probability_after: Mean p(answer), all positions read from one canvas.
+        count: Number of probes.
     """
 
     before: float
@@ -52,13 +52,13 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class EditReport:
-    """What an edit did, probe by probe.
+    """The effect of an edit on each probe.
 
     Attributes:
         wins: Float[state probe], 1 where the answer wins; state 0 is without the edit, 1 with it.
         probabilities: Float[state probe], p(answer).
-        groups: the group of each probe.
-        record: prompts and answers, layer, ridge, model, hash of the unedited weights, hooks, modules, versions; under
+        groups: Group of each probe.
+        record: Prompts and answers, layer, ridge, model, hash of the unedited weights, hooks, modules, versions; under
             "taken_from", the network that key, value and covariance were taken from.
     """
 
@@ -68,7 +68,7 @@ class EditReport:
     record: dict[str, Any]
 
     def table(self) -> dict[str, Score]:
-        """The groups that were asked, in the order of `GROUPS`."""
+        """The scores of the groups that have probes, in the order of `GROUPS`."""
         return {group: self._score(group) for group in GROUPS if group in self.groups}
 
     def save(self, path: str | Path) -> Path:
@@ -95,7 +95,7 @@ class EditReport:
         return ax
 
     def _score(self, group: str) -> Score:
-        of_group = torch.tensor([each == group for each in self.groups])
+        of_group = torch.tensor([own == group for own in self.groups])
         before, after = self.wins[:, of_group].mean(dim=1).tolist()
         p_before, p_after = self.probabilities[:, of_group].mean(dim=1).tolist()
         return Score(before, after, p_before, p_after, int(of_group.sum()))
@@ -110,16 +110,16 @@ def edit_success(
     *,
     max_batch: Whole = 256,
 ) -> EditReport:
-    """Ask the probes without the edit, and with it.
+    """Score the probes without the edit, and with it.
 
     Args:
-        edit: not applied; it is applied here, and reverted.
-        probes: by group, "efficacy", "paraphrase", "neighbourhood", "reverse"; a bare query has no rival.
-        max_batch: canvases per forward pass.
+        edit: An edit that is not applied; this function applies and reverts it.
+        probes: Probes by group: "efficacy", "paraphrase", "neighbourhood", "reverse"; a bare query has no rival.
+        max_batch: Largest number of canvases in one forward pass.
 
     Raises:
-        ValueError: an unknown group, no probes, an answer the model cannot write, an edit that is applied already
-            or is of another model.
+        ValueError: A group is unknown, there are no probes, the model cannot write an answer, or the edit is applied
+            already or belongs to another model.
     """
     if unknown := [group for group in probes if group not in GROUPS]:
         raise ValueError(f"{unknown[0]!r} is no group of probes; they are {', '.join(GROUPS)}")
@@ -128,25 +128,25 @@ def edit_success(
     if edit.is_applied:
         raise ValueError("the edit is applied already, so there is nothing to compare it with; revert it first")
     max_batch = at_least(1, "max_batch", max_batch)
-    asked = [
+    grouped = [
         (group, Probe(probe) if isinstance(probe, Query) else probe) for group in probes for probe in probes[group]
     ]
-    if not asked:
+    if not grouped:
         raise ValueError("there are no probes: give queries, at least for 'efficacy'")
     record = {
-        "prompts": [model.words(probe.query.tokens.tolist()) for _, probe in asked],
-        "answers": [model.words(probe.query.answer_tokens) for _, probe in asked],
+        "prompts": [model.words(probe.query.tokens.tolist()) for _, probe in grouped],
+        "answers": [model.words(probe.query.answer_tokens) for _, probe in grouped],
         "layer": edit.layer,
         "ridge": edit.ridge,
         "taken_from": edit.taken_from,
         **provenance(model, model.cfg),
     }
-    everybody = [probe for _, probe in asked]
-    before = _judge(model, everybody, max_batch)
+    all_probes = [probe for _, probe in grouped]
+    before = _judge(model, all_probes, max_batch)
     with edit:
-        after = _judge(model, everybody, max_batch)
+        after = _judge(model, all_probes, max_batch)
     wins, probabilities = (torch.stack(pair) for pair in zip(before, after, strict=True))
-    return EditReport(wins, probabilities, [group for group, _ in asked], record)
+    return EditReport(wins, probabilities, [group for group, _ in grouped], record)
 
 
 def _judge(

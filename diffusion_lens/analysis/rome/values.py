@@ -5,13 +5,13 @@ p' ("{subject} is a"), and optimised by Adam:
 
     L(δ) = − 1/N Σ_j log P_δ(o | x_j + p)  +  λ KL(P_δ(· | p') ‖ P(· | p'))  +  w ‖δ‖ / ‖m‖²
 
-log P of an object of several tokens is their mean. After each update δ is drawn back to at most `clamp_norm_factor`
-times ‖m‖, and v* = m + δ, where m is the output in the plain request. The object is the request's own: the model's
-(what makes it recall?) or another (an edit). Numbers are those of ROME's `compute_v`.
+log P of an object of several tokens is the mean over its tokens. After each update δ is scaled back to at most
+`clamp_norm_factor` times ‖m‖, and v* = m + δ, where m is the output in the plain request. The object is the answer of
+the request: the one that the model recalls, or another one for an edit. The numbers are those of ROME's `compute_v`.
 
-Hooks that the caller has on the model act in the search too: with noise on the subject's embeddings, v* is what
-restores the object in the corrupted run. After the last block's MLP nothing carries δ to other places, so there v* = m
-unless the object is read at the subject itself.
+The caller's hooks on the model act in the search too: with noise on the subject's embeddings, v* is the value that
+restores the object in the corrupted run. No later attention carries δ from the last block's MLP to other positions, so
+there v* = m unless the object is read at the subject itself.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from tqdm.auto import tqdm
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.batching import in_batches
-from diffusion_lens.analysis.rome.objective import Objective, default_essence
+from diffusion_lens.analysis.rome.objective import ValueObjective, default_essence
 from diffusion_lens.analysis.rome.prompts import Request, as_request
-from diffusion_lens.analysis.rome.search import Found, ValueSettings, search
+from diffusion_lens.analysis.rome.search import SearchResult, ValueSettings, search
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -40,18 +40,18 @@ LOSS_TERMS = ("total", "nll", "kl", "decay")
 
 @dataclass(frozen=True, eq=False)
 class ValueResult:
-    """The value found for one request at one layer.
+    """The value of one request at one layer.
 
     Attributes:
         initial: Float[d_model], m, the MLP's output in the plain request.
         delta: Float[d_model], δ.
-        losses: Float[iteration 4], before each update: total, negative log-likelihood, KL, decay, the last two with
+        losses: Float[iteration 4], total, negative log-likelihood, KL and decay before each update, the last two with
             their factors.
-        key: Float[d_mlp], k_p, what enters the down-projection in the plain request.
-        probability_before: p(object) in the plain request, all its places read from the one canvas.
-        probability_after: the same with δ.
-        layer: the block.
-        record: settings, prompts, object, essence, model, weights' hash, versions.
+        key: Float[d_mlp], k_p, input of the down-projection in the plain request.
+        probability_before: p(object) in the plain request, all its positions read from one canvas.
+        probability_after: p(object) with δ.
+        layer: Number of the block.
+        record: Settings, prompts, object, essence, model, weights' hash, versions.
     """
 
     initial: Float[Tensor, "d_model"]
@@ -70,7 +70,7 @@ class ValueResult:
 
     @property
     def output(self) -> Float[Tensor, "d_model"]:
-        """What the MLP answers to `key` in the plain request: m, where δ started."""
+        """m, the MLP's output for `key` in the plain request, where δ starts."""
         return self.initial
 
     def save(self, path: str | Path) -> Path:
@@ -106,16 +106,19 @@ def optimize_value(
     """v* of one request.
 
     Args:
-        queries: the plain request and the same after prefixes (`ask_with_prefixes`), or a single query. Their answer is
-            the object. On a causal model the canvas holds the object but for its last token.
-        layer: negative ones count from the end.
-        essence: what is to stay, its subject marked; by default "{subject} is a", and a [MASK] where there is one.
-        settings: the fields of `ValueSettings`: steps, lr, weight_decay, clamp_norm_factor, kl_factor, stop_below,
+        queries: The plain request and the same after prefixes (`ask_with_prefixes`), or a single query. Their answer is
+            the object. On a causal model the canvas holds the object except for its last token.
+        layer: Number of the block; negative ones count from the end.
+        essence: Query whose prediction should not change, with its subject marked; by default "{subject} is a",
+            followed by a [MASK] on a masked diffusion model.
+        progress: Whether to show a progress bar.
+        settings: The fields of `ValueSettings`: steps, lr, weight_decay, clamp_norm_factor, kl_factor, stop_below,
             essence_at, over_states.
 
     Raises:
-        ValueError: a layer or setting out of range, no object, an object in other tokens after a prefix or not masked
-            on a masked diffusion model, a model without tokenizer and no essence, a loss that is no longer a number.
+        ValueError: A layer or setting is out of range, there is no object, the object has other tokens after a prefix
+            or is not masked on a masked diffusion model, there is neither a tokenizer nor an essence, or a loss is not
+            a finite number.
     """
     return optimize_values(
         model,
@@ -138,38 +141,41 @@ def optimize_values(
     max_batch: Whole = 64,
     progress: bool = False,
 ) -> list[ValueResult]:
-    """v* of many requests, searched for together.
+    """v* of many requests, searched together.
 
     Args:
-        essences: one a request.
-        max_batch: canvases searched on at once, fewer if the memory does not hold them; a request is never split.
+        essences: One essence per request.
+        settings: How v* is searched.
+        max_batch: Largest number of canvases in one batch, halved while the memory does not hold them; the canvases of
+            one request always stay together.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: as in `optimize_value`.
+        ValueError: The same as in `optimize_value`.
     """
     settings = settings or ValueSettings()
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
-    asked = [as_request(request) for request in requests]
-    held: Sequence[Query | None] = [None] * len(asked)
+    prompts = [as_request(request) for request in requests]
+    held: Sequence[Query | None] = [None] * len(prompts)
     if settings.kl_factor:
-        held = [default_essence(model, request[0]) for request in asked] if essences is None else essences
-    if len(held) != len(asked):
-        raise ValueError(f"{len(held)} essences for {len(asked)} requests; give one a request, or none")
+        held = [default_essence(model, request[0]) for request in prompts] if essences is None else essences
+    if len(held) != len(prompts):
+        raise ValueError(f"{len(held)} essences for {len(prompts)} requests; give one a request, or none")
     objectives = [
-        Objective.of(model, request, essence, settings.essence_at, settings.over_states)
-        for request, essence in zip(asked, held, strict=True)
+        ValueObjective.of(model, request, essence, settings.essence_at, settings.over_states)
+        for request, essence in zip(prompts, held, strict=True)
     ]
-    most = max((len(objective.objects) + len(objective.essences) for objective in objectives), default=1)
-    found: list[Found] = []
-    with tqdm(total=len(asked), desc="v*", unit="fact", disable=not progress) as bar:
-        run = partial(search, model, layer=layer, settings=settings)
-        for batch, of_batch in in_batches(run, objectives, max_batch // most):
-            found += of_batch
+    largest = max((len(objective.objects) + len(objective.essences) for objective in objectives), default=1)
+    results: list[SearchResult] = []
+    with tqdm(total=len(prompts), desc="v*", unit="fact", disable=not progress) as bar:
+        search_batch = partial(search, model, layer=layer, settings=settings)
+        for batch, batch_results in in_batches(search_batch, objectives, max_batch // largest):
+            results += batch_results
             bar.update(len(batch))
     record = {"settings": asdict(settings), **provenance(model, model.cfg)}
     return [
         ValueResult(
-            **vars(one),
+            **vars(result),
             layer=layer,
             record={
                 **record,
@@ -178,5 +184,5 @@ def optimize_values(
                 "essence": None if essence is None else model.words(essence.tokens.tolist()),
             },
         )
-        for one, request, essence in zip(found, asked, held, strict=True)
+        for result, request, essence in zip(results, prompts, held, strict=True)
     ]

@@ -244,3 +244,12 @@ def test_what_does_not_fit(tiny, whole):
         one_way.compare()
     plain = key_value_study(tiny, [Fact("Gustav Geisser is the", "Gustav Geisser", " brave")], **QUICK)
     assert plain.plot().get_lines()[0].get_label() == "all facts"
+
+
+def test_parts_are_folders_files_or_results(tiny, whole, tmp_path):
+    parts = [key_value_study(tiny, FEW, shard=(i, 2), **QUICK) for i in range(2)]
+    nothing = key_value_study(tiny, FEW, shard="90/100", **QUICK)
+    assert nothing.ids == []
+    assert nothing.keys.shape == (0, *whole.keys.shape[1:])
+    saved = parts[0].save(tmp_path / "part.safetensors")
+    assert_same(KeyValueStudy.merge([nothing, saved, parts[1]]), whole)
