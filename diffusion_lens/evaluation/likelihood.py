@@ -152,8 +152,7 @@ def monte_carlo_nll(
     Args:
         prompt, answer, cfg_scale, max_batch: The same as in `chain_rule_nll`.
         samples: Number of samples; each is one forward pass of one row (two with guidance).
-        batch_size: Number of samples that cover the range of p evenly together (see `losses.hide`). Larger batches
-            scatter less, and leave fewer of them to estimate the scatter.
+        batch_size: Number of samples that cover the range of p evenly (see `losses.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
         noisy: Canvases to use instead of sampled ones: prompt and answer, some positions of the answer masked. Their
             rows count as independent samples; samples, batch_size and seed are then not used.
@@ -161,8 +160,7 @@ def monte_carlo_nll(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A setting is refused as in `chain_rule_nll`, the noise does not fit prompt and answer, or the model
-            is causal.
+        ValueError: `chain_rule_nll` refuses an argument, the noise does not fit, or the model is causal.
     """
     _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
     mask = model.cfg.mask_token_id
@@ -206,8 +204,8 @@ def _surprisals(
     progress: bool = False,
 ) -> Float[Tensor, "selected"]:
     """-log p of the question's own token at every marked place of the canvases, in reading order."""
-    shown = places.any(dim=1)  # the rest ask nothing
-    canvases, places = canvases[shown], places[shown]
+    scored_rows = places.any(dim=1)
+    canvases, places = canvases[scored_rows], places[scored_rows]
     targets = question.tokens.expand_as(canvases)
     dtype = torch.promote_types(model.cfg.dtype, torch.float32)
     scored = [torch.zeros(0, device=canvases.device, dtype=dtype)]
