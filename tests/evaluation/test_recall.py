@@ -277,7 +277,7 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
         (dict(facts=[FEW[0], FEW[0]]), "two facts are called"),
         (dict(facts=[replace(FEW[0], answer=" ")]), f"'{FEW[0].id}' has no answer"),
         (dict(length=4), r"length=4 counts the prompt too, and that of the fact 'toy1-\S+' has \d tokens"),
-        (dict(length=100), "100 places do not fit"),
+        (dict(length=100), "100 positions do not fit"),
         (dict(cfg_scale=-1.0), "cfg_scale=-1.0"),
         (dict(temperature=-1.0), "temperature=-1.0"),
         (dict(batch_size=0), "batch_size=0"),
