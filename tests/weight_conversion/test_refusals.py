@@ -110,11 +110,11 @@ def test_quantised_numbers(folder, tensors, refused, write):
 def test_a_model_left_with_holes_is_refused_by_the_model_too(either, refused):
     cfg, tensors = either.model.cfg, dict(either.model.state_dict())
     build = type(either.model)
-    refused(ValueError, "not given ln_final.weight", do=lambda: build(cfg, tensors=[
+    refused(ValueError, "the tensors lack ln_final.weight", do=lambda: build(cfg, tensors=[
         item for item in tensors.items() if item[0] != "ln_final.weight"
     ]))  # fmt: skip
     half = {**tensors, "unembed.weight": tensors["unembed.weight"][:100]}
-    refused(ValueError, "unembed.weight", "not the whole of it", do=lambda: build(cfg, tensors=half.items()))
+    refused(ValueError, "unembed.weight", "or some of its rows", do=lambda: build(cfg, tensors=half.items()))
     twice = [*tensors.items(), ("unembed.weight", tensors["unembed.weight"])]
     refused(ValueError, "rows 512:1024 of 'unembed.weight'", "[512, 64]", do=lambda: build(cfg, tensors=twice))
     wide = {**tensors, "unembed.weight": tensors["unembed.weight"][:, :1]}
