@@ -123,7 +123,7 @@ def test_the_estimate_is_what_is_kept(every):
         (dict(names_filter="blocks.1.hook_resid_pots"), KeyError, "nearest are"),
         (dict(names_filter=lambda name: False), ValueError, "matches no hook point"),
         (dict(names_filter=RESID, steps_filter=[99]), ValueError, r"\[99\]"),
-        (dict(names_filter=RESID, steps_filter=[]), ValueError, "picks no step"),
+        (dict(names_filter=RESID, steps_filter=[]), ValueError, "selects no step"),
         (dict(names_filter=RESID, branch="both"), ValueError, "branch='both'"),
     ],
 )
