@@ -20,7 +20,7 @@ from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data.toy_facts import load
 
-pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 places")
+pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 positions")
 LENGTH = 16  # longer than the model was trained for, so that two answers take different numbers of steps
 LOOP = LoopSettings(steps=5)
 LAYERS = [0, 3]

@@ -30,7 +30,7 @@ from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_maske
 from diffusion_lens.identity import name_of
 from diffusion_lens.interventions import freeze, named, zero_ablate
 
-pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
 over_nothing = pytest.mark.filterwarnings("ignore:the average is over nothing:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
 FACTS = [fact for asked in ("p2d", "d2p") for fact in load().facts(trained="d2p", asked=asked)[:22:7]]

@@ -85,7 +85,7 @@ def test_text_is_written_at_the_trained_length() -> None:
 def test_a_canvas_beyond_training_is_warned_of() -> None:
     result = done("denoise", "tiny-mdm", "Gustav Geisser is the", "--length", "16", "--steps", "2")
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Warning: the canvas has 16 places, and 'tiny-mdm' was trained on texts of 14")
+    assert line.startswith("Warning: the canvas has 16 positions, and 'tiny-mdm' was trained on texts of 14")
     assert "--length 14" in line
 
 

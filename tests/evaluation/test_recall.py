@@ -26,7 +26,7 @@ FEWER = HELD_OUT[::43]
 HARD = dict(steps=(1, 3, 6), length=20, cfg_scale=3.0)
 
 # Longer canvases than the model was trained on are meant.
-pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places")
+pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions")
 
 on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 

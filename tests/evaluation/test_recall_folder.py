@@ -19,7 +19,7 @@ FACTS = [*TOY.facts("p2d", "d2p")[:24:3], *TOY.facts("d2p", "p2d")[:9:3]]
 RUN = dict(steps=(1, 3), length=20, cfg_scale=3.0, temperature=0.5, batch_size=4)
 
 # Longer canvases than the model was trained on are meant.
-pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 places")
+pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions")
 
 on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 
