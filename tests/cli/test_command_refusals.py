@@ -114,7 +114,7 @@ def test_arguments_that_the_library_calls_otherwise(command: str, said: str, mea
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trace", "tiny-mdm", *TWICE], r"say which with --occurrence 0 to 1"),
+        (["trace", "tiny-mdm", *TWICE], r"name one with --occurrence 0 to 1"),
         (["trace", "tiny-mdm", *TWICE, "--occurrence", "2"], r"--occurrence 2, but 'Ada' occurs 2 times"),
         (
             ["denoise", "tiny-mdm", "Gustav", "--length", "3", "--max-new-tokens", "2"],
