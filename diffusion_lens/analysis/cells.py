@@ -11,6 +11,7 @@ kept residual stream, and its patches are written at hook points of that block a
 While the caller has hooks inside the network, which may mix positions, every block runs whole.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from tqdm.auto import tqdm
 from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
 from diffusion_lens.analysis.kept_run import KeptRun, stream_entering
 from diffusion_lens.interventions import Hook
+
+# A pass of fewer rows takes about as long as one of so many: what it costs is mostly that it is run at all.
+ROWS_OF_A_PASS = 64
 
 Measure = Callable[[Float[Tensor, "batch selected d_vocab_out"], Int[Tensor, "selected"]], Tensor]
 
@@ -127,12 +131,13 @@ class CellRuns:
             progress: Title of a progress bar; by default none is shown.
         """
         scores = self.unchanged.expand(len(cells), *self.unchanged.shape).clone()
+        reaching = [index for index, cell in enumerate(cells) if self._reaches_a_row(cell)]
+        n_neighbours = self._n_neighbours([cells[index] for index in reaching])
         groups: dict[_Group, list[int]] = {}
-        for index, cell in enumerate(cells):
-            if self._reaches_a_row(cell):
-                groups.setdefault(self._group(cell), []).append(index)
+        for index in reaching:
+            groups.setdefault(self._group(cells[index], n_neighbours), []).append(index)
         with tqdm(total=len(cells), desc=progress, unit="cell", disable=progress is None) as bar:
-            bar.update(len(cells) - sum(map(len, groups.values())))
+            bar.update(len(cells) - len(reaching))
             for group, members in groups.items():
                 ordered = sorted(members, key=lambda index: cells[index].entry)
 
@@ -198,9 +203,18 @@ class CellRuns:
             return any(not self.read_positions.isdisjoint(patch.target) for patch in cell.patches)
         return not self.run.input.resumes_at_positions or cell.first_position <= max(self.read_positions, default=-1)
 
-    def _group(self, cell: Cell) -> _Group:
-        # Two neighbouring positions go together: one position more to run, but half as many passes.
-        neighbours = cell.first_position // 2 if self.run.input.resumes_at_positions else 0
+    def _n_neighbours(self, cells: Sequence[Cell]) -> int:
+        """How many neighbouring positions share passes that begin at the first of them.
+
+        More of them mean more positions to run, and fewer passes.
+        """
+        if not cells or not self.run.input.resumes_at_positions:
+            return self.run.input.n_pos
+        rows_by_position = len(cells) * self.run.input.n_rows / len({cell.first_position for cell in cells})
+        return math.ceil(ROWS_OF_A_PASS / rows_by_position)
+
+    def _group(self, cell: Cell, n_neighbours: int) -> _Group:
+        neighbours = cell.first_position // n_neighbours
         in_last = [patch for patch in cell.patches if patch.block == self.n_layers - 1 and patch.block >= cell.entry]
         felt = any(not patch.is_local or not self.read_positions.isdisjoint(patch.target) for patch in in_last)
         return _Group(neighbours, cell.entry == self.n_layers, felt or self.run.input.is_hooked)
