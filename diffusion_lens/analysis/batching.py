@@ -1,4 +1,4 @@
-"""Many small runs in few large batches, within a budget of memory."""
+"""Processing of many small items in few large batches, within a memory budget."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -14,32 +14,32 @@ CPU_TENSOR_BYTES = 6 * 2**20
 
 
 def in_batches(
-    run: Callable[[Sequence[Item]], Result], items: Sequence[Item], size: int
+    process: Callable[[Sequence[Item]], Result], items: Sequence[Item], size: int
 ) -> Iterator[tuple[Sequence[Item], Result]]:
-    """Run `items` in their order, at most `size` at once; after an out-of-memory error, half as many.
+    """Process `items` in order, at most `size` at once; after an out-of-memory error, half as many.
 
     Raises:
-        torch.OutOfMemoryError: not even one fits.
+        torch.OutOfMemoryError: Memory does not suffice for one item.
     """
-    begun, size = 0, max(1, size)
-    while begun < len(items):
-        batch = items[begun : begun + size]
+    done, size = 0, max(1, size)
+    while done < len(items):
+        batch = items[done : done + size]
         try:
-            result = run(batch)
+            result = process(batch)
         except RuntimeError as error:
             if not _is_out_of_memory(error) or len(batch) == 1:
                 raise
             size = len(batch) // 2
             continue
         yield batch, result
-        begun += len(batch)
+        done += len(batch)
 
 
 def rows_at_once(cfg: DiffusionConfig, n_pos: int, n_read: int, max_bytes: int) -> int:
-    """Rows of `n_pos` places that one batch should have within `max_bytes`; 0 if not even one fits.
+    """Number of rows of `n_pos` positions that one batch should have within `max_bytes`; 0 if not even one fits.
 
-    On the CPU fewer: tensors beyond a few MB are given new pages of memory each time, and the same work takes twice as
-    long (measured: 8 layers, d_mlp 1024, batches of 80 against 320 rows of 16 places).
+    The CPU gets smaller batches: tensors beyond a few MB are given new pages of memory each time, and the same work
+    takes twice as long (measured: 8 layers, d_mlp 1024, batches of 80 against 320 rows of 16 positions).
     """
     fitting = max_bytes // row_bytes(cfg, n_pos, n_read)
     if cfg.device != "cpu" or not fitting:
@@ -49,14 +49,14 @@ def rows_at_once(cfg: DiffusionConfig, n_pos: int, n_read: int, max_bytes: int) 
 
 
 def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int) -> int:
-    """Bytes to reserve for one row of `n_pos` places: its widest block, or the head at `n_read` places.
+    """Bytes to reserve for one row of `n_pos` positions: its widest block, or the head at `n_read` positions.
 
-    At the widest point of a block live four tensors of the residual stream, the keys and values, and either three of
-    the MLP or those that rotate the queries. Three times that is reserved, since tensors of changing sizes leave holes
-    in the memory that they share: resident memory grew by up to 2.5 times what lived (Linux's C library, measured).
+    At the widest point of a block there are four tensors of the residual stream, the keys and values, and either three
+    tensors of the MLP or those that rotate the queries. Three times that is reserved, because tensors of changing sizes
+    fragment the memory: resident memory grew by up to 2.5 times the bytes in use (Linux's C library, measured).
     """
     assert cfg.d_mlp is not None
-    # Rotations and probabilities are taken in float32 at least.
+    # Rotations and probabilities are computed in float32 at least.
     size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
     d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
     inside = max(3 * cfg.d_mlp * size, d_attn * (size + 4 * wide))
@@ -66,5 +66,5 @@ def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int) -> int:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    allocator = ("can't allocate memory", "not enough memory")  # the CPU's, on Linux and on Windows
+    allocator = ("can't allocate memory", "not enough memory")  # messages of the CPU allocator on Linux and on Windows
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in allocator)

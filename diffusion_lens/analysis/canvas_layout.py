@@ -1,8 +1,7 @@
-"""How facts are laid out: on which canvas each is asked. Every analysis that is given facts asks here.
+"""The layout of facts on canvases, which every analysis of facts shares.
 
-A masked diffusion model is asked on a canvas of as many places as the texts that it was trained on, as `denoise` asks
-it, unless a length or a number of places is given. On a shorter canvas it has no place to end its text where it learned
-to, and may recall nothing.
+By default the canvas of a masked diffusion model is as long as the texts that the model was trained on, as in
+`denoise`. On a shorter canvas the model cannot end its text where it learned to, and may recall nothing.
 """
 
 from collections.abc import Callable
@@ -15,12 +14,12 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """How facts are laid out.
+    """The settings by which facts are laid out.
 
     Attributes:
-        length: places of the canvas in all, the prompt included, instead of `answer_places`. With neither, what `on`
-            says.
-        answer_places, first_tokens, occurrence: as in `Fact.to_query`.
+        length: Number of positions of the canvas with the prompt, as an alternative to `answer_places`. With neither,
+            `on` sets it.
+        answer_places, first_tokens, occurrence: Settings of `Fact.to_query`.
     """
 
     length: int | None = None
@@ -33,10 +32,11 @@ class CanvasLayout:
             raise ValueError(f"length={self.length} and answer_places={self.answer_places}; give one of them")
 
     def on(self, model: DiffusionTransformer) -> "CanvasLayout":
-        """This layout with the length that holds on `model`, for records.
+        """This layout with the length that applies to `model`.
 
-        Without `length` and `answer_places`, and whatever `first_tokens` is, it is `cfg.trained_length` of a masked
-        diffusion model, if it is known. Elsewhere a canvas has as many places as prompt and answer.
+        A length or a number of answer places that was given stays. Otherwise the length is `cfg.trained_length` of a
+        masked diffusion model, whatever `first_tokens` is. Where that is unknown, and on a causal model, a canvas has
+        as many positions as prompt and answer.
         """
         if not model.cfg.has_mask or self.length is not None or self.answer_places is not None:
             return self
@@ -49,28 +49,28 @@ class CanvasLayout:
         check: Callable[[DiffusionTransformer, Query], object] | None = None,
         prepend_bos: bool | None = None,
     ) -> Query:
-        """A fact on the model's canvas.
+        """A fact laid out on the model's canvas.
 
         Args:
-            check: raises a `ValueError` at a canvas that cannot be used.
-            prepend_bos: as in `Fact.to_query`.
+            check: Function that raises a `ValueError` for a canvas that cannot be used.
+            prepend_bos: Setting of `Fact.to_query`.
 
         Raises:
-            ValueError: a fact that the model cannot be asked.
+            ValueError: A fact that cannot be laid out for this model.
         """
-        length, places = self.on(model).length, self.answer_places
+        length, answer_places = self.on(model).length, self.answer_places
         if length is not None:
             prompt, answer = fact.tokenize(model, prepend_bos)
-            places = length - len(prompt)
-            if places < len(answer):
-                whose = ", on which the model was trained," if length == model.cfg.trained_length else ""
+            answer_places = length - len(prompt)
+            if answer_places < len(answer):
+                origin = ", on which the model was trained," if length == model.cfg.trained_length else ""
                 raise ValueError(
-                    f"length={length}{whose} counts the prompt too, and {fact.prompt!r} has {len(prompt)} tokens, "
+                    f"length={length}{origin} counts the prompt too, and {fact.prompt!r} has {len(prompt)} tokens, "
                     f"{fact.answer!r} {len(answer)}: give length={len(prompt) + len(answer)} or more"
                 )
         query = fact.to_query(
             model,
-            answer_places=places,
+            answer_places=answer_places,
             first_tokens=self.first_tokens,
             occurrence=self.occurrence,
             prepend_bos=prepend_bos,
@@ -81,12 +81,12 @@ class CanvasLayout:
         return query
 
 
-def as_query(model: DiffusionTransformer, asked: Fact | Query, length: int | None = None) -> Query:
-    """What an analysis of one fact is given, on a canvas: a query as it is, a fact as averages over facts lay it out.
+def as_query(model: DiffusionTransformer, fact_or_query: Fact | Query, length: int | None = None) -> Query:
+    """A query as it is, or a fact laid out on the default canvas.
 
     Args:
-        length: places of a fact's canvas, where it is already known.
+        length: Number of positions of a fact's canvas, where it is already known.
     """
-    if isinstance(asked, Query):
-        return asked
-    return CanvasLayout(length if model.cfg.has_mask else None).query(model, asked)
+    if isinstance(fact_or_query, Query):
+        return fact_or_query
+    return CanvasLayout(length if model.cfg.has_mask else None).query(model, fact_or_query)

@@ -1,4 +1,4 @@
-"""The question that one canvas of a trajectory poses: which answer tokens are still open, and what the network sees."""
+"""A trajectory and the query whose answer is read along it: which answer tokens are still masked at each step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +27,12 @@ from diffusion_lens.step_state import StepState
 
 @dataclass(frozen=True, eq=False)
 class TracedTrajectory:
-    """A clean run of the loop, and the query that is asked of it.
+    """A clean denoising run, and the query whose answer is read along it.
 
     Attributes:
-        query: the canvas before the first step, the subject, the answer.
-        trajectory: one row.
+        model: Model that reads the canvases.
+        query: Canvas before the first step, with the subject and the answer.
+        trajectory: Denoising run of one row.
     """
 
     model: DiffusionTransformer
@@ -39,15 +40,17 @@ class TracedTrajectory:
     trajectory: Trajectory
 
     @classmethod
-    def of(cls, model: DiffusionTransformer, asked: Fact | Query, trajectory: Trajectory | None) -> "TracedTrajectory":
-        """Lay out the query and, unless given, run the loop with its default settings.
+    def of(
+        cls, model: DiffusionTransformer, fact_or_query: Fact | Query, trajectory: Trajectory | None
+    ) -> "TracedTrajectory":
+        """Lay out the query and, without a trajectory, denoise it with the default settings.
 
-        A fact is laid out as many places long as the trajectory that is given, or as in `average_indirect_effect`.
+        A fact's canvas is as long as the trajectory, or as in `average_indirect_effect`.
 
         Raises:
-            ValueError: no answer, or a trajectory of another architecture or prompt, of several rows, or padded.
+            ValueError: No answer, or a trajectory of another architecture or prompt, of several rows, or with padding.
         """
-        query = as_query(model, asked, None if trajectory is None else trajectory.tokens.shape[1])
+        query = as_query(model, fact_or_query, None if trajectory is None else trajectory.tokens.shape[1])
         Answer.of(model, query)
         given, length = loop_prompt(model, query)
         if trajectory is None:
@@ -61,29 +64,30 @@ class TracedTrajectory:
             )
         if max(query.answer_positions) >= n_pos:
             raise ValueError(
-                f"the trajectory of {n_pos} places does not write the answer's places {list(query.answer_positions)}"
+                f"the trajectory of {n_pos} positions does not contain the answer positions "
+                f"{list(query.answer_positions)}"
             )
         given = given.to(trajectory.tokens.device)
         start = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
         if not torch.equal(start[: len(given)], given) or bool(trajectory.given[0, len(given) :].any()):
             raise ValueError(
-                "the trajectory was given another prompt than the query's; denoise query.tokens (on a causal model up "
-                "to the answer)"
+                "the trajectory has another prompt than the query; denoise query.tokens (on a causal model up to the "
+                "answer)"
             )
-        places = list(query.answer_positions)
-        if not bool((trajectory.canvases[1:, 0, places] != trajectory.record["blank"]).any()):
+        positions = list(query.answer_positions)
+        if not bool((trajectory.canvases[1:, 0, positions] != trajectory.record["blank"]).any()):
             raise ValueError(
-                f"the trajectory reveals none of the answer's places {places}, so no step wrote the answer: give one "
-                "that reveals them (a sampler with Proposal(writes_mask=True) may leave them masked)"
+                f"the trajectory reveals none of the answer positions {positions}, so no step wrote the answer: give "
+                "one that reveals them (a sampler with Proposal(writes_mask=True) may leave them masked)"
             )
         return cls(model, query, trajectory)
 
     @property
     def answered_from(self) -> int:
-        """t1, the first step held that unmasks an answer token, whether or not the token stays."""
-        places = list(self.query.answer_positions)
-        shown = self.trajectory.canvases[1:, 0, places] != self.trajectory.record["blank"]
-        return self.trajectory.first_step + int(shown.any(dim=1).nonzero()[0])
+        """t1, the first recorded step that unmasks an answer token, whether or not the token stays."""
+        positions = list(self.query.answer_positions)
+        revealed = self.trajectory.canvases[1:, 0, positions] != self.trajectory.record["blank"]
+        return self.trajectory.first_step + int(revealed.any(dim=1).nonzero()[0])
 
     @property
     def revealed_at(self) -> list[int]:
@@ -96,33 +100,34 @@ class TracedTrajectory:
         """Whether the run ends with the answer."""
         return bool(self.written(self.trajectory).all())
 
-    def written(self, ended: Trajectory) -> Bool[Tensor, "batch selected"]:
-        """Which answer tokens a run ends with."""
-        tokens = torch.tensor(self.query.answer_tokens, device=ended.tokens.device)
-        return ended.tokens[:, list(self.query.answer_positions)] == tokens
+    def written(self, finished: Trajectory) -> Bool[Tensor, "batch selected"]:
+        """Which answer tokens each row of a finished run contains."""
+        tokens = torch.tensor(self.query.answer_tokens, device=finished.tokens.device)
+        return finished.tokens[:, list(self.query.answer_positions)] == tokens
 
     def loop_row_bytes(self) -> int:
-        """Bytes to reserve for one row that takes the loop."""
-        # The loop holds logits of every masked position in float64 too, under guidance those of two branches.
-        share = 3 if self.trajectory.record["cfg_scale"] else 2
-        return share * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+        """Bytes to reserve for one row of the denoising loop."""
+        # The loop also keeps the logits of every masked position in float64, under guidance those of two branches.
+        factor = 3 if self.trajectory.record["cfg_scale"] else 2
+        return factor * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
 
-    def require_loop_memory(self, corrupt: Corruption, max_bytes: int) -> None:
-        """Raise a `ValueError` unless all samples of the corrupted run may take the loop together."""
-        need = corrupt.rows * self.loop_row_bytes()
-        if max_bytes < need:
+    def require_loop_memory(self, corruption: Corruption, max_bytes: int) -> None:
+        """Raise a `ValueError` unless `max_bytes` suffices to denoise all samples of the corrupted run together."""
+        needed = corruption.rows * self.loop_row_bytes()
+        if max_bytes < needed:
             raise ValueError(
-                f"max_bytes={max_bytes:,} is too little: {corrupt.rows} draws in the denoising loop take {need:,} bytes"
+                f"max_bytes={max_bytes:,} is too little: {corruption.rows} samples in the denoising loop take "
+                f"{needed:,} bytes"
             )
 
-    def corrupted(self, corrupt: Corruption) -> Trajectory:
-        """The corrupted runs of the loop, a row a draw, each revealing what it likes."""
-        hooks = [(name, on_branch(hook, "conditional")) for name, hook in corrupt.hooks(self.model, self.query)]
-        return self.trajectory.repeat(corrupt.rows).replay(self.model, canvas="free", fwd_hooks=hooks)
+    def corrupted(self, corruption: Corruption) -> Trajectory:
+        """The corrupted denoising runs, one row per sample; each reveals its own tokens."""
+        hooks = [(name, on_branch(hook, "conditional")) for name, hook in corruption.hooks(self.model, self.query)]
+        return self.trajectory.repeat(corruption.rows).replay(self.model, canvas="free", fwd_hooks=hooks)
 
     @property
     def n_pos(self) -> int:
-        """Places of the canvas."""
+        """Number of positions of the canvas."""
         return self.trajectory.tokens.shape[1]
 
     def canvas(self, step: int) -> Int[Tensor, "pos"]:
@@ -130,11 +135,11 @@ class TracedTrajectory:
         return self.trajectory.canvases[step - self.trajectory.first_step, 0]
 
     def state(self, step: int, canvases: Tokens) -> StepState:
-        """What a hook is told of a step whose canvases are these, a row a draw."""
-        of_run = self.trajectory.state_at(step, self.model.cfg.device)
-        tokens = canvases.to(of_run.tokens.device)
+        """The state of a step with these canvases, one row per sample, as hooks read it."""
+        state = self.trajectory.state_at(step, self.model.cfg.device)
+        tokens = canvases.to(state.tokens.device)
         masked = tokens == self.trajectory.record["blank"]
-        return replace(of_run, tokens=tokens, masked=masked, given=of_run.given.expand_as(tokens))
+        return replace(state, tokens=tokens, masked=masked, given=state.given.expand_as(tokens))
 
     @property
     def answer_rows(self) -> list[int]:
@@ -143,9 +148,9 @@ class TracedTrajectory:
         return rows
 
     def reading(self, step: int, canvases: Tokens) -> Answer:
-        """The answer as it is read from the canvases of one step, a row a sample.
+        """The answer as it is read from the canvases of one step, one row per sample.
 
-        Under guidance the unconditional logits come from the same canvases with everything given masked.
+        Under guidance the unconditional logits come from the same canvases with the given positions masked.
         """
         answer, scale = Answer.of(self.model, self.query), self.trajectory.record["cfg_scale"]
         if not scale:
@@ -156,7 +161,7 @@ class TracedTrajectory:
     def unconditional(
         self, step: int, canvases: Tokens, rows: Sequence[int]
     ) -> Float[Tensor, "#sample selected d_vocab_out"]:
-        """Logits of the unconditional branch of guidance; one row where all canvases are the same."""
+        """Logits of the unconditional branch of guidance; one row if all canvases are equal."""
         given, blank = self.trajectory.given.to(canvases.device), self.trajectory.record["blank"]
         distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
         with self.model.clock.at(replace(self.state(step, distinct), branch="unconditional")):
@@ -164,43 +169,47 @@ class TracedTrajectory:
         return logits
 
     def settled(self, canvases: Tokens) -> Float[Tensor, "sample selected"]:
-        """Of each of the answer's tokens 1 or 0 where a sample has revealed it or another, NaN where it is masked."""
-        shown = canvases[:, list(self.query.answer_positions)]
-        right = shown == torch.tensor(self.query.answer_tokens, device=canvases.device)
-        return right.to(torch.float32).masked_fill(shown == self.trajectory.record["blank"], torch.nan)
+        """For each answer token, 1 if a sample has revealed it, 0 if it has revealed another, NaN if it is masked."""
+        present = canvases[:, list(self.query.answer_positions)]
+        correct = present == torch.tensor(self.query.answer_tokens, device=canvases.device)
+        return correct.to(torch.float32).masked_fill(present == self.trajectory.record["blank"], torch.nan)
 
     def answer(self, step: int, canvases: Tokens) -> Answer:
-        """What is still open on the canvases of one step, a row a sample; tokens already revealed count 1 or 0."""
+        """The answer on the canvases of one step, one row per sample; tokens already revealed count 1 or 0."""
         return replace(self.reading(step, canvases), settled=self.settled(canvases))
 
     def seen(self, canvases: Tokens) -> Tokens:
-        """What the network is shown: on a causal model the answer goes on where it has not been reached, by force."""
+        """The input of the network: on a causal model, positions not reached are filled by teacher forcing."""
         final = self.trajectory.tokens[0].clone()
-        places = list(self.query.answer_positions)
-        final[places] = torch.tensor(self.query.answer_tokens, device=final.device)
+        positions = list(self.query.answer_positions)
+        final[positions] = torch.tensor(self.query.answer_tokens, device=final.device)
         return torch.where(reached(canvases), canvases, final.to(canvases.device))
 
     def on_canvas(self, step: int) -> list[int]:
-        """The places that the canvas of a step holds: all, or on a causal model those that have been reached."""
+        """The positions on the canvas of a step: all or, on a causal model, those that have been reached."""
         positions: list[int] = reached(self.canvas(step)).nonzero().flatten().tolist()
         return positions
 
 
 def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:
-    """What the loop is given, the canvas or on a causal model what precedes the answer, and the places in all."""
+    """The prompt for `denoise`, which on a causal model ends before the answer, and the length of the canvas."""
     given = query.tokens[: min(query.answer_positions)] if not model.cfg.has_mask else query.tokens
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 
 def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
-    """Steps at which an answer token is open, each once, or a `ValueError`."""
+    """The steps as a list.
+
+    Raises:
+        ValueError: No step, a step that is named twice, or one at which no answer token is masked.
+    """
     first, last = run.trajectory.first_step, max(run.revealed_at)
-    chosen = whole_numbers("steps", steps)
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"steps={chosen} names one twice; give each once")
-    if not chosen or any(not first <= step <= last for step in chosen):
+    selected = whole_numbers("steps", steps)
+    if len(set(selected)) < len(selected):
+        raise ValueError(f"steps={selected} names one twice; give each once")
+    if not selected or any(not first <= step <= last for step in selected):
         raise ValueError(
-            f"steps={chosen}; the run begins at step {first} and reveals the answer's last token at step {last}, "
+            f"steps={selected}; the run begins at step {first} and reveals the answer's last token at step {last}, "
             "after which there is nothing to read"
         )
-    return chosen
+    return selected

@@ -399,7 +399,7 @@ def test_an_answer_that_cannot_be_written(every, query, position, token):
 
 def test_an_answer_behind_the_canvas_is_not_read(every, query):
     behind = 9 if every.model.cfg.readout == "in_place" else 10
-    with pytest.raises(ValueError, match=rf"answer positions \[{behind}\] are outside the 9 places"):
+    with pytest.raises(ValueError, match=rf"answer positions \[{behind}\] are outside the 9 positions"):
         causal_trace(every.model, Query(query.tokens, query.subject, (behind,), (3,)), noise=0.5)
 
 
@@ -409,7 +409,7 @@ def test_nothing_precedes_the_first_place_of_a_causal_model(every, query):
         first.tokens[0] = every.model.cfg.mask_token_id
         assert causal_trace(every.model, first, noise=0.5, samples=1).clean > 0
         return
-    with pytest.raises(ValueError, match="nothing precedes place 0"):
+    with pytest.raises(ValueError, match="nothing precedes position 0"):
         causal_trace(every.model, first, noise=0.5)
 
 

@@ -220,4 +220,4 @@ def test_a_run_that_cannot_be_asked(tiny, asked):
     refused("of another architecture", other)
     refused(r"steps=\[0, 0\] names one twice", run, steps=(0, 0))
     short = tiny.denoise(asked[1].tokens[None, : asked[1].answer_positions[0]], max_new_tokens=2)
-    refused("the answer positions .* are outside the 6 places", short)
+    refused("the answer positions .* are outside the 6 positions", short)

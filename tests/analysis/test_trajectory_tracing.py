@@ -247,7 +247,7 @@ def test_bad_settings(tiny, query, run, noise):
         )
     longer = torch.cat([query.tokens, query.tokens])
     longer[14:] = 5 if tiny.cfg.grows else tiny.cfg.mask_token_id
-    with pytest.raises(ValueError, match="does not write the answer's places"):
+    with pytest.raises(ValueError, match="does not contain the answer positions"):
         trace_trajectory(tiny, Query(longer, query.subject, (14,), (5,)), trajectory=run, **noise)
     refused("names one twice", steps=[1, 1])
     refused("another prompt", trajectory=tiny.denoise(query.tokens[None, :1], length=14))

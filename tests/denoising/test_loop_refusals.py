@@ -125,7 +125,7 @@ def test_a_run_that_reveals_nothing_can_be_kept_but_not_traced(with_mask_column,
     assert torch.equal(run.replay(model).tokens, run.tokens)
     assert "·" in run.to_html()
     query = Query(run.tokens[0], (1, 2), (3, 4), (11, 12))
-    with pytest.raises(ValueError, match=r"reveals none of the answer's places \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"reveals none of the answer positions \[3, 4\]"):
         trace_trajectory(model, query, trajectory=run)
 
 

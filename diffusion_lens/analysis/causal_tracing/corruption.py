@@ -1,14 +1,14 @@
-"""Corrupted runs: what is done to the subject so that the answer is lost (Meng et al. 2022, section 2 and appendix B).
+"""Corruptions of the subject, which make the model lose the answer (Meng et al. 2022, section 2 and appendix B).
 
     gaussian   normal noise added to the embeddings of the subject's tokens (ROME's default)
     uniform    noise uniform in [-1, 1] added to them
-    replace    normal noise in place of them
-    mask       the embedding of [MASK] in place of them
-    swap       the embeddings of another subject's tokens, of the same number, in place of them
+    replace    normal noise instead of the embeddings
+    mask       the embedding of [MASK] instead of each
+    swap       the embeddings of another subject with the same number of tokens
 
-The noise is drawn as in ROME's code, `numpy.random.RandomState(seed)`, so that published traces are met number for
-number; it is scaled by `noise`. "mask" and "swap" have no chance in them, and are one run. All of them act on what the
-network sees: in the denoising loop the canvas keeps its subject.
+The noise is drawn as in ROME's code, with `numpy.random.RandomState(seed)`, so that published traces are reproduced
+exactly; it is scaled by `noise`. "mask" and "swap" are deterministic, so they need one sample only. All corruptions act
+on the embeddings: in the denoising loop the canvas keeps its subject.
 """
 
 import math
@@ -27,12 +27,12 @@ from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Real, Whole, at_least, not_negative
 
-Draw = Callable[[np.random.RandomState, tuple[int, ...]], Any]
+NoiseFunction = Callable[[np.random.RandomState, tuple[int, ...]], Any]
 
-_NOISE: dict[str, Draw] = {
-    "gaussian": lambda chance, shape: chance.randn(*shape),
-    "uniform": lambda chance, shape: chance.uniform(-1, 1, shape),
-    "replace": lambda chance, shape: chance.randn(*shape),
+_NOISE: dict[str, NoiseFunction] = {
+    "gaussian": lambda generator, shape: generator.randn(*shape),
+    "uniform": lambda generator, shape: generator.uniform(-1, 1, shape),
+    "replace": lambda generator, shape: generator.randn(*shape),
 }
 CORRUPTIONS = (*_NOISE, "mask", "swap")
 
@@ -43,10 +43,10 @@ class Corruption:
 
     Attributes:
         kind: "gaussian", "uniform", "replace", "mask" or "swap".
-        noise: scale of the noise, for the first three.
-        samples: draws of noise.
-        seed: of `numpy.random.RandomState`.
-        swap: tokens that take the subject's place, for "swap".
+        noise: Scale of the noise, for the first three kinds.
+        samples: Number of samples of the noise.
+        seed: Seed of `numpy.random.RandomState`.
+        swap: Tokens that replace the subject's, for "swap".
     """
 
     kind: str = "gaussian"
@@ -64,13 +64,13 @@ class Corruption:
         seed: Whole = 1,
         swap: Query | Iterable[Whole] | None = None,
     ) -> "Corruption":
-        """From the keywords of `causal_trace`; a `Corruption` is returned as it is.
+        """A corruption from the keywords of `causal_trace`; a `Corruption` is returned as it is.
 
         Args:
-            swap: Another query, whose subject's tokens are taken, or the tokens themselves.
+            swap: Another query, whose subject's tokens are used, or the tokens themselves.
 
         Raises:
-            ValueError: A setting out of range, or a `Corruption` beside settings of its own.
+            ValueError: A setting out of range, or a `Corruption` together with the keywords that it replaces.
         """
         if isinstance(kind, Corruption):
             if (noise, samples, seed, swap) != (None, 10, 1, None):
@@ -108,11 +108,14 @@ class Corruption:
 
     @property
     def rows(self) -> int:
-        """Corrupted runs: one a draw, or one where nothing is drawn."""
+        """Number of rows of the corrupted run: one per sample, or one for a deterministic corruption."""
         return self.samples if self.kind in _NOISE else 1
 
     def hooks(self, model: DiffusionTransformer, query: Query, runs: int = 1) -> list[tuple[str, Hook]]:
-        """What disturbs the subject's embeddings, in `runs` times all draws: row r gets draw r modulo `samples`.
+        """The hooks that corrupt the subject's embeddings.
+
+        Args:
+            runs: Number of copies of the corrupted run in the batch; row r gets sample r modulo `samples`.
 
         Raises:
             ValueError: "mask" on a model without [MASK], or a swap of another length than the subject.
@@ -133,12 +136,12 @@ class Corruption:
             ]
         assert self.noise is not None
         shape = (self.samples, stop - start, model.cfg.d_model)
-        drawn = self.noise * _NOISE[self.kind](np.random.RandomState(self.seed), shape)
-        disturb = interventions.replace if self.kind == "replace" else interventions.add_noise
-        return [("hook_embed", disturb(torch.from_numpy(drawn).repeat(runs, 1, 1), subject))]
+        noise = self.noise * _NOISE[self.kind](np.random.RandomState(self.seed), shape)
+        corrupt = interventions.replace if self.kind == "replace" else interventions.add_noise
+        return [("hook_embed", corrupt(torch.from_numpy(noise).repeat(runs, 1, 1), subject))]
 
     def describe(self) -> dict[str, Any]:
-        """For a record."""
-        noisy = self.kind in _NOISE
-        drawn = {"noise": self.noise, "samples": self.samples, "seed": self.seed} if noisy else {}
-        return {"corruption": self.kind, **drawn, **({"swap": list(self.swap)} if self.swap else {})}
+        """The settings, for a record."""
+        is_noise = self.kind in _NOISE
+        noise = {"noise": self.noise, "samples": self.samples, "seed": self.seed} if is_noise else {}
+        return {"corruption": self.kind, **noise, **({"swap": list(self.swap)} if self.swap else {})}

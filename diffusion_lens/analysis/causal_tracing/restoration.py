@@ -1,4 +1,4 @@
-"""What a restored run puts back, and what it holds."""
+"""The states that a restored run puts back, and those that it keeps corrupted."""
 
 import math
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
 @dataclass(frozen=True)
 class Restoration:
-    """What is put back around a layer, and what is held above it.
+    """The states that are restored around a layer, and those that keep their corrupted values above it.
 
     Attributes:
         kind: "resid", the residual stream after one block; "mlp" or "attn", the outputs of a window of blocks.
-        window: blocks around a layer l, from l - window // 2 to l + ceil(window / 2) exclusive; of no use for "resid".
-        severed: "mlp" or "attn": these outputs of the restored place are held at their corrupted values in the blocks
-            above, to see which path the effect takes; with "resid" only.
+        window: Number of blocks around a layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not used for
+            "resid".
+        severed: "mlp" or "attn", outputs of the restored position that keep their corrupted values in the blocks above,
+            which shows the path that the effect takes; `None` severs nothing. With "resid" only.
     """
 
     kind: str = "resid"
@@ -27,10 +28,10 @@ class Restoration:
 
     @classmethod
     def of(cls, kind: "str | Restoration", window: Whole = 10, severed: str | None = None) -> "Restoration":
-        """From the keywords of `causal_trace`; a `Restoration` is returned as it is.
+        """A restoration from the keywords of `causal_trace`; a `Restoration` is returned as it is.
 
         Raises:
-            ValueError: A setting out of range, or a `Restoration` beside settings of its own.
+            ValueError: A setting out of range, or a `Restoration` together with the keywords that it replaces.
         """
         if not isinstance(kind, Restoration):
             return cls(kind, at_least(1, "window", window), severed)
@@ -51,11 +52,11 @@ class Restoration:
             raise ValueError(f"severed={self.severed!r} goes with kind='resid', not with a window of {self.kind!r}")
 
     def span(self, layer: int, n_layers: int) -> range:
-        """The restored blocks around `layer`."""
+        """The blocks that are restored around `layer`."""
         if self.kind == "resid":
             return range(layer, layer + 1)
         return range(max(0, layer - self.window // 2), min(n_layers, layer + math.ceil(self.window / 2)))
 
     def describe(self) -> dict[str, Any]:
-        """For a record."""
+        """The settings, for a record."""
         return {"kind": self.kind, "window": None if self.kind == "resid" else self.window, "severed": self.severed}

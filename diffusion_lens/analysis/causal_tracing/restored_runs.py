@@ -1,8 +1,8 @@
 """Scores every (position, layer) cell of a canvas by restoring it in a corrupted run.
 
 A cell restores the states of one position in a span of blocks. In the first block of the span only this position
-changes: attention mixes positions before the state is restored, and all that follows in the block is position by
-position. So one pass of that block with every position restored gives each cell's state there, and the cell enters at
+changes: attention mixes positions before the state is restored, and the rest of the block acts on each position alone.
+So one pass of that block with every position restored gives each cell's state there, and the cell enters at
 the block after it (`analysis.cells`). The caller's hooks may mix positions wherever they act: while there are any,
 cells enter at the span's first block and are written into there too.
 """
@@ -24,11 +24,11 @@ Scores = Float[Tensor, "sample selected"]
 
 @dataclass(frozen=True, eq=False)
 class RunPair:
-    """The clean and the corrupted run of one canvas, both still to be taken.
+    """The inputs of the clean and the corrupted run of one canvas.
 
     Attributes:
-        clean: One row.
-        corrupted: A row a sample, of the same length; both read the same rows of the logits.
+        clean: Input of one row.
+        corrupted: Input with one row per sample, of the same length; both read the same rows of the logits.
         subject: First position that the corruption touches, and one past the last.
     """
 
@@ -37,7 +37,7 @@ class RunPair:
     subject: tuple[int, int]
 
     def needed(self) -> "RunPair":
-        """Without the positions that no row read can see and no corruption touches: those at a causal model's end."""
+        """The pair without a causal model's last positions that no row read can see and no corruption touches."""
         if not self.corrupted.resumes_at_positions or self.corrupted.rows is None:
             return self
         n_pos = max(max(self.corrupted.rows) + 1, self.subject[1])
@@ -46,10 +46,11 @@ class RunPair:
 
 
 class RestoredRuns:
-    """The clean and the corrupted run of one canvas, and the cells between them.
+    """The clean and the corrupted run of one canvas, and the cells that are restored in the corrupted one.
 
     Args:
-        restoration: What a cell restores.
+        pair: Inputs of the two runs.
+        restoration: States that a cell restores.
         layers: Layers around which states are restored.
     """
 
@@ -67,9 +68,9 @@ class RestoredRuns:
         self._restored = {} if self.is_hooked else {start: self._restore(start) for start in starts}
 
     def engine(self, measure: Measure, unchanged: Tensor, max_bytes: int, more_row_bytes: int = 0) -> CellRuns:
-        """What scores the cells; the arguments are those of `CellRuns`."""
-        own = 0 if self.site is SITES["resid"] else sum(stream.nbytes for stream in self._restored.values())
-        kept_bytes = self.clean.nbytes + own
+        """The engine that scores the cells; the arguments are those of `CellRuns`."""
+        restored_bytes = 0 if self.site is SITES["resid"] else sum(stream.nbytes for stream in self._restored.values())
+        kept_bytes = self.clean.nbytes + restored_bytes
         return CellRuns(
             self.corrupted, measure, unchanged, max_bytes, kept_bytes=kept_bytes, more_row_bytes=more_row_bytes
         )
@@ -80,6 +81,8 @@ class RestoredRuns:
         """The score of every cell.
 
         Args:
+            engine: Engine that scores the cells.
+            positions: Positions to restore.
             progress: Title of a progress bar; by default none is shown.
         """
         # Windows that are cut off at the first or last block may be the same for several layers.
@@ -106,7 +109,7 @@ class RestoredRuns:
                 yield Patch(block, self.severed(block), self.corrupted.activations[self.severed(block)], *at)
 
     def _kept_names(self, corrupted: NetworkInput) -> list[str]:
-        """What the corrupted run keeps: the streams that cells start from, what is severed, keys and values."""
+        """Hook points that the corrupted run keeps: streams that cells start from, severed outputs, keys and values."""
         starts, blocks = {span.start for span in self.spans.values()}, range(self.n_layers)
         names = [stream_entering(start) for start in sorted(starts)]
         names += [stream_entering(start + 1) for start in sorted(starts)]
@@ -115,7 +118,7 @@ class RestoredRuns:
         return list(dict.fromkeys(names))
 
     def _restore(self, block: int) -> Resid:
-        """What a block, the first of a span, leaves at each position when this position alone is restored in it."""
+        """The stream after the first block of a span, at each position when this position alone is restored there."""
         clean: Tensor = self.clean.activations[self.site(block)]
         if self.site is SITES["resid"]:
             return clean
@@ -131,29 +134,30 @@ class AnswerRuns:
     """Restored runs in which the probability of an answer is measured.
 
     Args:
-        clean_answer: What is scored of the clean run.
-        answer: What is scored of the corrupted run and of every cell.
+        restored: Both runs and their cells.
+        clean_answer: Answer that is scored in the clean run.
+        answer: Answer that is scored in the corrupted run and in every cell.
         max_bytes: Memory to use beside the weights.
 
     Raises:
         ValueError: `max_bytes` does not hold the two runs and one cell.
     """
 
-    def __init__(self, runs: RestoredRuns, clean_answer: Answer, answer: Answer, max_bytes: int) -> None:
-        self.runs, self.clean_answer, self.answer, self.samples = runs, clean_answer, answer, runs.samples
-        self.clean_scores: Scores = clean_answer.probabilities(runs.clean.logits, 1)[0]
-        self.corrupted_scores: Scores = answer.probabilities(runs.corrupted.logits, self.samples)[0]
-        self._engine = runs.engine(self._measure, self.corrupted_scores, max_bytes)
+    def __init__(self, restored: RestoredRuns, clean_answer: Answer, answer: Answer, max_bytes: int) -> None:
+        self.restored, self.clean_answer, self.answer, self.samples = restored, clean_answer, answer, restored.samples
+        self.clean_scores: Scores = clean_answer.probabilities(restored.clean.logits, 1)[0]
+        self.corrupted_scores: Scores = answer.probabilities(restored.corrupted.logits, self.samples)[0]
+        self._engine = restored.engine(self._measure, self.corrupted_scores, max_bytes)
 
     def grid(self, positions: Sequence[int], progress: str | None = None) -> Float[Tensor, "pos layer sample selected"]:
         """Probability of each token of the answer in every cell, by sample."""
-        return self.runs.grid(self._engine, positions, progress)
+        return self.restored.grid(self._engine, positions, progress)
 
     def _measure(
         self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
     ) -> Float[Tensor, "cell sample answer"]:
-        """Probabilities of the answer's tokens; rows that were not computed are those of the corrupted run."""
-        read = self.answer.probabilities(logits, self.samples, computed)
-        scores = self.corrupted_scores.expand(len(read), -1, -1).clone()
-        scores[:, :, computed] = read
+        """Probabilities of the answer's tokens; those that were not computed are taken from the corrupted run."""
+        probabilities = self.answer.probabilities(logits, self.samples, computed)
+        scores = self.corrupted_scores.expand(len(probabilities), -1, -1).clone()
+        scores[:, :, computed] = probabilities
         return scores

@@ -1,10 +1,12 @@
-"""The temporal indirect effect: does one state at one denoising step decide what is written in the end?
+"""The temporal indirect effect: does one state at one denoising step decide the final text?
 
-Each draw of the corrupted run takes the loop freely, and loses the answer. The run is branched off before step k, one
-state is put back to its value in the clean run at step k, in this step alone, and the loop goes on, corrupted, to its
-end. The score is the share of draws whose final text holds the answer; the temporal indirect effect is that share minus
-the corrupted runs' own. A state without effect here may still move the probabilities of its step (`trace_trajectory`):
-what counts here is what is revealed for good.
+Each sample of the corrupted run is denoised freely and loses the answer. A branch starts before step k. In this step
+alone one state is put back to its value in the clean run at step k; then the loop continues, corrupted, to its end. The
+score is the share of samples whose final text contains the answer. The temporal indirect effect is that share minus the
+share of the corrupted runs.
+
+Only tokens that are revealed for good count here. A state without an effect may still change the probabilities of its
+step (`trace_trajectory`).
 """
 
 from collections.abc import Iterable
@@ -36,20 +38,20 @@ from diffusion_lens.settings import Real, Whole
 
 @dataclass(frozen=True, eq=False)
 class TemporalEffect:
-    """What one state at one step changes in the end.
+    """The effect of one state at one step on the final text.
 
     Attributes:
-        scores: Float[step pos layer], share of draws that end with the answer when that state is restored at that step;
-            NaN at places that the canvas of a causal model does not hold yet.
-        token_scores: Float[step pos layer selected], the same for each token of the answer alone.
-        clean: 1 if the clean run ends with the answer, else 0.
-        corrupted: share of the corrupted runs that do.
-        steps: the step of each grid.
-        positions: the place of each row of the grids.
-        layers: the layer of each column.
-        str_tokens: the clean run's final canvas, a string a place.
-        subject: first and one past the last place of the subject.
-        record: as in `TrajectoryTrace`.
+        scores: Float[step pos layer], share of samples that end with the answer when that state is restored at that
+            step; NaN at positions that a causal model has not reached yet.
+        token_scores: Float[step pos layer selected], share of samples that end with each token of the answer.
+        clean: Value 1 if the clean run ends with the answer, else 0.
+        corrupted: Share of the corrupted runs that end with the answer.
+        steps: Step of each grid.
+        positions: Position of each row of the grids.
+        layers: Layer of each column of the grids.
+        str_tokens: Text at each position of the clean run's final canvas.
+        subject: First position of the subject and one past the last.
+        record: Record of the same form as that of `TrajectoryTrace`.
     """
 
     scores: Float[Tensor, "step pos layer"]
@@ -65,7 +67,7 @@ class TemporalEffect:
 
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
-        """scores - corrupted."""
+        """Rise of the share when a state is restored: scores - corrupted."""
         return self.scores - self.corrupted
 
     def save(self, path: str | Path) -> Path:
@@ -97,24 +99,24 @@ def temporal_effect(
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TemporalEffect:
-    """Restore each state at each step alone, and see what is written in the end.
+    """Restore each state at each step alone, and count the samples whose final text contains the answer.
 
-    Every cell and draw takes the loop from its step to the end: choose `steps`, `positions` and `layers` on a large
-    model.
+    Every sample of every cell is denoised from its step to the end: on a large model, select `steps`, `positions` and
+    `layers`.
 
     Args:
-        steps: steps at which states are restored; by default all up to the one that reveals the answer's last token.
-        trajectory: the clean run, as in `trace_trajectory`, made under the hooks, weights and modules that the model
-            has now: its ending is compared with the model's corrupted runs.
+        steps: Steps at which states are restored; by default all up to the one that reveals the answer's last token.
+        trajectory: Clean run, as in `trace_trajectory`, made under the hooks, weights and modules that the model has
+            now: its ending is compared with the model's corrupted runs.
 
     The other arguments are those of `causal_trace`.
 
     Raises:
-        ValueError: as in `trace_trajectory`, or a trajectory made by another checkpoint or under other hooks, weights
-            or modules.
+        ValueError: A reason given for `trace_trajectory`, or a trajectory made by another checkpoint or under other
+            hooks, weights or modules.
 
     Warns:
-        UserWarning: a trajectory that begins on a canvas which another network wrote (a free replay from the middle).
+        UserWarning: A trajectory that begins on a canvas which another network wrote (a free replay from the middle).
             The corrupted runs begin on it too, so the scores are of this network alone.
     """
     return restore_in_loop(
@@ -139,31 +141,34 @@ def restore_in_loop(
     progress: bool = False,
 ) -> TemporalEffect:
     """Restore states of one run at single steps; `temporal_effect` describes the arguments."""
+    # 1. Check the settings, and denoise the corrupted runs.
     model = run.model
     if restoration.severed:
-        raise ValueError("temporal_effect severs nothing; give a Restoration with severed=None")
+        raise ValueError("temporal_effect cannot sever outputs; give a Restoration with severed=None")
     require_same_network(run.trajectory.record, model, "temporal_effect")
     run.require_loop_memory(corruption, max_bytes)
-    own = run.corrupted(corruption)
-    chosen = check_steps(run, range(own.first_step, max(run.revealed_at) + 1) if steps is None else steps)
+    corrupted = run.corrupted(corruption)
+    selected_steps = check_steps(run, range(corrupted.first_step, max(run.revealed_at) + 1) if steps is None else steps)
     positions, layers = selection.within(run.n_pos, model.cfg.n_layers)
 
+    # 2. At each step, restore every cell and denoise to the end.
     by_sample = torch.full(
-        (len(chosen), len(positions), len(layers), corruption.rows, len(run.query.answer_tokens)), torch.nan
+        (len(selected_steps), len(positions), len(layers), corruption.rows, len(run.query.answer_tokens)), torch.nan
     )
-    for i, step in enumerate(tqdm(chosen, desc="temporal effect", unit="step", disable=not progress)):
+    for i, step in enumerate(tqdm(selected_steps, desc="temporal effect", unit="step", disable=not progress)):
         on_canvas = [index for index, position in enumerate(positions) if position in run.on_canvas(step)]
-        branch = _Branch(run, corruption, own, step)
-        runs = RestoredRuns(branch.pair(), restoration, layers)
-        engine = runs.engine(branch.endings, run.written(own).float(), max_bytes, run.loop_row_bytes())
-        by_sample[i, on_canvas] = runs.grid(engine, [positions[index] for index in on_canvas])
+        branch = _Branch(run, corruption, corrupted, step)
+        restored = RestoredRuns(branch.pair(), restoration, layers)
+        engine = restored.engine(branch.endings, run.written(corrupted).float(), max_bytes, run.loop_row_bytes())
+        by_sample[i, on_canvas] = restored.grid(engine, [positions[index] for index in on_canvas])
 
+    # 3. Average over the samples; a sample counts where it ends with all tokens of the answer.
     return TemporalEffect(
         scores=by_sample.prod(dim=4).mean(dim=3),
         token_scores=by_sample.mean(dim=3),
         clean=float(run.wrote_the_answer),
-        corrupted=run.written(own).all(dim=1).float().mean().item(),
-        steps=chosen,
+        corrupted=run.written(corrupted).all(dim=1).float().mean().item(),
+        steps=selected_steps,
         positions=positions,
         layers=layers,
         str_tokens=model.words(run.trajectory.tokens[0].tolist()),
@@ -180,15 +185,15 @@ def restore_in_loop(
 
 
 class _Branch:
-    """The corrupted runs of the loop before one step, to be branched off with one state restored in that step.
+    """The corrupted denoising runs before one step, from which branches start with one state restored in that step.
 
-    The step itself is a restored run of the branch's own canvases, so it is computed from the restored layer on; its
-    logits, guided if the run is, are given to the loop, which takes the steps after it.
+    The step itself is a restored run of the branch's own canvases, so it is computed from the restored layer on. Its
+    logits, guided if the run is, go to the loop, which continues with the steps after it.
     """
 
-    def __init__(self, run: TracedTrajectory, corruption: Corruption, own: Trajectory, step: int) -> None:
-        self.run, self.corruption, self.before = run, corruption, own.from_step(step)
-        self.step, self.canvases = step, own.canvases[step - own.first_step]
+    def __init__(self, run: TracedTrajectory, corruption: Corruption, corrupted: Trajectory, step: int) -> None:
+        self.run, self.corruption, self.before = run, corruption, corrupted.from_step(step)
+        self.step, self.canvases = step, corrupted.canvases[step - corrupted.first_step]
         masked = (self.canvases == run.trajectory.record["blank"]).any(dim=0).nonzero().flatten()
         # On a causal canvas the loop proposes a token for the next position only.
         self.positions: list[int] = (masked[:1] if run.model.cfg.is_causal else masked).tolist()
@@ -197,7 +202,7 @@ class _Branch:
         self.unconditional = run.unconditional(step, self.canvases, self.rows) if self.scale else None
 
     def pair(self) -> RunPair:
-        """The clean and the corrupted run of the step."""
+        """The inputs of the clean and the corrupted run at the step."""
         run, model, clean = self.run, self.run.model, self.run.canvas(self.step)[None]
         return RunPair(
             clean=NetworkInput(model, run.seen(clean), self.rows, step=run.state(self.step, clean)),
@@ -214,7 +219,7 @@ class _Branch:
     def endings(
         self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
     ) -> Float[Tensor, "cell sample answer"]:
-        """Which answer tokens (1 or 0) the branches end with, whose step has these logits."""
+        """For each answer token, 1 if the branch whose step has these logits ends with it, else 0."""
         samples, model, query = self.corruption.rows, self.run.model, self.run.query
         if self.unconditional is not None:
             conditional = logits.unflatten(0, (-1, samples))
@@ -223,5 +228,5 @@ class _Branch:
         hooks = [
             (name, on_branch(hook, "conditional")) for name, hook in self.corruption.hooks(model, query, runs=n_cells)
         ]
-        ended = self.before.repeat(n_cells).replay_from_logits(model, logits, self.positions, hooks)
-        return self.run.written(ended).view(n_cells, samples, -1).float()
+        finished = self.before.repeat(n_cells).replay_from_logits(model, logits, self.positions, hooks)
+        return self.run.written(finished).view(n_cells, samples, -1).float()

@@ -1,12 +1,18 @@
 """Causal tracing (Meng et al. 2022, arXiv 2202.05262, section 2): which states carry the answer?
 
-Three runs of one query. *Clean*: as it is. *Corrupted*: the subject disturbed, by default Gaussian noise on the
-embeddings of its tokens, several draws, p(answer) averaged over them. *Restored*: corrupted, but with one state put
-back to its clean value: the residual stream after one block ("resid"), or the MLP or attention outputs of a window of
-blocks ("mlp", "attn"), at one place. The indirect effect of a state is p_restored - p_corrupted. With `severed` the MLP
-or attention outputs of that place are held at their corrupted values above it, to see which path the effect takes.
+Causal tracing compares three runs of one query:
 
-What is disturbed is `analysis.corruption`; how little of each restored run is computed, `analysis.restored_runs`.
+    clean      the query as it is
+    corrupted  the subject is corrupted, by default with Gaussian noise on the embeddings of its tokens; p(answer) is
+               the mean over several samples of the noise
+    restored   the corrupted run, with one state of one position put back to its clean value: the residual stream after
+               one block ("resid"), or the MLP or attention outputs of a window of blocks ("mlp", "attn")
+
+The indirect effect of a state is p_restored - p_corrupted. With `severed`, the MLP or attention outputs of the restored
+position keep their corrupted values in the blocks above, which shows the path that the effect takes.
+
+`causal_tracing.corruption` describes the corruptions. `causal_tracing.restored_runs` describes which part of each
+restored run is computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,23 +41,23 @@ from diffusion_lens.settings import Real, Whole
 
 @dataclass(frozen=True, eq=False)
 class CausalTrace:
-    """One query traced.
+    """The causal trace of one query.
 
     Attributes:
-        scores: Float[pos layer], p(answer) with that state restored, mean over the draws.
-        token_scores: Float[pos layer selected], the same for each token of the answer alone.
-        clean_token_scores: Float[selected], of the clean run.
-        corrupted_token_scores: Float[selected], of the corrupted run.
-        clean: p(answer) of the clean run.
-        corrupted: p(answer) of the corrupted run, mean over the draws.
-        known: whether the clean run's likeliest token is the answer's at every place, all read at once from this one
-            canvas; [MASK], which the loop never writes, does not count. The loop reveals some places before others and
-            may write something else: `average_indirect_effect(known="recalled")` asks it.
-        str_tokens: the canvas, a string a place.
-        subject: first and one past the last place of the subject.
-        positions: the place of each row of the grid.
-        layers: the layer of each column.
-        record: kind, window, severed, corruption, noise, samples, seed, answer, model, weights' hash, versions.
+        scores: Float[pos layer], p(answer) with that state restored, mean over the samples.
+        token_scores: Float[pos layer selected], probability of each token of the answer, mean over the samples.
+        clean_token_scores: Float[selected], probability of each token in the clean run.
+        corrupted_token_scores: Float[selected], probability of each token in the corrupted run.
+        clean: Value of p(answer) in the clean run.
+        corrupted: Value of p(answer) in the corrupted run, mean over the samples.
+        known: Whether the clean run's likeliest token is the answer's at every position, all read from this one canvas;
+            [MASK], which the loop never writes, does not count. The loop reveals some positions before others and may
+            write something else: `average_indirect_effect(known="recalled")` tests what the loop writes.
+        str_tokens: Text at each position of the canvas.
+        subject: First position of the subject and one past the last.
+        positions: Position of each row of the grid.
+        layers: Layer of each column of the grid.
+        record: Kind, window, severed, corruption, noise, samples, seed, answer, model, hash of the weights, versions.
     """
 
     scores: Float[Tensor, "pos layer"]
@@ -69,12 +75,12 @@ class CausalTrace:
 
     @property
     def indirect_effect(self) -> Float[Tensor, "pos layer"]:
-        """How much of the answer a state brings back: scores - corrupted."""
+        """Rise of p(answer) when a state is restored: scores - corrupted."""
         return self.scores - self.corrupted
 
     @property
     def total_effect(self) -> float:
-        """How much the corruption takes away: clean - corrupted."""
+        """Fall of p(answer) under the corruption: clean - corrupted."""
         return self.clean - self.corrupted
 
     def save(self, path: str | Path) -> Path:
@@ -87,13 +93,18 @@ class CausalTrace:
         return load_fields(path, "causal trace", cls)
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """ROME's heat map: tokens down, the subject's starred, layers across. Returns the matplotlib axes.
+        """ROME's heat map: tokens down, the subject's starred, layers across.
 
         Args:
-            limits: probabilities at the ends of the colour scale; by default from corrupted to the highest score.
+            ax: Matplotlib axes to draw on; by default new ones.
+            title: Title of the figure.
+            limits: Probabilities at the ends of the colour scale; by default from corrupted to the highest score.
+
+        Returns:
+            The matplotlib axes.
 
         Raises:
-            ValueError: a trace without cells, of a fact that an average leaves out.
+            ValueError: A trace without cells, of a fact that an average leaves out.
         """
         if not self.positions:
             raise ValueError(
@@ -132,30 +143,31 @@ def causal_trace(
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> CausalTrace:
-    """Trace one query on either variant.
+    """Score every (position, layer) cell of one query by restoring it in a corrupted run.
 
     Args:
-        query: canvas, subject and answer, or a fact, which is laid out as in `average_indirect_effect`. A longer answer
-            counts as a whole: the product of its tokens' probabilities.
-        kind: what is restored: "resid" the residual stream after a block, "mlp" or "attn" the outputs of a window; or a
-            `Restoration`, which also says window and severed.
-        window: blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; for "resid"
-            not used.
-        noise: scale of the noise; `noise_scale` gives ROME's 3 standard deviations of the embeddings. "mask" and "swap"
+        model: Masked diffusion model or causal model.
+        query: Canvas, subject and answer; or a fact, which is laid out as in `average_indirect_effect`. The probability
+            of an answer of several tokens is the product of the tokens' probabilities.
+        kind: State to restore: "resid", the residual stream after a block; "mlp" or "attn", the outputs of a window of
+            blocks. Or a `Restoration`, which includes window and severed.
+        window: Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive;
+            not used for "resid".
+        noise: Scale of the noise; `noise_scale` gives ROME's 3 standard deviations of the embeddings. "mask" and "swap"
             need none.
-        samples: draws of noise.
-        seed: of `numpy.random.RandomState`, as in ROME's code, so that published traces are met number for number.
+        samples: Number of samples of the noise.
+        seed: Seed of `numpy.random.RandomState`, as in ROME's code, so that published traces are reproduced exactly.
         corruption: "gaussian", "uniform" or "replace" noise, "mask" or "swap"; see `causal_tracing.corruption`. Or a
-            `Corruption`, which also says noise, samples, seed and swap.
-        swap: for "swap", another query, whose subject's tokens are taken, or the tokens.
-        severed: "mlp" or "attn" holds these outputs of the restored place, above it, at their corrupted values.
-        positions: places to restore, negative ones from the end; by default all.
-        layers: layers to restore, likewise.
-        max_bytes: memory to use beside the weights.
-        progress: show a bar.
+            `Corruption`, which includes noise, samples, seed and swap.
+        swap: For "swap", another query, whose subject's tokens are used, or the tokens.
+        severed: "mlp" or "attn", outputs of the restored position that keep their corrupted values in the blocks above.
+        positions: Positions to restore, negative ones from the end; by default all.
+        layers: Layers to restore, negative ones from the end; by default all.
+        max_bytes: Memory to use beside the weights.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: a setting out of range, a query without an answer, a budget too small for one cell.
+        ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
     return trace_query(
         model,
@@ -179,6 +191,7 @@ def trace_query(
     progress: bool = False,
 ) -> CausalTrace:
     """Trace one query; `causal_trace` describes the arguments."""
+    # 1. Lay out the inputs of the clean and the corrupted run.
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.real_positions(canvas)
     positions, layers = selection.within(len(query.tokens), model.cfg.n_layers)
@@ -194,8 +207,13 @@ def trace_query(
         ),
         subject=query.subject,
     )
-    runs = AnswerRuns(RestoredRuns(pair, restoration, layers), answer, answer, max_bytes)
+
+    # 2. Run both, and score every cell.
+    restored = RestoredRuns(pair, restoration, layers)
+    runs = AnswerRuns(restored, answer, answer, max_bytes)
     by_sample = runs.grid(positions, "trace" if progress else None)
+
+    # 3. Average over the samples; an answer's probability is the product of its tokens' probabilities.
     return CausalTrace(
         scores=by_sample.prod(dim=3).mean(dim=2),
         token_scores=by_sample.mean(dim=2),
@@ -203,7 +221,7 @@ def trace_query(
         corrupted_token_scores=runs.corrupted_scores.mean(dim=0).cpu(),
         clean=runs.clean_scores.prod(dim=1).item(),
         corrupted=runs.corrupted_scores.prod(dim=1).mean().item(),
-        known=answer.is_likeliest(model, runs.runs.clean.logits),
+        known=answer.is_likeliest(model, restored.clean.logits),
         str_tokens=model.words(query.tokens.tolist()),
         subject=query.subject,
         positions=positions,
@@ -222,10 +240,12 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
     """`factor` standard deviations of the embeddings of the subjects' tokens (ROME's `collect_embedding_std`).
 
     Args:
-        subjects: texts, or queries, whose subject tokens are taken in place.
+        model: Model whose embeddings are measured.
+        subjects: Texts, or queries whose subject tokens are used.
+        factor: Number of standard deviations.
 
     Raises:
-        ValueError: no subjects, or a text with words that the tokenizer does not know.
+        ValueError: No subjects, or a text with words that the tokenizer does not know.
     """
     if isinstance(subjects, str):
         raise TypeError(f"subjects is a list of texts or queries; [{subjects!r}] measures this one")

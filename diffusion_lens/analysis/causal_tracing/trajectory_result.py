@@ -14,28 +14,28 @@ from diffusion_lens.records import load_fields, save_fields
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryTrace:
-    """One query traced at several steps of one run.
+    """The causal traces of one query at several steps of one denoising run.
 
     Attributes:
-        scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the draws: the product
-            over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN at places
-            that the canvas of a causal model does not hold yet.
-        token_scores: Float[step pos layer selected], the same for each token of the answer alone.
-        chained: Float[pos layer], p(answer) by the chain rule: each token read at the step that committed it, with the
-            state restored at all these steps. `None` for free canvases, and where not all of these steps were traced.
-        clean: Float[step], of the clean run.
-        corrupted: Float[step], of the corrupted run.
-        clean_token_scores: Float[step selected].
-        corrupted_token_scores: Float[step selected].
-        steps: the step of each grid.
-        revealed_at: the step in which the clean run revealed each answer token for good.
-        known: whether the clean run wrote the answer.
-        str_canvases: the canvas of each step, a string a place.
-        subject: first and one past the last place of the subject.
-        positions: the place of each row of the grids.
-        layers: the layer of each column.
-        record: the settings of the trace and of the run, model, weights' hash, hooks, modules, versions; under
-            "trajectory", by what weights, hooks and modules the clean run's canvases were written.
+        scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the samples: the
+            product over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN
+            at positions that a causal model has not reached yet.
+        token_scores: Float[step pos layer selected], score of each token of the answer, mean over the samples.
+        chained: Float[pos layer], p(answer) by the chain rule: each token is read at the step that committed it, with
+            the state restored at all these steps. `None` for free canvases, and if not all of these steps were traced.
+        clean: Float[step], p(answer) of the clean run.
+        corrupted: Float[step], p(answer) of the corrupted run.
+        clean_token_scores: Float[step selected], score of each token in the clean run.
+        corrupted_token_scores: Float[step selected], score of each token in the corrupted run.
+        steps: Step of each grid.
+        revealed_at: Step in which the clean run revealed each answer token for good.
+        known: Whether the clean run wrote the answer.
+        str_canvases: Text at each position of the canvas, for each step.
+        subject: First position of the subject and one past the last.
+        positions: Position of each row of the grids.
+        layers: Layer of each column of the grids.
+        record: Settings of the trace and of the run, model, hash of the weights, hooks, modules, versions. "trajectory"
+            holds the weights, hooks and modules that wrote the clean run's canvases.
     """
 
     scores: Float[Tensor, "step pos layer"]
@@ -56,12 +56,12 @@ class TrajectoryTrace:
 
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
-        """How much of the answer a state brings back: scores - corrupted."""
+        """Rise of p(answer) when a state is restored: scores - corrupted."""
         return self.scores - self.corrupted[:, None, None]
 
     @property
     def order(self) -> list[int]:
-        """The answer's tokens in the order in which the model committed them; from left to right within a step."""
+        """Indices of the answer's tokens in the order of their commitment; from left to right within a step."""
         return sorted(range(len(self.revealed_at)), key=lambda token: self.revealed_at[token])
 
     def at_step(self, step: int) -> CausalTrace:
@@ -85,7 +85,7 @@ class TrajectoryTrace:
         )
 
     def plot(self, step: int, ax: Any = None, title: str | None = None) -> Any:
-        """The heat map of one step, on the colour scale of all of them; returns the matplotlib axes."""
+        """The heat map of one step, on a colour scale that all steps share; returns the matplotlib axes."""
         limits = float(self.corrupted.min()), float(self.scores.nan_to_num().max())
         return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
 

@@ -1,18 +1,20 @@
-"""Causal tracing over denoising steps: by which states is the answer carried, and when?
+"""Causal tracing over denoising steps: which states carry the answer, and when?
 
 In the loop of a masked diffusion model the tokens of an answer appear at different steps, from t1, which reveals the
-first of them, to t2, which reveals the last. At every step between, a causal trace asks the canvas of that step:
-p(answer) is the joint probability of the tokens still masked, those already revealed being context. The first step
-isolates the flow from the subject; later ones also show the flow from the tokens already revealed. A causal model takes
-the same call; what it has not reached is continued with the answer's tokens (teacher forcing).
+first of them, to t2, which reveals the last. A causal trace is made on the canvas of every step from t1 to t2:
+p(answer) is the joint probability of the tokens still masked, and the tokens already revealed are context. The first
+step isolates the flow from the subject; later steps also show the flow from the tokens already revealed. A causal model
+takes the same call; the answer's tokens that it has not reached are filled in (teacher forcing).
 
-Two readings of the corrupted run. *Forced*: it sees the canvases of the clean run. *Free*: each draw reveals what it
-likes, from the start. In both an answer token that has been revealed counts 1, another one in its place 0.
+There are two kinds of corrupted canvases. *Forced*: the corrupted run reads the canvases of the clean run. *Free*: each
+sample reveals its own tokens from the start. In both, an answer token that has been revealed counts 1, and another
+token in its position counts 0.
 
-Under guidance the subject is corrupted and the state restored in the conditional branch; the other sees no subject.
+Under guidance the subject is corrupted and the state restored in the conditional branch; the unconditional branch does
+not see the subject.
 
-Hooks of the caller inside the network act here as in the loop, and are told the step. Those on the loop's own hook
-points (`denoise.hook_*`) do not pass: what they changed in the clean run is in its canvases.
+The caller's hooks inside the network act here as in the loop, and can read the step. Hooks on the loop's own hook
+points (`denoise.hook_*`) do not act here; their changes to the clean run are in its canvases.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -61,26 +63,26 @@ def trace_trajectory(
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TrajectoryTrace:
-    """A causal trace at every step at which an answer token is open.
+    """Make a causal trace at every step at which an answer token is masked.
 
     Args:
-        steps: which steps; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
-        canvas: "forced" or "free", what the corrupted run sees.
-        trajectory: the clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal
-            model of the prompt); by default with those of `denoise`. Forced canvases may be another network's, such as
-            the plain run's for a model under a hook: all scores are then of the model as it is now, but `known`,
-            `revealed_at` and the canvases are of the one that wrote them.
+        steps: Steps to trace; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
+        canvas: "forced" or "free", canvases that the corrupted run reads.
+        trajectory: Clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal model,
+            of the prompt); by default a run with the default settings of `denoise`. Forced canvases may be another
+            network's, such as the plain run's for a model under a hook. All scores are then of the model as it is now,
+            but `known`, `revealed_at` and the canvases are of the network that wrote them.
 
     The other arguments are those of `causal_trace`.
 
     Raises:
-        ValueError: a setting out of range, a trajectory of another prompt or architecture, a step at which no answer
-            token is open. With canvas="free", a trajectory made by another checkpoint or under other hooks, weights or
-            modules: the free runs are those of the model as it is now, which may write something else without any
+        ValueError: A setting out of range, a trajectory of another prompt or architecture, a step at which no answer
+            token is masked. With canvas="free", a trajectory made by another checkpoint or under other hooks, weights
+            or modules: the free runs are those of the model as it is now, which may write something else without any
             corruption.
 
     Warns:
-        UserWarning: canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
+        UserWarning: Canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
     """
     return trace_steps(
         TracedTrajectory.of(model, fact_or_query, trajectory),
@@ -106,48 +108,54 @@ def trace_steps(
     progress: bool = False,
 ) -> TrajectoryTrace:
     """Trace the steps of one run; `trace_trajectory` describes the arguments."""
+    # 1. Check the settings; with free canvases, denoise the corrupted runs.
     model = run.model
     check_canvas(canvas)
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
-    chosen = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
+    selected_steps = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
     positions, layers = selection.within(run.n_pos, model.cfg.n_layers)
     if canvas == "free":
         run.require_loop_memory(corruption, max_bytes)
-    own = run.corrupted(corruption) if canvas == "free" else None
+    free = run.corrupted(corruption) if canvas == "free" else None
 
-    # Steps at which the network reads the same tokens share their passes: steps that reveal nothing and, on a causal
-    # model, all steps whose tokens are the answer's. Hooks may act by step, and each free canvas is read once.
-    shared = own is None and not model.is_hooked
+    # 2. Group the steps at which the network reads the same tokens, since these share their passes: steps that reveal
+    # nothing and, on a causal model, all steps whose tokens are the answer's. Steps are not grouped under the caller's
+    # hooks, which may act by step, or on free canvases.
+    can_share = free is None and not model.is_hooked
     groups: dict[Hashable, list[int]] = {}
-    for step in chosen:
-        groups.setdefault(tuple(run.seen(run.canvas(step)[None])[0].tolist()) if shared else step, []).append(step)
+    for step in selected_steps:
+        groups.setdefault(tuple(run.seen(run.canvas(step)[None])[0].tolist()) if can_share else step, []).append(step)
+
+    # 3. Score every cell of each canvas.
     traced: dict[int, _Step] = {}
     for members in tqdm(groups.values(), desc=f"trace {restoration.kind}", unit="canvas", disable=not progress):
         step = members[0]
         clean_answer = run.reading(step, run.canvas(step)[None])
-        answer = clean_answer if own is None else run.reading(step, own.canvases[step - own.first_step])
-        restored = RestoredRuns(_run_pair(run, step, corruption, own), restoration, layers)
+        answer = clean_answer if free is None else run.reading(step, free.canvases[step - free.first_step])
+        restored = RestoredRuns(_run_pair(run, step, corruption, free), restoration, layers)
         runs = AnswerRuns(restored, clean_answer, answer, max_bytes)
-        traced |= _settled_steps(run, members, runs, positions, own)
+        traced |= _settled_steps(run, members, runs, positions, free)
 
-    by_step = [traced[step] for step in chosen]
-    scores, low = (torch.stack([getattr(each, name) for each in by_step]) for name in ("grid", "corrupted"))
-    clean = torch.stack([each.clean for each in by_step])
+    # 4. Average over the samples.
+    by_step = [traced[step] for step in selected_steps]
+    scores = torch.stack([traced_step.grid for traced_step in by_step])
+    clean = torch.stack([traced_step.clean for traced_step in by_step])
+    corrupted = torch.stack([traced_step.corrupted for traced_step in by_step])
     return TrajectoryTrace(
         scores=scores.prod(dim=4).mean(dim=3),
         token_scores=scores.mean(dim=3),
-        chained=_chain(scores, low, chosen, run.revealed_at) if own is None else None,
+        chained=_chain(scores, corrupted, selected_steps, run.revealed_at) if free is None else None,
         clean=clean.prod(dim=1),
-        corrupted=low.prod(dim=2).mean(dim=1),
+        corrupted=corrupted.prod(dim=2).mean(dim=1),
         clean_token_scores=clean,
-        corrupted_token_scores=low.mean(dim=1),
-        steps=chosen,
+        corrupted_token_scores=corrupted.mean(dim=1),
+        steps=selected_steps,
         revealed_at=run.revealed_at,
         known=run.wrote_the_answer,
-        str_canvases=[model.words(run.canvas(step).tolist()) for step in chosen],
+        str_canvases=[model.words(run.canvas(step).tolist()) for step in selected_steps],
         subject=run.query.subject,
         positions=positions,
         layers=layers,
@@ -163,16 +171,16 @@ def trace_steps(
     )
 
 
-def _corrupted_canvases(run: TracedTrajectory, step: int, own: Trajectory | None, n_rows: int) -> Tokens:
-    """The canvases of the corrupted run before a step, a row a sample: the clean run's, or in `own` each sample's."""
-    if own is None:
+def _corrupted_canvases(run: TracedTrajectory, step: int, free: Trajectory | None, n_rows: int) -> Tokens:
+    """The canvases of the corrupted run before a step, one row per sample: those of `free`, or the clean run's."""
+    if free is None:
         return run.canvas(step)[None].expand(n_rows, -1)
-    return own.canvases[step - own.first_step]
+    return free.canvases[step - free.first_step]
 
 
-def _run_pair(run: TracedTrajectory, step: int, corruption: Corruption, own: Trajectory | None) -> RunPair:
-    """The clean and the corrupted run of a step."""
-    clean, corrupted = run.canvas(step)[None], _corrupted_canvases(run, step, own, corruption.rows)
+def _run_pair(run: TracedTrajectory, step: int, corruption: Corruption, free: Trajectory | None) -> RunPair:
+    """The inputs of the clean and the corrupted run at a step."""
+    clean, corrupted = run.canvas(step)[None], _corrupted_canvases(run, step, free, corruption.rows)
     rows, hooks = run.answer_rows, corruption.hooks(run.model, run.query)
     return RunPair(
         clean=NetworkInput(run.model, run.seen(clean), rows, step=run.state(step, clean)),
@@ -186,9 +194,9 @@ class _Step:
     """The probabilities of the answer's tokens at one step.
 
     Attributes:
-        grid: Float[pos layer sample selected], of every cell; NaN at positions that are not on the canvas.
-        clean: Float[selected], of the clean run.
-        corrupted: Float[sample selected], of the corrupted run.
+        grid: Float[pos layer sample selected], those of every cell; NaN at positions that are not on the canvas.
+        clean: Float[selected], those of the clean run.
+        corrupted: Float[sample selected], those of the corrupted run.
     """
 
     grid: Float[Tensor, "pos layer sample selected"]
@@ -197,19 +205,21 @@ class _Step:
 
 
 def _settled_steps(
-    run: TracedTrajectory, steps: Sequence[int], runs: AnswerRuns, positions: Sequence[int], own: Trajectory | None
+    run: TracedTrajectory, steps: Sequence[int], runs: AnswerRuns, positions: Sequence[int], free: Trajectory | None
 ) -> dict[int, _Step]:
-    """What the cells of one canvas say at each of its steps: tokens that are revealed already count 1 or 0."""
-    held = {step: set(run.on_canvas(step)) for step in steps}
-    reached = [position for position in positions if any(position in canvas for canvas in held.values())]
-    read = dict(zip(reached, runs.grid(reached), strict=True))
-    shape, dtype = (len(runs.runs.spans), *runs.corrupted_scores.shape), runs.corrupted_scores.dtype
-    nothing = torch.full(shape, torch.nan, dtype=dtype)
+    """The probabilities of one canvas at each of its steps, where tokens already revealed count 1 or 0."""
+    on_canvas = {step: set(run.on_canvas(step)) for step in steps}
+    reached = [position for position in positions if any(position in canvas for canvas in on_canvas.values())]
+    probabilities = dict(zip(reached, runs.grid(reached), strict=True))
+    shape, dtype = (len(runs.restored.spans), *runs.corrupted_scores.shape), runs.corrupted_scores.dtype
+    absent = torch.full(shape, torch.nan, dtype=dtype)
     settled = {}
     for step in steps:
         clean = replace(runs.clean_answer, settled=run.settled(run.canvas(step)[None]))
-        answer = replace(runs.answer, settled=run.settled(_corrupted_canvases(run, step, own, runs.samples)))
-        grid = [answer.settle(read[place]) if place in held[step] else nothing for place in positions]
+        answer = replace(runs.answer, settled=run.settled(_corrupted_canvases(run, step, free, runs.samples)))
+        grid = [
+            answer.settle(probabilities[position]) if position in on_canvas[step] else absent for position in positions
+        ]
         settled[step] = _Step(
             torch.stack(grid), clean.settle(runs.clean_scores)[0].cpu(), answer.settle(runs.corrupted_scores).cpu()
         )
@@ -217,9 +227,9 @@ def _settled_steps(
 
 
 def check_canvas(canvas: str) -> None:
-    """Raise a `ValueError` unless this is something that the corrupted runs can see."""
+    """Raise a `ValueError` unless `canvas` is "forced" or "free"."""
     if canvas not in ("forced", "free"):
-        raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each draw its own)")
+        raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each sample's own)")
 
 
 def _chain(
@@ -228,10 +238,13 @@ def _chain(
     steps: Sequence[int],
     revealed_at: Sequence[int],
 ) -> Float[Tensor, "pos layer"] | None:
-    """Each token at the step that committed it; where there was no such place yet, nothing could be restored."""
+    """p(answer) by the chain rule, with each token read at the step that committed it.
+
+    A position that was not on the canvas of that step could not be restored: its token keeps the corrupted score.
+    """
     if not set(revealed_at) <= set(steps):
         return None
-    at = [steps.index(step) for step in revealed_at]
-    own = torch.stack([scores[step, ..., token] for token, step in enumerate(at)], dim=-1)
-    low = torch.stack([corrupted[step, :, token] for token, step in enumerate(at)], dim=-1)
-    return torch.where(own.isnan(), low, own).prod(dim=3).mean(dim=2)
+    indices = [steps.index(step) for step in revealed_at]
+    restored = torch.stack([scores[index, ..., token] for token, index in enumerate(indices)], dim=-1)
+    unrestored = torch.stack([corrupted[index, :, token] for token, index in enumerate(indices)], dim=-1)
+    return torch.where(restored.isnan(), unrestored, restored).prod(dim=3).mean(dim=2)
