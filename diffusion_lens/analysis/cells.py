@@ -1,12 +1,14 @@
-"""Cells: copies of one kept run into which some states are put, each computed only where it differs.
+"""Cells: copies of one kept run in which some states are replaced.
 
-Causal tracing, activation patching and their forms by step score a grid of cells. A cell enters at a block, with the
-kept residual stream, and its patches are written at hook points of that block and of later ones. What is not computed:
+Causal tracing and activation patching, on one canvas or at the steps of a run, score a grid of cells. A cell enters at
+a block with the kept residual stream; its patches are written on that stream, and at hook points of that block and of
+later ones. Only the blocks and positions that a patch can affect are computed. Left out are:
 
 - Blocks before the entry. Cells that have entered run on together, joined at later blocks by those that enter there.
 - On a causal model, positions before the first one patched, whose keys and values are kept.
 - In the last block, rows that are not read, unless a state is written there.
-- Cells that cannot reach a row that is read: patched after the last block elsewhere or, on a causal model, behind it.
+- Cells that cannot reach a row that is read: those patched after the last block at another position and, on a causal
+  model, those patched at a later position than every row read.
 
 While the caller has hooks inside the network, which may mix positions, every block runs whole.
 """
@@ -24,7 +26,7 @@ from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
 from diffusion_lens.analysis.kept_run import KeptRun, stream_entering
 from diffusion_lens.interventions import Hook
 
-# A pass of fewer rows takes about as long as one of so many: what it costs is mostly that it is run at all.
+# Below about this many rows a pass takes the same time, so cells at neighbouring positions share passes up to it.
 ROWS_OF_A_PASS = 64
 
 Measure = Callable[[Float[Tensor, "batch selected d_vocab_out"], Int[Tensor, "selected"]], Tensor]
@@ -75,10 +77,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class _Group:
-    """Cells that can share passes: near which position they begin, and whether the last block runs whole."""
+    """Cells that can share passes.
 
-    neighbours: int
-    skips_all_blocks: bool
+    Attributes:
+        first_positions: Number of the group of neighbouring positions in which the cells begin.
+        only_final_norm: Whether no block is run.
+        runs_last_block_whole: Whether the last block computes rows that are not read, too.
+    """
+
+    first_positions: int
+    only_final_norm: bool
     runs_last_block_whole: bool
 
 
@@ -93,7 +101,7 @@ class CellRuns:
         unchanged: Score of the run itself.
         max_bytes: Memory to use beside the weights.
         kept_bytes: Bytes that the caller keeps meanwhile, beside the run.
-        more_row_bytes: Bytes that a row takes beside those of a plain forward pass.
+        extra_row_bytes: Bytes that a row takes beside those of a plain forward pass.
 
     Raises:
         ValueError: `max_bytes` does not hold what is kept and one cell.
@@ -107,7 +115,7 @@ class CellRuns:
         max_bytes: int,
         *,
         kept_bytes: int = 0,
-        more_row_bytes: int = 0,
+        extra_row_bytes: int = 0,
     ) -> None:
         self.run, self.measure, self.unchanged = run, measure, unchanged
         cfg, given = run.input.model.cfg, run.input
@@ -115,7 +123,7 @@ class CellRuns:
         self.rows = [row % given.n_pos for row in (range(given.n_pos) if given.rows is None else given.rows)]
         self.read_positions = frozenset(self.rows)
         kept = run.nbytes + unchanged.nbytes + kept_bytes
-        one_row = row_bytes(cfg, given.n_pos, len(self.rows)) + run.past_bytes_by_row + more_row_bytes
+        one_row = row_bytes(cfg, given.n_pos, len(self.rows)) + run.past_bytes_by_row + extra_row_bytes
         if kept + given.n_rows * one_row > max_bytes:
             raise ValueError(
                 f"max_bytes={max_bytes:,} is too little: the clean and the corrupted run keep {kept:,} bytes, and one "
@@ -132,24 +140,24 @@ class CellRuns:
         """
         scores = self.unchanged.expand(len(cells), *self.unchanged.shape).clone()
         reaching = [index for index, cell in enumerate(cells) if self._reaches_a_row(cell)]
-        n_neighbours = self._n_neighbours([cells[index] for index in reaching])
+        positions_per_group = self._positions_per_group([cells[index] for index in reaching])
         groups: dict[_Group, list[int]] = {}
         for index in reaching:
-            groups.setdefault(self._group(cells[index], n_neighbours), []).append(index)
+            groups.setdefault(self._group(cells[index], positions_per_group), []).append(index)
         with tqdm(total=len(cells), desc=progress, unit="cell", disable=progress is None) as bar:
             bar.update(len(cells) - len(reaching))
             for group, members in groups.items():
                 ordered = sorted(members, key=lambda index: cells[index].entry)
 
                 def score(indices: Sequence[int], group: _Group = group) -> Tensor:
-                    return self._score([cells[index] for index in indices], group)
+                    return self._score_group([cells[index] for index in indices], group)
 
                 for indices, scored in in_batches(score, ordered, self.cells_at_once):
                     scores[list(indices)] = scored.to(scores.dtype)
                     bar.update(len(indices))
         return scores
 
-    def _score(self, cells: Sequence[Cell], group: _Group) -> Float[Tensor, "cell ..."]:
+    def _score_group(self, cells: Sequence[Cell], group: _Group) -> Float[Tensor, "cell ..."]:
         """Scores of cells of one group, in the order of their entries."""
         offset = min(cell.first_position for cell in cells) if self.run.input.resumes_at_positions else 0
         computed = [index for index, row in enumerate(self.rows) if row >= offset]
@@ -203,21 +211,23 @@ class CellRuns:
             return any(not self.read_positions.isdisjoint(patch.target) for patch in cell.patches)
         return not self.run.input.resumes_at_positions or cell.first_position <= max(self.read_positions, default=-1)
 
-    def _n_neighbours(self, cells: Sequence[Cell]) -> int:
+    def _positions_per_group(self, cells: Sequence[Cell]) -> int:
         """How many neighbouring positions share passes that begin at the first of them.
 
-        More of them mean more positions to run, and fewer passes.
+        A larger group needs fewer passes, and recomputes more positions.
         """
         if not cells or not self.run.input.resumes_at_positions:
             return self.run.input.n_pos
         rows_by_position = len(cells) * self.run.input.n_rows / len({cell.first_position for cell in cells})
         return math.ceil(ROWS_OF_A_PASS / rows_by_position)
 
-    def _group(self, cell: Cell, n_neighbours: int) -> _Group:
-        neighbours = cell.first_position // n_neighbours
+    def _group(self, cell: Cell, positions_per_group: int) -> _Group:
+        first_positions = cell.first_position // positions_per_group
         in_last = [patch for patch in cell.patches if patch.block == self.n_layers - 1 and patch.block >= cell.entry]
-        felt = any(not patch.is_local or not self.read_positions.isdisjoint(patch.target) for patch in in_last)
-        return _Group(neighbours, cell.entry == self.n_layers, felt or self.run.input.is_hooked)
+        last_block_matters = any(
+            not patch.is_local or not self.read_positions.isdisjoint(patch.target) for patch in in_last
+        )
+        return _Group(first_positions, cell.entry == self.n_layers, last_block_matters or self.run.input.is_hooked)
 
 
 def _write(activation: Tensor, patches: Iterable[tuple[int, Patch]], n_cells: int, offset: int) -> None:

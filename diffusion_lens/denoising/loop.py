@@ -1,9 +1,9 @@
 """The denoising loop: from a masked canvas to text.
 
-A canvas is the token sequence that a run fills: the prompt, and masked positions to write. A step takes the canvas x_t
-at time t to x_s at s < t by the reverse process of Nie et al. 2024 (arXiv 2410.18514, section 2): the network predicts
-all masked tokens at once, p(x_0 | x_t), and the loop writes some of the predictions. The sampler plans which, and how
-many. The hook points of the loop, in the order in which a step passes them:
+A canvas is the token sequence that a run fills: the prompt, and masked positions to write. A step turns the canvas x_t
+into x_s, with s < t since time runs from 1 to 0, by the reverse process of Nie et al. 2024 (arXiv 2410.18514, section
+2): the network predicts all masked tokens at once, p(x_0 | x_t), and the loop writes some of the predictions. The
+sampler plans which, and how many. A step passes these hook points, in this order:
 
     denoise.hook_tokens      Int[batch pos]                the canvas x_t
     denoise.hook_logits      Float[batch pos d_vocab_out]  logits after guidance; 0 where no token is proposed
@@ -15,9 +15,9 @@ many. The hook points of the loop, in the order in which a step passes them:
 
 The loop uses what a hook returns there. It reveals masked positions only, and a position where [MASK] itself is
 proposed stays masked. Where a token is proposed, it refuses logits that are NaN or +inf, or -inf for every token that
-may be written, and it refuses ids that are no tokens, because they would pass for confident text. While anything is
-hooked, the network runs at every step and tokens are proposed at every masked position (on a causal model: at the next
-one), so that a hook may change the order. Otherwise a step that reveals nothing takes no forward pass.
+may be written, and it refuses ids that are no tokens, because they would look like confident predictions. While
+anything is hooked, the network runs at every step and tokens are proposed at every masked position (on a causal model:
+at the next one), so that a hook may change the order. Otherwise a step that reveals nothing takes no forward pass.
 
 A run with a `script`, the canvases of an earlier run, is forced: the network and its hooks see those canvases, the loop
 reveals their tokens (`hook_candidates` and `hook_reveal` do not pass), and a hook changes only their probabilities.
@@ -60,12 +60,12 @@ def run_loop(
                 # 1. Enter: set `hook.step`; a hook may rewrite the canvas x_t.
                 state = run.enter(index)
 
-                # 2. Plan: choose the positions where tokens are proposed, and how many of them to reveal by time s.
+                # 2. Plan: how many positions to reveal by time s, and at which positions a token is proposed.
                 plan = run.plan(state)
                 positions = run.open_positions(state, plan)
 
                 if positions is not None:
-                    # 3. Predict: compute the logits of p(x_0 | x_t) at these positions, with guidance by eq. 9.
+                    # 3. Predict: compute the logits of p(x_0 | x_t) at these positions, guided by eq. 9 of Nie et al.
                     logits = run.predict(state, positions)
 
                     # 4. Propose: take the likeliest token at each position, or sample one at the temperature.
@@ -79,6 +79,8 @@ def run_loop(
 
                 # 7. Remask: return revealed positions to [MASK] where the plan says so. The canvas is now x_s.
                 run.remask(plan)
+
+                # 8. Leave: append the canvas to the history.
                 run.leave()
     seconds = time.perf_counter() - begun
     return {"first_step": first_step, "forward_passes": run.predictor.passes, "seconds": seconds}

@@ -38,7 +38,7 @@ class RunPair:
 
     def needed(self) -> "RunPair":
         """The pair without a causal model's last positions that no row read can see and no corruption touches."""
-        if not self.corrupted.resumes_at_positions or self.corrupted.rows is None:
+        if not self.corrupted.resumes_at_positions or not self.corrupted.rows:
             return self
         n_pos = max(max(self.corrupted.rows) + 1, self.subject[1])
         clean, corrupted = (replace(run, tokens=run.tokens[:, :n_pos]) for run in (self.clean, self.corrupted))
@@ -67,12 +67,12 @@ class RestoredRuns:
         starts = dict.fromkeys(span.start for span in self.spans.values())
         self._restored = {} if self.is_hooked else {start: self._restore(start) for start in starts}
 
-    def engine(self, measure: Measure, unchanged: Tensor, max_bytes: int, more_row_bytes: int = 0) -> CellRuns:
+    def engine(self, measure: Measure, unchanged: Tensor, max_bytes: int, extra_row_bytes: int = 0) -> CellRuns:
         """The engine that scores the cells; the arguments are those of `CellRuns`."""
         restored_bytes = 0 if self.site is SITES["resid"] else sum(stream.nbytes for stream in self._restored.values())
         kept_bytes = self.clean.nbytes + restored_bytes
         return CellRuns(
-            self.corrupted, measure, unchanged, max_bytes, kept_bytes=kept_bytes, more_row_bytes=more_row_bytes
+            self.corrupted, measure, unchanged, max_bytes, kept_bytes=kept_bytes, extra_row_bytes=extra_row_bytes
         )
 
     def grid(

@@ -196,7 +196,7 @@ class _Branch:
         self.step, self.canvases = step, corrupted.canvases[step - corrupted.first_step]
         masked = (self.canvases == run.trajectory.record["blank"]).any(dim=0).nonzero().flatten()
         # On a causal canvas the loop proposes a token for the next position only.
-        self.positions: list[int] = (masked[:1] if run.model.cfg.is_causal else masked).tolist()
+        self.positions: list[int] = (masked[:1] if run.model.cfg.grows else masked).tolist()
         self.rows: list[int] = run.model.readout.rows(torch.tensor(self.positions)).tolist()
         self.scale = run.trajectory.record["cfg_scale"]
         self.unconditional = run.unconditional(step, self.canvases, self.rows) if self.scale else None

@@ -151,7 +151,7 @@ class SidePair:
             torch.tensor(self.corrupted_score, dtype=dtype),
             self.max_bytes,
             kept_bytes=sum(tensor.nbytes for tensor in (*self.clean.values(), *self.gradients.values())),
-            more_row_bytes=site.written_out_bytes(self.side.model.cfg, self.side.n_pos),
+            extra_row_bytes=site.written_out_bytes(self.side.model.cfg, self.side.n_pos),
         )
 
     def states(self, site: Site, layer: int) -> tuple[Tensor, Tensor]:
