@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
-from diffusion_lens.analysis.kept_run import KeptRun, stream_entering
+from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.interventions import Hook
 
 # Below about this many rows a pass takes the same time, so cells at neighbouring positions share passes up to it.
@@ -90,6 +90,29 @@ class _Group:
     runs_last_block_whole: bool
 
 
+def cells_that_fit(given: NetworkInput, kept_bytes: int, max_bytes: int, extra_row_bytes: int = 0) -> int:
+    """Cells that one pass may hold.
+
+    Args:
+        given: Input of the run whose copies the cells are.
+        kept_bytes: Bytes that are kept meanwhile: the clean and the corrupted run.
+        max_bytes: Memory to use beside the weights.
+        extra_row_bytes: Bytes that a row takes beside those of a plain forward pass.
+
+    Raises:
+        ValueError: `max_bytes` does not hold what is kept and one cell.
+    """
+    cfg, n_read = given.model.cfg, len(given.read_rows)
+    one_row = row_bytes(cfg, given.n_pos, n_read) + given.past_bytes_by_row + extra_row_bytes
+    if kept_bytes + given.n_rows * one_row > max_bytes:
+        raise ValueError(
+            f"max_bytes={max_bytes:,} is too little: the clean and the corrupted run keep {kept_bytes:,} bytes, and "
+            f"one cell of {given.n_rows} rows takes {given.n_rows * one_row:,} more"
+        )
+    left = max_bytes - kept_bytes
+    return max(1, min(left // one_row, rows_at_once(cfg, given.n_pos, n_read, left)) // given.n_rows)
+
+
 class CellRuns:
     """Scores cells of one kept run, many in a pass.
 
@@ -99,38 +122,14 @@ class CellRuns:
         measure: From the logits of whole copies at some of the rows read, and the indices of these rows among all that
             are read, to a score for each copy, Float[cell ...].
         unchanged: Score of the run itself.
-        max_bytes: Memory to use beside the weights.
-        kept_bytes: Bytes that the caller keeps meanwhile, beside the run.
-        extra_row_bytes: Bytes that a row takes beside those of a plain forward pass.
-
-    Raises:
-        ValueError: `max_bytes` does not hold what is kept and one cell.
+        cells_at_once: Cells that one pass may hold, as `cells_that_fit` counts them.
     """
 
-    def __init__(
-        self,
-        run: KeptRun,
-        measure: Measure,
-        unchanged: Tensor,
-        max_bytes: int,
-        *,
-        kept_bytes: int = 0,
-        extra_row_bytes: int = 0,
-    ) -> None:
-        self.run, self.measure, self.unchanged = run, measure, unchanged
-        cfg, given = run.input.model.cfg, run.input
-        self.n_layers = cfg.n_layers
-        self.rows = [row % given.n_pos for row in (range(given.n_pos) if given.rows is None else given.rows)]
+    def __init__(self, run: KeptRun, measure: Measure, unchanged: Tensor, cells_at_once: int) -> None:
+        self.run, self.measure, self.unchanged, self.cells_at_once = run, measure, unchanged, cells_at_once
+        self.n_layers = run.input.model.cfg.n_layers
+        self.rows = run.input.read_rows
         self.read_positions = frozenset(self.rows)
-        kept = run.nbytes + unchanged.nbytes + kept_bytes
-        one_row = row_bytes(cfg, given.n_pos, len(self.rows)) + run.past_bytes_by_row + extra_row_bytes
-        if kept + given.n_rows * one_row > max_bytes:
-            raise ValueError(
-                f"max_bytes={max_bytes:,} is too little: the clean and the corrupted run keep {kept:,} bytes, and one "
-                f"cell of {given.n_rows} rows takes {given.n_rows * one_row:,} more"
-            )
-        n_rows = min((max_bytes - kept) // one_row, rows_at_once(cfg, given.n_pos, len(self.rows), max_bytes - kept))
-        self.cells_at_once = max(1, n_rows // given.n_rows)
 
     def scores(self, cells: Sequence[Cell], progress: str | None = None) -> Float[Tensor, "cell ..."]:
         """The score of each cell.
@@ -204,9 +203,9 @@ class CellRuns:
         return [(point, writer(patches)) for point, patches in by_point.items()]
 
     def _reaches_a_row(self, cell: Cell) -> bool:
-        """Whether a cell can change a row that is read."""
-        if not cell.patches:
-            return False
+        """Whether a cell can change a row that is read; the caller's hooks may carry a change anywhere."""
+        if not cell.patches or self.run.input.is_hooked:
+            return bool(cell.patches)
         if cell.entry == self.n_layers:
             return any(not self.read_positions.isdisjoint(patch.target) for patch in cell.patches)
         return not self.run.input.resumes_at_positions or cell.first_position <= max(self.read_positions, default=-1)

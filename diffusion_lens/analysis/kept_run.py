@@ -7,7 +7,6 @@ model it also starts at the first position that differs: the keys and values of 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from jaxtyping import Float
@@ -75,6 +74,32 @@ class NetworkInput:
         """A context in which hooks read the denoising step, for this many copies of these rows."""
         return self.model.clock.at(self.step, copies)
 
+    @property
+    def read_rows(self) -> list[int]:
+        """The rows of the logits that are read, counted from 0."""
+        return [row % self.n_pos for row in (range(self.n_pos) if self.rows is None else self.rows)]
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of one residual stream, or of one output that is added to it."""
+        cfg = self.model.cfg
+        return self.n_rows * self.n_pos * cfg.d_model * cfg.dtype.itemsize
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits that are read."""
+        cfg = self.model.cfg
+        return self.n_rows * len(self.read_rows) * cfg.d_vocab_out * cfg.dtype.itemsize
+
+    @property
+    def past_bytes_by_row(self) -> int:
+        """Bytes of one row's keys and values in all blocks, if passes resume at positions."""
+        if not self.resumes_at_positions:
+            return 0
+        cfg = self.model.cfg
+        n_values = 2 * cfg.n_layers * (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
+        return self.n_pos * n_values * cfg.dtype.itemsize
+
     def mask(self, copies: int = 1) -> PosMask | None:
         """The attention mask of this many copies of these rows."""
         return None if self.real is None else self.real.repeat(copies, 1)
@@ -126,14 +151,6 @@ class KeptRun:
     def nbytes(self) -> int:
         """Bytes of all that is kept."""
         return self.logits.nbytes + sum(tensor.nbytes for tensor in self.activations.values())
-
-    @cached_property
-    def past_bytes_by_row(self) -> int:
-        """Bytes of one row's keys and values in all blocks, if passes resume at positions."""
-        if not self.input.resumes_at_positions:
-            return 0
-        names = [name for block in range(self.input.model.cfg.n_layers) for name in keys_and_values(block)]
-        return sum(self.activations[name].nbytes for name in names) // self.input.n_rows
 
     def stream(self, block: int, offset: int = 0) -> Resid:
         """The residual stream entering a block, from position `offset` on."""

@@ -155,17 +155,17 @@ class TracedTrajectory:
         answer, scale = Answer.of(self.model, self.query), self.trajectory.record["cfg_scale"]
         if not scale:
             return answer
-        unconditional = self.unconditional(step, canvases, answer.rows.tolist())
+        distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
+        unconditional = self.unconditional(step, distinct, answer.rows.tolist())
         return replace(answer, cfg_scale=scale, unconditional=unconditional)
 
     def unconditional(
         self, step: int, canvases: Tokens, rows: Sequence[int]
-    ) -> Float[Tensor, "#sample selected d_vocab_out"]:
-        """Logits of the unconditional branch of guidance; one row if all canvases are equal."""
+    ) -> Float[Tensor, "sample selected d_vocab_out"]:
+        """Logits of the unconditional branch of guidance."""
         given, blank = self.trajectory.given.to(canvases.device), self.trajectory.record["blank"]
-        distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
-        with self.model.clock.at(replace(self.state(step, distinct), branch="unconditional")):
-            logits: Tensor = self.model(distinct.masked_fill(given, blank), logits_at=rows)
+        with self.model.clock.at(replace(self.state(step, canvases), branch="unconditional")):
+            logits: Tensor = self.model(canvases.masked_fill(given, blank), logits_at=rows)
         return logits
 
     def settled(self, canvases: Tokens) -> Float[Tensor, "sample selected"]:

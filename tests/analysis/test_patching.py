@@ -461,3 +461,42 @@ def test_after_an_error_nothing_is_left(either, runs):
     with pytest.raises(RuntimeError, match="the metric broke"):
         patch_grid(either.model, *runs, fails, "z")
     assert len(calls) == 3
+
+
+def test_after_the_last_block_a_hook_of_the_callers_may_carry_a_patch_to_the_row_that_is_read(either):
+    """With a hook that mixes positions at the final norm every position's last stream matters, as patching it shows."""
+    model = either.model
+    clean, corrupted = either.tokens[:1, :5], either.tokens[1:2, :5]
+
+    def mix(normalized, hook):
+        return normalized + 0.3 * normalized.roll(1, dims=1)
+
+    def score(logits):
+        return logits[:, 0, 3].mean()
+
+    last = model.cfg.n_layers - 1
+    with model.hooks(fwd_hooks=[("ln_final.hook_normalized", mix)]):
+        grid = patch_grid(model, clean, corrupted, score, "resid_post", layers=[last], logits_at=[3])
+        _, cache = model.run_with_cache(clean, names_filter=resid_post(last))
+        for position, found in enumerate(grid.scores[0]):
+
+            def put(stream, hook, position=position):
+                stream = stream.clone()
+                stream[:, position] = cache[resid_post(last)][:, position]
+                return stream
+
+            slow = model.run_with_hooks(corrupted, fwd_hooks=[(resid_post(last), put)])[:, 3:4]
+            close(found, score(slow).to(found.dtype))
+    assert len({round(value, 4) for value in grid.scores[0].tolist()}) == 3
+
+
+def test_scores_of_a_float64_model_are_float64(specimen, configs):
+    model = specimen(configs["llama"]).model.to("float64")
+    clean, corrupted = torch.arange(5)[None] + 3, torch.arange(5)[None] + 40
+
+    def large(logits):
+        return 1e4 * logits[:, -1, 3].mean()
+
+    grid = patch_grid(model, clean, corrupted, large, "resid_post", layers=[-1], positions="all")
+    assert grid.scores.dtype == torch.float64
+    torch.testing.assert_close(grid.scores[0], grid.clean, rtol=1e-12, atol=0)

@@ -149,3 +149,11 @@ def test_a_row_takes_a_third_of_what_is_reserved(variant, shape, n_read, dtype):
     run()
     reserved = n_rows * row_bytes(model.cfg, n_pos, n_read) / 3
     assert 0.6 * reserved < peak_of_tensors(run) <= 1.02 * reserved
+
+
+@by_variant
+def test_a_budget_too_small_is_refused_before_anything_is_run(variant, token_layers):
+    model = build(variant, n_layers=2)
+    with token_layers() as counted, pytest.raises(ValueError, match="max_bytes=1 is too little"):
+        causal_trace(model, ask(model), **NOISE, max_bytes=1)
+    assert counted == [0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
-from diffusion_lens.analysis.cells import Cell, CellRuns, Measure, Patch
+from diffusion_lens.analysis.cells import Cell, CellRuns, Measure, Patch, cells_that_fit
 from diffusion_lens.analysis.kept_run import NetworkInput, keys_and_values, stream_entering
 from diffusion_lens.shapes import Resid
 
@@ -52,9 +52,21 @@ class RestoredRuns:
         pair: Inputs of the two runs.
         restoration: States that a cell restores.
         layers: Layers around which states are restored.
+        max_bytes: Memory to use beside the weights.
+        extra_row_bytes: Bytes that a row takes beside those of a plain forward pass.
+
+    Raises:
+        ValueError: `max_bytes` does not hold the two runs and one cell; nothing has been run then.
     """
 
-    def __init__(self, pair: RunPair, restoration: Restoration, layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pair: RunPair,
+        restoration: Restoration,
+        layers: Sequence[int],
+        max_bytes: int,
+        extra_row_bytes: int = 0,
+    ) -> None:
         pair = pair.needed()
         self.n_layers, self.samples = pair.corrupted.model.cfg.n_layers, pair.corrupted.n_rows
         self.is_hooked = pair.corrupted.is_hooked
@@ -62,18 +74,26 @@ class RestoredRuns:
         self.severed = SITES[restoration.severed] if restoration.severed else None
         self.spans = {layer: restoration.span(layer, self.n_layers) for layer in layers}
         self.first_touched = pair.subject[0] if pair.corrupted.resumes_at_positions else 0
-        self.clean = pair.clean.run(self.site(block) for span in self.spans.values() for block in span)
-        self.corrupted = pair.corrupted.run(self._kept_names(pair.corrupted))
         starts = dict.fromkeys(span.start for span in self.spans.values())
+        clean_names = dict.fromkeys(self.site(block) for span in self.spans.values() for block in span)
+        names = self._kept_names(pair.corrupted)
+
+        # 1. Refuse a budget that is too small before anything is run.
+        n_streams = sum("attn.hook_" not in name for name in names)
+        n_streams += 0 if self.is_hooked or restoration.kind == "resid" else len(starts)
+        kept_bytes = len(clean_names) * pair.clean.stream_bytes + n_streams * pair.corrupted.stream_bytes
+        kept_bytes += self.samples * pair.corrupted.past_bytes_by_row
+        kept_bytes += pair.clean.logits_bytes + pair.corrupted.logits_bytes
+        self.cells_at_once = cells_that_fit(pair.corrupted, kept_bytes, max_bytes, extra_row_bytes)
+
+        # 2. Run both, and the first block of each span with every position restored.
+        self.clean = pair.clean.run(clean_names)
+        self.corrupted = pair.corrupted.run(names)
         self._restored = {} if self.is_hooked else {start: self._restore(start) for start in starts}
 
-    def engine(self, measure: Measure, unchanged: Tensor, max_bytes: int, extra_row_bytes: int = 0) -> CellRuns:
+    def engine(self, measure: Measure, unchanged: Tensor) -> CellRuns:
         """The engine that scores the cells; the arguments are those of `CellRuns`."""
-        restored_bytes = 0 if self.site is SITES["resid"] else sum(stream.nbytes for stream in self._restored.values())
-        kept_bytes = self.clean.nbytes + restored_bytes
-        return CellRuns(
-            self.corrupted, measure, unchanged, max_bytes, kept_bytes=kept_bytes, extra_row_bytes=extra_row_bytes
-        )
+        return CellRuns(self.corrupted, measure, unchanged, self.cells_at_once)
 
     def grid(
         self, engine: CellRuns, positions: Sequence[int], progress: str | None = None
@@ -137,17 +157,13 @@ class AnswerRuns:
         restored: Both runs and their cells.
         clean_answer: Answer that is scored in the clean run.
         answer: Answer that is scored in the corrupted run and in every cell.
-        max_bytes: Memory to use beside the weights.
-
-    Raises:
-        ValueError: `max_bytes` does not hold the two runs and one cell.
     """
 
-    def __init__(self, restored: RestoredRuns, clean_answer: Answer, answer: Answer, max_bytes: int) -> None:
+    def __init__(self, restored: RestoredRuns, clean_answer: Answer, answer: Answer) -> None:
         self.restored, self.clean_answer, self.answer, self.samples = restored, clean_answer, answer, restored.samples
         self.clean_scores: Scores = clean_answer.probabilities(restored.clean.logits, 1)[0]
         self.corrupted_scores: Scores = answer.probabilities(restored.corrupted.logits, self.samples)[0]
-        self._engine = restored.engine(self._measure, self.corrupted_scores, max_bytes)
+        self._engine = restored.engine(self._measure, self.corrupted_scores)
 
     def grid(self, positions: Sequence[int], progress: str | None = None) -> Float[Tensor, "pos layer sample selected"]:
         """Probability of each token of the answer in every cell, by sample."""

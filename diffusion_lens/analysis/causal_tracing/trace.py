@@ -209,8 +209,8 @@ def trace_query(
     )
 
     # 2. Run both, and score every cell.
-    restored = RestoredRuns(pair, restoration, layers)
-    runs = AnswerRuns(restored, answer, answer, max_bytes)
+    restored = RestoredRuns(pair, restoration, layers, max_bytes)
+    runs = AnswerRuns(restored, clean_answer=answer, answer=answer)
     by_sample = runs.grid(positions, "trace" if progress else None)
 
     # 3. Average over the samples; an answer's probability is the product of its tokens' probabilities.

@@ -135,8 +135,8 @@ def trace_steps(
         step = members[0]
         clean_answer = run.reading(step, run.canvas(step)[None])
         answer = clean_answer if free is None else run.reading(step, free.canvases[step - free.first_step])
-        restored = RestoredRuns(_run_pair(run, step, corruption, free), restoration, layers)
-        runs = AnswerRuns(restored, clean_answer, answer, max_bytes)
+        restored = RestoredRuns(_run_pair(run, step, corruption, free), restoration, layers, max_bytes)
+        runs = AnswerRuns(restored, clean_answer, answer)
         traced |= _settled_steps(run, members, runs, positions, free)
 
     # 4. Average over the samples.

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.cells import Cell, CellRuns, Patch
+from diffusion_lens.analysis.cells import Cell, CellRuns, Patch, cells_that_fit
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
@@ -144,15 +144,16 @@ class SidePair:
         Raises:
             ValueError: `max_bytes` does not hold both runs and one cell.
         """
-        dtype = torch.promote_types(self.corrupted.logits.dtype, torch.float32)
-        return CellRuns(
-            self.corrupted,
-            self._measure,
-            torch.tensor(self.corrupted_score, dtype=dtype),
-            self.max_bytes,
-            kept_bytes=sum(tensor.nbytes for tensor in (*self.clean.values(), *self.gradients.values())),
-            extra_row_bytes=site.written_out_bytes(self.side.model.cfg, self.side.n_pos),
-        )
+        kept_bytes = self.corrupted.nbytes
+        kept_bytes += sum(tensor.nbytes for tensor in (*self.clean.values(), *self.gradients.values()))
+        more = site.written_out_bytes(self.side.model.cfg, self.side.n_pos)
+        fitting = cells_that_fit(self.corrupted.input, kept_bytes, self.max_bytes, more)
+        unchanged = torch.tensor(self.corrupted_score, dtype=self._score_dtype)
+        return CellRuns(self.corrupted, self._measure, unchanged, fitting)
+
+    @property
+    def _score_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.corrupted.logits.dtype, torch.float32)
 
     def states(self, site: Site, layer: int) -> tuple[Tensor, Tensor]:
         """A site's clean and corrupted activation, [batch pos ...].
@@ -223,7 +224,8 @@ class SidePair:
             all_logits = self.corrupted.logits.repeat(len(logits) // len(self.corrupted.logits), 1, 1)
             all_logits[:, computed] = logits
             logits = all_logits
-        return torch.tensor([float(self.side.reading(copy)) for copy in logits.split(len(self.side.tokens))])
+        scores = [float(self.side.reading(copy)) for copy in logits.split(len(self.side.tokens))]
+        return torch.tensor(scores, dtype=self._score_dtype)
 
 
 def sweep_exactly(pair: SidePair, sweep: Sweep, cells: Cells, progress: bool) -> Float[Tensor, "layer *cell"]:
