@@ -22,13 +22,14 @@ R = TypeVar("R")
 def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
     """Let the `TypeError` of an unknown keyword suggest one of a similar name, or list all where none is similar."""
     known = [name for name in signature(function).parameters if name != "self"]
+    called = "model" if function.__name__ == "forward" else function.__qualname__
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if unknown := [name for name in kwargs if name not in known]:
             near = get_close_matches(unknown[0], known, n=1)
             hint = f"the nearest is {near[0]!r}" if near else f"it takes {', '.join(known)}"
-            raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
+            raise TypeError(f"{called}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
         return function(*args, **kwargs)
 
     return checked

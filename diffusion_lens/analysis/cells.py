@@ -27,7 +27,7 @@ from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_enter
 from diffusion_lens.interventions import Hook
 
 # Below about this many rows a pass takes the same time, so cells at neighbouring positions share passes up to it.
-ROWS_OF_A_PASS = 64
+ROWS_OF_A_PASS = 24
 
 Measure = Callable[[Float[Tensor, "batch selected d_vocab_out"], Int[Tensor, "selected"]], Tensor]
 

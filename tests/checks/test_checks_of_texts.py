@@ -139,12 +139,12 @@ def test_a_trained_layer_of_another_model_is_foreign_too(layer_of):
 
 def test_the_page_loss_is_the_training_loss():
     """The same noise, passed to the trainer's own objective."""
-    from diffusion_lens.checks.page import DRAWS, NOISE_SEED, page_loss
+    from diffusion_lens.checks.page import N_SAMPLES, NOISE_SEED, page_loss
     from diffusion_lens.losses import hide
 
     rows = torch.randint(430, (3, 14), generator=torch.Generator().manual_seed(1))
     model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
-    repeated = rows.repeat_interleave(DRAWS, dim=0)
+    repeated = rows.repeat_interleave(N_SAMPLES, dim=0)
     noisy, p_mask = hide(repeated, model.cfg.mask_token_id, generator=torch.Generator().manual_seed(NOISE_SEED))
     with torch.no_grad():
         assert page_loss(model, rows) == pytest.approx(float(masked_diffusion_loss(model, repeated, noisy, p_mask)))

@@ -1,6 +1,7 @@
 """Recall in folders: stopped and resumed, split and merged, refused where runs would mix."""
 
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
