@@ -172,8 +172,8 @@ class CellRuns:
             # 2. They run together up to the next entry, with the states of each written into its own rows.
             blocks = range(entry, stop)
             hooks = self._hooks(inside, blocks, offset, group.runs_last_block_whole)
-            until: dict[str, object] = {"logits_at": read} if stop == self.n_layers else {}
-            stream = self.run.resume(stream, blocks, offset, hooks=hooks, **until)
+            logits_at = read if stop == self.n_layers else None
+            stream = self.run.resume(stream, blocks, offset, hooks=hooks, logits_at=logits_at)
         return self.measure(stream, torch.tensor(computed, device=stream.device))
 
     def _enter(self, cells: Sequence[Cell], offset: int) -> Float[Tensor, "batch pos d_model"]:

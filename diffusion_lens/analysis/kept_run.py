@@ -92,13 +92,17 @@ class NetworkInput:
         return self.n_rows * len(self.read_rows) * cfg.d_vocab_out * cfg.dtype.itemsize
 
     @property
+    def past_points(self) -> list[str]:
+        """Hook points that a run keeps if passes resume at positions: the keys and values of all blocks."""
+        blocks = range(self.model.cfg.n_layers) if self.resumes_at_positions else ()
+        return [name for block in blocks for name in keys_and_values(block)]
+
+    @property
     def past_bytes_by_row(self) -> int:
-        """Bytes of one row's keys and values in all blocks, if passes resume at positions."""
-        if not self.resumes_at_positions:
-            return 0
+        """Bytes of one row at all `past_points`."""
         cfg = self.model.cfg
-        n_values = 2 * cfg.n_layers * (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
-        return self.n_pos * n_values * cfg.dtype.itemsize
+        d_key_value = (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
+        return len(self.past_points) * self.n_pos * d_key_value * cfg.dtype.itemsize
 
     def mask(self, copies: int = 1) -> PosMask | None:
         """The attention mask of this many copies of these rows."""
@@ -163,13 +167,13 @@ class KeptRun:
         offset: int = 0,
         *,
         hooks: Sequence[tuple[str, Hook]] = (),
-        **read: Any,
+        logits_at: Sequence[int] | None = None,
     ) -> Tensor:
         """Run these blocks on copies of this run's rows that differ in their stream from position `offset` on.
 
         Args:
             stream: The residual stream of whole copies, one after the other, entering the first of the blocks.
-            read: `logits_at=` reads logits after the last block; without it, the stream after the blocks is returned.
+            logits_at: Rows of the logits to return, after the last block; by default the stream after the blocks is.
         """
         model, copies = self.input.model, len(stream) // self.input.n_rows
         # Attaching no hooks still costs a walk through every hook point of the model.
@@ -180,7 +184,8 @@ class KeptRun:
                 start_at_layer=blocks.start,
                 attention_mask=self.input.mask(copies),
                 past_kv_cache=self._past(blocks, copies, offset) if offset else None,
-                **(read or {"stop_at_layer": blocks.stop}),
+                stop_at_layer=blocks.stop if logits_at is None else None,
+                logits_at=logits_at,
             )
         return out
 

@@ -141,12 +141,6 @@ class TracedTrajectory:
         masked = tokens == self.trajectory.record["blank"]
         return replace(state, tokens=tokens, masked=masked, given=state.given.expand_as(tokens))
 
-    @property
-    def answer_rows(self) -> list[int]:
-        """The rows of the logits that predict the answer's tokens."""
-        rows: list[int] = Answer.of(self.model, self.query).rows.tolist()
-        return rows
-
     def reading(self, step: int, canvases: Tokens) -> Answer:
         """The answer as it is read from the canvases of one step, one row per sample.
 

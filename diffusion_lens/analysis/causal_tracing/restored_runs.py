@@ -16,7 +16,7 @@ from torch import Tensor
 from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
 from diffusion_lens.analysis.cells import Cell, CellRuns, Measure, Patch, cells_that_fit
-from diffusion_lens.analysis.kept_run import NetworkInput, keys_and_values, stream_entering
+from diffusion_lens.analysis.kept_run import NetworkInput, stream_entering
 from diffusion_lens.shapes import Resid
 
 Scores = Float[Tensor, "sample selected"]
@@ -76,11 +76,11 @@ class RestoredRuns:
         self.first_touched = pair.subject[0] if pair.corrupted.resumes_at_positions else 0
         starts = dict.fromkeys(span.start for span in self.spans.values())
         clean_names = dict.fromkeys(self.site(block) for span in self.spans.values() for block in span)
-        names = self._kept_names(pair.corrupted)
+        streams = self._kept_streams()
 
         # 1. Refuse a budget that is too small before anything is run.
-        n_streams = sum("attn.hook_" not in name for name in names)
-        n_streams += 0 if self.is_hooked or restoration.kind == "resid" else len(starts)
+        n_restored = 0 if self.is_hooked or self.site is SITES["resid"] else len(starts)
+        n_streams = len(streams) + n_restored
         kept_bytes = len(clean_names) * pair.clean.stream_bytes + n_streams * pair.corrupted.stream_bytes
         kept_bytes += self.samples * pair.corrupted.past_bytes_by_row
         kept_bytes += pair.clean.logits_bytes + pair.corrupted.logits_bytes
@@ -88,26 +88,23 @@ class RestoredRuns:
 
         # 2. Run both, and the first block of each span with every position restored.
         self.clean = pair.clean.run(clean_names)
-        self.corrupted = pair.corrupted.run(names)
+        self.corrupted = pair.corrupted.run([*streams, *pair.corrupted.past_points])
         self._restored = {} if self.is_hooked else {start: self._restore(start) for start in starts}
 
-    def engine(self, measure: Measure, unchanged: Tensor) -> CellRuns:
-        """The engine that scores the cells; the arguments are those of `CellRuns`."""
-        return CellRuns(self.corrupted, measure, unchanged, self.cells_at_once)
-
     def grid(
-        self, engine: CellRuns, positions: Sequence[int], progress: str | None = None
+        self, positions: Sequence[int], measure: Measure, unchanged: Tensor, progress: str | None = None
     ) -> Float[Tensor, "pos layer ..."]:
         """The score of every cell.
 
         Args:
-            engine: Engine that scores the cells.
             positions: Positions to restore.
+            measure, unchanged: What is scored, and the score of the corrupted run; the same as in `CellRuns`.
             progress: Title of a progress bar; by default none is shown.
         """
         # Windows that are cut off at the first or last block may be the same for several layers.
         spans = list(dict.fromkeys(self.spans.values()))
         cells = [self._cell(position, span) for position in positions for span in spans]
+        engine = CellRuns(self.corrupted, measure, unchanged, self.cells_at_once)
         scores: Tensor = engine.scores(cells, progress).unflatten(0, (len(positions), len(spans)))
         return scores[:, [spans.index(span) for span in self.spans.values()]].cpu()
 
@@ -128,13 +125,12 @@ class RestoredRuns:
             for block in range(span.start + 1, self.n_layers):
                 yield Patch(block, self.severed(block), self.corrupted.activations[self.severed(block)], *at)
 
-    def _kept_names(self, corrupted: NetworkInput) -> list[str]:
-        """Hook points that the corrupted run keeps: streams that cells start from, severed outputs, keys and values."""
-        starts, blocks = {span.start for span in self.spans.values()}, range(self.n_layers)
-        names = [stream_entering(start) for start in sorted(starts)]
-        names += [stream_entering(start + 1) for start in sorted(starts)]
-        names += [self.severed(block) for block in blocks if block > min(starts)] if self.severed else []
-        names += [name for block in blocks for name in keys_and_values(block)] if corrupted.resumes_at_positions else []
+    def _kept_streams(self) -> list[str]:
+        """Hook points that the corrupted run keeps: streams that cells start from, and severed outputs."""
+        starts = sorted({span.start for span in self.spans.values()})
+        names = [stream_entering(start) for start in starts]
+        names += [stream_entering(start + 1) for start in starts]
+        names += [self.severed(block) for block in range(starts[0] + 1, self.n_layers)] if self.severed else []
         return list(dict.fromkeys(names))
 
     def _restore(self, block: int) -> Resid:
@@ -163,11 +159,10 @@ class AnswerRuns:
         self.restored, self.clean_answer, self.answer, self.samples = restored, clean_answer, answer, restored.samples
         self.clean_scores: Scores = clean_answer.probabilities(restored.clean.logits, 1)[0]
         self.corrupted_scores: Scores = answer.probabilities(restored.corrupted.logits, self.samples)[0]
-        self._engine = restored.engine(self._measure, self.corrupted_scores)
 
     def grid(self, positions: Sequence[int], progress: str | None = None) -> Float[Tensor, "pos layer sample selected"]:
         """Probability of each token of the answer in every cell, by sample."""
-        return self.restored.grid(self._engine, positions, progress)
+        return self.restored.grid(positions, self._measure, self.corrupted_scores, progress)
 
     def _measure(
         self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]

@@ -159,8 +159,9 @@ def restore_in_loop(
         on_canvas = [index for index, position in enumerate(positions) if position in run.on_canvas(step)]
         branch = _Branch(run, corruption, corrupted, step)
         restored = RestoredRuns(branch.pair(), restoration, layers, max_bytes, run.loop_row_bytes())
-        engine = restored.engine(branch.endings, run.written(corrupted).float())
-        by_sample[i, on_canvas] = restored.grid(engine, [positions[index] for index in on_canvas])
+        by_sample[i, on_canvas] = restored.grid(
+            [positions[index] for index in on_canvas], branch.endings, run.written(corrupted).float()
+        )
 
     # 3. Average over the samples; a sample counts where it ends with all tokens of the answer.
     return TemporalEffect(

@@ -134,8 +134,10 @@ def trace_steps(
     for members in tqdm(groups.values(), desc=f"trace {restoration.kind}", unit="canvas", disable=not progress):
         step = members[0]
         clean_answer = run.reading(step, run.canvas(step)[None])
-        answer = clean_answer if free is None else run.reading(step, free.canvases[step - free.first_step])
-        restored = RestoredRuns(_run_pair(run, step, corruption, free), restoration, layers, max_bytes)
+        canvases = _corrupted_canvases(run, step, free, corruption.rows)
+        answer = clean_answer if free is None else run.reading(step, canvases)
+        pair = _run_pair(run, step, canvases, clean_answer.rows.tolist(), corruption)
+        restored = RestoredRuns(pair, restoration, layers, max_bytes)
         runs = AnswerRuns(restored, clean_answer, answer)
         traced |= _settled_steps(run, members, runs, positions, free)
 
@@ -178,10 +180,11 @@ def _corrupted_canvases(run: TracedTrajectory, step: int, free: Trajectory | Non
     return free.canvases[step - free.first_step]
 
 
-def _run_pair(run: TracedTrajectory, step: int, corruption: Corruption, free: Trajectory | None) -> RunPair:
-    """The inputs of the clean and the corrupted run at a step."""
-    clean, corrupted = run.canvas(step)[None], _corrupted_canvases(run, step, free, corruption.rows)
-    rows, hooks = run.answer_rows, corruption.hooks(run.model, run.query)
+def _run_pair(
+    run: TracedTrajectory, step: int, corrupted: Tokens, rows: Sequence[int], corruption: Corruption
+) -> RunPair:
+    """The inputs of the clean and the corrupted run at a step, of which these rows of the logits are read."""
+    clean, hooks = run.canvas(step)[None], corruption.hooks(run.model, run.query)
     return RunPair(
         clean=NetworkInput(run.model, run.seen(clean), rows, step=run.state(step, clean)),
         corrupted=NetworkInput(run.model, run.seen(corrupted), rows, step=run.state(step, corrupted), hooks=hooks),

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.kept_run import keys_and_values, stream_entering
+from diffusion_lens.analysis.kept_run import stream_entering
 from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import AnswerProbability, Metric, Reading
@@ -233,9 +233,8 @@ def _run_both(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str
         ValueError: `max_bytes` does not hold both runs and one cell of each site.
     """
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
-    names = points | {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
-    if corrupted.input.resumes_at_positions:
-        names |= {name for block in range(corrupted.model.cfg.n_layers) for name in keys_and_values(block)}
+    entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
+    names = points | entrances | set(corrupted.input.past_points)
     clean, corrupted = clean.guided(), corrupted.guided()
     clean_run = clean.input.run(points)
     gradients: dict[str, Tensor] = {}
