@@ -154,8 +154,19 @@ class DiffusionConfig(Variant, TransformerLensConfig):
 
     @property
     def blank(self) -> int:
-        """The id at a position of a canvas that is not yet revealed: the id of [MASK], or `UNREACHED`."""
-        return UNREACHED if self.mask_token_id is None else self.mask_token_id
+        """The id at a position of a canvas that is not yet revealed: the id of [MASK], or `UNREACHED`.
+
+        Raises:
+            ValueError: a bidirectional model without [MASK], on whose canvas every position holds a token.
+        """
+        if self.mask_token_id is not None:
+            return self.mask_token_id
+        if self.grows:
+            return UNREACHED
+        raise ValueError(
+            f"{self.model_name!r} is bidirectional and has no [MASK], so no id marks positions still to be written. If "
+            "its checkpoint has a [MASK], give its id: from_pretrained(..., mask_token_id=)"
+        )
 
     def writable(self, tokens: Tensor) -> Tensor:
         """True at ids that the model can predict: those with a column in the head, except [MASK]."""

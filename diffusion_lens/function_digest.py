@@ -39,7 +39,7 @@ Part = tuple[str, Any]  # the name of a part in messages, and its value
 _DEEPEST = 100
 _SHOWN = 3
 _PLAIN = (type(None), bool, int, float, complex, str, range, torch.dtype, torch.device, torch.layout)
-_PLAIN_KINDS = frozenset((*_PLAIN, type(Ellipsis), type(NotImplemented)))
+PLAIN_KINDS = frozenset((*_PLAIN, type(Ellipsis), type(NotImplemented)))
 # Represented by their type alone: no number depends on their contents, or they belong to one call.
 _EMPTY = (type(threading.Lock()), type(threading.RLock()), StepClock, RunIdentity, RemovableHandle)
 _DESCRIPTORS = (
@@ -97,7 +97,7 @@ class Digester:
         """The digest of any value."""
         # 1. Plain values and bytes.
         kind = type(value)
-        if kind in _PLAIN_KINDS:
+        if kind in PLAIN_KINDS:
             return Digest(_hash(f"{kind.__name__} {value!r}".encode()))
         if kind in (bytes, bytearray, memoryview):
             return Digest(_hash(kind.__name__.encode(), value.tobytes() if kind is memoryview else value))

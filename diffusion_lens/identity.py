@@ -29,13 +29,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from diffusion_lens.function_digest import MODULE_HOOKS, Digester, attributes
+from diffusion_lens.function_digest import MODULE_HOOKS, PLAIN_KINDS, Digester, attributes
 from diffusion_lens.hook_names import select_names
 from diffusion_lens.hook_naming import UNIDENTIFIED, with_gaps
 from diffusion_lens.hook_naming import name_of as name_of
 from diffusion_lens.hook_naming import named as named
 from diffusion_lens.hook_naming import named_after as named_after
-from diffusion_lens.model.hook_points import StepHookPoint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,10 +46,10 @@ _LEFT_OUT = (
     frozenset(
         ("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict", "name", "ctx")
     )
-    | {"fwd_hooks", "bwd_hooks"}
+    | {"fwd_hooks", "bwd_hooks", "_weight_digests", "is_caching", "context_level"}
     | MODULE_HOOKS
 )
-
+_OF_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 
 _ROW = 1 << 13  # 8-byte words in a row, which is summed into one word
@@ -139,21 +138,14 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     its class and a digest of its own. Hooks and the config are recorded elsewhere.
     """
     digester = _digester(model)
-    plain_points: dict[str, Any] = {}  # most modules are hook points without state, so each kind is digested once
-    own, described = [], {}
+    own, described = hashlib.sha256(), {}
     for path, module in model.named_modules():
-        if type(module) is StepHookPoint and _is_plain(module):
-            settings = _hook_point_settings(module)
-            if settings not in plain_points:
-                plain_points[settings] = digester.combine(_parts(module))
-            digest = plain_points[settings]
+        if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
+            own.update(f"{path}\n{_state(module, digester)}\n".encode())
         else:
             digest = digester.combine(_parts(module))
-        if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
-            own.append((path, digest.sha256))
-        else:
             described[path] = with_gaps(f"{type(module).__qualname__} #{digest}", digest)
-    return {OWN_MODULES: f"#{digester.digest(own)}", **described}
+    return {OWN_MODULES: f"#{own.hexdigest()[:8]}", **described}
 
 
 def require_identified(record: Mapping[str, Any], where: str) -> None:
@@ -179,31 +171,30 @@ def _digester(model: nn.Module) -> Digester:
     return Digester({id(module): f"the model's {path!r}" for path, module in model.named_modules()})
 
 
+def _state(module: nn.Module, digester: Digester) -> str:
+    """Class, children and attributes of one of this library's or torch's modules, without digests of plain values."""
+    kind = type(module)
+    parts = [f"{kind.__module__}.{kind.__qualname__}", *module._modules]
+    if not (kind.__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
+        parts.append(f"training {module.training}")
+    values = vars(module)
+    for name in sorted(values.keys() - _LEFT_OUT):
+        value = values[name]
+        if type(value) in PLAIN_KINDS:
+            parts.append(f"{name} {value!r}")
+        elif name not in _OF_BUFFERS or value:
+            parts.append(f"{name} {digester.digest(value).sha256.hex()}")
+    return "\0".join(parts)
+
+
 def _parts(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's class, attributes and buffers, without its weights and submodules."""
-    parts: list[tuple[str, Any]] = [("class", type(module))]
-    if type(module) is StepHookPoint:
-        parts.append(("hook point", _hook_point_settings(module)))
-        if _is_plain(module):
-            return parts
-    parts.append(("children", " ".join(module._modules)))
-    parts += [
-        (name, value)
-        for name, value in attributes(module)
-        if name.removeprefix(".") not in _LEFT_OUT and (name != "._buffers" or value)
+    """Class, children and attributes of another module, without its weights."""
+    return [
+        ("class", type(module)),
+        ("children", " ".join(module._modules)),
+        ("training", module.training),
+        *((name, value) for name, value in attributes(module) if name.removeprefix(".") not in _LEFT_OUT),
     ]
-    if not (type(module).__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
-        parts.append(("training", module.training))
-    return parts
-
-
-def _is_plain(point: StepHookPoint) -> bool:
-    """Whether a hook point holds nothing beside `_hook_point_settings`."""
-    return point.hook_conversion is None and not ("forward" in vars(point) or point._buffers or point._modules)
-
-
-def _hook_point_settings(point: StepHookPoint) -> str:
-    return f"{point.pos_dim} {point.backward_scale} {'forward' in vars(point)}"
 
 
 def _attached(module: nn.Module, digester: Digester) -> list[str]:

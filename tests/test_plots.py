@@ -126,11 +126,22 @@ def test_tokens_are_no_formulas():
     assert drawn(ax.figure)
 
     n_pos = len(FORMULAS)
-    canvas = plots.denoising_grid(
-        [FORMULAS, FORMULAS], [[False] * n_pos] * 2, torch.zeros(n_pos, dtype=torch.int64), torch.ones(n_pos)
-    )
+    canvas = plots.denoising_grid([FORMULAS, FORMULAS], [[False] * n_pos] * 2, [0] * n_pos, [1.0] * n_pos)
     assert [text.get_text() for text in canvas.texts] == FORMULAS * 2
     assert drawn(canvas.figure)
+
+
+def test_the_rest_of_a_run_is_drawn_with_its_own_steps(tiny):
+    """A picture from step 2 on is the lower part of the whole picture."""
+    run = tiny.denoise("the", length=8, **({"steps": 4} if tiny.cfg.has_mask else {}))
+    whole, rest = run.plot(), run.from_step(2).plot()
+    assert [label.get_text() for label in whole.get_yticklabels()][2:] == [
+        label.get_text() for label in rest.get_yticklabels()
+    ]
+    looks = [[(text.get_text(), text.get_color(), text.get_fontweight()) for text in ax.texts] for ax in (whole, rest)]
+    assert looks[0][2 * 8 :] == looks[1]
+    shades = [ax.images[0].get_array().filled(-1) for ax in (whole, rest)]
+    assert (shades[0][2:] == shades[1]).all()
 
 
 @pytest.mark.parametrize(

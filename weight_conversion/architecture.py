@@ -50,9 +50,12 @@ class Variant:
         return 1 if self.attention_dir == "causal" else None
 
     @property
-    def noise(self) -> Literal["absorbing"] | None:
-        """Noise that training adds: "absorbing" hides tokens behind [MASK]; `None` for next-token prediction."""
-        return None if self.mask_token_id is None else "absorbing"
+    def noise(self) -> Literal["absorbing", "uniform"] | None:
+        """Noise that training adds: "absorbing" hides tokens behind [MASK]; "uniform" replaces them by other tokens;
+        `None` for next-token prediction."""
+        if self.mask_token_id is not None:
+            return "absorbing"
+        return None if self.is_causal else "uniform"
 
     @property
     def is_causal(self) -> bool:

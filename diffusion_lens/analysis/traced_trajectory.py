@@ -68,14 +68,14 @@ class TracedTrajectory:
                 f"{list(query.answer_positions)}"
             )
         given = given.to(trajectory.tokens.device)
-        start = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
+        start = trajectory.prompt[0]
         if not torch.equal(start[: len(given)], given) or bool(trajectory.given[0, len(given) :].any()):
             raise ValueError(
                 "the trajectory has another prompt than the query; denoise query.tokens (on a causal model up to the "
                 "answer)"
             )
         positions = list(query.answer_positions)
-        if not bool((trajectory.canvases[1:, 0, positions] != trajectory.record["blank"]).any()):
+        if bool(trajectory.is_masked(trajectory.canvases[1:, 0, positions]).all()):
             raise ValueError(
                 f"the trajectory reveals none of the answer positions {positions}, so no step wrote the answer: give "
                 "one that reveals them (a sampler with Proposal(writes_mask=True) may leave them masked)"
@@ -86,7 +86,7 @@ class TracedTrajectory:
     def answered_from(self) -> int:
         """t1, the first recorded step that unmasks an answer token, whether or not the token stays."""
         positions = list(self.query.answer_positions)
-        revealed = self.trajectory.canvases[1:, 0, positions] != self.trajectory.record["blank"]
+        revealed = ~self.trajectory.is_masked(self.trajectory.canvases[1:, 0, positions])
         return self.trajectory.first_step + int(revealed.any(dim=1).nonzero()[0])
 
     @property
@@ -138,7 +138,7 @@ class TracedTrajectory:
         """The state of a step with these canvases, one row per sample, as hooks read it."""
         state = self.trajectory.state_at(step, self.model.cfg.device)
         tokens = canvases.to(state.tokens.device)
-        masked = tokens == self.trajectory.record["blank"]
+        masked = self.trajectory.is_masked(tokens)
         return replace(state, tokens=tokens, masked=masked, given=state.given.expand_as(tokens))
 
     def reading(self, step: int, canvases: Tokens) -> Answer:
@@ -157,7 +157,7 @@ class TracedTrajectory:
         self, step: int, canvases: Tokens, rows: Sequence[int]
     ) -> Float[Tensor, "sample selected d_vocab_out"]:
         """Logits of the unconditional branch of guidance."""
-        given, blank = self.trajectory.given.to(canvases.device), self.trajectory.record["blank"]
+        given, blank = self.trajectory.given.to(canvases.device), self.trajectory.blank
         with self.model.clock.at(replace(self.state(step, canvases), branch="unconditional")):
             logits: Tensor = self.model(canvases.masked_fill(given, blank), logits_at=rows)
         return logits
@@ -166,7 +166,7 @@ class TracedTrajectory:
         """For each answer token, 1 if a sample has revealed it, 0 if it has revealed another, NaN if it is masked."""
         present = canvases[:, list(self.query.answer_positions)]
         correct = present == torch.tensor(self.query.answer_tokens, device=canvases.device)
-        return correct.to(torch.float32).masked_fill(present == self.trajectory.record["blank"], torch.nan)
+        return correct.to(torch.float32).masked_fill(self.trajectory.is_masked(present), torch.nan)
 
     def answer(self, step: int, canvases: Tokens) -> Answer:
         """The answer on the canvases of one step, one row per sample; tokens already revealed count 1 or 0."""

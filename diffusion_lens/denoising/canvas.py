@@ -1,7 +1,7 @@
 """The canvas: the token sequence that a run fills, with its given positions, its blanks and its padding.
 
-A blank is a position to be written. On a masked diffusion model it holds [MASK]; on a causal model, whose text grows at
-its end, it holds -1, "not reached yet".
+A blank is a position to be written. On a masked diffusion model it holds [MASK]; on a model whose text grows at its end
+it holds -1, "not reached yet".
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from diffusion_lens.config import UNREACHED
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import whole_number
@@ -30,17 +29,14 @@ class Canvas:
         given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding; `None` where there is no padding.
         blank: Id that blanks hold.
+        grows: Whether the text grows at its end: blanks are then positions it has not reached, which no position sees.
     """
 
     tokens: Tokens
     given: PosMask
     real: PosMask | None
     blank: int
-
-    @property
-    def grows(self) -> bool:
-        """Whether the text grows at its end: blanks are then positions it has not reached, which no position sees."""
-        return self.blank == UNREACHED
+    grows: bool
 
     @property
     def positions(self) -> Tokens:
@@ -128,7 +124,7 @@ def lay_out(
         raise ValueError(
             "there is nothing to fill: give length= (positions in all) or max_new_tokens=, or put [MASK]s in the prompt"
         )
-    return Canvas(canvas, given, None if bool(inside.all()) else inside, blank)
+    return Canvas(canvas, given, None if bool(inside.all()) else inside, blank, model.cfg.grows)
 
 
 def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
@@ -102,6 +102,20 @@ class Trajectory:
         """Number of revealed tokens per second of the run."""
         return float((self.revealed_at >= self.first_step).sum()) / float(self.record["seconds"])
 
+    @property
+    def blank(self) -> int:
+        """Id of positions not yet revealed: [MASK], or -1 on a causal canvas."""
+        return int(self.record["blank"])
+
+    @property
+    def prompt(self) -> Tokens:
+        """Int[batch pos], the given tokens, with every other position masked."""
+        return self.tokens.masked_fill(~self.given, self.blank)
+
+    def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
+        """The positions of canvases that are not yet revealed."""
+        return canvases == self.blank
+
     def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The part of the run from the canvas before `step` on, to branch off by a replay under a hook or a seed.
 
@@ -109,8 +123,8 @@ class Trajectory:
         """
         step = whole_number("step", step)
         fields = {**vars(self), "canvases": self.canvases[self._canvas_index(step) :]}
-        blank = self.canvases == self.record["blank"]
-        remasked = bool((blank[1:] & ~blank[:-1]).any()) or self.record.get("remasked", False)
+        masked = self.is_masked(self.canvases)
+        remasked = bool((masked[1:] & ~masked[:-1]).any()) or self.record.get("remasked", False)
         return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
 
     def state_at(self, step: int, device: str | torch.device | None = None) -> StepState:
@@ -127,7 +141,7 @@ class Trajectory:
             t=times[step],
             s=times[step + 1],
             tokens=tokens,
-            masked=(tokens == self.record["blank"]) & real,
+            masked=self.is_masked(tokens) & real,
             given=self.given.to(device),
             run=None,
         )
@@ -235,21 +249,17 @@ class Trajectory:
 
     def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
         """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
-        return plots.denoising_grid(
-            self.str_canvases(row), self._masked(row), self.revealed_at[row], self.confidence[row], title=title, ax=ax
-        )
+        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax)
 
     def to_html(self, row: int = 0) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
-        title = f"{self.record['model']}: {self.text[row] or 'a run'}"
-        return plots.canvas_table(
-            title,
-            self.str_canvases(row),
-            self._masked(row),
-            self.revealed_at[row].tolist(),
-            self.confidence[row].tolist(),
-            self.first_step,
-        )
+        return plots.canvas_table(f"{self.record['model']}: {self.text[row] or 'a run'}", *self._drawn(row))
+
+    def _drawn(self, row: int) -> tuple[list[list[str]], list[list[bool]], list[int], list[float], int]:
+        """What the pictures of one row show."""
+        masked = self.is_masked(self.canvases[:, row]).tolist()
+        revealed_at, confidence = self.revealed_at[row].tolist(), self.confidence[row].tolist()
+        return self.str_canvases(row), masked, revealed_at, confidence, self.first_step
 
     def _begin_again(
         self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
@@ -267,7 +277,7 @@ class Trajectory:
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
         return Run(
             model=model,
-            canvas=Canvas(self.canvases[0].to(device), self.given.to(device), real, self.record["blank"]),
+            canvas=Canvas(self.canvases[0].to(device), self.given.to(device), real, self.blank, model.cfg.grows),
             settings=settings.on(model.cfg, model.cfg.model_name),
             seeds=row_seeds(settings.seed, self.canvases.shape[1]),
             times=list(self.record["times"]),
@@ -282,11 +292,6 @@ class Trajectory:
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")
         return step - self.first_step
-
-    def _masked(self, row: int) -> list[list[bool]]:
-        """Whether each position of one row is masked, for every canvas."""
-        masked: list[list[bool]] = (self.canvases[:, row] == self.record["blank"]).tolist()
-        return masked
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape

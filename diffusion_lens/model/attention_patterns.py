@@ -1,6 +1,5 @@
 """Attention patterns: which key positions each query position sees. Padding is handled here and nowhere else."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -41,14 +40,20 @@ class Visibility:
         return self
 
 
-class AttentionPattern(ABC):
-    """The key positions that each query position sees."""
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Attention by blocks: a position sees its own block of positions and all earlier ones.
 
-    causal: bool
+    Attributes:
+        block_size: Number of positions in a block: 1 is causal attention, `None` one block for the whole text, which is
+            bidirectional attention.
+    """
 
-    @abstractmethod
-    def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
-        """The pattern among real tokens."""
+    block_size: int | None
+
+    @property
+    def causal(self) -> bool:
+        return self.block_size == 1
 
     def visibility(self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int = 0) -> Visibility:
         """The pattern of one forward pass.
@@ -62,31 +67,20 @@ class AttentionPattern(ABC):
             n_past: Number of earlier positions, whose keys come from the cache.
         """
         if n_past:
-            allowed = None if n_pos == 1 else self.between(n_past + n_pos, device)[None, None, n_past:]
-            return Visibility(allowed, causal=False)
+            allowed = None if n_pos == 1 else self._between(torch.arange(n_past + n_pos, device=device))[n_past:]
+            return Visibility(None if allowed is None else allowed[None, None], causal=False)
         if real is None:
-            return Visibility(None, self.causal)
+            if self.causal or self.block_size is None or self.block_size >= n_pos:
+                return Visibility(None, self.causal)
+            return Visibility(self._between(torch.arange(n_pos, device=device))[None, None], causal=False)
         itself = torch.eye(n_pos, dtype=torch.bool, device=device)
-        allowed = self.between(n_pos, device) & real[:, None, :]
+        # Blocks are counted from the first real token, so that padding on the left shifts none of them.
+        allowed = self._between(real.long().cumsum(dim=1) - 1) & real[:, None, :]
         return Visibility((allowed | itself)[:, None], self.causal)
 
-
-class Bidirectional(AttentionPattern):
-    """Every position sees every position: masked diffusion models."""
-
-    causal = False
-
-    def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
-        return torch.ones(n_pos, n_pos, dtype=torch.bool, device=device)
-
-
-class Causal(AttentionPattern):
-    """A position sees itself and earlier positions: autoregressive models."""
-
-    causal = True
-
-    def between(self, n_pos: int, device: torch.device) -> Bool[Tensor, "query key"]:
-        return torch.ones(n_pos, n_pos, dtype=torch.bool, device=device).tril()
-
-
-PATTERNS: dict[str, AttentionPattern] = {"bidirectional": Bidirectional(), "causal": Causal()}
+    def _between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
+        """The pattern among real tokens with these numbers; its last axes are queries and keys."""
+        if self.block_size is None:
+            return torch.ones_like(positions, dtype=torch.bool)[..., None].expand(*positions.shape, positions.shape[-1])
+        blocks = positions.div(self.block_size, rounding_mode="floor")
+        return blocks[..., None, :] <= blocks[..., :, None]

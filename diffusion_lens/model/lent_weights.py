@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model import build
-from diffusion_lens.model.attention_patterns import PATTERNS
+from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.transformer import DiffusionTransformer
 
@@ -30,7 +30,7 @@ def lent_weights(
     try:
         model.cfg = cfg
         model._rotary = build.build_rotary(cfg.architecture)
-        model._pattern = PATTERNS[cfg.attention_dir]
+        model._pattern = AttentionPattern(cfg.block_size)
         for norm in epsilons:
             norm.eps = cfg.eps
         for name, tensor in tensors.items():

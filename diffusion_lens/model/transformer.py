@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
-from diffusion_lens.model.attention_patterns import PATTERNS
+from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
@@ -59,7 +59,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         self.ln_final = build.build_final_norm(architecture)
         self.unembed = build.build_unembed(architecture)
         self._rotary = build.build_rotary(architecture)
-        self._pattern = PATTERNS[cfg.attention_dir]
+        self._pattern = AttentionPattern(cfg.block_size)
         if tensors is None:
             tensors = build.random_tensors(architecture, seed)
         self._tie()

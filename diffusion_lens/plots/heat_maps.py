@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.plots.axes import (
@@ -157,8 +157,9 @@ def trace_panels(
 def denoising_grid(
     words: Sequence[Sequence[str]],
     hidden: Sequence[Sequence[bool]],
-    revealed_at: Int[Tensor, "pos"],
-    confidence: Float[Tensor, "pos"],
+    revealed_at: Sequence[int],
+    confidence: Sequence[float],
+    first_step: int = 0,
     *,
     title: str | None = None,
     ax: Any = None,
@@ -170,17 +171,18 @@ def denoising_grid(
         hidden: Whether each position is still masked, for each canvas.
         revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
         confidence: Probability of each token when it was revealed.
+        first_step: Number of the step that follows the first canvas.
     """
     n_canvases, n_pos = len(words), len(revealed_at)
     ax = one_axes(ax, width=0.85 * n_pos + 1.6, height=0.36 * n_canvases + 1.0)
     shade = np.full((n_canvases, n_pos), np.nan)
     for pos in range(n_pos):
         if revealed_at[pos] >= 0:
-            shade[int(revealed_at[pos]) + 1 :, pos] = float(confidence[pos])
+            shade[max(revealed_at[pos] + 1 - first_step, 0) :, pos] = confidence[pos]
     image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.25, aspect="auto")
     for row, canvas in enumerate(words):
         for pos, word in enumerate(canvas):
-            given, new = revealed_at[pos] < 0, 0 <= revealed_at[pos] == row - 1
+            given, new = revealed_at[pos] < 0, 0 <= revealed_at[pos] == first_step + row - 1
             masked = hidden[row][pos]
             colour = "0.7" if masked else "0.35" if given else "black"
             ax.text(
@@ -194,7 +196,10 @@ def denoising_grid(
                 fontweight="bold" if new else "normal",
                 parse_math=False,
             )
-    ax.set_yticks(range(n_canvases), ["start", *(f"step {i}" for i in range(n_canvases - 1))])
+    ax.set_yticks(
+        range(n_canvases),
+        [f"step {i}" if i >= 0 else "start" for i in range(first_step - 1, first_step + n_canvases - 1)],
+    )
     ax.set_xticks([])
     ax.tick_params(length=0)
     for side in ax.spines.values():

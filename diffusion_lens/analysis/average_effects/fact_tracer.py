@@ -83,8 +83,7 @@ class FactTracer:
             )
         else:
             trace = self._first_canvas(run)
-        blank = run.trajectory.record["blank"]
-        roles = [step_roles(query, run.canvas(step).tolist(), blank) for step in trace.steps]
+        roles = [step_roles(query, run.canvas(step).tolist(), run.trajectory.blank) for step in trace.steps]
         return replace(trace, record={**trace.record, "fact": fact_id, "roles": roles})
 
     def _is_averaged(self, fact_id: str, known_on_canvas: bool) -> bool:

@@ -195,7 +195,7 @@ class _Branch:
     def __init__(self, run: TracedTrajectory, corruption: Corruption, corrupted: Trajectory, step: int) -> None:
         self.run, self.corruption, self.before = run, corruption, corrupted.from_step(step)
         self.step, self.canvases = step, corrupted.canvases[step - corrupted.first_step]
-        masked = (self.canvases == run.trajectory.record["blank"]).any(dim=0).nonzero().flatten()
+        masked = run.trajectory.is_masked(self.canvases).any(dim=0).nonzero().flatten()
         # On a causal canvas the loop proposes a token for the next position only.
         self.positions: list[int] = (masked[:1] if run.model.cfg.grows else masked).tolist()
         self.rows: list[int] = run.model.readout.rows(torch.tensor(self.positions)).tolist()

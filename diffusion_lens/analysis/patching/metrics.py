@@ -70,8 +70,7 @@ class AnswerProbability:
                 f"the answer positions {in_prompt} are part of the trajectory's prompt, so the model does not predict "
                 "them: denoise a prompt that ends before the answer"
             )
-        prompt = trajectory.tokens[0].masked_fill(~trajectory.given[0], trajectory.record["blank"])
-        return TracedTrajectory.of(model, replace(self.query, tokens=prompt), trajectory)
+        return TracedTrajectory.of(model, replace(self.query, tokens=trajectory.prompt[0]), trajectory)
 
 
 @dataclass(frozen=True)

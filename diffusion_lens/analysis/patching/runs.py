@@ -83,7 +83,7 @@ class Side:
             check_attention_mask(real[:, :n_shown], len(tokens), n_shown, tokens.device),
             reading.within(n_canvas) if n_canvas < n_shown else reading,
             n_canvas,
-            unprompted=tokens.masked_fill(state.given[:, :n_shown], trajectory.record["blank"]),
+            unprompted=tokens.masked_fill(state.given[:, :n_shown], trajectory.blank),
             cfg_scale=trajectory.record["cfg_scale"],
             step=state,
         )
