@@ -1,6 +1,6 @@
-"""Results on disk, and what they remember of how they came about.
+"""Saved results, with a record of the model and the settings that produced them.
 
-One safetensors file a result: its tensors, and a JSON record in the metadata. Nothing is pickled.
+Each result is one safetensors file with its tensors and a JSON record in the metadata. Nothing is pickled.
 """
 
 import hashlib
@@ -29,24 +29,24 @@ PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 
-_START_ANEW = "Delete the folder's files and start the run anew, or name another folder"
+_START_AGAIN = "Delete the files in this folder and start again, or name another folder"
 _TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 _PART: ContextVar[str | None] = ContextVar("_PART", default=None)
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
-    """Model, its weights, tokenizer, hooks and modules, dtype, device, versions: what results record beside settings.
+    """Entries of every record beside the settings: model, weights, tokenizer, hooks, modules, dtype, device, versions.
 
-    Weights, hooks and modules are those at the beginning of the run (`identity.begins_run`).
+    Weights, hooks and modules are those at the beginning of the computation (`identity.begins_run`).
     """
-    found = identity_of(model)
+    identity = identity_of(model)
     return {
         "model": cfg.model_name,
         "architecture": cfg.architecture.to_dict(),
-        "weights_sha256": found.weights_sha256,
+        "weights_sha256": identity.weights_sha256,
         "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
-        "hooks": found.hooks,
-        "modules": found.modules,
+        "hooks": identity.hooks,
+        "modules": identity.modules,
         "dtype": str(cfg.dtype).removeprefix("torch."),
         "device": str(cfg.device),
         "versions": {
@@ -59,20 +59,20 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
 
 
 def network_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a record, which network it is of: for the record of a result that stands on another one."""
+    """The entries of a record that identify its network, for the record of a result that builds on this one."""
     return {name: record.get(name) for name in NETWORK}
 
 
 def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:
-    """SHA-256 of a fast tokenizer, its normaliser, added tokens and all, and of whether texts begin with BOS."""
+    """SHA-256 of a complete fast tokenizer (normaliser and added tokens included) and of `prepend_bos`."""
     if tokenizer is None:
         return None
-    # Of a large vocabulary the text takes a tenth of a second, so it is taken again only if tokens were added.
-    held = _TOKENIZERS.get(tokenizer)
-    if held is None or held[0] != len(tokenizer):
+    # Serialising a large vocabulary takes a tenth of a second, so the hash is cached until tokens are added.
+    cached = _TOKENIZERS.get(tokenizer)
+    if cached is None or cached[0] != len(tokenizer):
         text = tokenizer.backend_tokenizer.to_str()
-        held = _TOKENIZERS[tokenizer] = (len(tokenizer), hashlib.sha256(text.encode()).hexdigest())
-    return hashlib.sha256(f"{held[1]} {prepend_bos}".encode()).hexdigest()
+        cached = _TOKENIZERS[tokenizer] = (len(tokenizer), hashlib.sha256(text.encode()).hexdigest())
+    return hashlib.sha256(f"{cached[1]} {prepend_bos}".encode()).hexdigest()
 
 
 def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
@@ -88,7 +88,7 @@ def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], reco
 
 @contextmanager
 def part_of_run(mark: str) -> Iterator[None]:
-    """Results saved inside carry `mark`, by which `mark_of` tells the parts of one run from those of another."""
+    """Write `mark` into every result that is saved inside. `mark_of` reads it, to match a part with its study."""
     token = _PART.set(mark)
     try:
         yield
@@ -97,39 +97,39 @@ def part_of_run(mark: str) -> Iterator[None]:
 
 
 def mark_of(path: str | Path) -> str | None:
-    """The mark under which a result was saved, if it was."""
+    """The mark that `part_of_run` wrote into a result; `None` if it was saved without one."""
     with _opened(path, "result") as file:
         mark: str | None = (file.metadata() or {}).get(PART)
     return mark
 
 
 def kind_of(path: str | Path) -> str:
-    """What a saved result is, as the class that saved it names it.
+    """Kind of a saved result, the name that its class has given it.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: no saved result.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not a saved result.
     """
     with _opened(path, "result") as file:
         kind = _record_of(file).get("kind")
     if not isinstance(kind, str):
-        raise ValueError(f"{path} does not hold a saved result")
+        raise ValueError(f"{path} is not a saved result of diffusion_lens")
     return kind
 
 
 def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and record of a saved result; a `ValueError` when the file is cut off or of another kind."""
+    """Tensors and record of a saved result; a `ValueError` if the file is incomplete or of another kind."""
     tensors, record = open_result(path, kind)
     return {name: tensor.clone() for name, tensor in tensors.items()}, record
 
 
 def save_fields(path: str | Path, kind: str, result: Any) -> Path:
-    """Write a dataclass in one atomic file: its tensors as tensors, all else in the record."""
+    """Write a dataclass in one atomic file: its tensors as tensors, all other fields in the record."""
     return save_result(path, kind, *split_fields(result))
 
 
 def load_fields(path: str | Path, kind: str, result_type: type[D]) -> D:
-    """The dataclass that `save_fields` wrote. Fields of earlier versions that this one no longer has are left out."""
+    """The dataclass that `save_fields` wrote. Fields that only earlier versions had are ignored."""
     tensors, record = load_result(path, kind)
     return as_dataclass(result_type, {**tensors, **record})
 
@@ -141,7 +141,7 @@ def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def as_dataclass(result_type: type[D], saved: Mapping[str, Any]) -> D:
-    """An instance with the saved values; JSON keeps tuples as lists, and here they become tuples again."""
+    """An instance with the saved values. JSON stores tuples as lists; this function restores the tuples."""
     annotations = {field.name: field.type for field in fields(cast(Any, result_type))}
     given = {name: value for name, value in saved.items() if name in annotations}
     tuples = {name: tuple(value) for name, value in given.items() if get_origin(annotations[name]) is tuple}
@@ -149,12 +149,12 @@ def as_dataclass(result_type: type[D], saved: Mapping[str, Any]) -> D:
 
 
 def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `load_result`, but the tensors stay on disk until they are used (memory-mapped)."""
+    """Like `load_result`, but the tensors are memory-mapped: they stay on disk until they are used."""
     with _opened(path, kind) as file:
         record = _record_of(file)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if record.pop("kind", None) != kind:
-        raise ValueError(f"{path} does not hold a saved {kind}")
+        raise ValueError(f"{path} is not a saved {kind}")
     return tensors, record
 
 
@@ -170,8 +170,8 @@ def _opened(path: str | Path, kind: str) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise ValueError(
-            f"{source} is not a whole safetensors file: {error}. It was cut off or changed: delete it and save the "
-            "result again, or name another file or folder"
+            f"{source} is not a complete safetensors file: {error}. It was truncated or changed: delete it and save "
+            "the result again, or name another file or folder"
         ) from error
 
 
@@ -181,59 +181,78 @@ def _record_of(file: Any) -> dict[str, Any]:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """What a folder's run is, from its `run.json`.
+    """The description of a study or a training run, from the `run.json` of its folder.
 
     Raises:
-        ValueError: not the description of a run.
+        ValueError: The file contains no such description.
     """
     try:
         run = restore_numbers(read_json(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} does not describe a run: {error}. {_START_ANEW}") from error
+        raise ValueError(f"{path} does not describe a study or a training run: {error}. {_START_AGAIN}") from error
     if not isinstance(run, dict):
-        raise ValueError(f"{path} does not describe a run: it holds {str(run)[:40]}, no mapping. {_START_ANEW}")
+        raise ValueError(
+            f"{path} does not describe a study or a training run: it contains {str(run)[:40]} and not a mapping. "
+            f"{_START_AGAIN}"
+        )
     return run
 
 
-def require_same_run(made: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
-    """Raise a `ValueError` that says how two runs differ, unless they are one; `NOT_COMPARED` may differ."""
-    made, asked = {"hooks": {}, **made}, {"hooks": {}, **asked}
-    require_identified(made, where)
-    if "modules" not in made or "modules" not in asked:  # a record of before it held them
-        made, asked = ({key: held for key, held in each.items() if key != "modules"} for each in (made, asked))
-    compared = [name for name in {**made, **asked} if name not in NOT_COMPARED]
-    if different := "; ".join(differences(made, asked, compared)):
+def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` with the differences, unless two records describe the same study or training run.
+
+    Entries in `NOT_COMPARED` may differ.
+
+    Args:
+        saved: Record of the results that exist already.
+        current: Record of this call.
+        where: Where `saved` comes from, for the message.
+    """
+    saved, current = {"hooks": {}, **saved}, {"hooks": {}, **current}
+    require_identified(saved, where)
+    # Records of earlier versions have no entry for modules, so modules are compared only if both records have one.
+    if "modules" not in saved or "modules" not in current:
+        saved, current = (
+            {key: value for key, value in record.items() if key != "modules"} for record in (saved, current)
+        )
+    compared = [name for name in {**saved, **current} if name not in NOT_COMPARED]
+    if different := "; ".join(differences(saved, current, compared)):
         raise ValueError(
-            f"{where} holds another run ({different}). The parts of one run share settings, data, weights and hooks: "
-            "go on with it as it was begun, or name another folder"
+            f"{where} was made with other settings, data, weights or hooks ({different}). Continue with the same ones, "
+            "or name another folder"
         )
 
 
-def require_same_settings(folder: Path, asked: Mapping[str, Any]) -> None:
-    """`require_same_run` before the model is there: of the run that a folder holds, if any, the settings in `asked`."""
+def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Like `require_same_run`, but before the model is loaded: compares only `settings` with what the folder records.
+
+    A folder without `run.json` passes.
+    """
     record = folder / "run.json"
     if record.exists():
-        made = read_run(record)
-        require_same_run(made, {**made, **as_json(asked)}, str(folder))
+        saved = read_run(record)
+        require_same_run(saved, {**saved, **as_json(settings)}, str(folder))
 
 
-def differences(made: Mapping[str, Any], asked: Mapping[str, Any], compared: Iterable[str]) -> list[str]:
-    """How two records differ in the settings named, a text for each that does; `made` is "there", `asked` is "here"."""
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], compared: Iterable[str]) -> list[str]:
+    """One text for each of the `compared` entries that differs; values of `saved` are "there", of `current` "here"."""
     return [
-        _difference(name, made.get(name), asked.get(name)) for name in compared if made.get(name) != asked.get(name)
+        _difference(name, saved.get(name), current.get(name))
+        for name in compared
+        if saved.get(name) != current.get(name)
     ]
 
 
-def _difference(name: str, made: Any, asked: Any) -> str:
-    """One setting in which two runs differ; of long records, such as facts by id, the first names."""
-    if not isinstance(made, dict) or not isinstance(asked, dict):
-        return f"{name}: {made!r} there, {asked!r} here"
-    keys = [key for key in {**made, **asked} if made.get(key) != asked.get(key)]
+def _difference(name: str, saved: Any, current: Any) -> str:
+    """Text on one entry that differs. For a long mapping, such as facts by id, it names the first keys only."""
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return f"{name}: {saved!r} there, {current!r} here"
+    keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
     if name == "hooks":
-        told = [f"{key} {_hooks(made.get(key))} there, {_hooks(asked.get(key))} here" for key in keys[:3]]
-        return f"hooks: {'; '.join(told)}{'; ...' if len(keys) > 3 else ''}"
-    if all(not isinstance(each.get(key), dict) for key in keys for each in (made, asked)):
-        return "; ".join(f"{name}.{key}: {made.get(key)!r} there, {asked.get(key)!r} here" for key in keys)
+        changes = [f"{key} {_hooks(saved.get(key))} there, {_hooks(current.get(key))} here" for key in keys[:3]]
+        return f"hooks: {'; '.join(changes)}{'; ...' if len(keys) > 3 else ''}"
+    if all(not isinstance(mapping.get(key), dict) for key in keys for mapping in (saved, current)):
+        return "; ".join(f"{name}.{key}: {saved.get(key)!r} there, {current.get(key)!r} here" for key in keys)
     return f"{name}: {len(keys)} differ ({', '.join(map(repr, keys[:3]))}{', ...' if len(keys) > 3 else ''})"
 
 

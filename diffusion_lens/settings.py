@@ -1,6 +1,6 @@
-"""Checks of the numbers that callers give as settings, which return them as Python's own numbers.
+"""Checks of numeric settings. Each returns the value as a plain Python number.
 
-NumPy's and torch's scalars are accepted too; without the conversion, no result could record them.
+NumPy's and torch's scalars are accepted too; they are converted because results record settings as JSON.
 """
 
 import math
@@ -11,7 +11,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
-# Annotations of such settings: Python's own numbers, NumPy's, or a tensor of one number.
+# Annotations of such settings: plain Python numbers, NumPy's scalars, or a tensor of one number.
 Whole = SupportsIndex
 Real = SupportsFloat
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the `TypeError` of an unknown keyword suggest one of a similar name, or list all where none is similar."""
+    """Make the `TypeError` of an unknown keyword suggest the nearest one, or list all if none has a similar name."""
     known = [name for name in signature(function).parameters if name != "self"]
     called = "model" if function.__name__ == "forward" else function.__qualname__
 
@@ -36,7 +36,7 @@ def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """`value` as an int; a `TypeError` unless it is a whole number. A bool is refused, and so is a float like 3.0."""
+    """`value` as an int; a `TypeError` unless it is a whole number. Bools and floats such as 3.0 are refused."""
     if not _is_bool(value):
         try:
             return operator.index(value)
@@ -47,10 +47,10 @@ def whole_number(name: str, value: Any) -> int:
 
 def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
     """One whole number or several, as a list."""
-    several = value.tolist() if hasattr(value, "tolist") else value  # of arrays and tensors
-    if isinstance(several, Iterable) and not isinstance(several, str | bytes):
-        return [whole_number(name, number) for number in several]
-    return [whole_number(name, several)]
+    plain = value.tolist() if hasattr(value, "tolist") else value  # Arrays and tensors have `tolist`.
+    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes):
+        return [whole_number(name, number) for number in plain]
+    return [whole_number(name, plain)]
 
 
 def plain_number(name: str, value: Any) -> float:
@@ -58,7 +58,7 @@ def plain_number(name: str, value: Any) -> float:
     if not _is_bool(value) and not isinstance(value, str | bytes):
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last two from arrays and tensors of several numbers
+        except (TypeError, ValueError, RuntimeError):  # Arrays and tensors of several numbers raise the last two.
             pass
     raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a number")
 
@@ -70,46 +70,47 @@ def yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def at_least(least: int, name: str, value: Any) -> int:
-    """`value` as an int; a `ValueError` where it is below `least`."""
+def at_least(least: int, name: str, value: Any, reason: str = "") -> int:
+    """`value` as an int; a `ValueError`, which may end with a reason, if it is below `least`."""
     number = whole_number(name, value)
     if number < least:
-        raise ValueError(f"{name}={number}; it must be at least {least}")
+        raise ValueError(f"{name}={number}; it must be at least {least}{reason and f', because {reason}'}")
     return number
 
 
-def not_negative(name: str, value: Any) -> float:
-    """`value` as a float; a `ValueError` unless it is finite and 0 or more."""
+def not_negative(name: str, value: Any, zero: str = "") -> float:
+    """`value` as a float; a `ValueError`, which may explain what 0 means, unless it is finite and 0 or more."""
     number = plain_number(name, value)
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name}={number}; it must be a finite number, 0 or more")
+        raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more")
     return number
 
 
 def pick_layer(layer: Whole, n_layers: int) -> int:
-    """The index of a layer, negative ones counted from the end; a `ValueError` where there is no such layer."""
+    """The index of a layer; negative numbers count from the end. A `ValueError` if there is no such layer."""
     number = whole_number("layer", layer)
     if not -n_layers <= number < n_layers:
         raise ValueError(
-            f"layer={number} is not one of the layers 0 to {n_layers - 1} of this model, or a negative one from the end"
+            f"layer={number} is not one of the layers 0 to {n_layers - 1} of this model; negative numbers down to "
+            f"{-n_layers} count from the end"
         )
     return number % n_layers
 
 
 def pick_indices(name: str, indices: Iterable[Whole] | None, size: int) -> list[int]:
-    """Positions or layers as indices from 0 to `size` - 1: all by default, negative ones counted from the end.
+    """Positions or layers as indices from 0 to `size` - 1; negative numbers count from the end, `None` selects all.
 
     Raises:
-        ValueError: no index, one out of range, or one given twice.
+        ValueError: There is no index, one is out of range, or one is given twice.
     """
     if indices is None:
         return list(range(size))
-    given = [whole_number(name, index) for index in indices]
-    if not given or any(not -size <= index < size for index in given):
-        raise ValueError(f"{name}={given}; they are numbers from 0 to {size - 1}, or negative ones from the end")
-    resolved = [index % size for index in given]
+    numbers = [whole_number(name, index) for index in indices]
+    if not numbers or any(not -size <= index < size for index in numbers):
+        raise ValueError(f"{name}={numbers}; give numbers from 0 to {size - 1}, or negative ones from the end")
+    resolved = [index % size for index in numbers]
     if len(set(resolved)) < len(resolved):
-        raise ValueError(f"{name}={given} names one twice; give each once")
+        raise ValueError(f"{name}={numbers} names one twice; give each once")
     return resolved
 
 

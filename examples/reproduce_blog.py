@@ -31,7 +31,7 @@ from diffusion_lens.analysis.average_effects.token_roles import ROLES
 from diffusion_lens.analysis.resumable import FactFolder, content
 from diffusion_lens.data.sources import default_source, open_source
 from diffusion_lens.evaluation import Recall, recall_by_steps
-from diffusion_lens.evaluation.naming import TOLD, cell_name
+from diffusion_lens.evaluation.naming import TRAINED, cell_name
 from diffusion_lens.records import provenance, weights_sha256
 from diffusion_lens.training import finetune, smdm_reverse
 
@@ -227,7 +227,7 @@ class Study:
                 facts = [fact for by_direction in queries for fact in by_direction.values()]
                 folder = self.out / "keys_and_values" / f"{name}_{trained}"
                 study = analysis.key_value_study(model, facts, [block], **self.layout, out=folder)
-                lines.append(f"{len(queries)} people {TOLD[trained]}")
+                lines.append(f"{len(queries)} people {TRAINED[trained]}")
                 asked = [study.record["facts"][fact_id]["asked"] for fact_id in study.ids]
                 for direction in ("p2d", "d2p"):
                     rows = [row for row, other in enumerate(asked) if other == direction]
@@ -241,7 +241,7 @@ class Study:
                         comparison.plot(ax=axes[left], title=f"{name}: {what}")
                         comparison.plot_spectra(ax=axes[left + 1], title=f"{name}: {kinds[0]}")
             self.add("pre", "\n".join(lines))
-            caption = f"{name}, people {TOLD[largest]}: principal components and singular values of both directions."
+            caption = f"{name}, people {TRAINED[largest]}: principal components and singular values of both directions."
             self.picture(figure, f"vectors_{name}.png", caption)
 
 

@@ -233,7 +233,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no texts": (["finetune", "tiny-mdm", "--data", "nowhere.jsonl", "--out", "out"], "nowhere.jsonl"),
     "a precision": (["finetune", "tiny-mdm", "--epochs", "1", "--precision", "fp8", "--out", "out"], "fp8"),
     "no result": (["plot", "nowhere.safetensors"], "nowhere.safetensors"),
-    "what is no result": (["plot", str(GOLDEN / "model.safetensors")], "does not hold a saved result"),
+    "what is no result": (["plot", str(GOLDEN / "model.safetensors")], "is not a saved result"),
 }
 
 

@@ -256,7 +256,7 @@ def compares_keys_and_values(said: str) -> None:
 def reproduces_the_study(said: str) -> None:
     assert "Nothing that follows is evidence about SMDM" in said
     assert "tiny-ar was not fine-tuned here" in said
-    assert said.count("p2d reverse = DtN reverse (told name first, asked for the name), n = 4") == 2
+    assert said.count("p2d reverse = DtN reverse (trained name first, queried for the name), n = 4") == 2
     assert "tiny-mdm recalls 100% as trained, and 100% in reverse" in said
     assert "tiny-ar recalls 100% as trained, and 0% in reverse" in said
 
@@ -288,7 +288,7 @@ def reproduces_the_study(said: str) -> None:
     last_of_steps = re.findall(r"^  step +0: 3 facts, total effect (\S+); at most", said, re.MULTILINE)
     assert len(last_of_steps) == 3
 
-    groups = re.findall(r"^(\d+) people told (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
+    groups = re.findall(r"^(\d+) people trained (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
     assert [(count, told) for count, told, _ in groups] == [("12", "name"), ("12", "description"), ("12", "both")] * 2
     for *_, rows in groups:
         said_of = re.findall(r"CKA (\S+) \(.*\), chance \S+ to (\S+), p (\S+): (more|no more) similar", rows)
@@ -449,7 +449,7 @@ def test_the_report_shows_what_is_there(
     assert Path("study/report.html").read_text(encoding="utf-8") == report
     again = {path: path.stat().st_mtime_ns for path in Path("study").rglob("*.safetensors")}
     assert [path.name for path in written if again[path] != written[path]] == ["untaught_d2p.safetensors"]
-    with pytest.raises(ValueError, match=r"study holds another run \(limit: 2 there, 3 here"):
+    with pytest.raises(ValueError, match=r"study was made with other settings.* \(limit: 2 there, 3 here"):
         example.main([*options, "--limit", "3", "--out", "study"])
 
 

@@ -248,7 +248,7 @@ def test_a_folder_does_not_hand_hooked_numbers_to_an_unhooked_call(tiny, tmp_pat
         study(tiny, tmp_path)
     kinds = (f"[forward: {HALF}]", "none") if hooked_first else ("none", f"[forward: {HALF}]")
     told = f"hooks: {SITE} {kinds[0]} there, {kinds[1]} here"
-    with tiny.hooks(fwd_hooks=second), pytest.raises(ValueError, match="weights and hooks") as refused:
+    with tiny.hooks(fwd_hooks=second), pytest.raises(ValueError, match="weights or hooks") as refused:
         study(tiny, tmp_path)
     assert told in str(refused.value)
     with tiny.hooks(fwd_hooks=first):
@@ -287,7 +287,7 @@ def test_results_of_another_run_are_refused_when_its_note_is_gone(tiny, tmp_path
     (tmp_path / "run.json").unlink()
     if other == "weights":
         model.blocks[0].mlp.down.weight.data.neg_()
-    told = r"\.safetensors is of another run or another fact.*Delete the file"
+    told = r"\.safetensors belongs to another study or another fact.*Delete the file"
     with model.hooks(fwd_hooks=[] if other == "weights" else [(SITE, half)]), pytest.raises(ValueError, match=told):
         study(model, tmp_path)
 
@@ -297,7 +297,7 @@ def test_replies_of_other_steps_or_another_fact_are_refused(tiny, tmp_path):
     recall = partial(recall_by_steps, tiny, FACTS, length=14, cfg_scale=0.0, out=tmp_path)
     recall((1, 2))
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match="is of another run"):
+    with pytest.raises(ValueError, match="belongs to another study"):
         recall((1, 2, 4))
     (tmp_path / "run.json").unlink()
     recall((1, 2))
@@ -314,7 +314,7 @@ def test_a_file_cut_off_is_named(tiny, tmp_path, study):
     study(tiny, tmp_path)
     cut = sorted(tmp_path.glob("*.safetensors"))[0]
     cut.write_bytes(cut.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=r"not a whole safetensors file.*delete it") as refused:
+    with pytest.raises(ValueError, match=r"not a complete safetensors file.*delete it") as refused:
         study(tiny, tmp_path)
     assert str(cut) in str(refused.value)
 
@@ -328,7 +328,7 @@ def test_a_bad_file_is_found_before_the_work(tiny, tmp_path, monkeypatch):
     last.write_bytes(b"")
     room = sys.modules[recall_by_steps.__module__]
     monkeypatch.setattr(room, "denoise", lambda *_: pytest.fail("the model wrote"))
-    with pytest.raises(ValueError, match=r"not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"not a complete safetensors file"):
         ask()
 
 
@@ -340,7 +340,7 @@ def test_a_moment_that_is_cut_off_or_of_another_run_is_named(tiny, tmp_path):
     second_moment(tiny, corpus, 1, folder=tmp_path)
     (other,) = set(tmp_path.iterdir()) - {one}
     other.write_bytes(one.read_bytes())
-    with pytest.raises(ValueError, match="holds another run than its name says"):
+    with pytest.raises(ValueError, match="contains another moment than its name says"):
         second_moment(tiny, corpus, 1, folder=tmp_path)
     other.write_bytes(one.read_bytes()[:-5])
     with pytest.raises(ValueError, match="delete it"):
@@ -351,11 +351,11 @@ def test_a_moment_that_is_cut_off_or_of_another_run_is_named(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", r"run\.json does not describe a run: it holds \[\], no mapping\. Delete"),
+        ("[]", r"run\.json does not describe a study or a training run: it contains \[\] and not a mapping\. Delete"),
         ("{", r"run\.json is not valid JSON"),
-        ("3", "no mapping"),
-        ('{"facts": []}', "names none"),
-        ("{}", "names none"),
+        ("3", "and not a mapping"),
+        ('{"facts": []}', "lists none"),
+        ("{}", "lists none"),
         ("[" * 100_000, "run.json"),
     ],
 )

@@ -63,8 +63,8 @@ class SafetensorsFile(TensorSource):
             return safe_open(self.path, framework="pt")
         except SafetensorError as error:
             raise ValueError(
-                f"{self.path} is not a whole safetensors file ({self.path.stat().st_size:,} bytes on disk): {error}. "
-                "It may have been truncated while it was copied: delete it and fetch it again."
+                f"{self.path} is not a complete safetensors file ({self.path.stat().st_size:,} bytes on disk): {error}"
+                ". It may have been truncated while it was copied: delete it and fetch it again."
             ) from error
 
 

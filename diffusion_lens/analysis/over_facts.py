@@ -1,8 +1,9 @@
-"""Studies over facts: what every runner does with its facts, and what every result of one offers.
+"""Studies over facts: the procedure and the result type that all of them share.
 
-A runner describes its study in a record, plans which facts are computed together, and says how. `Study.collect` reads
-the facts that a folder holds already, computes the others and saves each as it is done (`analysis.resumable`). The
-result is a `StudyResult`: its shards merge, and it loads from its own file or from the folder of its study.
+A study has a record that describes it, batches of facts that are computed together, and a function that computes a
+batch. `Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is
+done (`analysis.resumable`). The result is a `StudyResult`: its shards can be merged, and it can be loaded from its own
+file or from the folder of its study.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +18,10 @@ from diffusion_lens.records import load_fields, save_fields
 
 @runtime_checkable
 class FactResult(Protocol):
-    """What a study holds of one fact."""
+    """The part of a study's result that belongs to one fact."""
 
     def equals(self, other: Any) -> bool:
-        """Whether both are the same to the bit."""
+        """Whether both are identical to the bit."""
 
 
 C = TypeVar("C", bound="StudyResult[Any]")
@@ -28,15 +29,15 @@ F = TypeVar("F", bound=FactResult)
 
 
 class StudyResult(ABC, Generic[F]):
-    """The result of a study over facts, or of a part of one; F is what it holds of one fact.
+    """The result of a study over facts, or of a part of one; F is the type of the result of one fact.
 
     Attributes:
         ids: The fact of each row.
         record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
     """
 
-    KIND: ClassVar[str]  # what its file says that it is
-    FACT_FILE: ClassVar[type[Any]]  # what is saved of one fact: a class with `save` and `load`
+    KIND: ClassVar[str]  # Kind of result that is written in its file.
+    FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
 
     ids: list[str]
     record: dict[str, Any]
@@ -44,7 +45,7 @@ class StudyResult(ABC, Generic[F]):
     @classmethod
     @abstractmethod
     def of(cls: type[C], results: Mapping[str, F], record: dict[str, Any]) -> C:
-        """The result that holds these facts of a study."""
+        """The result with these facts of a study."""
 
     @abstractmethod
     def by_fact(self) -> dict[str, F]:
@@ -52,7 +53,7 @@ class StudyResult(ABC, Generic[F]):
 
     @classmethod
     def from_file(cls, saved: Any, record: Mapping[str, Any]) -> F:
-        """What the result holds of a fact, from what is saved of it."""
+        """The result of a fact, from an instance of `FACT_FILE`."""
         result: F = saved
         return result
 
@@ -63,7 +64,7 @@ class StudyResult(ABC, Generic[F]):
         return reasons
 
     def warn_of_gaps(self) -> None:
-        """Warn where the facts of a whole study leave nothing to report."""
+        """Warn if the facts of a whole study leave nothing to report."""
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -71,7 +72,7 @@ class StudyResult(ABC, Generic[F]):
 
     @classmethod
     def load(cls: type[C], path: str | Path) -> C:
-        """Read what `save` wrote, or the facts that the folder `out` of a study holds so far."""
+        """Read what `save` wrote, or the facts that are in the folder `out` of a study so far."""
         if Path(path).is_file() or Path(path).suffix == ".safetensors":
             return load_fields(path, cls.KIND, cls)
         folder = FactFolder.open(path)
@@ -79,16 +80,16 @@ class StudyResult(ABC, Generic[F]):
 
     @classmethod
     def from_files(cls: type[C], saved: Iterable[tuple[str, Any]], record: dict[str, Any]) -> C:
-        """The result that holds these facts, from what is saved of each; in the order of the study's facts."""
+        """The result with these facts, from saved results by id; in the order of the study's facts."""
         results = {fact_id: cls.from_file(each, record) for fact_id, each in saved}
         return cls.of({fact_id: results[fact_id] for fact_id in record["facts"] if fact_id in results}, record)
 
     @classmethod
     def merge(cls: type[C], parts: str | Path | C | Sequence[str | Path | C]) -> C:
-        """The shards of one study as one result, bit for bit what a single process on the same machine gives.
+        """Merge the shards of one study. The result is bit-identical to that of one process on the same machine.
 
         Args:
-            parts: Folders that `out` named, saved results, or results; one folder may hold all shards.
+            parts: Folders given as `out`, saved results, or results; one folder may contain all shards.
 
         Raises:
             ValueError: The parts belong to different studies, a fact is in none of them, or two of them differ in a
@@ -107,12 +108,12 @@ class StudyResult(ABC, Generic[F]):
 
 @dataclass(frozen=True)
 class Study:
-    """A study that is planned: nothing of it is computed yet.
+    """The plan of a study, of which nothing is computed yet.
 
     Attributes:
-        record: What the study is, as `run.json` of its folder holds it.
+        record: Description of the study, the content of `run.json` in its folder.
         batches: Ids of the facts that are computed together; shards consist of whole batches.
-        compute: Computes what is saved of each fact of a batch.
+        compute: Function that computes the results of the facts of a batch.
     """
 
     record: dict[str, Any]
@@ -120,7 +121,7 @@ class Study:
     compute: Callable[[Sequence[str]], Sequence[Any]]
 
     def collect(self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool) -> C:
-        """The result of a shard: each fact is read where the folder has it, and computed otherwise.
+        """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
 
         Args:
             out: Folder for one file per fact; by default nothing is written.

@@ -1,15 +1,15 @@
-"""Studies over facts that may stop at any moment, and be split among processes.
+"""Studies over facts that can be interrupted at any moment, and split among processes.
 
-A folder holds `run.json`, which describes the study (its settings, the facts, the model with the hash of its weights
-and the hooks on it), and one file per fact, which is written whole or not at all. So whatever ends a call, the next one
-continues where it ended. Each file is marked with a hash of its study and its fact: a file that another study left, or
-that was renamed, is refused.
+The folder of a study contains `run.json`, which describes the study (its settings, its facts, the model with the hash
+of its weights, and the hooks on it), and one file per fact. Files are written atomically, so a call resumes where the
+last one was interrupted. Each file is marked with a hash of its study and its fact. A file that belongs to another
+study, or that was renamed, is refused.
 
 Several processes may fill one folder, each with its shard of the facts: facts i, i + n, i + 2n, ... of n shards.
 
-The random numbers of a fact come from its own seed, made from the study's seed and the fact's id. So no number depends
-on who computes it, in what order, or beside which other facts. Facts that share a forward pass come in batches that are
-planned for the whole study, and a batch is always computed whole: its numbers keep their last bit too.
+The random numbers of a fact come from its own seed, which is derived from the study's seed and the fact's id. So no
+number depends on the process, on the order, or on the other facts. Facts that share a forward pass form batches, which
+are planned for the whole study and always computed completely, so results are identical to the last bit.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Shard = tuple[int, int] | str
 
 @runtime_checkable
 class Result(Protocol):
-    """What is saved of a fact: anything that writes itself into one file, by `records.save_result`."""
+    """The saved result of one fact: any object that writes itself to one file with `records.save_result`."""
 
     def save(self, path: str | Path) -> Path: ...
 
@@ -50,7 +50,7 @@ class FactFolder:
 
     Attributes:
         path: The folder.
-        record: What the study is, as `run.json` holds it; under "facts" are all its facts, by id.
+        record: Description of the study, the content of `run.json`; "facts" lists all its facts, by id.
     """
 
     path: Path
@@ -58,12 +58,12 @@ class FactFolder:
 
     @classmethod
     def start(cls, path: str | Path, record: Mapping[str, Any]) -> "FactFolder":
-        """Make a folder for this study, or continue the one that is there.
+        """Make a folder for this study, or open the one that exists.
 
         Raises:
-            ValueError: The folder holds another study; the message says how they differ. Or a hook cannot be told from
-                others.
-            TypeError: The record has an entry that JSON cannot hold.
+            ValueError: The folder belongs to another study (the message lists the differences), or a hook cannot be
+                identified.
+            TypeError: The record has an entry that JSON cannot represent.
         """
         require_identified(record, str(path))
         file, described = Path(path) / "run.json", as_json(record)
@@ -83,44 +83,44 @@ class FactFolder:
         """
         file = Path(path) / "run.json"
         if not file.exists():
-            raise FileNotFoundError(f"{path} holds no run: there is no {file}")
+            raise FileNotFoundError(f"{path} contains no study: there is no {file}")
         record = read_run(file)
         if not isinstance(record.get("facts"), dict):
-            raise ValueError(f"{file} does not describe a run over facts: it names none. Name another folder")
+            raise ValueError(f"{file} does not describe a study over facts: it lists none. Name another folder")
         return cls(Path(path), record)
 
     def file(self, fact_id: str) -> Path:
-        """The file of a fact, named after its id, as far as a file name can hold it, and a hash of the whole id."""
+        """The file of a fact; its name has the id's permitted characters and a hash of the complete id."""
         name = re.sub(r"[^A-Za-z0-9_-]+", "_", fact_id)[:60]
         return self.path / f"{name}.{_digest(fact_id)[:12]}.safetensors"
 
     def save(self, fact_id: str, result: Result) -> None:
-        """Save a fact's result, marked as this study's."""
+        """Save a fact's result with the mark of this study and fact."""
         with part_of_run(self._mark(fact_id)):
             result.save(self.file(fact_id))
 
     def has(self, fact_id: str) -> bool:
-        """Whether a fact's result is there.
+        """Whether the folder has a fact's result.
 
         Raises:
-            ValueError: The file is cut off, or belongs to another study or fact.
+            ValueError: The file is truncated, or belongs to another study or fact.
         """
         file = self.file(fact_id)
         if not file.exists():
             return False
         if (mark := mark_of(file)) != self._mark(fact_id):
-            whose = "does not say of which run it is" if mark is None else "is of another run or another fact"
+            problem = "does not name its study" if mark is None else "belongs to another study or another fact"
             raise ValueError(
-                f"{file} {whose}: its settings, facts, weights or hooks are not those of {self.path / 'run.json'}. "
-                "Delete the file, and the fact is computed again, or name another folder"
+                f"{file} {problem}: its settings, facts, weights or hooks are not those of {self.path / 'run.json'}. "
+                "Delete the file to compute the fact again, or name another folder"
             )
         return True
 
     def results(self, load: Callable[[Path], R]) -> Iterator[tuple[str, R]]:
-        """The results that are there so far, by id, in the order of the study's facts.
+        """The ids and results of the facts computed so far, in the order of the study's facts.
 
         Raises:
-            ValueError: A file is cut off, or belongs to another study or fact.
+            ValueError: A file is truncated, or belongs to another study or fact.
         """
         return ((fact_id, load(self.file(fact_id))) for fact_id in self.record["facts"] if self.has(fact_id))
 
@@ -139,13 +139,13 @@ def work_through_batches(
     folder: FactFolder | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[str, R]]:
-    """Each fact's result: read where the folder has it, otherwise computed and, if there is a folder, saved there.
+    """The result of each fact: read from the folder if it is there, otherwise computed and saved there.
 
-    The facts of a batch are computed together, and each is saved in a file of its own. A batch that was saved in part
-    is computed again as a whole, and the missing files are written.
+    The facts of a batch are computed together, and each is saved in its own file. If only some facts of a batch are
+    saved, the whole batch is computed again and the missing files are written.
 
     Raises:
-        ValueError: A file is cut off or belongs to another study; raised before anything is computed.
+        ValueError: A file is truncated or belongs to another study; raised before anything is computed.
     """
     if folder:
         for fact_id in chain.from_iterable(batches):
@@ -162,10 +162,10 @@ def work_through_batches(
 
 
 def name_facts(facts: Sequence[Fact]) -> dict[str, Fact]:
-    """Facts by id, in their order; a fact without an id is named after a hash of its content.
+    """Facts by id, in their order. A fact without an id gets one from a hash of its content.
 
     Raises:
-        ValueError: There are no facts, or two have one id.
+        ValueError: There are no facts, or two have the same id.
     """
     if not facts:
         raise ValueError("no facts were given")
@@ -174,8 +174,8 @@ def name_facts(facts: Sequence[Fact]) -> dict[str, Fact]:
         fact_id = fact.id or f"fact-{_digest(content(fact))[:16]}"
         if fact_id in named:
             raise ValueError(
-                f"two facts are called {fact_id!r}: {named[fact_id].prompt!r} and {fact.prompt!r}. Give each an id of "
-                "its own, and each fact once"
+                f"two facts are called {fact_id!r}: {named[fact_id].prompt!r} and {fact.prompt!r}. Give each fact its "
+                "own id, and each once"
             )
         named[fact_id] = replace(fact, id=fact_id)
     return named
@@ -187,7 +187,7 @@ def content(fact: Fact) -> dict[str, Any]:
 
 
 def fact_seed(seed: int, fact_id: str) -> int:
-    """The fact's own seed, below 2^32, as `numpy.random.RandomState` takes it; the same on every machine."""
+    """The fact's own seed, the same on every machine; below 2^32, which `numpy.random.RandomState` requires."""
     return own_seed(seed, fact_id, bits=32)
 
 
@@ -221,18 +221,18 @@ def join_parts(
             in a fact.
     """
     if not parts:
-        raise ValueError("there is nothing to merge")
+        raise ValueError("there is nothing to merge: name at least one part")
     record = dict(parts[0][1])
     joined: dict[str, T] = {}
     for where, own_record, results in parts:
         require_same_run(record, own_record, where)
         for fact_id, result in results.items():
             if not same(result, joined.setdefault(fact_id, result)):
-                raise ValueError(f"the fact {fact_id!r} came out differently in {where} than in a part before it")
+                raise ValueError(f"the fact {fact_id!r} has another result in {where} than in an earlier part")
     if missing := [fact_id for fact_id in record["facts"] if fact_id not in joined]:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(
-            f"{len(missing)} of {len(record['facts'])} facts are not there: {shown}. Run their shards, or go on with "
+            f"{len(missing)} of {len(record['facts'])} facts are missing: {shown}. Compute their shards, or resume "
             "those that were interrupted"
         )
     return record, {fact_id: joined[fact_id] for fact_id in record["facts"]}

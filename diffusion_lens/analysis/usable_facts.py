@@ -1,8 +1,8 @@
-"""Facts that a model can be queried for, and those set aside with the reason: one of them does not end the whole study.
+"""Facts that a model can be queried for, and facts that a study sets aside, with the reasons.
 
-The tokenizer may merge an answer into its prompt, a subject may not be in its prompt, a sentence may be longer than the
-canvas. In a list of a thousand facts a few are like that. The study leaves them out, and `set_aside` in its record says
-which and why.
+The tokenizer may merge an answer into its prompt, a subject may not be in its prompt, or a sentence may be longer than
+the canvas. In a list of a thousand facts there are usually a few of these. They do not stop the study: it leaves them
+out, and lists them with the reasons under `set_aside` in its record.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class UsableFacts(Generic[T]):
 
     Attributes:
         facts: Facts that the model can be queried for.
-        prepared: What each of them became, such as a query on a canvas.
+        prepared: Value that `prepare` returned for each of them, such as a query on a canvas.
         set_aside: Reasons why the other facts are left out.
     """
 
@@ -32,7 +32,7 @@ class UsableFacts(Generic[T]):
 
     @classmethod
     def of(cls, facts: Sequence[Fact], prepare: Callable[[Fact], T]) -> "UsableFacts[T]":
-        """The facts that `prepare` accepts; it raises a `ValueError` at the others.
+        """The facts that `prepare` accepts. Those for which it raises a `ValueError` are set aside.
 
         Raises:
             ValueError: No fact is usable, or two facts have one id.
@@ -46,23 +46,21 @@ class UsableFacts(Generic[T]):
             except ValueError as error:
                 set_aside[fact_id] = str(error)
         if not prepared:
-            raise ValueError(f"none of the {len(named)} facts can be asked; {_first(set_aside)}")
+            raise ValueError(f"the model can be queried for none of the {len(named)} facts; {_first(set_aside)}")
         return cls({fact_id: named[fact_id] for fact_id in prepared}, prepared, set_aside)
 
     def describe(self) -> dict[str, Any]:
-        """What a study records of its facts."""
+        """The facts and the reasons, for the record of a study."""
         facts = {fact_id: content(fact) for fact_id, fact in self.facts.items()}
         return {"facts": facts, "set_aside": self.set_aside}
 
 
 def say_set_aside(set_aside: Mapping[str, str]) -> str:
-    """A line that counts the facts set aside and gives the first reasons; empty where there are none."""
+    """A line with the number of facts set aside and the first reasons; empty if there are none."""
     if not set_aside:
         return ""
-    counted = (
-        "1 fact cannot be asked and is" if len(set_aside) == 1 else f"{len(set_aside)} facts cannot be asked and are"
-    )
-    return f"{counted} set aside; {_first(set_aside)}"
+    facts = "1 fact is" if len(set_aside) == 1 else f"{len(set_aside)} facts are"
+    return f"{facts} set aside, because the model cannot be queried for them; {_first(set_aside)}"
 
 
 def _first(set_aside: Mapping[str, str]) -> str:

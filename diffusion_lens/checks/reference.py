@@ -88,7 +88,7 @@ class Reference:
             with safe_open(source, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in NAMES if name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{source} is not a whole safetensors file: {error}") from error
+            raise ValueError(f"{source} is not a complete safetensors file: {error}") from error
         if lacking := [name for name in NAMES[:2] if name not in tensors]:
             raise ValueError(f"the reference {source} lacks {' and '.join(lacking)}; it may hold {', '.join(NAMES)}")
         return cls(**tensors)

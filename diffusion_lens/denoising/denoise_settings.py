@@ -1,4 +1,4 @@
-"""The settings of the denoising loop: all that a run needs beside its canvas."""
+"""The settings of the denoising loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,20 +39,20 @@ class DenoiseSettings:
         temperature: Real = 0.0,
         seed: Seed = 0,
     ) -> None:
-        """Check the settings, and keep NumPy's and torch's numbers as Python's own.
+        """Check the settings, and convert NumPy's and torch's numbers to plain Python numbers.
 
         Args:
-            sampler: a `Sampler`, its name, or the name of a preset.
+            sampler: A `Sampler`, its name, or the name of a preset.
 
         Raises:
-            ValueError: a number out of range, or an unknown sampler.
-            TypeError: a setting of the wrong kind, such as a number of steps with a decimal point.
+            ValueError: A number is out of range, or the sampler is unknown.
+            TypeError: A setting has the wrong type, such as a number of steps with a decimal point.
         """
         vars(self).update(
             sampler=None if sampler is None else named_sampler(sampler),
-            steps=None if steps is None else at_least(1, "steps", steps),
-            cfg_scale=not_negative("cfg_scale", cfg_scale),
-            temperature=not_negative("temperature", temperature),
+            steps=None if steps is None else at_least(1, "steps", steps, "only a step reveals positions"),
+            cfg_scale=not_negative("cfg_scale", cfg_scale, "no guidance"),
+            temperature=not_negative("temperature", temperature, "the likeliest token"),
             seed=plain_seed(seed),
         )
 
@@ -60,7 +60,7 @@ class DenoiseSettings:
     def recorded(
         cls, record: Mapping[str, Any], sampler: str | Sampler | None = None, seeds: Seed | None = None
     ) -> "DenoiseSettings":
-        """The settings of a trajectory's record, with another sampler or other seeds where these are given."""
+        """The settings in a trajectory's record, with another sampler or other seeds if these are given."""
         return cls(
             steps=record["steps"],
             sampler=sampler or sampler_from(record["sampler"]),
@@ -70,23 +70,23 @@ class DenoiseSettings:
         )
 
     def on(self, variant: Variant, model_name: str) -> "DenoiseSettings":
-        """These settings on one model, whose default sampler is filled in.
+        """These settings for one model, with its default sampler if none was chosen.
 
         Raises:
-            ValueError: a sampler that this kind of model cannot follow, or guidance of a model without [MASK].
+            ValueError: The sampler does not fit this variant, or guidance is requested of a model without [MASK].
         """
         if self.cfg_scale and not variant.has_mask:
             raise ValueError(
-                f"cfg_scale={self.cfg_scale} masks the prompt, and {model_name!r} has no [MASK]; use 0 there"
+                f"cfg_scale={self.cfg_scale} masks the prompt, and {model_name!r} has no [MASK]; use cfg_scale=0"
             )
         return replace(self, sampler=resolve_sampler(self.sampler, variant))
 
     def fitted_to(self, variant: Variant) -> "DenoiseSettings":
-        """These settings, without guidance on a model without [MASK]: one choice for studies of both kinds of model."""
+        """These settings, with `cfg_scale=0` on a model without [MASK]; lets one study cover both variants."""
         return self if variant.has_mask else replace(self, cfg_scale=0.0)
 
     def describe(self) -> dict[str, Any]:
-        """For a record; a generator, whose state no record holds, is `None`."""
+        """The settings for a record. A generator is recorded as `None`, because its state is not saved."""
         seed = None if isinstance(self.seed, torch.Generator) else self.seed
         return {
             "sampler": None if self.sampler is None else describe_sampler(self.sampler),

@@ -1,4 +1,4 @@
-"""How well a model answers, how likely it finds an answer, and what it recalls by the steps it is given."""
+"""Evaluation: scores of texts, likelihoods of answers, and recall of facts by number of denoising steps."""
 
 from diffusion_lens.evaluation.likelihood import NLLEstimate, chain_rule_nll, monte_carlo_nll
 from diffusion_lens.evaluation.recall import Recall, Reply

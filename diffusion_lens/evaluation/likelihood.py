@@ -71,7 +71,7 @@ class NLLEstimate:
 
 @dataclass(frozen=True)
 class _Question:
-    """A prompt and the answer after it, in tokens."""
+    """Tokens of a prompt and of the answer after it."""
 
     prompt: Int[Tensor, "pos"]
     answer: Int[Tensor, "selected"]
@@ -87,45 +87,45 @@ def chain_rule_nll(
 ) -> Float[Tensor, ""]:
     """NLL of the answer, revealed from left to right.
 
-    On a masked diffusion model each answer token is scored on a canvas of its own, with itself and all that follows
-    masked; hooks see these canvases as rows of one batch. On a causal model it is one teacher-forced pass.
+    On a masked diffusion model each answer token is scored on its own canvas, where this token and all that follow are
+    masked. Hooks see these canvases as rows of one batch. On a causal model one teacher-forced pass scores all tokens.
 
     Args:
-        prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or hold [MASK]s. Padding that the
-            network would recognise by its tokens is left out.
-        answer: Text if the prompt is text, otherwise tokens; of a text, the tokens that continue the prompt (see
+        prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or contain [MASK]s. Padding that
+            the network would recognise by its tokens is left out.
+        answer: Text if the prompt is text, otherwise tokens. A text is tokenized as a continuation of the prompt (see
             `Fact.tokenize`).
         cfg_scale: Weight w of unsupervised classifier-free guidance; 0 is none. Hooks see the conditional pass, then
             the unconditional one.
-        max_batch: Largest number of canvases in one forward pass; it changes no number.
+        max_batch: Largest number of canvases in one forward pass; it does not affect the result.
 
     Raises:
-        ValueError: The answer is empty, cannot be written or is merged into the prompt, both together exceed the
-            context, a setting is out of range, or a causal model is given guidance.
+        ValueError: The answer is empty, contains a token that the model never writes, or is merged into the prompt;
+            both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
     _check_settings(cfg_scale, max_batch=max_batch)
-    question = _ask(model, prompt, answer)
+    question = _question(model, prompt, answer)
     start, n_answer = len(question.prompt), len(question.answer)
     mask = model.cfg.mask_token_id
     if mask is None:
         if cfg_scale:
             raise ValueError(
                 f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
-                "the likelihood of an autoregressive model is that of cfg_scale=0"
+                "use cfg_scale=0 for an autoregressive model"
             )
         if not start:
             raise ValueError(
-                f"nothing precedes the answer, and {model.cfg.model_name!r} predicts a token from those before it: "
-                "give a prompt, if only the BOS token"
+                f"the prompt is empty, and {model.cfg.model_name!r} predicts each token from those before it: give a "
+                "prompt of at least one token, such as BOS"
             )
         canvases = question.tokens[None]
-        places = torch.arange(len(question.tokens), device=canvases.device)[None] >= start
+        scored = torch.arange(len(question.tokens), device=canvases.device)[None] >= start
     else:
         canvases = question.tokens.repeat(n_answer, 1)
-        places = torch.zeros_like(canvases, dtype=torch.bool)
-        places[:, start:] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
-        canvases[:, start:][torch.ones_like(places[:, start:]).triu()] = mask
-    return _surprisals(model, question, canvases, places, cfg_scale, max_batch).sum()
+        scored = torch.zeros_like(canvases, dtype=torch.bool)
+        scored[:, start:] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
+        canvases[:, start:][torch.ones_like(scored[:, start:]).triu()] = mask
+    return _surprisals(model, question, canvases, scored, cfg_scale, max_batch).sum()
 
 
 @begins_run
@@ -154,42 +154,41 @@ def monte_carlo_nll(
         samples: Number of samples; each is one forward pass of one row (two with guidance).
         batch_size: Number of samples that cover the range of p evenly (see `losses.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
-        noisy: Canvases to use instead of sampled ones: prompt and answer, some positions of the answer masked. Their
-            rows count as independent samples; samples, batch_size and seed are then not used.
+        noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked.
+            Their rows count as independent samples; `samples`, `batch_size` and `seed` are then ignored.
         p_mask: Probability with which each position of `noisy` was masked.
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: `chain_rule_nll` refuses an argument, the noise does not fit, or the model is causal.
+        ValueError: `chain_rule_nll` would refuse an argument, the noise does not fit, or the model is causal.
     """
     _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
     mask = model.cfg.mask_token_id
     if mask is None:
         raise ValueError(
-            f"{model.cfg.model_name!r} has no [MASK] to draw noise with; the likelihood of an autoregressive model "
-            "is exact: take chain_rule_nll"
+            f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    question = _ask(model, prompt, answer)
+    question = _question(model, prompt, answer)
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
     if (noisy is None) != (p_mask is None):
-        raise ValueError("noisy and p_mask belong together: pass both, or neither to have the noise drawn")
+        raise ValueError("noisy and p_mask belong together: pass both, or neither to sample the noise")
     if noisy is not None and p_mask is not None:
         noisy, p_mask = noisy.to(model.cfg.device), p_mask.to(model.cfg.device)
-        places = _check_noise(question, mask, noisy, p_mask)
+        scored = _check_noise(question, mask, noisy, p_mask)
         batches, record = torch.arange(len(noisy)), record | {"noise": "given"}
     else:
-        drawn_from = row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
-        noisy, p_mask = _draw_noise(question, mask, samples, batch_size, drawn_from)
-        places = noisy != question.tokens
+        noise_seed = row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
+        noisy, p_mask = _sample_noise(question, mask, samples, batch_size, noise_seed)
+        scored = noisy != question.tokens
         batches = torch.arange(samples) // batch_size
-        record |= {"noise": "drawn", "seed": drawn_from, "batch_size": batch_size}
-    surprisals = _surprisals(model, question, noisy, places, cfg_scale, max_batch, progress=progress)
-    draws = torch.zeros(len(noisy), dtype=torch.float64)
-    draws.index_add_(0, places.nonzero()[:, 0].cpu(), surprisals.cpu().double() / p_mask[places].cpu())
+        record |= {"noise": "drawn", "seed": noise_seed, "batch_size": batch_size}
+    surprisals = _surprisals(model, question, noisy, scored, cfg_scale, max_batch, progress=progress)
+    estimates = torch.zeros(len(noisy), dtype=torch.float64)
+    estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), surprisals.cpu().double() / p_mask[scored].cpu())
     return NLLEstimate(
-        value=draws.mean().item(),
-        standard_error=_standard_error(draws, batches),
-        samples=len(draws),
+        value=estimates.mean().item(),
+        standard_error=_standard_error(estimates, batches),
+        samples=len(estimates),
         record={**record, "cfg_scale": cfg_scale, **provenance(model, model.cfg)},
     )
 
@@ -198,50 +197,51 @@ def _surprisals(
     model: DiffusionTransformer,
     question: _Question,
     canvases: Int[Tensor, "sample pos"],
-    places: PosMask,
+    scored: PosMask,
     cfg_scale: float,
     max_batch: int,
     progress: bool = False,
 ) -> Float[Tensor, "selected"]:
-    """-log p of the question's own token at every marked place of the canvases, in reading order."""
-    scored_rows = places.any(dim=1)
-    canvases, places = canvases[scored_rows], places[scored_rows]
+    """-log p of the question's own token at every scored position of the canvases, in reading order."""
+    scored_rows = scored.any(dim=1)
+    canvases, scored = canvases[scored_rows], scored[scored_rows]
     targets = question.tokens.expand_as(canvases)
     dtype = torch.promote_types(model.cfg.dtype, torch.float32)
-    scored = [torch.zeros(0, device=canvases.device, dtype=dtype)]
+    surprisals = [torch.zeros(0, device=canvases.device, dtype=dtype)]
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
-        at, whole = model.readout.locate(places[rows]), model.all_real(canvases[rows])
-        logits = model(canvases[rows], attention_mask=whole, logits_at=at).to(dtype)
+        logits_at, attention_mask = model.readout.locate(scored[rows]), model.all_real(canvases[rows])
+        logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at).to(dtype)
         if cfg_scale and (mask := model.cfg.mask_token_id) is not None:
             unprompted = canvases[rows].clone()
             unprompted[:, : len(question.prompt)] = mask
-            logits = guide(logits, model(unprompted, attention_mask=whole, logits_at=at).to(dtype), cfg_scale)
-        require_logits(logits, places[rows])
-        scored.append(F.cross_entropy(logits, targets[rows][places[rows]], reduction="none"))
-    return torch.cat(scored)
+            unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at).to(dtype)
+            logits = guide(logits, unconditional, cfg_scale)
+        require_logits(logits, scored[rows])
+        surprisals.append(F.cross_entropy(logits, targets[rows][scored[rows]], reduction="none"))
+    return torch.cat(surprisals)
 
 
-def _draw_noise(
+def _sample_noise(
     question: _Question, mask: int, samples: int, batch_size: int, seed: int
 ) -> tuple[Int[Tensor, "sample pos"], Float[Tensor, "sample pos"]]:
-    """Canvases with part of the answer masked, and the probability it was masked with, stratified batch by batch."""
+    """Canvases with part of the answer masked, and the probability of masking; stratified within each batch."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
-    drawn = [hide(question.answer.repeat(size, 1), mask, generator=generator) for size in sizes]
-    answers, p = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    batches = [hide(question.answer.repeat(size, 1), mask, generator=generator) for size in sizes]
+    answers, p = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return torch.cat([question.prompt.expand(samples, -1), answers], dim=1), p[:, :1].expand(-1, len(question.tokens))
 
 
-def _standard_error(draws: Float[Tensor, "sample"], batches: Int[Tensor, "sample"]) -> float:
-    """Standard error of the mean of draws that are independent between batches only, whatever the batches' sizes."""
-    n_batches = int(batches.max()) + 1
-    deviations = torch.zeros(n_batches, dtype=draws.dtype).index_add_(0, batches, draws - draws.mean())
-    variance = n_batches * deviations.square().sum() / (n_batches - 1) / len(draws) ** 2 if n_batches > 1 else math.nan
-    return math.sqrt(variance)
+def _standard_error(estimates: Float[Tensor, "sample"], batches: Int[Tensor, "sample"]) -> float:
+    """Standard error of the mean of samples that are independent between batches only; batches may differ in size."""
+    if (n_batches := int(batches.max()) + 1) == 1:
+        return math.nan
+    deviations = torch.zeros(n_batches, dtype=estimates.dtype).index_add_(0, batches, estimates - estimates.mean())
+    return math.sqrt(n_batches * deviations.square().sum() / (n_batches - 1) / len(estimates) ** 2)
 
 
-def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
+def _question(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
     if isinstance(prompt, str) and isinstance(answer, str):
         ids = Fact(prompt, subject="", answer=answer).tokenize(model)
         before, after = (torch.tensor(part, device=model.cfg.device) for part in ids)
@@ -253,10 +253,10 @@ def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
     if not len(after):
         raise ValueError("the answer is empty: there is nothing to score")
     if bool((unwritable := ~model.cfg.writable(after)).any()):
-        token = int(after[place := int(unwritable.nonzero()[0])])
+        token = int(after[position := int(unwritable.nonzero()[0])])
         name = "[MASK]" if token == model.cfg.mask_token_id else f"token {token}"
         raise ValueError(
-            f"answer[{place}] is {name}: {model.cfg.model_name!r} never writes it, so it has no likelihood"
+            f"answer[{position}] is {name}: {model.cfg.model_name!r} never writes it, so it has no likelihood"
         )
     check_length(len(before) + len(after), model.cfg)
     return _Question(before, after)
@@ -265,7 +265,7 @@ def _ask(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
 def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
     tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
     if tokens.dim() != 1:
-        raise ValueError(f"{name} has shape {list(tokens.shape)}; a likelihood is asked for one row, [pos] or [1 pos]")
+        raise ValueError(f"{name} has shape {list(tokens.shape)}; give one row, [pos] or [1 pos]")
     if not len(tokens):
         return torch.zeros(0, dtype=torch.long, device=model.cfg.device)
     return check_tokens(tokens, model.cfg)[0]
@@ -280,7 +280,7 @@ def _check_settings(cfg_scale: float, **counts: int) -> None:
 def _check_noise(
     question: _Question, mask: int, noisy: Int[Tensor, "sample pos"], p_mask: Float[Tensor, "sample pos"]
 ) -> PosMask:
-    """The places that given noise asks for."""
+    """The scored positions of noise that the caller gives: those that it masks."""
     n_prompt, n_pos = len(question.prompt), len(question.tokens)
     if noisy.shape != p_mask.shape or noisy.dim() != 2 or noisy.shape[1] != n_pos or not len(noisy):
         raise ValueError(
@@ -290,11 +290,11 @@ def _check_noise(
     changed = noisy != question.tokens
     allowed = (noisy == mask) & (torch.arange(n_pos, device=noisy.device) >= n_prompt)
     if bool((wrong := changed & ~allowed).any()):
-        sample, place = wrong.nonzero()[0].tolist()
+        sample, position = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"noisy[{sample}, {place}] is {int(noisy[sample, place])} and not {int(question.tokens[place])}; noise "
-            f"masks places of the answer ({n_prompt} to {n_pos - 1}) and changes nothing else"
+            f"noisy[{sample}, {position}] is {int(noisy[sample, position])} and not "
+            f"{int(question.tokens[position])}; noise may only mask positions of the answer ({n_prompt} to {n_pos - 1})"
         )
     if not bool(((p_mask > 0) & (p_mask <= 1))[changed].all()):
-        raise ValueError("p_mask must lie above 0 and not above 1 wherever noisy is masked")
+        raise ValueError("p_mask must be above 0 and at most 1 wherever noisy is masked")
     return changed

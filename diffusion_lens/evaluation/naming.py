@@ -1,4 +1,4 @@
-"""The two names of a cell of the reversal experiment, which read as opposites.
+"""The two names of a cell of the reversal experiment, which seem to contradict each other.
 
 Berglund et al. 2023 (arXiv 2309.12288) name their files after the TRAINED direction: "p2d reverse" queries the names of
 people trained name first ("person to description"). Nie et al. 2024 (SMDM, arXiv 2410.18514) name their columns after
@@ -8,44 +8,44 @@ the QUERIED direction: that same cell is their "DtN reverse" ("description to na
 DirectionPair = tuple[str | None, str | None]  # trained, queried
 
 QUESTION = {"p2d": "NtD", "d2p": "DtN"}
-TOLD = {"p2d": "told name first", "d2p": "told description first", "both": "told both ways"}
-ASKED = {"p2d": "asked for the description", "d2p": "asked for the name"}
+TRAINED = {"p2d": "trained name first", "d2p": "trained description first", "both": "trained both ways"}
+QUERIED = {"p2d": "queried for the description", "d2p": "queried for the name"}
 
 
-def cell_name(trained: str | None, asked: str | None) -> str:
+def cell_name(trained: str | None, queried: str | None) -> str:
     """Both names: `cell_name("p2d", "d2p")` is "p2d reverse = DtN reverse"; facts without directions are "facts".
 
     Args:
         trained: Direction in which the fact was trained: "p2d", "d2p" or "both".
-        asked: Direction in which it is queried: "p2d" or "d2p".
+        queried: Direction in which it is queried: "p2d" or "d2p".
 
     Raises:
         ValueError: A direction is none of these.
     """
-    trained, asked = _checked(trained, asked)
-    if trained is None and asked is None:
+    trained, queried = _checked(trained, queried)
+    if trained is None and queried is None:
         return "facts"
-    if trained is None or asked is None:
-        return f"trained {trained or '?'}, asked {asked or '?'}"
+    if trained is None or queried is None:
+        return f"trained {trained or '?'}, queried {queried or '?'}"
     if trained == "both":
-        return f"both {asked} = {QUESTION[asked]} both"
-    way = "same" if trained == asked else "reverse"
-    return f"{trained} {way} = {QUESTION[asked]} {way}"
+        return f"both {queried} = {QUESTION[queried]} both"
+    way = "same" if trained == queried else "reverse"
+    return f"{trained} {way} = {QUESTION[queried]} {way}"
 
 
-def cell_meaning(trained: str | None, asked: str | None) -> str:
-    """The same in words: "told name first, asked for the name"; empty for facts without directions."""
-    trained, asked = _checked(trained, asked)
-    if trained is None and asked is None:
+def cell_meaning(trained: str | None, queried: str | None) -> str:
+    """The same in words: "trained name first, queried for the name"; empty for facts without directions."""
+    trained, queried = _checked(trained, queried)
+    if trained is None and queried is None:
         return ""
-    told = "told in a direction not recorded" if trained is None else TOLD[trained]
-    return f"{told}, {'asked in a direction not recorded' if asked is None else ASKED[asked]}"
+    training = "trained in a direction not recorded" if trained is None else TRAINED[trained]
+    return f"{training}, {'queried in a direction not recorded' if queried is None else QUERIED[queried]}"
 
 
-def _checked(trained: str | None, asked: str | None) -> DirectionPair:
-    if (trained is not None and trained not in TOLD) or (asked is not None and asked not in ASKED):
+def _checked(trained: str | None, queried: str | None) -> DirectionPair:
+    if (trained is not None and trained not in TRAINED) or (queried is not None and queried not in QUERIED):
         raise ValueError(
-            f"there is no cell (trained={trained!r}, asked={asked!r}): facts are trained {', '.join(map(repr, TOLD))} "
-            f"and asked {' or '.join(map(repr, ASKED))}"
+            f"there is no cell (trained={trained!r}, asked={queried!r}): trained= is one of "
+            f"{', '.join(map(repr, TRAINED))}, and asked=, the queried direction, is {' or '.join(map(repr, QUERIED))}"
         )
-    return trained, asked
+    return trained, queried

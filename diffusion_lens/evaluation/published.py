@@ -1,8 +1,8 @@
-"""Published numbers of the reversal experiment on Berglund's facts, each with how we know it.
+"""Published numbers of the reversal experiment on Berglund's facts, each with the certainty of its source.
 
-They are printed beside a measured table so that a reader can judge it; they belong to other weights and facts than
-those of the bundled pair. A new measurement of the same checkpoint may be up to 7 points below the paper when it
-queries descriptions, as Rai's is.
+They are printed next to a measured table for comparison. They come from other weights and other facts than those of the
+bundled models. A replication with the same checkpoint can be up to 7 points below the paper when it queries
+descriptions, as Rai's is.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ MARKS = {"verified": "", "second-hand": "*", "from memory": "?"}
 SOURCES = {
     "Rai 2025": (
         "Ashish Rai, raishish.github.io, 2025-07-14: SMDM-1028M reverse checkpoint, guidance 0.8, length 52; an "
-        "independent run, 300 questions a cell"
+        "independent replication, 300 questions per cell"
     ),
     "Nie 2024": (
-        "Nie et al. 2024, arXiv 2410.18514, tables 5 and 7; SMDM with guidance 0.8, taken to be at the 32 steps that "
-        "evaluate_reverse.py has by default"
+        "Nie et al. 2024, arXiv 2410.18514, tables 5 and 7; SMDM with guidance 0.8, assumed to use 32 steps, the "
+        "default of evaluate_reverse.py"
     ),
 }
 
@@ -31,8 +31,8 @@ class PublishedNumber:
         model: Name of the model that was measured.
         cell: Trained direction and queried direction.
         steps: Number of denoising steps; `None` for models that write from left to right.
-        score: "contained" for accuracies, "character_bleu" for BLEU; SMDM's numbers are computed like this, and how
-            those of the other models were computed is not known.
+        score: "contained" for accuracies, "character_bleu" for BLEU. This is how SMDM's numbers are computed; for the
+            other models it is not known.
         value: Share between 0 and 1.
         certainty: "verified" (read in the source), "second-hand" (another public text quotes it), or "from memory".
     """
@@ -65,7 +65,7 @@ _RAI = {
     32: (97.7, 29.7, 43, 90),
 }
 
-# Percent with its mark, in the columns of the paper; "-" where it has none.
+# Percent and mark of certainty, in the paper's order of columns; "-" marks a missing number.
 _NIE_COLUMNS = (
     (DTN_SAME, "contained"),
     (DTN_REVERSE, "contained"),

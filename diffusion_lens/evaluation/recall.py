@@ -1,7 +1,7 @@
 """Recall of facts by number of denoising steps.
 
 A fact counts as recalled when its answer is contained in the text that the model wrote after the prompt, SMDM's measure
-(Nie et al. 2024, arXiv 2410.18514, section 4.3); stricter scores are kept beside it.
+(Nie et al. 2024, arXiv 2410.18514, section 4.3). Stricter scores are computed as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ class Recall(StudyResult[Reply]):
 
     @classmethod
     def of(cls, results: Mapping[str, Reply], record: dict[str, Any]) -> "Recall":
-        """Replies by fact, side by side."""
+        """One result from the replies to all facts."""
         rows = list(results.values())
         empty = torch.empty(0, len(record["steps"]))
         return cls(
@@ -142,22 +142,22 @@ class Recall(StudyResult[Reply]):
         check_score(score)
         if score == "word_bleu":
             rows = zip(self.facts, self.written, strict=True)
-            found = [[word_bleu(fact.answer, text) for text in texts] for fact, texts in rows]
-            return torch.tensor(found, dtype=torch.float64).reshape(self.contained.shape)
+            bleu = [[word_bleu(fact.answer, text) for text in texts] for fact, texts in rows]
+            return torch.tensor(bleu, dtype=torch.float64).reshape(self.contained.shape)
         scores: Tensor = getattr(self, score)
         return scores.double()
 
     def table(self, score: str = "contained", level: float = 0.95) -> dict[DirectionPair, dict[int | None, Share]]:
         """The mean of a score by cell and steps, with its confidence interval.
 
-        Questions about one person are not independent. So people are resampled where all facts of a cell name their
+        Questions about one person are not independent. So people are resampled if all facts of a cell name their
         person, and questions otherwise.
         """
         scores, facts = self.scores(score), self.facts
         table: dict[DirectionPair, dict[int | None, Share]] = {}
         for cell, rows in self.cells.items():
             units = _by_person(scores[rows], [facts[row].person for row in rows])
-            # Where people have different numbers of questions, a resampled share may leave the scale.
+            # If people have different numbers of questions, a resampled share may be above 1.
             low, high = (end.clamp(0, 1) for end in bootstrap_interval(units, level, self.record["seed"]))
             columns = zip(scores[rows].mean(dim=0).tolist(), low.tolist(), high.tolist(), strict=True)
             table[cell] = {
@@ -184,7 +184,7 @@ class Recall(StudyResult[Reply]):
         """The table as curves over steps, with published numbers dashed. Returns the matplotlib axes.
 
         Raises:
-            ValueError: The result holds no fact.
+            ValueError: The result contains no fact.
         """
         return recall_curves(
             self.table(score, level),
@@ -196,7 +196,7 @@ class Recall(StudyResult[Reply]):
 
 
 def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Float[Tensor, "fact step"]:
-    """One row per person, with the same mean as all questions; the questions themselves if one names nobody."""
+    """Scores with one row per person and an unchanged mean; the scores as given if a question names no person."""
     if not all(people):
         return scores
     names = list(dict.fromkeys(people))

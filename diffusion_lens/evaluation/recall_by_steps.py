@@ -1,11 +1,11 @@
 """Recall of facts at each number of denoising steps, measured as ML-GSAI/SMDM `evaluate_reverse.py` does.
 
-There the canvas has 52 positions: the prompt (after BOS) and masks; the text after the prompt is decoded after the last
-step without special tokens, also what may follow an end token. A causal model writes as `ar_sample_kvcache` does there:
-from left to right, and its text ends with the first end token.
+As in that script, the canvas has 52 positions: the prompt (after BOS) and masks. After the last step the text after the
+prompt is decoded without special tokens, including any text after an end token. A causal model writes as the script's
+`ar_sample_kvcache` does: from left to right, and its text ends at the first end token.
 
-The authors run one prompt at a time. Rows of a batch are independent here, so prompts share batches; in half precision
-rounding may depend on the other rows, which is why the size of the batches is a setting of the study.
+The authors denoise one prompt at a time. Rows of a batch are independent here, so prompts share batches. In half
+precision, rounding can depend on the other rows, so the batch size is a recorded setting of the study.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class RecallSettings:
         steps: Numbers of denoising steps, each once.
         length: Length of the canvas, the prompt included; `None` is the length that the model was trained on, or SMDM's
             52.
-        loop: How the loop writes, whatever the number of steps.
+        loop: Settings of the loop other than the number of steps.
     """
 
     steps: Sequence[int]
@@ -51,14 +51,14 @@ class RecallSettings:
     loop: LoopSettings
 
     def columns(self, variant: Variant) -> list[int | None]:
-        """The columns of the table on a model of this variant; `None` is from left to right, one step per token."""
+        """Columns of the table for a model of this variant; `None` is from left to right, one step per token."""
         return [None] if self.loop.writes_in_order(variant) else [*step_columns(self.steps)]
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """What a study records of them, as far as it is known.
+        """The settings for a record; without the model's shape, only those that do not depend on it.
 
         Args:
-            shape: The model's shape, if it is known already; sampler and guidance depend on it.
+            shape: The model's shape, if it is known; the sampler and the guidance depend on it.
         """
         if shape is None:
             return {"length": self.length, "temperature": self.loop.temperature, "seed": self.loop.seed}
@@ -87,8 +87,8 @@ def recall_by_steps(
 ) -> Recall:
     """Let the model answer every fact at every number of steps; the defaults are those of SMDM's evaluation.
 
-    A sampler that writes from left to right takes as many steps as there are tokens to write: it writes once, in a
-    column of its own, whatever `steps` says. A causal model has no guidance: it writes with `cfg_scale=0`.
+    A sampler that writes from left to right takes one step per token, so it ignores `steps` and fills one column of its
+    own. A causal model has no guidance: it writes with `cfg_scale=0`.
 
     Args:
         facts: Facts; their trained and queried directions make the cells of the table.
@@ -128,7 +128,7 @@ def recall_facts(
     settings, columns = replace(settings, length=length), settings.columns(model.cfg)
     usable = UsableFacts.of(facts, lambda fact: prompt_length(model, fact, length))
     prompt_lengths = usable.prepared
-    # Refuse what this model cannot do, before a folder is made.
+    # Check the settings against this model before a folder is made.
     first_canvas = lay_out(model, usable.facts[next(iter(prompt_lengths))].prompt, length)
     prepare(model, first_canvas, replace(settings.loop.denoise.fitted_to(model.cfg), steps=columns[0]))
     record = {
@@ -148,18 +148,18 @@ def recall_facts(
                 texts[fact_id].append(_decode(model, row[prompt_lengths[fact_id] :]))
         return [Reply.to(usable.facts[fact_id], written) for fact_id, written in texts.items()]
 
-    # Sorted by id first, so that the batches do not depend on the order in which the facts came.
+    # Sorted by id first, so that the batches do not depend on the order of the facts.
     ids, size = sorted(prompt_lengths), settings.loop.facts_together(model.cfg)
     batches = by_length(ids, prompt_lengths.__getitem__, size, mixed=model.cfg.has_mask)
     return Study(record, batches, compute).collect(Recall, out, shard, progress)
 
 
 def step_columns(steps: Sequence[int]) -> list[int]:
-    """The numbers of steps of a table, in the order given."""
-    given = whole_numbers("steps", steps)
-    if not given or min(given) < 1 or len(set(given)) < len(given):
-        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, from 1 on, each once")
-    return list(given)
+    """The checked numbers of steps of a table, in the given order."""
+    columns = whole_numbers("steps", steps)
+    if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
+        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
+    return list(columns)
 
 
 def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:
@@ -168,15 +168,15 @@ def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) ->
     Raises:
         ValueError: The model cannot be queried for the fact.
     """
-    cell_name(fact.trained, fact.asked)  # refuses directions that no table could name
+    cell_name(fact.trained, fact.asked)  # Raises a ValueError for unknown directions.
     if not fact.answer.strip():
-        raise ValueError(f"the fact {fact.id!r} has no answer: any text would contain it")
+        raise ValueError(f"the fact {fact.id!r} has no answer, and every text contains an empty one; give it an answer")
     fact.check_words(model)
     n_prompt = model.to_tokens(fact.prompt, truncate=False).shape[1]
     if n_prompt >= length:
         raise ValueError(
-            f"length={length} counts the prompt too, and that of the fact {fact.id!r} has {n_prompt} tokens: no place "
-            "is left for the answer"
+            f"length={length} counts the prompt too, and the prompt of the fact {fact.id!r} has {n_prompt} tokens: no "
+            f"position is left for the answer; give length={n_prompt + 1} or more"
         )
     return n_prompt
 
@@ -186,7 +186,7 @@ def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
 
 
 def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:
-    """The written text without special tokens; on a causal model it ends with the first end token."""
+    """The written text without special tokens; a causal model's text ends at the first end token."""
     end = model.tokenizer.eos_token_id
     if not model.cfg.has_mask and end in tokens:
         tokens = tokens[: tokens.index(end)]

@@ -20,36 +20,36 @@ def recall_curves(
 ) -> Any:
     """One line per cell with its intervals, published numbers dashed in the same colour. Returns the matplotlib axes.
 
-    Columns have equal distances whatever their numbers of steps.
+    Columns are equally spaced, whatever their numbers of steps.
 
     Raises:
         ValueError: The table is empty.
     """
     if not table:
-        raise ValueError("there is no curve to draw: no fact was asked")
+        raise ValueError("there is no curve to draw: the table is empty, because the model was queried for no fact")
     ax = panels(1, 1, 7.2, 3.6)[1][0] if ax is None else ax
     legend: dict[str, Any] = {}
-    others: dict[str, str] = {}
+    markers: dict[str, str] = {}
     for i, (cell, shares) in enumerate(table.items()):
-        colour, drawn = f"C{i}", [shares[each] for each in steps]
-        aside = 0.06 * (i - (len(table) - 1) / 2)  # cells of equal height stay visible
-        legend[f"{cell_name(*cell)} (n = {drawn[0].questions})"] = ax.errorbar(
-            [place + aside for place in range(len(steps))],
-            [share.mean for share in drawn],
-            # Ends that are not numbers, and rounding below zero, draw no bar.
-            yerr=[[max(0.0, gap) for gap in gaps] for gaps in zip(*map(_gaps, drawn), strict=True)],
+        colour, plotted = f"C{i}", [shares[column] for column in steps]
+        offset = 0.06 * (i - (len(table) - 1) / 2)  # Shifts the cells, so that equal values do not hide one another.
+        legend[f"{cell_name(*cell)} (n = {plotted[0].questions})"] = ax.errorbar(
+            [x + offset for x in range(len(steps))],
+            [share.mean for share in plotted],
+            # NaN ends and negative lengths, which rounding can give, become bars of length 0.
+            yerr=[[max(0.0, gap) for gap in gaps] for gaps in zip(*map(_gaps, plotted), strict=True)],
             color=colour,
             marker="o",
             markersize=4,
             capsize=2,
         )
         for label, row in published_rows(cell, score).items():
-            if known := [(place + aside, row[each].value) for place, each in enumerate(steps) if each in row]:
-                marker = others.setdefault(label, "x+^vs"[len(others) % 5])
-                ax.plot(*zip(*known, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
-    for label, marker in others.items():
+            if points := [(x + offset, row[column].value) for x, column in enumerate(steps) if column in row]:
+                marker = markers.setdefault(label, "x+^vs"[len(markers) % 5])
+                ax.plot(*zip(*points, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
+    for label, marker in markers.items():
         (legend[label],) = ax.plot([], [], color="0.4", linestyle="--", marker=marker)
-    ax.set_xticks(range(len(steps)), [steps_label(each) for each in steps], fontsize=8)
+    ax.set_xticks(range(len(steps)), [steps_label(column) for column in steps], fontsize=8)
     ax.set_xlim(-0.5, len(steps) - 0.5)
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel(SCORES[score], fontsize=8)
@@ -59,5 +59,5 @@ def recall_curves(
 
 
 def _gaps(share: Share) -> tuple[float, float]:
-    """From the mean down to one end of the interval, and up to the other."""
+    """Distances from the mean to the lower and the upper end of the interval."""
     return share.mean - share.low, share.high - share.mean

@@ -17,7 +17,7 @@ class Share(NamedTuple):
     """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them.
 
     Attributes:
-        units: Number of people that were resampled for the interval, or of questions where they name nobody.
+        units: Number of people that were resampled for the interval, or of questions if they do not name people.
     """
 
     mean: float
@@ -47,7 +47,7 @@ def recall_table(
         f"weights {record['weights_sha256'][:12]}",
     ]
     if record["too_long"]:
-        lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers have no room behind their prompts")
+        lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers do not fit on the canvas")
     if record["set_aside"]:
         lines.append(say_set_aside(record["set_aside"]))
     shown: dict[str, PublishedNumber] = {}
@@ -68,11 +68,11 @@ def recall_table(
                 lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
                 shown[f"{last.source} {last.certainty}"] = last
     if any(math.isnan(share.low) for shares in table.values() for share in shares.values()):
-        lines += ["", "There is no interval where one fact, or one person, was asked: nothing can be resampled"]
+        lines += ["", "A cell of one fact or one person has no interval: there is nothing to resample"]
     sources = {number.source: SOURCES[number.source] for number in shown.values()}
     marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
     if sources:
-        lines += ["", "Published, of the models named, on Berglund's facts:"]
+        lines += ["", "Published numbers, of the models named, on Berglund's facts:"]
         lines += [f"  {source}: {text}" for source, text in sources.items()]
         lines += [f"  {mark} {certainty}, not read in the source" for mark, certainty in marks.items()]
     return "\n".join(lines)

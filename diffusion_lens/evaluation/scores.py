@@ -1,9 +1,9 @@
-"""Scores of a text against the expected one: those of SMDM's reversal evaluation, and the usual ones.
+"""Scores of a text against the expected one: those of SMDM's reversal evaluation, and the standard ones.
 
-ML-GSAI/SMDM `evaluate_reverse.py` strips both texts and lowers their case, then asks whether the generation contains
-the reference, and passes both to nltk's `sentence_bleu`. nltk expects lists of tokens; the script hands it strings, so
-its BLEU counts characters. It is kept here under its own name, so that the published numbers have something to be
-compared with; it is no BLEU in the usual sense, which `word_bleu` and `corpus_word_bleu` are.
+ML-GSAI/SMDM `evaluate_reverse.py` strips both texts and lowers their case. It then checks whether the generation
+contains the reference, and passes both to nltk's `sentence_bleu`. nltk expects lists of tokens, but the script passes
+strings, so its BLEU counts characters. This score is available as `character_bleu`, for comparison with the published
+numbers. The standard BLEU scores are `word_bleu` and `corpus_word_bleu`.
 
 All scores lie between 0 and 1 (papers print percent).
 """
@@ -23,27 +23,27 @@ SCORES = {
 
 
 def check_score(score: str) -> None:
-    """Refuse a score that is not one of `SCORES`."""
+    """Raise a `ValueError` unless the score is one of `SCORES`."""
     if score not in SCORES:
-        raise ValueError(f"there is no score {score!r}; choose {', '.join(SCORES)}")
+        raise ValueError(f"there is no score {score!r}; choose one of {', '.join(SCORES)}")
 
 
 def contained(reference: str, generation: str) -> bool:
-    """Whether the generation holds the reference, whatever its case and outer spaces (SMDM's accuracy)."""
+    """Whether the generation contains the reference, ignoring case and outer spaces (SMDM's accuracy)."""
     return _plain(reference) in _plain(generation)
 
 
 def exact(reference: str, generation: str) -> bool:
-    """Whether the generation is the reference, but for outer spaces."""
+    """Whether the generation equals the reference, ignoring outer spaces."""
     return generation.strip() == reference.strip()
 
 
 def character_bleu(reference: str, generation: str) -> float:
-    """SMDM's BLEU: nltk's `sentence_bleu([reference], generation)` on two strings, case and outer spaces aside.
+    """SMDM's BLEU: nltk's `sentence_bleu([reference], generation)` on two strings, ignoring case and outer spaces.
 
-    The geometric mean of the precisions of 1 to 4 characters, times the brevity penalty. As in nltk without smoothing
-    (`SmoothingFunction.method0`), a precision of 0 counts as the smallest normal float, which leaves next to nothing;
-    without a single common character the score is 0. So equal texts score 1 only from 4 characters on.
+    The score is the geometric mean of the precisions of 1 to 4 characters, times the brevity penalty. As in nltk
+    without smoothing (`SmoothingFunction.method0`), a precision of 0 counts as the smallest normal float, so the score
+    is almost 0; without a common character it is exactly 0. Equal texts score 1 only if they have 4 characters or more.
     """
     expected, written = _plain(reference), _plain(generation)
     precisions = [_precision(expected, written, n) for n in (1, 2, 3, 4)]
@@ -54,27 +54,30 @@ def character_bleu(reference: str, generation: str) -> float:
 
 
 def word_bleu(reference: str, generation: str) -> float:
-    """sacrebleu's BLEU of one text: tokenizer 13a, exponential smoothing, no orders that the text is too short for.
+    """sacrebleu's BLEU of one text, with tokenizer 13a and exponential smoothing, up to the order that the text allows.
 
     Raises:
-        ImportError: the extra `eval` is not installed.
+        ImportError: The extra `eval` is not installed.
     """
     score: float = _sacrebleu().sentence_score(generation, [reference]).score
     return min(1.0, score / 100)
 
 
 def corpus_word_bleu(references: Sequence[str], generations: Sequence[str]) -> float:
-    """sacrebleu's BLEU of a corpus, with the same settings: n-grams are counted over all texts before they are weighed.
+    """sacrebleu's BLEU of a corpus, with the same settings; n-grams are counted over all texts together.
 
-    Where not one text has four words, such as among names, the orders that none reaches are left out too; sacrebleu's
-    own default would say 0 of perfect answers.
+    Orders that no text reaches are left out: among names, for example, no text may have four words, and sacrebleu's
+    default would then score perfect answers 0.
 
     Raises:
-        ValueError: not one generation a reference, or none.
-        ImportError: the extra `eval` is not installed.
+        ValueError: There is not one generation for each reference, or there are none.
+        ImportError: The extra `eval` is not installed.
     """
     if len(references) != len(generations) or not references:
-        raise ValueError(f"{len(generations)} generations for {len(references)} references; give one each")
+        raise ValueError(
+            f"{len(generations)} generations for {len(references)} references; give one generation for each reference, "
+            "and at least one"
+        )
     score: float = _sacrebleu().corpus_score(list(generations), [list(references)]).score
     return min(1.0, score / 100)
 
@@ -84,13 +87,13 @@ def _plain(text: str) -> str:
 
 
 def _precision(reference: str, generation: str, n: int) -> float:
-    """Share of the generation's runs of n characters that the reference has too, each as often as it has it."""
-    expected, written = _runs(reference, n), _runs(generation, n)
+    """Share of the generation's n-grams of characters that the reference has too (clipped counts, as in BLEU)."""
+    expected, written = _n_grams(reference, n), _n_grams(generation, n)
     return (written & expected).total() / max(1, written.total())
 
 
-def _runs(text: str, n: int) -> "Counter[str]":
-    return Counter(text[begun : begun + n] for begun in range(len(text) - n + 1))
+def _n_grams(text: str, n: int) -> "Counter[str]":
+    return Counter(text[start : start + n] for start in range(len(text) - n + 1))
 
 
 def _sacrebleu() -> Any:

@@ -197,7 +197,7 @@ def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path, 
         average_indirect_effect(tiny, FACTS, shard=(0, 2), out=tmp_path, **QUICK)
         assert stuck.reached()
     assert child.exitcode == -signal.SIGKILL
-    with pytest.raises(ValueError, match="2 of 7 facts are not there"):
+    with pytest.raises(ValueError, match="2 of 7 facts are missing"):
         merge(tmp_path)
     average_indirect_effect(tiny, FACTS, shard=(1, 2), out=tmp_path, **QUICK)
     assert_same(merge(tmp_path), whole)
@@ -263,19 +263,21 @@ def test_less_memory_is_not_another_run(tiny, tmp_path):
 
 def test_what_does_not_merge(tiny, tmp_path):
     parts = [average_indirect_effect(tiny, TOLD[:4], shard=(i, 2), noise=0.2, **QUICK) for i in range(2)]
-    with pytest.raises(ValueError, match=f"2 of 4 facts are not there: {TOLD[1].id}, {TOLD[3].id}"):
+    with pytest.raises(ValueError, match=f"2 of 4 facts are missing: {TOLD[1].id}, {TOLD[3].id}"):
         merge(parts[0])
     with pytest.raises(ValueError, match="nothing to merge"):
         merge([])
-    with pytest.raises(ValueError, match=r"one of the results holds another run \(noise: 0.2 there, 0.3 here"):
+    with pytest.raises(
+        ValueError, match=r"one of the results was made with other settings.* \(noise: 0.2 there, 0.3 here"
+    ):
         merge([parts[0], average_indirect_effect(tiny, TOLD[:4], shard=(1, 2), noise=0.3, **QUICK)])
     other = replace(parts[0], effects=parts[0].effects + 1e-7)
-    with pytest.raises(ValueError, match=f"'{TOLD[0].id}' came out differently in one of the results"):
+    with pytest.raises(ValueError, match=f"'{TOLD[0].id}' has another result in one of the results"):
         merge([*parts, other])
     fallen = replace(parts[0], corrupted=parts[0].corrupted + 1e-9)
-    with pytest.raises(ValueError, match="came out differently"):
+    with pytest.raises(ValueError, match="has another result in"):
         merge([*parts, fallen])
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match="contains no study"):
         merge(tmp_path / "absent")
 
 

@@ -145,7 +145,7 @@ def test_shards_and_folders_merge_to_one_run(tiny, whole, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     with pytest.raises(ValueError, match="canvas: 'forced' there, 'free' here"):
         average_trajectory_effect(tiny, ALL, canvas="free", out=tmp_path / "0", **QUICK)
-    with pytest.raises(ValueError, match="facts are not there"):
+    with pytest.raises(ValueError, match="facts are missing"):
         AverageTrajectoryEffect.merge(parts[:2])
 
 

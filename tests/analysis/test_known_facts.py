@@ -305,7 +305,7 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
 
 
 def test_without_a_fact_that_can_be_asked_there_is_no_run(tiny, spoilt, tmp_path):
-    with pytest.raises(ValueError, match=r"none of the 4 facts can be asked; 'empty': .*has no answer.*; \.\.\."):
+    with pytest.raises(ValueError, match=r"can be queried for none of the 4 facts; 'empty': .*has no answer.*; \.\.\."):
         average_indirect_effect(tiny, spoilt[1:-1], out=tmp_path, **QUICK)
     with pytest.raises(ValueError, match="'Ada' is not in"):
         recalled_facts(tiny, [replace(FACTS[0], subject="Ada")])

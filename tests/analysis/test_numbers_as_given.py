@@ -155,7 +155,7 @@ def test_rome_takes_layers_from_the_end_and_numpys_numbers(tiny, tmp_path):
         (dict(samples=np.int64(0)), "samples=0; it must be at least 1"),
         (dict(noise=np.float32("nan")), "noise=nan; it must be a finite number, 0 or more"),
         (dict(window=np.int64(-1)), "window=-1; it must be at least 1"),
-        (dict(layers=[np.int64(-9)]), r"layers=\[-9\]; they are numbers from 0 to 3, or negative ones"),
+        (dict(layers=[np.int64(-9)]), r"layers=\[-9\]; give numbers from 0 to 3, or negative ones"),
     ],
 )
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)

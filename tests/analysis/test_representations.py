@@ -191,7 +191,7 @@ def test_saved_and_loaded(tmp_path, other):
     assert (loaded.axis, list(loaded.at)) == ("step", [1, 10])
     for step, comparison in series.at.items():
         same(loaded.at[step], comparison)
-    with pytest.raises(ValueError, match="does not hold a saved comparison"):
+    with pytest.raises(ValueError, match="is not a saved comparison"):
         Comparison.load(tmp_path / "many.safetensors")
 
 

@@ -247,7 +247,7 @@ def test_a_folder_of_another_run_is_refused_alike(
     for other, said in others:
         asked = [*first, "--out", "out", *other]
         line = complaint(command, "tiny-mdm", *asked)
-        assert "holds another run" in line
+        assert "was made with other settings" in line
         assert said in line
         assert complaint(command, "tiny-mdm", *asked, "--dry-run") == line
 

@@ -329,7 +329,7 @@ def test_what_a_causal_model_cannot_be_asked():
     model = small("causal", "shifted")
     with pytest.raises(ValueError, match=r"cfg_scale=0.5 compares with a masked prompt.*'small' has no \[MASK\]"):
         chain_rule_nll(model, PROMPT, ANSWER, cfg_scale=0.5)
-    with pytest.raises(ValueError, match=r"nothing precedes the answer.*BOS"):
+    with pytest.raises(ValueError, match=r"the prompt is empty.*BOS"):
         chain_rule_nll(model, PROMPT[:0], ANSWER)
     with pytest.raises(ValueError, match=r"'small' has no \[MASK\].*chain_rule_nll"):
         monte_carlo_nll(model, PROMPT, ANSWER)
@@ -348,7 +348,7 @@ def test_what_a_causal_model_cannot_be_asked():
         ),
         (
             {"noisy": torch.full((2, 9), MASK), "p_mask": torch.ones(2, 9)},
-            r"noisy\[0, 0\] is 11 and not 3; noise masks places of the answer \(5 to 8\)",
+            r"noisy\[0, 0\] is 11 and not 3; noise may only mask positions of the answer \(5 to 8\)",
         ),
         (
             {"noisy": torch.tensor([[3, 1, 4, 1, 5, MASK, 2, 7, 5]]), "p_mask": torch.ones(1, 9)},
@@ -356,11 +356,11 @@ def test_what_a_causal_model_cannot_be_asked():
         ),
         (
             {"noisy": torch.tensor([[3, 1, 4, 1, 5, MASK, 2, 6, 5]]), "p_mask": torch.zeros(1, 9)},
-            "p_mask must lie above 0",
+            "p_mask must be above 0",
         ),
         (
             {"noisy": torch.tensor([[3, 1, 4, 1, 5, MASK, 2, 6, 5]]), "p_mask": torch.full((1, 9), math.nan)},
-            "p_mask must lie above 0",
+            "p_mask must be above 0",
         ),
     ],
 )

@@ -148,7 +148,7 @@ def test_the_scores_of_a_text(found):
     for cell, shares in found.corpus_bleu().items():
         for steps, score in shares.items():
             assert (score == 1) == (found.table("exact")[cell][steps].mean == 1)
-    with pytest.raises(ValueError, match="no score 'bleu'; choose contained, exact"):
+    with pytest.raises(ValueError, match="no score 'bleu'; choose one of contained, exact"):
         found.table("bleu")
 
 
@@ -200,12 +200,12 @@ def test_intervals_resample_people():
     assert (share.mean, share.high) == (pytest.approx(5 / 9), 1)
 
 
-def test_answers_without_room_are_counted(tiny):
+def test_answers_that_do_not_fit_are_counted(tiny):
     found = recall_by_steps(tiny, FEW, steps=[2], length=11, cfg_scale=0.0)
     long = [fact.id for fact in FEW if sum(map(len, fact.tokenize(tiny))) > 11]
     assert 0 < len(long) < len(FEW)
     assert found.record["too_long"] == sorted(long)
-    assert f"{len(long)} of {len(FEW)} answers have no room" in found.to_text()
+    assert f"{len(long)} of {len(FEW)} answers do not fit" in found.to_text()
     assert not found.contained[[found.ids.index(fact_id) for fact_id in long]].any()
 
 
@@ -216,8 +216,8 @@ def test_both_names_of_a_cell():
     assert cell_name("d2p", "d2p") == "d2p same = DtN same"
     assert cell_name("d2p", "p2d") == "d2p reverse = NtD reverse"
     assert cell_name("both", "d2p") == "both d2p = DtN both"
-    assert cell_name(None, "d2p") == "trained ?, asked d2p"
-    assert cell_meaning("p2d", "d2p") == "told name first, asked for the name"
+    assert cell_name(None, "d2p") == "trained ?, queried d2p"
+    assert cell_meaning("p2d", "d2p") == "trained name first, queried for the name"
     with pytest.raises(ValueError, match="no cell"):
         cell_name("p2d", "both")
 
@@ -266,7 +266,7 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
         assert [0.403, 0.873] in dashed
     names = [entry.get_text() for entry in ax.get_legend().get_texts()]
     assert names[0].startswith(cell_name(*next(iter(table))))
-    with pytest.raises(ValueError, match="no fact was asked"):
+    with pytest.raises(ValueError, match="queried for no fact"):
         recall_by_steps(tiny, FEW[:1], steps=[1], length=LENGTH, shard=(1, 2)).plot()
 
 
@@ -276,7 +276,7 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
         (dict(facts=[]), "no facts were given"),
         (dict(facts=[FEW[0], FEW[0]]), "two facts are called"),
         (dict(facts=[replace(FEW[0], answer=" ")]), f"'{FEW[0].id}' has no answer"),
-        (dict(length=4), r"length=4 counts the prompt too, and that of the fact 'toy1-\S+' has \d tokens"),
+        (dict(length=4), r"length=4 counts the prompt too, and the prompt of the fact 'toy1-\S+' has \d tokens"),
         (dict(length=100), "100 positions do not fit"),
         (dict(cfg_scale=-1.0), "cfg_scale=-1.0"),
         (dict(temperature=-1.0), "temperature=-1.0"),
@@ -302,9 +302,9 @@ def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
     alone = recall_by_steps(tiny, FEWER, **settings)
     assert (found.ids, found.written) == (alone.ids, alone.written)
     assert set(found.set_aside) == {"mute", "long"}
-    assert "any text would contain it" in found.set_aside["mute"]
-    assert "no place is left for the answer" in found.set_aside["long"]
-    assert "2 facts cannot be asked and are set aside; 'mute': " in found.to_text()
+    assert "every text contains an empty one" in found.set_aside["mute"]
+    assert "no position is left for the answer" in found.set_aside["long"]
+    assert "2 facts are set aside, because the model cannot be queried for them; 'mute': " in found.to_text()
     assert Recall.merge(tmp_path).set_aside == found.set_aside
 
 

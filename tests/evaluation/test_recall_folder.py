@@ -121,7 +121,7 @@ def test_two_processes_fill_one_folder_and_one_is_killed_inside_a_batch(tiny, wh
     assert child.exitcode == -signal.SIGKILL
     kept = times(tmp_path)
     assert len(kept) == len(mine.ids) + 2
-    with pytest.raises(ValueError, match=rf"{len(FACTS) - len(kept)} of {len(FACTS)} facts are not there"):
+    with pytest.raises(ValueError, match=rf"{len(FACTS) - len(kept)} of {len(FACTS)} facts are missing"):
         Recall.merge(tmp_path)
     recall_by_steps(tiny, FACTS, shard=(1, 2), out=tmp_path, **RUN)
     assert_same(Recall.merge(tmp_path), whole)
@@ -145,15 +145,17 @@ def test_shards_merge_to_one_run(tiny, whole, tmp_path):
 @on_mdm
 def test_what_does_not_merge(tiny, whole, tmp_path):
     part = recall_by_steps(tiny, FACTS, shard=(0, 2), **RUN)
-    with pytest.raises(ValueError, match=f"of {len(FACTS)} facts are not there"):
+    with pytest.raises(ValueError, match=f"of {len(FACTS)} facts are missing"):
         Recall.merge(part)
     with pytest.raises(ValueError, match="nothing to merge"):
         Recall.merge([])
-    with pytest.raises(ValueError, match=r"one of the results holds another run .*seed: 1234 there, 7 here"):
+    with pytest.raises(
+        ValueError, match=r"one of the results was made with other settings.* .*seed: 1234 there, 7 here"
+    ):
         Recall.merge([part, recall_by_steps(tiny, FACTS, shard=(1, 2), seed=7, **RUN)])
-    with pytest.raises(ValueError, match=f"'{whole.ids[0]}' came out differently in one of the results"):
+    with pytest.raises(ValueError, match=f"'{whole.ids[0]}' has another result in one of the results"):
         Recall.merge([whole, replace(whole, written=[["other"] * len(whole.steps), *whole.written[1:]])])
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match="contains no study"):
         Recall.merge(tmp_path / "absent")
 
 

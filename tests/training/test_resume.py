@@ -118,7 +118,7 @@ def test_another_run_is_refused(small, tokens, tmp_path):
     }
     for message, changed in calls.items():
         call = dict(model=small(), tokens=tokens, config=CONFIG, folder=tmp_path, progress=False) | changed
-        with pytest.raises(ValueError, match=f"holds another run .*{message}"):
+        with pytest.raises(ValueError, match=f"was made with other settings.*{message}"):
             train(**call)
 
 

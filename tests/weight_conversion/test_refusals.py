@@ -134,7 +134,7 @@ def test_a_file_cut_off(folder, kept, refused):
 def test_what_is_no_safetensors_file(folder, content, refused):
     path = folder / "model.safetensors"
     path.write_bytes(content)
-    refused(ValueError, path, "is not a whole safetensors file", "delete it and fetch it again", path=path)
+    refused(ValueError, path, "is not a complete safetensors file", "delete it and fetch it again", path=path)
 
 
 class Malicious:

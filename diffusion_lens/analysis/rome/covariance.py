@@ -129,7 +129,7 @@ def second_moment(
     if folder is not None:
         require_identified(record, str(folder))
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
-    so_far = _held(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
+    so_far = _load_moment(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
     so_far = replace(so_far, total=so_far.total.to(_home(model)))  # d_mlp² numbers do not travel with every batch
     starts = range(so_far.texts, len(rows), batch_size)
     for i, start in enumerate(tqdm(starts, desc=f"second moment of layer {layer}", unit="batch", disable=not progress)):
@@ -210,20 +210,20 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "corpus_texts": len(rows),
         "seed": seed if model.cfg.has_mask else None,
     }
-    drawn = {**content, "noise": "by own_seed"}  # how texts are given their seeds decides the numbers too
-    key = hashlib.sha256(json.dumps(as_json(drawn), sort_keys=True).encode()).hexdigest()
+    hashed = {**content, "noise": "by own_seed"}  # The rule by which texts get their seeds also affects the numbers.
+    key = hashlib.sha256(json.dumps(as_json(hashed), sort_keys=True).encode()).hexdigest()
     return {"key": key, **content, **origin}
 
 
-def _held(path: Path, record: dict[str, Any]) -> SecondMoment:
+def _load_moment(path: Path, record: dict[str, Any]) -> SecondMoment:
     """The moment in a file, which must have this record's key."""
-    held = SecondMoment.load(path)
-    if held.record.get("key") != record["key"]:
+    moment = SecondMoment.load(path)
+    if moment.record.get("key") != record["key"]:
         raise ValueError(
-            f"{path} holds another run than its name says: network, weights, hooks, layer, corpus or seed differ. "
-            "Delete the file, and the moment is computed again, or name another folder"
+            f"{path} contains another moment than its name says: network, weights, hooks, layer, corpus or seed differ"
+            ". Delete the file to compute the moment again, or name another folder"
         )
-    return held
+    return moment
 
 
 def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) -> SecondMoment:
