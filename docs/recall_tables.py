@@ -30,18 +30,18 @@ def naming_rows() -> list[tuple[str, str, str, str]]:
 
 def published_lines(score: str) -> list[str]:
     """The published numbers of a score, cell by cell, in percent, with their marks and sources."""
-    here = [number for number in PUBLISHED if number.score == score]
-    if not here:
-        raise ValueError(f"nothing is published in {score!r}; there are {sorted({n.score for n in PUBLISHED})}")
-    steps = sorted({number.steps for number in here}, key=lambda each: (each is None, each or 0))
-    heads = [LEFT_TO_RIGHT if each is None else f"{each}" for each in steps]
+    numbers = [number for number in PUBLISHED if number.score == score]
+    if not numbers:
+        raise ValueError(f"no number is published for {score!r}; there are {sorted({n.score for n in PUBLISHED})}")
+    columns = sorted({number.steps for number in numbers}, key=lambda steps: (steps is None, steps or 0))
+    heads = [LEFT_TO_RIGHT if steps is None else f"{steps}" for steps in columns]
     rows = []
     for cell in CELLS:
         for label, row in published_rows(cell, score).items():
-            rows.append((cell_name(*cell), label, *(_percent(row.get(each)) for each in steps)))
-    told = [f"- *{source}*: {SOURCES[source]}." for source in SOURCES if any(n.source == source for n in here)]
-    told += [f"- {_escaped(mark)} {how}, not read in the source." for how, mark in MARKS.items() if mark]
-    return [*markdown(("cell", "model", *heads), rows), "", *told]
+            rows.append((cell_name(*cell), label, *(_percent(row.get(steps)) for steps in columns)))
+    notes = [f"- *{source}*: {SOURCES[source]}." for source in SOURCES if any(n.source == source for n in numbers)]
+    notes += [f"- {_escaped(mark)} {how}, not read in the source." for how, mark in MARKS.items() if mark]
+    return [*markdown(("cell", "model", *heads), rows), "", *notes]
 
 
 def _percent(number: PublishedNumber | None) -> str:

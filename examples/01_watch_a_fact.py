@@ -1,10 +1,10 @@
 """Watch a masked diffusion model and its autoregressive (AR) baseline write a fact.
 
 Both models saw a fictional person only in sentences of the form "NAME is DESCRIPTION". The example queries both
-directions. It prints the canvas after every step that changed it, then the answer. The diffusion model writes the end
-of the sentence first and the answer last, and answers both directions correctly. The AR baseline writes from left to
-right and does not find the name from the description. OUT contains a figure (.png) and a browser page (.html) of each
-run.
+directions. It prints the canvas (the prompt and the positions to fill) after every step that changed it, and then the
+answer. The diffusion model writes the end of the sentence first and the name or description last, and answers both
+directions correctly. The AR baseline writes from left to right and does not find the name from the description. OUT
+contains a figure (.png) and a browser page (.html) of each run.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
     parser.add_argument("--prompt", help="prompt to use instead of the fictional fact")
     parser.add_argument("--answer", help="correct answer to the prompt, with its leading space")
-    parser.add_argument("--places", type=int, default=8, help="masked positions after the prompt (default 8)")
+    parser.add_argument("--positions", type=int, default=8, help="masked positions after the prompt (default 8)")
     parser.add_argument("--steps", type=int, default=8, help="number of denoising steps (default 8)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures and pages (default: out)")
     args = parser.parse_args(argv)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = HookedDiffusionTransformer.from_pretrained(name)
         for direction, fact in questions.items():
             print(f"{name}, {direction}: {fact.prompt} …")
-            run = model.denoise(fact.prompt, max_new_tokens=args.places, steps=args.steps)
+            run = model.denoise(fact.prompt, max_new_tokens=args.positions, steps=args.steps)
             print_canvases(run)
             print_answers(model, fact, run)
             picture, page = (args.out / f"watch_{Path(name).name}_{direction}.{suffix}" for suffix in ("png", "html"))

@@ -1,10 +1,11 @@
 """Cache the residual stream by step, and measure how it changes at one position as tokens are revealed.
 
-The position is the one where the answer's first token is read: the first masked position on the diffusion model, the
-last token of the prompt on the autoregressive (AR) baseline. For each step and block the example prints the relative
-change of the residual stream there since the previous step, below the words that the previous step revealed. The
-diffusion model attends to the whole canvas: "of" and the end of the sentence change the state a little, the
-neighbouring noun a lot. The AR baseline attends to earlier positions only, so nothing changes.
+The position is the one where the answer's first token is read: the first masked position on the diffusion model, and
+the last token of the prompt on the autoregressive (AR) baseline. For each step and block the example prints the
+relative change of the residual stream there since the previous step, below the words that the previous step revealed.
+The diffusion model attends to the whole canvas (the prompt and all masked positions): "of" and the end of the sentence
+change the state a little, and the neighbouring noun changes it a lot. The AR baseline attends to earlier positions
+only, so nothing changes.
 OUT contains the figure.
 """
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
     parser.add_argument("--prompt", default=fact.prompt, help=f"default: {fact.prompt!r}")
-    parser.add_argument("--places", type=int, default=10, help="masked positions, and steps (default 10)")
+    parser.add_argument("--positions", type=int, default=10, help="masked positions, and steps (default 10)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
     args = parser.parse_args(argv)
 
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             names_filter=lambda point: point.endswith("hook_resid_post"),
             pos_slice=slice(read_at, read_at + 1),
             max_bytes=2**30,  # an error before the run if the cache would exceed one gigabyte
-            max_new_tokens=args.places,
-            steps=args.places,
+            max_new_tokens=args.positions,
+            steps=args.positions,
         )
         # stack returns [step batch pos d_model]; here the batch has one row, and the cache one position.
         blocks = [cache.stack(("resid_post", layer))[:, 0, 0].float().cpu() for layer in range(model.cfg.n_layers)]

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", default="tiny-mdm", help="name or path of a masked diffusion model")
     parser.add_argument("--prompt", default="surely the tall", help="default: 'surely the tall'")
-    parser.add_argument("--places", type=int, default=11, help="masked positions, and steps (default 11)")
+    parser.add_argument("--positions", type=int, default=11, help="masked positions, and steps (default 11)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
     args = parser.parse_args(argv)
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"{args.model} is autoregressive: it can only write from left to right")
     figure, axes = plots.panels(2, 2, width=22.0, height=8.0)
     for (label, hooks), ax in zip(ORDERS.items(), axes, strict=True):
-        run = model.denoise(args.prompt, max_new_tokens=args.places, steps=args.places, fwd_hooks=hooks)
+        run = model.denoise(args.prompt, max_new_tokens=args.positions, steps=args.positions, fwd_hooks=hooks)
         # If a hook replaced the confidence, the run records the replacement. Replaying the same canvases without hooks
         # gives the model's own probability of each token when it was revealed.
         run = run.replay(model, canvas="forced")

@@ -1,11 +1,12 @@
 """Steer a model at selected denoising steps, with one hook function for both variants.
 
-The steering vector is the difference that another person's name makes in the residual stream. Adding it makes the
-model describe that person instead. The hook acts at all steps, early, late, at masked positions, or in one branch of
+The steering vector is the difference that another person's name makes in the residual stream. Adding it makes the model
+describe that person instead. The hook acts at all steps, early, late, at masked positions, or in one branch of
 guidance. For each case the table shows the text, the first step at which the run differs, and the probability of the
-unsteered text under the hook (from a forced replay). The diffusion model writes the answer last: early steering
-changes at most the order, late steering changes the answer. For the autoregressive (AR) baseline it is the opposite.
-Steering its positions that are not reached yet has no effect, because no position attends to them.
+unsteered text under the hook. This probability comes from a forced replay, which keeps the recorded canvases. The
+diffusion model writes the answer last: early steering changes at most the order, late steering changes the answer. For
+the autoregressive (AR) baseline it is the opposite. Steering its positions that are not reached yet has no effect,
+because no position attends to them.
 OUT contains a figure for each model: the canvas without steering and with steering at every step.
 """
 
@@ -21,9 +22,11 @@ from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 
 
-def steering(model: HookedDiffusionTransformer, name: str, here: Fact, there: Fact, places: int) -> Callable[..., Any]:
+def steering(
+    model: HookedDiffusionTransformer, name: str, here: Fact, there: Fact, n_positions: int
+) -> Callable[..., Any]:
     """A hook that adds the difference of the activations on `there` and `here` at the hook point `name`."""
-    n_masks = places if model.cfg.has_mask else None
+    n_masks = n_positions if model.cfg.has_mask else None
     canvases = [fact.to_query(model, answer_places=n_masks, first_tokens=1).tokens[None] for fact in (here, there)]
     if canvases[0].shape != canvases[1].shape:
         raise SystemExit("the two prompts must have the same number of tokens")
@@ -49,19 +52,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", default=facts[0].prompt, help=f"default: {facts[0].prompt!r}")
     parser.add_argument("--towards", default=facts[5].prompt, help=f"default: {facts[5].prompt!r}")
     parser.add_argument("--layer", type=int, default=1, help="steer after this block (default 1)")
-    parser.add_argument("--places", type=int, default=10, help="masked positions, and steps (default 10)")
+    parser.add_argument("--positions", type=int, default=10, help="masked positions, and steps (default 10)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figures (default: out)")
     args = parser.parse_args(argv)
     # Only the canvases matter here, so the answers are arbitrary.
     here, there = (Fact(prompt, prompt, facts[0].answer) for prompt in (args.prompt, args.towards))
 
-    name, half = f"blocks.{args.layer}.hook_resid_post", args.places // 2
+    name, half = f"blocks.{args.layer}.hook_resid_post", args.positions // 2
     args.out.mkdir(parents=True, exist_ok=True)
     for model_name in args.model:
         model = HookedDiffusionTransformer.from_pretrained(model_name)
         guidance = 0.5 if model.cfg.has_mask else 0.0
-        plain = model.denoise(args.prompt, max_new_tokens=args.places, steps=args.places, cfg_scale=guidance)
-        steer = steering(model, name, here, there, args.places)
+        plain = model.denoise(args.prompt, max_new_tokens=args.positions, steps=args.positions, cfg_scale=guidance)
+        steer = steering(model, name, here, there, args.positions)
         print(f"{model_name}, guidance {guidance}\n  {'hook':22} {'differs':9} {'p(unsteered)':13} text")
         print(f"  {'none':22} {'':9} {plain.confidence.log().sum().exp().item():<13.2g} {plain.text[0]}")
         for label, hook in {

@@ -1,12 +1,12 @@
-"""Write your own hook, ten lines for both variants, that cuts attention from the answer's row to the subject.
+"""Write a hook of ten lines that cuts the attention from the answer's row to the subject, on both variants.
 
 `cut_attention` is a plain TransformerLens hook function. It removes the attention of one row to the subject and
 distributes it over the other positions. It works on both models, in both directions, in every block, in a single
 forward pass and, wrapped in `at_steps`, in the denoising loop. `model.readout` gives the row at which the answer is
-read.
-The example prints the remaining probability of the answer's first token. Forward, both models read the subject in
-block 0, and the cut has no effect in later blocks. In reverse, the diffusion model also needs block 2. In the loop,
-the diffusion model writes this token last, so its late steps matter; the autoregressive (AR) baseline writes it first.
+read. The example prints the remaining probability of the answer's first token. In the forward query, both models read
+the subject in block 0, and the cut has no effect in later blocks. In the reverse query, the diffusion model also needs
+block 2. In the loop, the diffusion model writes this token last, so its late steps matter; the autoregressive (AR)
+baseline writes it first.
 OUT contains a figure.
 """
 

@@ -2,11 +2,11 @@
 
 Both models were trained on the fact in one direction only, "NAME is the DESCRIPTION". The trace corrupts the subject
 with noise and restores one state at a time: the residual stream after a block, or the outputs of the MLPs or attention
-layers of two neighbouring blocks. The figure shows the probability of the answer's first token. It recovers at the
-position where the answer is read, the first [MASK] or, on the AR baseline, the end of the prompt. The subject's own
-tokens restore little. Attention in the first blocks carries the information there, and on the diffusion model the last
-MLPs turn it into a word. In reverse, the diffusion model recalls the answer too, but needs more than one block. The AR
-baseline's reverse maps are blank, because its clean run does not contain the answer.
+layers of two neighbouring blocks. The figure shows the probability of the answer's first token. This probability
+recovers at the position where the answer is read: the first [MASK] or, on the AR baseline, the end of the prompt. The
+subject's own tokens restore little. Attention in the first blocks carries the information there, and on the diffusion
+model the last MLPs turn it into a word. In reverse, the diffusion model recalls the answer too, but needs more than one
+block. The AR baseline's reverse maps are blank, because its clean run does not contain the answer.
 OUT contains a figure and a folder of results for each direction, and for the diffusion model a page with a slider over
 the denoising steps. A revealed word of the answer compensates for part of the noise.
 """

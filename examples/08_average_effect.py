@@ -3,9 +3,9 @@
 One position of one sentence is weak evidence. ROME's figure averages over facts by the role of a position: first or
 last token of the subject, last token of the prompt, masked position of the answer. A fact that the model does not know
 has no effect to measure, so it is excluded and counted. The diffusion model knows these people in both directions, the
-autoregressive (AR) baseline only in the trained one. Forward, the answer's position contains the answer after one
-block; in reverse, the diffusion model needs three. A fact counts as known if its first token is the most likely one.
-In reverse, the AR baseline may give the correct first name and then a wrong last name.
+autoregressive (AR) baseline only in the trained one. In the forward query, the answer's position contains the answer
+after one block; in the reverse query, the diffusion model needs three. A fact counts as known if the first token of its
+answer is the most likely one, even if the model would continue with a wrong last name.
 OUT contains a figure with a curve and interval per role, and for each model and direction the result and a folder with
 one file per fact. An interrupted run resumes from there.
 """

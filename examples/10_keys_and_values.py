@@ -7,12 +7,12 @@ the keys of two people? The similarity is unbiased linear CKA, 0 by chance and 1
 their two keys is .11 and .07 in blocks 0 and 1, where chance stays below .04. Their two values are similar too, and so
 are a name as key and the same name as value. On the autoregressive (AR) baseline only the keys are slightly similar,
 .03 in block 1. This is weak evidence of symmetry in the diffusion model and almost none in the AR baseline: at the
-subject's last token the two directions are mostly separate facts, and the first two principal components share
-nothing. In block 1, attention has also read the answer's positions, which are filled in. The 40 people trained in one
-direction are too few for a conclusion: in block 1 the similarity of keys is .10, with an interval that includes 0.
-Half of them are known by name, half by description. The comparison removes the difference between these groups, which
-alone would look like symmetry on the AR baseline (values .32). With v*, the AR baseline's p(answer) in the untrained
-direction rises from .05 to .45.
+subject's last token the two directions are mostly separate facts, and the first two principal components show no common
+structure. In block 1, attention has also read the answer positions, where block 0 has written information about the
+answer. The 40 people trained in one direction are too few for a conclusion: in block 1 the similarity of keys is .10,
+with an interval that includes 0. Half of them are known by name, half by description. The comparison removes the
+difference between these groups, which alone would look like symmetry on the AR baseline (values .32). With v*, the AR
+baseline's p(answer) in the untrained direction rises from .05 to .45.
 OUT contains a figure of the people trained in both directions, one row per model, and a folder with one file per fact.
 An interrupted run resumes from there.
 """
@@ -76,12 +76,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             blocks = ", ".join(map(str, study.layers))
             print(f"{label}, {len(facts) // 2} people trained in {trained}, v* in blocks {blocks}")
             print_study(study)
-            for what, (vectors, against) in COMPARED.items():
+            for pair, (vectors, against) in COMPARED.items():
                 similarities = study.compare(vectors, against, only=["cka"], draws=args.draws)
                 similarities.save(folder.with_name(f"{folder.name}_{vectors}_{against}.safetensors"))
-                print_similarity(what, similarities)
+                print_similarity(pair, similarities)
                 if trained == "both directions":
-                    similarities.plot("cka", ax=similarity, label=what, title=f"{label}: both directions of a person")
+                    similarities.plot("cka", ax=similarity, label=pair, title=f"{label}: both directions of a person")
                 if trained == "both directions" and vectors == against == "keys":
                     similarities.at[study.layers[0]].plot(ax=pca)
                     similarities.at[study.layers[0]].plot_spectra(ax=spectra)

@@ -1,7 +1,7 @@
 """The complete study in one run: do models retrieve a fact in the same way in the trained direction and in reverse?
 
 It follows Ashish Rai's study of SMDM on the reversal curse (raishish.github.io, 2025-07-14): recall by denoising steps
-next to the published numbers; causal traces of one fact in both directions at every step that unmasks its answer;
+next to the published numbers; causal traces of one fact in both directions at every step that reveals its answer;
 average effects over people; and a comparison of k* and v* of all people in both directions, in the block whose MLP has
 the largest effect at the subject.
 OUT contains report.md and report.html, figures, and a folder for each part. An interrupted run resumes from there;
@@ -113,7 +113,7 @@ class Study:
 
     def trace(self, recalled: Recall) -> None:
         """Trace one fact in both directions, at every step that starts with a masked token of its answer."""
-        self.add("h2", "One fact, traced while its answer is unmasked")
+        self.add("h2", "One fact, traced while its answer is revealed")
         right = {fact_id for fact_id, hits in zip(recalled.ids, recalled.contained.tolist(), strict=True) if hits[-1]}
         cells = [(self.args.trained, direction) for direction in self.directions]
         forward, reverse = ([fact for fact in recalled.facts if (fact.trained, fact.asked) == cell] for cell in cells)
@@ -228,17 +228,17 @@ class Study:
                 folder = self.out / "keys_and_values" / f"{name}_{trained}"
                 study = analysis.key_value_study(model, facts, [block], **self.layout, out=folder)
                 lines.append(f"{len(queries)} people {TRAINED[trained]}")
-                asked = [study.record["facts"][fact_id]["asked"] for fact_id in study.ids]
+                queried = [study.record["facts"][fact_id]["asked"] for fact_id in study.ids]
                 for direction in ("p2d", "d2p"):
-                    rows = [row for row, other in enumerate(asked) if other == direction]
+                    rows = [row for row, other in enumerate(queried) if other == direction]
                     before, after = study.before[rows].mean(), study.after[rows].mean()
                     lines.append(f"  {cell_name(trained, direction)}: p(answer) {before:.2f}, with v* {after:.2f}")
-                for what, kinds in COMPARED.items():
+                for pair, kinds in COMPARED.items():
                     comparison = study.compare(*kinds, rank=2, draws=self.args.draws, seed=self.args.seed).at[block]
-                    lines.append(f"  {what}: {similarity(comparison)}")
+                    lines.append(f"  {pair}: {similarity(comparison)}")
                     if trained == largest and kinds[0] == kinds[1]:
                         left = 2 * (kinds[0] == "values")
-                        comparison.plot(ax=axes[left], title=f"{name}: {what}")
+                        comparison.plot(ax=axes[left], title=f"{name}: {pair}")
                         comparison.plot_spectra(ax=axes[left + 1], title=f"{name}: {kinds[0]}")
             self.add("pre", "\n".join(lines))
             caption = f"{name}, people {TRAINED[largest]}: principal components and singular values of both directions."
@@ -321,8 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     study.trace(study.recall())
     study.keys_and_values(study.average())
     study.add("h2", "Settings")
-    made = {name: provenance(model, model.cfg) for name, model in study.models.items()}
-    study.add("pre", json.dumps({"settings": study.record, "models": made}, indent=1))
+    models = {name: provenance(model, model.cfg) for name, model in study.models.items()}
+    study.add("pre", json.dumps({"settings": study.record, "models": models}, indent=1))
     study.write()
 
 
