@@ -3,29 +3,30 @@
 An intervention sets a state to another value; what then changes downstream is caused by that state. The factories
 differ in the source of the new value:
 
-    replace           a value of yours
+    replace           a value given by the caller
     swap              another run, at the same hook point; at the same step, if that run was cached by step
-    restore           another run, at one position of each row, for grids with a cell in each row
+    restore           another run, at one position of each row, for grids with one cell per row
     mean_ablate       the mean of another run
     zero_ablate       zeros
     mask_tokens       the embedding of [MASK]
     freeze            this run, at an earlier denoising step
-    add_noise, steer  a value of yours, added to the activation
+    add_noise, steer  a value given by the caller, added to the activation
 
-To fix a state at its value in a corrupted run (a severed path), `swap` with that run.
+To fix a state at its value in a corrupted run (a severed path), use `swap` with that run.
 
-They fit every hook point [batch pos ...], on both variants, in and outside the denoising loop: the residual stream,
-`hook_attn_out`, `hook_mlp_out`, `mlp.hook_post`, and with heads [batch pos head ...] `attn.hook_q`, `hook_k`, `hook_v`
-(the last two carry the key/value heads), `hook_z`, `hook_result`. `hook_attn_scores` and `hook_pattern` are read as
-[batch query head key], so that positions are the queries. `places` selects positions and `heads` heads: an index (its
-axis stays), a slice, or indices, negative ones from the end, none twice; `None` selects all. `places` may also be
-Int[batch selected], with positions for each row.
+The hooks fit every hook point [batch pos ...] of both variants, inside and outside the denoising loop: the residual
+stream, `hook_attn_out`, `hook_mlp_out`, `mlp.hook_post`, and with heads [batch pos head ...] `attn.hook_q`, `hook_k`,
+`hook_v` (the last two have the key/value heads), `hook_z`, `hook_result`. They treat `hook_attn_scores` and
+`hook_pattern` as [batch query head key], so that positions are queries.
 
-In the loop a hook sees the whole canvas, and one branch of guidance at a time; `at_steps`, `on_branch` and
-`while_masked` of `denoising.step_hooks` say when it acts. `named` gives it a name for records and folders of results.
+`positions` and `heads` are an index, a slice, or several indices without repetition; negative ones count from the end,
+and `None` selects all. A single index keeps its axis. `positions` may also be Int[batch selected], which differ by row.
 
-None of them writes into the tensor that it receives; each returns a new tensor of the same dtype, on the same device.
-Positions, heads and values that do not fit are a `ValueError`; a run without the hook point or step is a `KeyError`.
+In the loop a hook receives the whole canvas, and one branch of guidance at a time. `at_steps`, `on_branch` and
+`while_masked` of `denoising.step_hooks` restrict when it acts. `named` gives it a name for records and folders.
+
+No hook writes into the tensor that it receives; each returns a new tensor of the same dtype, on the same device.
+Positions, heads and values that do not fit raise a `ValueError`; a run without the hook point or step, a `KeyError`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,45 +52,47 @@ OneRun = ActivationCache | Mapping[str, Tensor]
 Activations = OneRun | Mapping[int, OneRun]
 
 
-def replace(value: Tensor, places: Indices = None, *, heads: Indices = None) -> Hook:
+def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by `value`.
 
     Args:
-        value: broadcast to [batch selected ...], with heads to [batch selected head ...]: one vector for all, one for
-            each position, or one for each row and position.
+        value: Tensor that broadcasts to [batch selected ...], with heads to [batch selected head ...]: one vector for
+            all, one for each position, or one for each row and position.
     """
-    return _edit(lambda old, hook: _fit(value, old, hook.name), places, heads)
+    return _edit(lambda old, hook: _fit(value, old, hook.name), positions, heads)
 
 
-def swap(cache: Activations, places: Indices = None, *, source_places: Indices = None, heads: Indices = None) -> Hook:
+def swap(
+    cache: Activations, positions: Indices = None, *, source_positions: Indices = None, heads: Indices = None
+) -> Hook:
     """Take the activation of the same hook point from another run (activation patching; resample ablation).
 
     Args:
-        cache: activations of that run, which has as many rows as this one, or a single row: an `ActivationCache`, or
-            tensors by hook point. A `TrajectoryCache` gives each step of the loop its own activation; it holds one
+        cache: Activations of that run, which has as many rows as this one, or a single row: an `ActivationCache`, or
+            tensors by hook point. A `TrajectoryCache` gives each step of the loop its own activation. It contains one
             branch, so under guidance wrap the hook in `on_branch`.
-        source_places: positions of the other run whose values go to `places`, one for one; by default the same.
+        source_positions: Positions of the other run, in the order of `positions`; by default the same.
     """
-    source = _Selection(places if source_places is None else source_places, heads)
-    return _edit(lambda old, hook: source.of_other_run(_activation(cache, hook), old, hook.name), places, heads)
+    source = _Selection(positions if source_positions is None else source_positions, heads)
+    return _edit(lambda old, hook: source.of_other_run(_activation(cache, hook), old, hook.name), positions, heads)
 
 
-def restore(value: Tensor, places: Int[Tensor, "batch"], *, heads: Indices = None) -> Hook:
-    """Restore one position of each row: row r gets `value[places[r]]` at `places[r]`.
+def restore(value: Tensor, positions: Int[Tensor, "batch"], *, heads: Indices = None) -> Hook:
+    """Restore one position of each row: row r gets `value[positions[r]]` at `positions[r]`.
 
     Args:
-        value: [pos ...] or [batch pos ...], the hook point's activation in the run that is restored.
-        places: Int[batch], the position of each row.
+        value: Activation of the hook point in the other run, [pos ...] or [batch pos ...].
+        positions: Int[batch], the position of each row.
     """
-    source = _Selection(places[:, None], heads)
-    return _edit(lambda old, hook: source.of_other_run(value, old, hook.name), places[:, None], heads)
+    source = _Selection(positions[:, None], heads)
+    return _edit(lambda old, hook: source.of_other_run(value, old, hook.name), positions[:, None], heads)
 
 
-def mean_ablate(cache: Activations, places: Indices = None, *, heads: Indices = None) -> Hook:
+def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by its mean over rows and positions of another run; for other means, use `replace`.
 
     Args:
-        cache: activations of that run, as in `swap`, with any number of rows and positions.
+        cache: Activations of that run, as in `swap`, with any number of rows and positions.
     """
     selection = _Selection(None, heads)
 
@@ -98,61 +101,57 @@ def mean_ablate(cache: Activations, places: Indices = None, *, heads: Indices = 
         averaged = _with_rows(_activation(cache, hook), old, hook.name).mean(dim=(0, 1), keepdim=True)
         return _fit(averaged[selection.index(averaged, where)], old, hook.name)
 
-    return _edit(mean, places, heads)
+    return _edit(mean, positions, heads)
 
 
-def zero_ablate(places: Indices = None, *, heads: Indices = None) -> Hook:
+def zero_ablate(positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by zeros."""
-    return _called("zero_ablate", replace(torch.zeros(()), places, heads=heads))
+    return _called("zero_ablate", replace(torch.zeros(()), positions, heads=heads))
 
 
-def mask_tokens(model: DiffusionTransformer, places: Indices = None) -> Hook:
-    """At `hook_embed`, put the embedding of [MASK]: the model sees a canvas with these positions masked.
+def mask_tokens(model: DiffusionTransformer, positions: Indices = None) -> Hook:
+    """At `hook_embed`, replace embeddings by that of [MASK], as if these positions of the canvas were masked.
 
     Raises:
-        ValueError: the model has no [MASK].
+        ValueError: The model has no [MASK].
     """
     if not model.cfg.has_mask:
-        raise ValueError(
-            f"{model.cfg.model_name!r} has no [MASK] that could mask a token; corrupt the token with add_noise, "
-            "zero_ablate or a swap from a run on other tokens"
-        )
-    masked = replace(model.W_E[model.cfg.blank], places)
+        raise ValueError(f"{model.cfg.model_name!r} has no [MASK]; corrupt with add_noise, zero_ablate or swap instead")
+    masked = replace(model.W_E[model.cfg.blank], positions)
 
     def hook_fn(activation: Tensor, hook: Any) -> Any:
         if hook.name != "hook_embed":
-            raise ValueError(f"mask_tokens goes to 'hook_embed'; at {hook.name!r} there are no embeddings")
+            raise ValueError(f"mask_tokens was attached to {hook.name!r}; attach it to 'hook_embed', the embeddings")
         return masked(activation, hook)
 
     return hook_fn
 
 
-def add_noise(noise: Tensor, places: Indices = None, *, heads: Indices = None) -> Hook:
+def add_noise(noise: Tensor, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Add `noise` to the activation; row r of the batch gets sample r.
 
     Args:
-        noise: broadcast as in `replace`.
+        noise: Tensor that broadcasts as in `replace`.
     """
-    return _edit(lambda old, hook: old + _fit(noise, old, hook.name), places, heads)
+    return _edit(lambda old, hook: old + _fit(noise, old, hook.name), positions, heads)
 
 
-def steer(direction: Tensor, strength: float = 1.0, places: Indices = None, *, heads: Indices = None) -> Hook:
+def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Add `strength * direction` (Turner et al. 2023, arXiv 2308.10248).
 
     Args:
-        direction: Float[d_model], or broadcast as in `replace`; it is not normalised.
-        strength: factor of the direction.
+        direction: Float[d_model], or a tensor that broadcasts as in `replace`; it is not normalised.
+        strength: Factor of the direction.
     """
-    return _called("steer", add_noise(strength * direction, places, heads=heads))
+    return _called("steer", add_noise(strength * direction, positions, heads=heads))
 
 
-def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
-    """Keep the activation, through a run of the denoising loop, at its value when the hook first acts.
+def freeze(positions: Indices = None, *, heads: Indices = None) -> Hook:
+    """Fix the activation, for the rest of a denoising run, at its value when the hook first acts.
 
-    `at_steps(freeze(), range(k, n_steps))` keeps the value of step k from there on. Each hook point and each branch of
-    guidance keeps its own value. Every run begins with new values, also after a run that ended with an exception.
-    Outside the loop the hook does nothing. Where an analysis runs a single step, there is no earlier value, which is a
-    `ValueError`.
+    `at_steps(freeze(), range(k, n_steps))` fixes it at its value in step k. Each hook point and each branch of guidance
+    has its own value. Every run begins with new values, also after a run that ended with an exception. The hook does
+    nothing outside the loop, and raises a `ValueError` in an analysis that computes a single step.
     """
     values: WeakKeyDictionary[RunIdentity, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
 
@@ -160,17 +159,17 @@ def freeze(places: Indices = None, *, heads: Indices = None) -> Hook:
         step: StepState = hook.step
         if step.run is None:
             raise ValueError(
-                f"freeze() keeps {hook.name!r} at the value of an earlier step, and this analysis runs step "
+                f"freeze() fixes {hook.name!r} at the value of an earlier step, and this analysis computes step "
                 f"{step.index} alone: use swap() with a cache of the loop, model.denoise_with_cache(...), instead"
             )
         return values.setdefault(step.run, {}).setdefault((hook.name, step.branch), old)
 
-    return _called("freeze", in_loop_only(_edit(first, places, heads)))
+    return _called("freeze", in_loop_only(_edit(first, positions, heads)))
 
 
-def _edit(new: Callable[[Tensor, Any], Tensor], places: Indices, heads: Indices) -> Hook:
-    """A hook that replaces the selected part `old` of an activation, [batch selected ...], by `new(old, hook)`."""
-    selection = _Selection(places, heads)
+def _edit(new: Callable[[Tensor, Any], Tensor], positions: Indices, heads: Indices) -> Hook:
+    """A hook that replaces the selected part of an activation, [batch selected ...], by `new(that part, hook)`."""
+    selection = _Selection(positions, heads)
 
     def hook_fn(activation: Tensor, hook: Any) -> Tensor:
         whole = _by_position(activation, hook.name)
@@ -183,7 +182,7 @@ def _edit(new: Callable[[Tensor, Any], Tensor], places: Indices, heads: Indices)
 
 
 def _called(factory: str, hook: Hook) -> Hook:
-    """The hook under the name of its factory, by which records name it."""
+    """Give the hook the name of its factory, which records use."""
     hook.__qualname__ = factory
     return hook
 
@@ -192,33 +191,33 @@ def _called(factory: str, hook: Hook) -> Hook:
 class _Selection:
     """Selected positions and heads of activations [batch pos ...]."""
 
-    places: Indices
+    positions: Indices
     heads: Indices
 
     def __post_init__(self) -> None:
-        for word, selected in vars(self).items():
+        for name, selected in vars(self).items():
             if selected is None or isinstance(selected, slice):
                 continue
             indices = torch.as_tensor(selected)
             if not indices.numel():
-                raise ValueError(f"{word} is empty: the hook would change nothing (None is all {word})")
+                raise ValueError(f"{name} is empty: the hook would change nothing (None selects all {name})")
             if indices.dtype == torch.bool or indices.is_floating_point():
-                raise TypeError(f"{word} are {indices.dtype}; give indices (of a mask, mask.nonzero()[:, 0])")
-            if indices.dim() > (2 if word == "places" else 1):
-                raise ValueError(f"{word} has shape {list(indices.shape)}; give [selected], [batch selected] or [head]")
+                raise TypeError(f"{name} are {indices.dtype}; give indices (of a mask, mask.nonzero()[:, 0])")
+            if indices.dim() > (2 if name == "positions" else 1):
+                raise ValueError(f"{name} has shape {list(indices.shape)}; give [selected], [batch selected] or [head]")
 
     def index(self, x: Tensor, where: str) -> tuple[Tensor, ...]:
         """The index that selects [batch selected ...] from `x`; `where` names `x` in errors."""
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
-        places = _resolve(self.places, x.shape[1], "places", where).to(x.device)
-        if places.dim() == 2 and len(places) != len(rows):
-            raise ValueError(f"places of {len(places)} rows were given, and {where} has {len(rows)} rows")
+        positions = _resolve(self.positions, x.shape[1], "positions", where).to(x.device)
+        if positions.dim() == 2 and len(positions) != len(rows):
+            raise ValueError(f"positions of {len(positions)} rows were given, but {where} has {len(rows)} rows")
         if self.heads is None:
-            return rows, places
+            return rows, positions
         if x.dim() != 4:
             raise ValueError(f"{where} {list(x.shape)} has no axis of heads; attn.hook_z, q, k and v have one")
         heads = _resolve(self.heads, x.shape[2], "heads", where).to(x.device)
-        return rows[..., None], places[..., None], heads
+        return rows[..., None], positions[..., None], heads
 
     def of_other_run(self, other: Tensor, old: Tensor, name: str) -> Tensor:
         """The selected part of another run's activation, in the shape of `old` of this run."""
@@ -231,50 +230,50 @@ class _Selection:
         if new.shape != old.shape:
             raise ValueError(
                 f"{where} gives {list(new.shape)} for {list(old.shape)} [batch selected ...]; give as many "
-                "source_places there as places here"
+                "source_positions as positions"
             )
         return _fit(new, old, name)
 
 
-def _resolve(selected: Indices, size: int, word: str, where: str) -> Int[Tensor, "*n"]:
+def _resolve(selected: Indices, size: int, name: str, where: str) -> Int[Tensor, "*n"]:
     """The selection as indices from 0 to `size` - 1."""
     if selected is None:
         return torch.arange(size)
     if isinstance(selected, slice):
         ends = [end for end in (selected.start, selected.stop) if end is not None]
         if not range(size)[selected] or any(abs(end) > size for end in ends):
-            raise ValueError(f"{word} {selected} is empty or reaches outside the {size} {word} of {where}")
+            raise ValueError(f"{name} {selected} is empty or reaches outside the {size} {name} of {where}")
         return torch.tensor(range(size)[selected])
     indices = torch.atleast_1d(torch.as_tensor(selected)).long()
     outside = indices[(indices < -size) | (indices >= size)]
     if outside.numel():
-        raise ValueError(f"{word} {outside.tolist()} are outside the {size} {word} of {where}")
+        raise ValueError(f"{name} {outside.tolist()} are outside the {size} {name} of {where}")
     resolved: Tensor = indices % size
     if bool((resolved.sort(dim=-1).values.diff(dim=-1) == 0).any()):
-        raise ValueError(f"{word} {indices.tolist()} name one of the {size} {word} of {where} twice")
+        raise ValueError(f"{name} {indices.tolist()} name one of the {size} {name} of {where} twice")
     return resolved
 
 
 def _activation(cache: Activations, hook: Any) -> Tensor:
-    """The hook point's activation in another run, at the same step where that run was cached by step."""
+    """The hook point's activation in another run; at the same step, if that run was cached by step."""
     of_run: Any = cache
     if any(isinstance(key, int) for key in cache):
         if hook.step is None:
             raise ValueError(
-                "a cache by step can be used inside the denoising loop only; here give one step of it, cache[step]"
+                "a cache by step works inside the denoising loop only; outside it, give one step, cache[step]"
             )
         if hook.step.index not in cache:
             steps = list(cache)
-            raise KeyError(f"the cache holds the steps {steps}, and this is {hook.step.index}: at_steps(hook, {steps})")
+            raise KeyError(f"the cache has the steps {steps} and not {hook.step.index}: use at_steps(hook, {steps})")
         of_run = of_run[hook.step.index]
     if hook.name not in of_run:
-        raise KeyError(f"the cache does not hold {hook.name!r}; nearest are: {nearest(hook.name, list(of_run))}")
+        raise KeyError(f"the cache has no {hook.name!r}; the nearest are: {nearest(hook.name, list(of_run))}")
     activation: Tensor = of_run[hook.name]
     return activation
 
 
 def _with_rows(other: Tensor, old: Tensor, name: str) -> Tensor:
-    """Another run's activation as [batch pos ...], also where its batch axis was removed."""
+    """Another run's activation as [batch pos ...], also if its batch axis was removed."""
     if other.dim() not in (old.dim(), old.dim() - 1):
         raise ValueError(f"the other run's {name!r} is {list(other.shape)}; it must be an activation [batch pos ...]")
     return _by_position(other if other.dim() == old.dim() else other[None], name)
@@ -283,7 +282,7 @@ def _with_rows(other: Tensor, old: Tensor, name: str) -> Tensor:
 def _fit(value: Tensor, old: Tensor, name: str) -> Tensor:
     """`value` in the shape, dtype and device of `old`."""
     if not torch.can_cast(value.dtype, old.dtype):
-        raise TypeError(f"{name!r} holds {old.dtype}, which cannot take values of {value.dtype}")
+        raise TypeError(f"{name!r} is {old.dtype}, which cannot represent values of {value.dtype}")
     value = value.to(device=old.device, dtype=old.dtype)
     try:
         fitted: Tensor = value.expand(old.shape)
@@ -296,5 +295,5 @@ def _fit(value: Tensor, old: Tensor, name: str) -> Tensor:
 
 
 def _by_position(x: Tensor, name: str) -> Tensor:
-    """Scores and patterns with heads and queries exchanged, [batch query head key] or back; others unchanged."""
+    """Exchange heads and queries of scores and patterns, [batch query head key] or back; return others unchanged."""
     return x.transpose(-3, -2) if name.endswith(("hook_attn_scores", "hook_pattern")) else x

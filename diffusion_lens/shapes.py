@@ -1,36 +1,36 @@
-"""The words for tensor axes. Every annotation in the package uses these words, and no others.
+"""Names of tensor axes. Every annotation in the package uses these names, and no others.
 
-batch        rows of a batch: independent prompts (or noise samples, or patched copies of one prompt)
-pos          positions of the sequence, given and masked alike
-query, key   `pos` again: the position that attends, and the position that is attended to
+batch        rows of a batch: independent prompts, noise samples, or patched copies of one prompt
+pos          positions of the sequence, whether given or masked
+query, key   positions, as `pos`: the position that attends, and the position that is attended to
 selected     positions selected from `pos`, in the order requested
 step         denoising steps
 layer        blocks, in order
 head         attention heads
-kv_head      key/value heads; fewer than `head` where heads are grouped
-d_model      residual stream
-d_head       one head
+kv_head      key/value heads; fewer than `head` with grouped-query attention
+d_model      width of the residual stream
+d_head       width of one head
 d_mlp        hidden units of the MLP
-d_vocab      tokens that can be read (embedding rows)
-d_vocab_out  tokens that can be written (head columns); [MASK] is not among them
+d_vocab      tokens that the model can read (rows of the embedding)
+d_vocab_out  tokens that the model can write (columns of the head), without [MASK]
 sample       samples of noise
-cell         cells of a grid: restored or patched runs
+cell         cells of a grid, each a restored or patched run
 answer       tokens of an answer, in order
 entry        rows of a grid or of a list of pairs, in order
 axis         axes of a grid
-role         roles of tokens in a fact: first of the subject, last of the prompt, ...
-fact         facts of an average
+role         roles of tokens in a fact: first token of the subject, last token of the prompt, ...
+fact         facts of a study
 request      facts for which values are optimised
 prompt       prompts of one request
 probe        prompts that test an edit
-state        states of a half-revealed object
-iteration    iterations of an optimisation by gradients
-d, d_other   vectors of any width that are compared
+state        states of the model: without an edit, and with it
+iteration    iterations of a gradient descent
+d, d_other   widths of two sets of vectors that are compared
 rank         leading principal components
 component    singular values or principal components
 statistic    measures of similarity
-draw         random pairings or subsets of facts
-kept         facts of one subset
+resample     random pairings or random subsets of facts
+subset       facts of one random subset
 member       facts of one group
 """
 

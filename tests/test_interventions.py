@@ -204,7 +204,7 @@ def test_states_move_to_aligned_places(either, clean):
     """The same words four places later: patched over, what is read there is what the short canvas reads."""
     short = clean[:, 4:]
     _, cache = either.model.run_with_cache(short, names_filter=RESID)
-    hook = (RESID, swap(cache, slice(4, None), source_places=slice(0, 13)))
+    hook = (RESID, swap(cache, slice(4, None), source_positions=slice(0, 13)))
     _, after = either.model.run_with_cache(clean, names_filter=RESID)
     with either.model.hooks(fwd_hooks=[hook]):
         _, patched = either.model.run_with_cache(clean, names_filter=RESID)
@@ -270,7 +270,7 @@ def test_masked_tokens_are_masks_on_the_canvas(either, clean):
     canvas[:, 2:4] = either.model.cfg.mask_token_id
     masked = either.model.run_with_hooks(clean, fwd_hooks=[("hook_embed", mask_tokens(either.model, slice(2, 4)))])
     assert torch.equal(masked, either.model(canvas))
-    with pytest.raises(ValueError, match=f"goes to 'hook_embed'; at '{RESID}'"):
+    with pytest.raises(ValueError, match=f"attached to '{RESID}'; attach it to 'hook_embed'"):
         either.model.run_with_hooks(clean, fwd_hooks=[(RESID, mask_tokens(either.model, 2))])
 
 
@@ -489,10 +489,10 @@ def test_outside_the_loop_nothing_is_frozen(either, clean, corrupted):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: zero_ablate([]), ValueError, "places is empty"),
-        (lambda: zero_ablate(torch.tensor([0.5])), TypeError, "places are torch.float32; give indices"),
-        (lambda: zero_ablate(torch.tensor([True, False])), TypeError, r"places are torch.bool.*mask.nonzero"),
-        (lambda: zero_ablate(torch.zeros(1, 2, 3, dtype=torch.long)), ValueError, r"places has shape \[1, 2, 3\]"),
+        (lambda: zero_ablate([]), ValueError, "positions is empty"),
+        (lambda: zero_ablate(torch.tensor([0.5])), TypeError, "positions are torch.float32; give indices"),
+        (lambda: zero_ablate(torch.tensor([True, False])), TypeError, r"positions are torch.bool.*mask.nonzero"),
+        (lambda: zero_ablate(torch.zeros(1, 2, 3, dtype=torch.long)), ValueError, r"positions has shape \[1, 2, 3\]"),
         (lambda: zero_ablate(heads=torch.zeros(1, 2, dtype=torch.long)), ValueError, r"heads has shape \[1, 2\]"),
     ],
 )
@@ -504,19 +504,29 @@ def test_bad_choices_are_refused_at_once(make, error, message):
 @pytest.mark.parametrize(
     ("name", "hook_fn", "error", "message"),
     [
-        (RESID, zero_ablate([3, 17]), ValueError, rf"places \[17\] are outside the 17 places of '{RESID}'"),
-        (RESID, zero_ablate(-18), ValueError, r"places \[-18\] are outside"),
-        (RESID, zero_ablate(slice(3, 18)), ValueError, r"places slice\(3, 18, None\) .* outside the 17 places"),
+        (RESID, zero_ablate([3, 17]), ValueError, rf"positions \[17\] are outside the 17 positions of '{RESID}'"),
+        (RESID, zero_ablate(-18), ValueError, r"positions \[-18\] are outside"),
+        (RESID, zero_ablate(slice(3, 18)), ValueError, r"positions slice\(3, 18, None\) .* outside the 17 positions"),
         (RESID, zero_ablate(slice(3, 3)), ValueError, "is empty or reaches outside"),
-        (RESID, zero_ablate([3, -14]), ValueError, r"places \[3, -14\] name one of the 17 places .* twice"),
-        (RESID, zero_ablate(torch.zeros(2, 1, dtype=torch.long)), ValueError, "places of 2 rows were given.* 3 rows"),
+        (RESID, zero_ablate([3, -14]), ValueError, r"positions \[3, -14\] name one of the 17 positions .* twice"),
+        (
+            RESID,
+            zero_ablate(torch.zeros(2, 1, dtype=torch.long)),
+            ValueError,
+            "positions of 2 rows were given.* 3 rows",
+        ),
         (RESID, zero_ablate(heads=0), ValueError, r"\[3, 17, 64\] has no axis of heads; attn.hook_z"),
         (Z, zero_ablate(heads=[1, 4]), ValueError, rf"heads \[4\] are outside the 4 heads of '{Z}'"),
         (V, zero_ablate(heads=2), ValueError, r"heads \[2\] are outside the 2 heads"),
         (RESID, replace(torch.zeros(5)), ValueError, r"shape \[5\] does not broadcast to \[3, 17, 64\]"),
         (RESID, add_noise(torch.zeros(3, 2, 64), [0]), ValueError, r"\[3, 2, 64\] does not broadcast to \[3, 1, 64\]"),
-        (RESID, replace(torch.zeros(64, dtype=torch.complex64)), TypeError, "cannot take values of torch.complex64"),
-        (RESID, swap({}), KeyError, "does not hold"),
+        (
+            RESID,
+            replace(torch.zeros(64, dtype=torch.complex64)),
+            TypeError,
+            "cannot represent values of torch.complex64",
+        ),
+        (RESID, swap({}), KeyError, "the cache has no"),
         (
             RESID,
             swap({"blocks.1.hook_resid_pre": torch.zeros(3, 17, 64)}),
@@ -533,15 +543,20 @@ def test_bad_choices_are_refused_at_once(make, error, message):
             RESID,
             swap({RESID: torch.zeros(3, 9, 64)}, [12]),
             ValueError,
-            r"places \[12\] are outside .* the other run's",
+            r"positions \[12\] are outside .* the other run's",
         ),
         (
             RESID,
             swap({RESID: torch.zeros(3, 9, 64)}),
             ValueError,
-            r"gives \[3, 9, 64\] for \[3, 17, 64\].*source_places",
+            r"gives \[3, 9, 64\] for \[3, 17, 64\].*source_positions",
         ),
-        (RESID, swap({RESID: torch.zeros(3, 17, 64)}, [1, 2], source_places=3), ValueError, "as many source_places"),
+        (
+            RESID,
+            swap({RESID: torch.zeros(3, 17, 64)}, [1, 2], source_positions=3),
+            ValueError,
+            "as many source_positions",
+        ),
         (RESID, swap({RESID: torch.zeros(64)}), ValueError, "must be an activation"),
         (RESID, mean_ablate({RESID: torch.zeros(64)}), ValueError, "must be an activation"),
         (RESID, swap({0: {RESID: torch.zeros(3, 17, 64)}}), ValueError, r"inside the denoising loop.*cache\[step\]"),
@@ -555,6 +570,6 @@ def test_what_does_not_fit_is_named(either, clean, name, hook_fn, error, message
 def test_a_step_that_the_cache_does_not_hold(either, runs):
     prompt, _, options = runs
     _, cache = either.model.denoise_with_cache(prompt, names_filter=RESID, steps_filter=[1, 2], **options)
-    with pytest.raises(KeyError, match=r"holds the steps \[1, 2\], and this is 0: at_steps\(hook, \[1, 2\]\)"):
+    with pytest.raises(KeyError, match=r"has the steps \[1, 2\] and not 0: use at_steps\(hook, \[1, 2\]\)"):
         either.model.denoise(prompt, fwd_hooks=[(RESID, swap(cache))], **options)
     either.model.denoise(prompt, fwd_hooks=[(RESID, at_steps(swap(cache), cache.steps))], **options)

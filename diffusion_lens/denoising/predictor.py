@@ -170,12 +170,12 @@ class FirstGiven(Predictor):
     def passes(self) -> int:
         return self.inner.passes
 
-    def __call__(self, state: StepState, places: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         if not self._is_first:
-            return self.inner(state, places)
+            return self.inner(state, positions)
         self._is_first = False
-        given: Tensor = self.logits[places[:, list(self.positions)]]
-        return given
+        logits: Tensor = self.logits[positions[:, list(self.positions)]]
+        return logits
 
 
 def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float) -> Predictor:

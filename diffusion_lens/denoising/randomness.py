@@ -63,19 +63,20 @@ class PositionNoise:
         self._seeds = seeds
         self._positions = positions.cpu()
 
-    def by_place(self, step: int, places: PosMask) -> Float[Tensor, "selected"]:
+    def by_position(self, step: int, positions: PosMask) -> Float[Tensor, "selected"]:
         """Float[selected], one number in [0, 1) for each selected position, in reading order."""
         width = int(self._positions.max()) + 1
+        # The word "place" is part of the hashed key, so another word would give other numbers.
         uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
-        return uniform.gather(1, self._positions)[places.cpu()].to(places.device)
+        return uniform.gather(1, self._positions)[positions.cpu()].to(positions.device)
 
-    def by_token(self, step: int, places: PosMask, n_tokens: int) -> Float[Tensor, "selected token"]:
+    def by_token(self, step: int, positions: PosMask, n_tokens: int) -> Float[Tensor, "selected token"]:
         """`n_tokens` numbers in (0, 1) for each selected position, in reading order."""
-        selected = places.cpu().nonzero().tolist()
+        selected = positions.cpu().nonzero().tolist()
         uniform = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in selected]
         if not uniform:
-            return torch.empty(0, n_tokens, dtype=torch.float64, device=places.device)
-        return torch.stack(uniform).clamp_(min=torch.finfo(torch.float64).tiny).to(places.device)
+            return torch.empty(0, n_tokens, dtype=torch.float64, device=positions.device)
+        return torch.stack(uniform).clamp_(min=torch.finfo(torch.float64).tiny).to(positions.device)
 
 
 def _uniform(n: int, *key: int | str) -> Tensor:

@@ -116,8 +116,8 @@ class Run:
         grows has only the planned ones.
         """
         if self.model.is_hooked or _any_hooked(self.model.loop_hooks):
-            return plan.places if self.canvas.grows else state.masked
-        return plan.places if bool(plan.counts.any()) else None
+            return plan.positions if self.canvas.grows else state.masked
+        return plan.positions if bool(plan.counts.any()) else None
 
     def predict(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         """Logits at these positions, after guidance and hooks."""
@@ -168,7 +168,7 @@ class Run:
 
     def reveal(self, state: StepState, plan: Plan, candidates: Candidates) -> None:
         """Write the planned number of the most confident candidates; in a forced run, those that the script writes."""
-        reveal = plan.places
+        reveal = plan.positions
         if self.script is None:
             reveal = self.model.loop_hooks.hook_reveal(most_confident(candidates.ranking, plan))
             require_choice(reveal)

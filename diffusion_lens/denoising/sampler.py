@@ -22,13 +22,13 @@ class Plan:
     """The decision of a sampler for one step.
 
     Attributes:
-        places: Bool[batch pos], positions where tokens are proposed.
+        positions: Bool[batch pos], positions where tokens are proposed.
         counts: Int[batch], number of them to reveal in each row; a single entry counts the whole batch as one pool.
         remask: Bool[batch pos], revealed positions that return to [MASK] in this step; `None` for none.
         jitter: Float[batch pos], noise added to the confidence before positions are ranked; `None` for none.
     """
 
-    places: PosMask
+    positions: PosMask
     counts: Int[Tensor, "pools"]
     remask: PosMask | None = None
     jitter: Float[Tensor, "batch pos"] | None = None
@@ -68,13 +68,13 @@ class Sampler(ABC):
 
 
 def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMask:
-    """The `plan.counts` most confident of `plan.places`, after `plan.jitter`; of equal ones, the leftmost."""
+    """The `plan.counts` most confident of `plan.positions`, after `plan.jitter`; of equal ones, the leftmost."""
     pools = plan.counts.numel()
     if plan.jitter is not None:
         confidence = confidence + plan.jitter
-    scores = confidence.masked_fill(~plan.places, float("-inf")).reshape(pools, -1)
+    scores = confidence.masked_fill(~plan.positions, float("-inf")).reshape(pools, -1)
     order = scores.argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    return (rank < plan.counts[:, None]).reshape(plan.places.shape) & plan.places
+    return (rank < plan.counts[:, None]).reshape(plan.positions.shape) & plan.positions

@@ -71,8 +71,8 @@ def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
         places |= dict(answer=[7], unasked=list(range(8, 14)))
     for role, row in zip(result.roles, result.effects[1], strict=True):
         if role in places:
-            by_place = [trace.scores[place, [1, 3]].numpy() - trace.corrupted for place in places[role]]
-            expected = np.mean(by_place, axis=0)
+            by_position = [trace.scores[place, [1, 3]].numpy() - trace.corrupted for place in places[role]]
+            expected = np.mean(by_position, axis=0)
             np.testing.assert_allclose(row.numpy(), expected, rtol=0, atol=1e-6)
         else:
             assert row.isnan().all()

@@ -109,7 +109,7 @@ def test_sets_of_other_widths_have_no_axes_in_common():
     assert comparison.statistics == ["procrustes", "cka"]
     assert comparison.coordinates is comparison.angles is comparison.explained is None
     assert comparison.record["widths"] == [20, 33]
-    with pytest.raises(ValueError, match="no axes in common"):
+    with pytest.raises(ValueError, match="have no common axes"):
         comparison.plot()
     assert [line.get_label()[:3] for line in comparison.plot_spectra().lines] == ["MDM", "AR:"]
 
@@ -176,7 +176,7 @@ def test_layers_are_compared_in_order_by_the_same_pairings():
     cka = found.table("cka")
     assert cka[3] == found.at[3].table()["cka"]
     assert cka[3]["value"] > cka[0]["value"]
-    with pytest.raises(ValueError, match="'CKA' was not computed; there are cosine"):
+    with pytest.raises(ValueError, match="'CKA' was not computed; the statistics here are cosine"):
         found.table("CKA")
 
 
@@ -277,20 +277,25 @@ def with_row(row):
 @pytest.mark.parametrize(
     ("forward", "reverse", "asked", "message"),
     [
-        (gaussian(12, 8), gaussian(13, 8), {}, "13 reverse vectors for 12 facts; rows are paired"),
+        (gaussian(12, 8), gaussian(13, 8), {}, "13 reverse vectors for 12 facts; both sets need one row"),
         (gaussian(12, 8), gaussian(12, 8), {"ids": ["a"]}, "12 forward vectors for 1 facts"),
-        (gaussian(12, 8), gaussian(12, 8), {"ids": list("abcdefghijka")}, "two facts have one id: 'a'"),
-        (gaussian(12, 8)[0], gaussian(12, 8), {}, r"the forward vectors are a matrix, a row a fact; got \[8\]"),
-        (gaussian(12, 8), with_row(math.nan), {"ids": list("abcdefghijkl")}, "the reverse vector of 'f' holds NaN"),
-        (with_row(math.inf), gaussian(12, 8), {"names": ("MDM", "AR")}, "the MDM vector of '5' holds NaN or inf"),
+        (gaussian(12, 8), gaussian(12, 8), {"ids": list("abcdefghijka")}, "two facts have the same id: 'a'"),
+        (
+            gaussian(12, 8)[0],
+            gaussian(12, 8),
+            {},
+            r"the forward vectors must be a matrix with a row per fact; got \[8\]",
+        ),
+        (gaussian(12, 8), with_row(math.nan), {"ids": list("abcdefghijkl")}, "the reverse vector of 'f' has NaN"),
+        (with_row(math.inf), gaussian(12, 8), {"names": ("MDM", "AR")}, "the MDM vector of '5' has NaN or inf"),
         (with_row(0.0), gaussian(12, 8), {}, "the forward vector of '5' is zero"),
-        (gaussian(12, 8), torch.ones(12, 8), {}, "the reverse vectors differ .* in 0 directions, fewer than rank=2"),
-        (gaussian(12, 8), gaussian(12, 8)[:, :1], {}, "the reverse vectors differ .* in 1 directions"),
+        (gaussian(12, 8), torch.ones(12, 8), {}, "the reverse vectors .* vary in 0 directions, fewer than rank=2"),
+        (gaussian(12, 8), gaussian(12, 8)[:, :1], {}, "the reverse vectors .* vary in 1 directions"),
         (gaussian(11, 8), gaussian(11, 8), {}, "11 facts are too few for rank=2: give at least 12$"),
-        (gaussian(16, 8), gaussian(16, 8), {"rank": 5}, "16 facts .* rank=5: give at least 21, or ask for rank=3$"),
+        (gaussian(16, 8), gaussian(16, 8), {"rank": 5}, "16 facts .* rank=5: give at least 21, or use rank=3$"),
         (gaussian(0, 8), gaussian(0, 8), {}, "0 facts are too few"),
-        (gaussian(12, 8), gaussian(12, 8), {"rank": 1}, "rank=1; at least 2"),
-        (gaussian(12, 8), gaussian(12, 8), {"draws": 0}, "draws=0; at least 1"),
+        (gaussian(12, 8), gaussian(12, 8), {"rank": 1}, "rank=1; it must be at least 2"),
+        (gaussian(12, 8), gaussian(12, 8), {"draws": 0}, "draws=0; it must be at least 1"),
     ],
 )
 def test_what_cannot_be_compared(forward, reverse, asked, message):
@@ -309,7 +314,7 @@ def test_facts_that_hardly_differ_are_constant():
 @pytest.mark.parametrize(
     ("axis", "sets", "message"),
     [
-        ("layers", {0: related()}, "axis='layers'; vectors are compared along 'layer' or 'step'"),
+        ("layers", {0: related()}, "axis='layers'; it is 'layer' or 'step'"),
         ("step", {}, "by step"),
     ],
 )
@@ -320,7 +325,7 @@ def test_what_cannot_be_compared_along(axis, sets, message):
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
 def test_bad_levels(level):
-    with pytest.raises(ValueError, match=f"level={level}; it is between 0 and 1"):
+    with pytest.raises(ValueError, match=f"level={level}; it must be between 0 and 1"):
         compare(*related(), **SMALL).table(level)
 
 
@@ -360,5 +365,5 @@ def test_only_the_statistics_asked_for():
     assert some.statistics == ["cosine", "cka"]
     assert some.table() == {name: row for name, row in every.table().items() if name in some.statistics}
     for wrong in (["ckaa"], []):
-        with pytest.raises(ValueError, match="of these two sets there are cosine, "):
+        with pytest.raises(ValueError, match="the statistics of these two sets are cosine, "):
             compare(x, y, **SMALL, only=wrong)

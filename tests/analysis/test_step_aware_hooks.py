@@ -207,11 +207,11 @@ def test_a_hook_that_remembers_an_earlier_step_is_refused_and_its_cache_serves(t
     settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
     with (
         tiny.hooks(fwd_hooks=[(POINT, freeze())]),
-        pytest.raises(ValueError, match=rf"freeze\(\) keeps '{POINT}' at the value of an earlier step"),
+        pytest.raises(ValueError, match=rf"freeze\(\) fixes '{POINT}' at the value of an earlier step"),
     ):
         trace_trajectory(tiny, query, **settings)
     prompt = tiny.to_tokens(FACTS[0].prompt)
     _, cache = tiny.denoise_with_cache(prompt, POINT, length=14, steps=4)
-    with tiny.hooks(fwd_hooks=[(POINT, swap(cache, places=[0, 1]))]):
+    with tiny.hooks(fwd_hooks=[(POINT, swap(cache, positions=[0, 1]))]):
         kept = trace_trajectory(tiny, query, **settings)
     torch.testing.assert_close(kept.clean, trace_trajectory(tiny, query, **settings).clean, rtol=0, atol=1e-5)

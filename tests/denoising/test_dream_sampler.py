@@ -56,7 +56,7 @@ def same(a, b):
 def test_every_canvas(model, name, as_published, monkeypatch):
     if f"{name}/draws" in RECORDED:  # one number a masked place, in reading order
         drawn = RECORDED[f"{name}/draws"].double()
-        monkeypatch.setattr(PositionNoise, "by_place", lambda self, step, places: drawn[step, : int(places.sum())])
+        monkeypatch.setattr(PositionNoise, "by_position", lambda self, step, places: drawn[step, : int(places.sum())])
     prompt, asked = ask(name, as_published)
     trajectory = model.denoise(prompt, **asked)
     expected = torch.cat([RECORDED[f"{name}/x_init"][None], RECORDED[f"{name}/x_steps"]])

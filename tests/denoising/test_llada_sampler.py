@@ -43,7 +43,7 @@ def recorded(monkeypatch):
         }
         if "draws" in run:
             drawn = run["draws"].double()
-            monkeypatch.setattr(PositionNoise, "by_place", lambda self, step, places: drawn[step][places])
+            monkeypatch.setattr(PositionNoise, "by_position", lambda self, step, places: drawn[step][places])
             monkeypatch.setattr(PositionNoise, "by_token", lambda self, step, places, n: drawn[step][places])
         asked = dict(
             attention_mask=run.get("prompt_attention_mask"),
@@ -253,7 +253,7 @@ def test_random_order_is_even():
     step = StepState(0, 2, 1.0, 0.5, torch.where(masked, MASK, 7), masked, ~masked)
     noise = PositionNoise(range(n), torch.arange(5).expand(n, -1))
     plan = Blocks(order="random").plan(step, noise, torch.full(masked.shape, float("nan")))
-    pairs, times = torch.unique(plan.places[:, 1:].long(), dim=0, return_counts=True)
+    pairs, times = torch.unique(plan.positions[:, 1:].long(), dim=0, return_counts=True)
     assert pairs.sum(dim=1).tolist() == [2] * 6
     assert (times / n - 1 / 6).abs().max() < 5 * (1 / 6 * 5 / 6 / n) ** 0.5
 

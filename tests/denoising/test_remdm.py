@@ -29,16 +29,16 @@ def test_chances_are_the_formulas(sampler, sigma):
     masked, plan = planned(sampler, 0.5, 0.4)
     reveal = (0.6 - (1 - sigma) * 0.5) / 0.5
     error = 4 * (0.25 / (N / 2)) ** 0.5
-    assert plan.places[masked].float().mean() == pytest.approx(reveal, abs=error)
+    assert plan.positions[masked].float().mean() == pytest.approx(reveal, abs=error)
     assert plan.remask[~masked].float().mean() == pytest.approx(sigma, abs=error)
-    assert not plan.places[~masked].any()
+    assert not plan.positions[~masked].any()
     assert not plan.remask[masked].any()
 
 
 def test_no_strength_is_the_ancestral_chance():
     masked, plan = planned(ReMDM("cap", eta=0.0), 0.5, 0.4)
     assert not plan.remask.any()
-    assert plan.places[masked].float().mean() == pytest.approx(1 - 0.4 / 0.5, abs=0.03)
+    assert plan.positions[masked].float().mean() == pytest.approx(1 - 0.4 / 0.5, abs=0.03)
 
 
 def test_conf_returns_the_least_sure_first():
@@ -46,14 +46,14 @@ def test_conf_returns_the_least_sure_first():
     confidence[0, -100:] = -20.0  # far below any probability, so that softmax(-p) all but picks these
     masked, plan = planned(ReMDM("conf"), 0.5, 0.4, confidence=confidence)
     assert not plan.remask[0, N // 2 : -100].any()
-    assert plan.places[masked].float().mean() == pytest.approx(1 - 0.4 / 0.5, abs=0.03)
+    assert plan.positions[masked].float().mean() == pytest.approx(1 - 0.4 / 0.5, abs=0.03)
 
 
 def test_loop_rests_at_a_constant_share():
     sampler = ReMDM("loop", eta=0.1)
     masked, plan = planned(sampler, 0.4, 0.35, share_masked=0.1)
     assert plan.remask[~masked].float().mean() == pytest.approx(0.1, abs=0.02)
-    assert plan.places[masked].float().mean() == pytest.approx(0.9 * 0.1 / 0.1, abs=0.1)
+    assert plan.positions[masked].float().mean() == pytest.approx(0.9 * 0.1 / 0.1, abs=0.1)
     for t, s in ((0.9, 0.8), (0.04, 0.02)):
         assert not planned(sampler, t, s)[1].remask.any()
 

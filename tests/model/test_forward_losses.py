@@ -65,9 +65,9 @@ def test_samples_are_a_mean_over_noises_whose_times_are_spread(either, tokens):
     copies = tokens.repeat(n, 1)
     noisy, p = hide(copies, model.cfg.mask_token_id, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(loss, masked_diffusion_loss(model, copies, noisy, p), rtol=1e-5, atol=1e-6)
-    by_place = model(tokens, return_type="loss", samples=n, loss_per_token=True)
+    by_position = model(tokens, return_type="loss", samples=n, loss_per_token=True)
     expected = (surprise(model(noisy), copies) / p * (noisy != copies)).unflatten(0, (n, -1)).mean(0)
-    torch.testing.assert_close(by_place, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_position, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_more_samples_come_closer_to_one_another(either, tokens):
@@ -86,25 +86,25 @@ def test_more_samples_come_closer_to_one_another(either, tokens):
 
 
 def test_the_mean_of_the_loss_by_place_is_the_loss(either, tokens):
-    by_place = either.model(tokens, return_type="loss", loss_per_token=True)
+    by_position = either.model(tokens, return_type="loss", loss_per_token=True)
     n_pos = tokens.shape[1] - (either.kind == "ar")  # of the first token an autoregressive model has no prediction
-    assert by_place.shape == (tokens.shape[0], n_pos)
-    torch.testing.assert_close(by_place.mean(), either.model(tokens, return_type="loss"))
+    assert by_position.shape == (tokens.shape[0], n_pos)
+    torch.testing.assert_close(by_position.mean(), either.model(tokens, return_type="loss"))
     if either.kind == "ar":
         expected = F.cross_entropy(
             either.model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         )
-        torch.testing.assert_close(by_place.flatten(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(by_position.flatten(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_adds_nothing_by_place(either, tokens):
     real = torch.ones_like(tokens)
     real[0, -5:] = 0
-    by_place = either.model(tokens, return_type="loss", loss_per_token=True, attention_mask=real)
-    assert not by_place[0, -5:].any()
+    by_position = either.model(tokens, return_type="loss", loss_per_token=True, attention_mask=real)
+    assert not by_position[0, -5:].any()
     counted = int(real.sum()) - (len(tokens) if either.kind == "ar" else 0)
     loss = either.model(tokens, return_type="loss", attention_mask=real)
-    torch.testing.assert_close(by_place.sum() / counted, loss)
+    torch.testing.assert_close(by_position.sum() / counted, loss)
 
 
 def test_loss_fn_scores_the_logits_of_a_run(either, tokens):
@@ -114,16 +114,18 @@ def test_loss_fn_scores_the_logits_of_a_run(either, tokens):
         torch.testing.assert_close(model.loss_fn(logits, tokens), loss)
         real = torch.ones_like(tokens)
         real[1, -4:] = 0
-        by_place = model.loss_fn(logits, tokens, real, per_token=True)
-        assert by_place.shape == (tokens.shape[0], tokens.shape[1] - 1)
-        assert not by_place[1, -4:].any()
+        by_position = model.loss_fn(logits, tokens, real, per_token=True)
+        assert by_position.shape == (tokens.shape[0], tokens.shape[1] - 1)
+        assert not by_position[1, -4:].any()
         return
     noisy, p = model.hide(tokens)
     logits, loss = model(tokens, return_type="both")
     torch.testing.assert_close(logits, model(noisy), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.loss_fn(logits, tokens, noisy=noisy, p_mask=p), loss)
-    by_place = model.loss_fn(logits, tokens, per_token=True, noisy=noisy, p_mask=p)
-    torch.testing.assert_close(by_place, model(tokens, return_type="loss", loss_per_token=True), rtol=1e-4, atol=1e-5)
+    by_position = model.loss_fn(logits, tokens, per_token=True, noisy=noisy, p_mask=p)
+    torch.testing.assert_close(
+        by_position, model(tokens, return_type="loss", loss_per_token=True), rtol=1e-4, atol=1e-5
+    )
     with pytest.raises(ValueError, match=r"noisy, p_mask = model.hide\(tokens\)"):
         model.loss_fn(model(tokens), tokens)
 

@@ -1,4 +1,4 @@
-"""Results of `representations.compare`: similarities of two sets of vectors, their intervals, and those by chance."""
+"""Results of `representations.compare`: similarities of two sets of vectors, with intervals and values by chance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ class Comparison:
     """Two sets of vectors compared, by default named "forward" and "reverse".
 
     Attributes:
-        values: Float[statistic], 1 where the sets agree.
-        null: Float[draw statistic], statistics by chance: with the facts of one set shuffled.
-        deviations: Float[draw statistic], deviations from the mean that other facts would give
+        values: Float[statistic], value of each statistic; 1 if the sets agree.
+        null: Float[resample statistic], values by chance, with the facts of one set shuffled.
+        deviations: Float[resample statistic], deviations from the mean that other facts would give
             (`similarity.deviations`).
-        singular_values: Float[2 component], of each set without its mean, the largest first.
-        coordinates: Float[2 fact 2], each set without its mean in the two directions in which both together vary most;
-            None where the sets have no common axes.
+        singular_values: Float[2 component], singular values of each set without its mean, the largest first.
+        coordinates: Float[2 fact 2], each set without its mean, in the first two principal components of both sets
+            together; None if the sets have no common axes.
         explained: Float[2], share of the variance of both sets in these directions; None likewise.
         angles: Float[rank] in radians, principal angles between the two leading subspaces; None likewise.
         statistics: Name of each column.
@@ -36,8 +36,8 @@ class Comparison:
     """
 
     values: Float[Tensor, "statistic"]
-    null: Float[Tensor, "draw statistic"]
-    deviations: Float[Tensor, "draw statistic"]
+    null: Float[Tensor, "resample statistic"]
+    deviations: Float[Tensor, "resample statistic"]
     singular_values: Float[Tensor, "2 component"]
     coordinates: Float[Tensor, "2 fact 2"] | None
     explained: Float[Tensor, "2"] | None
@@ -60,9 +60,9 @@ class Comparison:
         return first, second
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "statistic"], Float[Tensor, "statistic"]]:
-        """Ends of the confidence interval over facts; they coincide where every subset of the facts gives the same.
+        """Ends of the confidence interval over facts; they coincide if every subset of the facts gives the same value.
 
-        The interval holds for this number of facts: "retrieval" falls with it, "subspace" grows.
+        The interval is valid for this number of facts: with more facts "retrieval" falls and "subspace" grows.
         """
         low, high = (self.values + deviation for deviation in _tails(self.deviations, level))
         lowest = torch.tensor([0.0 if name in NEVER_NEGATIVE else -1.0 for name in self.statistics])
@@ -73,7 +73,7 @@ class Comparison:
         return _tails(self.null, level)
 
     def table(self, level: float = 0.95) -> dict[str, dict[str, float]]:
-        """Value, low, high, the same by chance, and p of each statistic; `pandas.DataFrame(table).T` shows it."""
+        """Value, low, high, the same by chance, and p of each statistic; print it as `pandas.DataFrame(table).T`."""
         columns = {
             "value": self.values,
             **dict(zip(("low", "high"), self.interval(level), strict=True)),
@@ -102,7 +102,7 @@ class Comparison:
             ValueError: The two sets have no common axes.
         """
         if self.coordinates is None or self.explained is None:
-            raise ValueError("these two sets of vectors have no axes in common to draw them in")
+            raise ValueError("these two sets of vectors have no common axes; plot_spectra() needs none")
         return plots.paired_scatter(self.coordinates, self.explained, self.names, ax=ax, title=title or self._title())
 
     def plot_spectra(self, ax: Any = None, title: str | None = None) -> Any:
@@ -113,9 +113,9 @@ class Comparison:
 
     def _title(self) -> str:
         source = self.record["source"]
-        told = [str(source["model"])] if "model" in source else []
-        told += [f"{word} {source[word]}" for word in ("layer", "step") if word in source]
-        return ", ".join([*told, f"{len(self.ids)} facts"])
+        parts = [str(source["model"])] if "model" in source else []
+        parts += [f"{axis} {source[axis]}" for axis in ("layer", "step") if axis in source]
+        return ", ".join([*parts, f"{len(self.ids)} facts"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +133,12 @@ class Comparisons:
     def table(self, statistic: str, level: float = 0.95) -> dict[int, dict[str, float]]:
         """The row of one statistic in `Comparison.table`, by layer or step.
 
-        Each p belongs to one layer alone; some of many are small by chance (`scipy.stats.false_discovery_control`).
+        Each p is that of one layer. Among many layers some p are small by chance
+        (`scipy.stats.false_discovery_control`).
         """
         first = next(iter(self.at.values()))
         if statistic not in first.statistics:
-            raise ValueError(f"{statistic!r} was not computed; there are {', '.join(first.statistics)}")
+            raise ValueError(f"{statistic!r} was not computed; the statistics here are {', '.join(first.statistics)}")
         return {index: comparison.table(level)[statistic] for index, comparison in self.at.items()}
 
     def save(self, path: str | Path) -> Path:
@@ -165,7 +166,7 @@ class Comparisons:
         label: str | None = None,
         title: str | None = None,
     ) -> Any:
-        """One statistic by layer or step with its intervals, and dotted in a band the statistic by chance.
+        """Plot one statistic by layer or step with its intervals, and its values by chance as a dotted line and a band.
 
         Args:
             label: Label of the curve; a second model can be drawn into the axes that this call returns.
@@ -176,9 +177,9 @@ class Comparisons:
 
 
 def _tails(
-    draws: Float[Tensor, "draw statistic"], level: float
+    values: Float[Tensor, "resample statistic"], level: float
 ) -> tuple[Float[Tensor, "statistic"], Float[Tensor, "statistic"]]:
     if not 0 < level < 1:
-        raise ValueError(f"level={level}; it is between 0 and 1, e.g. 0.95")
-    low, high = draws.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=draws.dtype), dim=0)
+        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
+    low, high = values.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype), dim=0)
     return low, high

@@ -1,8 +1,8 @@
 """The residual stream of canvases above layer l, where δ is added, and the rows of their logits that are read.
 
 The MLP's output is the last term that a block adds to the residual stream. So adding δ at `hook_mlp_out` is the same as
-adding it to the output of the block, and layer l does not run again. The caller's hooks on layer l act before δ is
-added.
+adding it to the output of the block, and layer l need not be computed again. The caller's hooks on layer l act before δ
+is added.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.rome.keys import key_site
-from diffusion_lens.analysis.rome.objective import HELD, ReadCanvas
+from diffusion_lens.analysis.rome.objective import DISTRIBUTION, ReadCanvas
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.hook_names import mlp_out
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -49,7 +49,7 @@ class Canvases:
     @classmethod
     @torch.no_grad()
     def upon(cls, model: DiffusionTransformer, layer: int, requests: Sequence[Sequence[ReadCanvas]]) -> "Canvases":
-        """Run the blocks that do not depend on δ, for the canvases of each request."""
+        """Compute the blocks that do not depend on δ, for the canvases of each request."""
         flat = [(owner, *canvas) for owner, canvases in enumerate(requests) for canvas in canvases]
         reads = [(canvas, *read) for canvas, (_, _, rows) in enumerate(flat) for read in rows]
         batch = PromptBatch.of(model, [query.tokens for _, query, _ in flat])
@@ -81,9 +81,9 @@ class Canvases:
         return self.owner[self.canvas]
 
     @property
-    def held(self) -> Bool[Tensor, "selected"]:
-        """Which reads hold a whole distribution."""
-        return self.token == HELD
+    def is_distribution(self) -> Bool[Tensor, "selected"]:
+        """Whether each read is of a whole distribution."""
+        return self.token == DISTRIBUTION
 
     @property
     def plain(self) -> Int[Tensor, "request"]:
@@ -91,17 +91,17 @@ class Canvases:
         return torch.searchsorted(self.owner, self.owner.unique())
 
     def of(self, requests: Int[Tensor, "request"]) -> "Canvases":
-        """The canvases of some of the requests, which are numbered anew in this order."""
-        own = torch.isin(self.owner, requests)
-        read = own[self.canvas]
+        """The canvases of some requests, which are renumbered in this order."""
+        selected = torch.isin(self.owner, requests)
+        read = selected[self.canvas]
         return Canvases(
-            self.resid[own],
-            None if self.real is None else self.real[own],
-            self.positions[own],
-            keys=self.keys[own],
-            outputs=self.outputs[own],
-            owner=torch.searchsorted(requests, self.owner[own]),
-            canvas=(own.cumsum(dim=0) - 1)[self.canvas[read]],
+            self.resid[selected],
+            None if self.real is None else self.real[selected],
+            self.positions[selected],
+            keys=self.keys[selected],
+            outputs=self.outputs[selected],
+            owner=torch.searchsorted(requests, self.owner[selected]),
+            canvas=(selected.cumsum(dim=0) - 1)[self.canvas[read]],
             row=self.row[read],
             token=self.token[read],
             weight=self.weight[read],

@@ -1,19 +1,19 @@
-"""The second moment of keys, C = E[k kᵀ], by which an edit spares what else a memory holds.
+"""The second moment of keys, C = E[k kᵀ], with which an edit preserves the other contents of a memory.
 
-ROME's edit changes W along (C⁻¹ k*)ᵀ: of all changes that give k* its new value, the one that changes the values of the
+ROME's edit changes W along (C⁻¹ k*)ᵀ. Of all changes that give k* its new value, this one changes the values of the
 corpus' keys least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix A).
 
 Keys are taken at every position of a corpus that is not padding. A masked diffusion model sees the corpus as in
 training: each text samples t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps
-(`losses.hide`), so that keys of masked and of unmasked positions enter in the proportion of the training. The noise
-belongs to the text: text i has its own seed, made of the given seed and i, whatever its batch.
+(`losses.hide`). So keys of masked and of unmasked positions have the same proportions as in training. The noise does
+not depend on the batch: text i has its own seed, derived from the given seed and i.
 
-Keys of one text resemble one another, so texts are the independent units of the error. With S_t = Σ k kᵀ over the m_t
-keys of text t, of T texts and n keys,
+Keys of one text are similar, so texts are the independent units of the error. With T texts, n keys, and S_t = Σ k kᵀ
+over the m_t keys of text t,
 
     E ‖C_n − C‖²  ≈  T / (T − 1) · (Σ_t ‖S_t‖² − Σ_t m_t² ‖C_n‖²) / n²      (Frobenius norms)
 
-which falls as 1/n.
+which decreases as 1/n.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
 from weight_conversion import as_json
 
-RIDGE = 1e-4  # of the mean of C's diagonal
-_SINGULAR = 1e-12  # smallest pivot of a C that counts as regular, by the largest
+RIDGE = 1e-4  # Relative to the mean of C's diagonal.
+_SINGULAR = 1e-12  # Ratio of the smallest to the largest pivot below which C counts as singular.
 
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
 
@@ -74,7 +74,7 @@ class SecondMoment:
         return self.total / self.count
 
     def relative_error(self, count: int | None = None) -> float:
-        """Expected ‖C_n − C‖ / ‖C‖ for `count` keys, by default as many as here; NaN for a single text."""
+        """Expected ‖C_n − C‖ / ‖C‖ for `count` keys, by default the number of keys here; NaN for a single text."""
         if self.texts < 2:
             return math.nan
         square = float(self.matrix.square().sum())
@@ -119,8 +119,8 @@ def second_moment(
 
     Raises:
         TypeError: The corpus is one text instead of several.
-        ValueError: The layer is out of range, the corpus is empty or holds [MASK], the padding of Int[batch pos] cannot
-            be known, or a file in the folder is cut off or belongs to another corpus, network or seed.
+        ValueError: The layer is out of range, the corpus is empty or contains [MASK], the padding of Int[batch pos] is
+            ambiguous, or a file in the folder is truncated or belongs to another corpus, network or seed.
     """
     layer, seed = pick_layer(layer, model.cfg.n_layers), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
@@ -130,7 +130,8 @@ def second_moment(
         require_identified(record, str(folder))
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
     so_far = _load_moment(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
-    so_far = replace(so_far, total=so_far.total.to(_home(model)))  # d_mlp² numbers do not travel with every batch
+    # The sum stays on the model's device, so that its d_mlp² numbers are not transferred with every batch.
+    so_far = replace(so_far, total=so_far.total.to(_home(model)))
     starts = range(so_far.texts, len(rows), batch_size)
     for i, start in enumerate(tqdm(starts, desc=f"second moment of layer {layer}", unit="batch", disable=not progress)):
         so_far = _add(model, so_far, rows[start : start + batch_size], seed)
@@ -140,17 +141,19 @@ def second_moment(
 
 
 def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor, "d_mlp"], float]:
-    """C⁻¹ k in float64, and the ridge it took: 0, or if C is singular `RIDGE` times the mean of its diagonal.
+    """C⁻¹ k in float64, and the ridge that was added: 0, or `RIDGE` times the mean of C's diagonal if C is singular.
 
-    C is singular whenever it comes from fewer keys than it has rows. It counts as such when a pivot of its Cholesky
-    factorisation is not positive, or below 1e-12 of the largest.
+    C is singular if it comes from fewer keys than it has rows. The criterion is a pivot of its Cholesky factorisation
+    that is not positive, or below 1e-12 of the largest.
 
     Raises:
-        ValueError: not symmetric, not finite, of another size, or with negative eigenvalues.
+        ValueError: C is not symmetric, not finite, of another size than k, or has negative eigenvalues.
     """
     c, k = matrix.cpu().double(), vector.cpu().double()
     if c.shape != (len(k), len(k)):
-        raise ValueError(f"the second moment is {list(c.shape)} and the key has {len(k)} entries: of another model?")
+        raise ValueError(
+            f"the second moment is {list(c.shape)} and the key has {len(k)} entries; take both from the same model"
+        )
     if not bool(c.isfinite().all()) or not torch.allclose(c, c.T, rtol=1e-5, atol=1e-8 * float(c.abs().max())):
         raise ValueError("the second moment is not a symmetric matrix of finite numbers; compute it again")
     ridge = 0.0
@@ -161,8 +164,8 @@ def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor,
         factor, failed = torch.linalg.cholesky_ex(c + ridge * torch.eye(len(k), dtype=c.dtype))
         if int(failed) or not ridge > 0:
             raise ValueError(
-                "the second moment is singular, and a ridge does not mend it: it is zero or has negative eigenvalues, "
-                "so it is no E[k kᵀ]; compute it anew with second_moment(), or edit without one"
+                "the second moment is singular even with a ridge: it is zero or has negative eigenvalues, so it is not "
+                "E[k kᵀ] of any keys; compute it again with second_moment(), or edit without one"
             )
     return torch.cholesky_solve(k[:, None], factor)[:, 0], ridge
 
@@ -170,32 +173,32 @@ def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor,
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
     """Every text as Int[pos] on the CPU, without padding."""
     if isinstance(corpus, str):
-        raise TypeError(f"corpus is a list of texts, not one: [{corpus[:40]!r}] has the keys of this one")
+        raise TypeError(f"corpus must be a list of texts, not a single text; give [{corpus[:40]!r}]")
     if not len(corpus):
         raise ValueError("the corpus is empty: there are no keys to average")
     if isinstance(corpus, Tensor) and corpus.dim() == 2:
-        _require_told(model, corpus)
-    whole = [model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg) for text in corpus]
-    rows = [model.without_padding(text[0]).cpu() for text in whole]
+        _require_known_padding(model, corpus)
+    texts = [model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg) for text in corpus]
+    rows = [model.without_padding(text[0]).cpu() for text in texts]
     mask = model.cfg.mask_token_id
     if mask is not None and (masked := [i for i, row in enumerate(rows) if bool((row == mask).any())]):
-        raise ValueError(f"text {masked[0]} holds [MASK]: a corpus is clean text, and is masked here as in training")
+        raise ValueError(f"text {masked[0]} contains [MASK]; give clean text, which this function masks as in training")
     return rows
 
 
-def _require_told(model: DiffusionTransformer, batch: Tensor) -> None:
-    """Raise a `ValueError` where it cannot be known which tokens are padding."""
+def _require_known_padding(model: DiffusionTransformer, batch: Tensor) -> None:
+    """Raise a `ValueError` if it is ambiguous which tokens are padding."""
     try:
         model.checked_real_positions(check_tokens(batch, model.cfg))
     except ValueError as error:
         raise ValueError(
-            f"{error}. A corpus takes no mask: give it as texts, or as a list of rows, each without its padding "
+            f"{error}. A corpus has no attention mask: give it as texts, or as a list of rows without padding "
             "(list(tokens) if every token is text)"
         ) from None
 
 
 def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, seed: int) -> dict[str, Any]:
-    """The record; its `key` is a hash of what decides the numbers."""
+    """The record; its `key` is a hash of everything that the numbers depend on."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row).to_bytes(8, "little") + row.numpy().tobytes())
@@ -235,13 +238,13 @@ def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tenso
     """The moment with one more batch of texts."""
     inputs = [_as_in_training(model, row, own_seed(seed, so_far.texts + i)) for i, row in enumerate(rows)]
     keys = keys_everywhere(model, PromptBatch.of(model, inputs), so_far.layer)
-    each = [_widest(of_text[: len(row)]) for of_text, row in zip(keys, rows, strict=True)]
-    together = torch.cat(each)
+    keys_by_text = [_widest(text_keys[: len(row)]) for text_keys, row in zip(keys, rows, strict=True)]
+    all_keys = torch.cat(keys_by_text)
     return SecondMoment(
-        total=so_far.total + (together.T @ together).to(so_far.total.device).double(),
-        count=so_far.count + len(together),
+        total=so_far.total + (all_keys.T @ all_keys).to(so_far.total.device).double(),
+        count=so_far.count + len(all_keys),
         texts=so_far.texts + len(rows),
-        text_squares=so_far.text_squares + sum(float((k @ k.T).square().sum()) for k in each),
+        text_squares=so_far.text_squares + sum(float((k @ k.T).square().sum()) for k in keys_by_text),
         count_squares=so_far.count_squares + sum(len(row) ** 2 for row in rows),
         layer=so_far.layer,
         record=so_far.record,
@@ -262,6 +265,6 @@ def _widest(keys: Tensor) -> Tensor:
 
 
 def _home(model: DiffusionTransformer) -> str:
-    """The device of the sum: that of the model, if it has float64."""
+    """The device of the sum: the model's device if that supports float64, otherwise the CPU."""
     device = str(model.cfg.device)
     return "cpu" if device.startswith("mps") else device

@@ -1,10 +1,10 @@
-"""The rank-one edit (Meng et al. 2022, arXiv 2202.05262, eq. 2), which gives one key of a memory a new value.
+"""The rank-one edit (Meng et al. 2022, arXiv 2202.05262, eq. 2), which assigns a new value to one key of a memory.
 
     ΔW = (v* − W k_p) (C⁻¹ k*)ᵀ / ((C⁻¹ k*)ᵀ k_p)
 
-W is the down-projection of one MLP, k* the subject's key, k_p its key in the plain request, which the edited W maps to
-v* exactly. Keys orthogonal to C⁻¹ k* keep their values. As in ROME's code the mean key gives the direction, and the
-plain one the length. Without a second moment C = I.
+W is the down-projection of one MLP, k* the subject's key, and k_p its key in the plain request, which the edited W maps
+exactly to v*. Keys orthogonal to C⁻¹ k* keep their values. As in ROME's code, the direction comes from the mean key and
+the length from the plain one. Without a second moment, C = I.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ from weight_conversion import export
 class RankOneEdit:
     """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 
-    The weight is written in place, and restored bit for bit. Edits nest: each starts from the current W, and the last
-    one applied is the first to be reverted. A `with` restores the weight that it began with, exception or not; other
-    changes to that weight inside it are undone too, with a warning. Arithmetic is in float64, whatever the model's
-    dtype.
+    The weight is written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
+    the last one applied is the first to be reverted. A `with` restores the weight that it began with, also after an
+    exception. Other changes to that weight inside it are undone too, which raises a `ValueError`. Arithmetic is in
+    float64, whatever the model's dtype.
 
     Args:
         model: The model to edit.
@@ -42,12 +42,12 @@ class RankOneEdit:
         covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp].
 
     Attributes:
-        taken_from: The weights, hooks and modules by which key, value and covariance were taken; `None` for a bare C.
-            The edited weights may be others, as where edits nest.
+        taken_from: Weights, hooks and modules with which key, value and covariance were computed; `None` for a bare C.
+            They may differ from the edited weights, for example in nested edits.
 
     Raises:
-        ValueError: Key, value, covariance and layer do not belong together or come from another model, C has no
-            solution, or the two keys are orthogonal under C.
+        ValueError: Key, value, covariance and layer do not belong together or come from another model, C cannot be
+            inverted, or the two keys are orthogonal under C.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RankOneEdit:
         """Restore the weight bit for bit.
 
         Raises:
-            ValueError: not applied, or the weight has changed since, so that putting it back would undo more.
+            ValueError: The edit is not applied, or the weight has changed since, so that reverting would undo more.
         """
         if self._applied is None:
             raise ValueError(f"this edit of layer {self.layer} is not applied, so there is nothing to revert")
@@ -125,16 +125,16 @@ class RankOneEdit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the weight that the `with` began with, whatever changed it inside; exceptions pass through."""
+        """Restore the weight that the `with` began with, whatever changed it inside; exceptions are passed on."""
         if (applied := self._applied) is None:
             return
         changed = not applied.is_in(self.weight)
         self._put_back(applied)
         if changed and error is None:
             raise ValueError(
-                f"the weight of layer {self.layer} was changed inside the `with` of this edit. It is again what it was "
-                f"before the `with`, in {self.weight.dtype}, and that change is lost with the edit: revert inner edits "
-                "inside, or call edit.apply() instead of `with` to keep both"
+                f"the weight of layer {self.layer} was changed inside the `with` of this edit. It is restored to its "
+                f"value before the `with`, in {self.weight.dtype}, so that change is lost with the edit: revert inner "
+                "edits inside, or call edit.apply() instead of `with` to keep both"
             )
 
     @torch.no_grad()
@@ -143,20 +143,23 @@ class RankOneEdit:
         self._applied = None
 
     def export(self, path: str | Path) -> Path:
-        """Write the edited model in its checkpoint's own format (`weight_conversion.export`), applied or not."""
+        """Write the edited model in its checkpoint's own format (`weight_conversion.export`).
+
+        The edit need not be applied.
+        """
         if self.is_applied:
             return export(self.model.state_dict(), self.model.cfg.architecture, path)
         with self:
             return self.export(path)
 
     def _solve(self, key: KeyResult, covariance: SecondMoment | Tensor | None) -> tuple[Tensor, float]:
-        """C⁻¹ k*, scaled so that its product with k_p is 1, and the ridge it took."""
+        """C⁻¹ k*, scaled so that its product with k_p is 1, and the ridge that was added to C."""
         mean_key, ridge = key.vector.cpu().double(), 0.0
         sizes = (len(self._target), len(mean_key), len(self._plain_key))
         if sizes != (self.weight.shape[0], self.weight.shape[1], self.weight.shape[1]):
             raise ValueError(
                 f"the value has {sizes[0]} entries and the keys {sizes[1]} and {sizes[2]}, but the weight of layer "
-                f"{self.layer} is {list(self.weight.shape)}: they are of another model"
+                f"{self.layer} is {list(self.weight.shape)}: they come from another model"
             )
         solved = mean_key
         if covariance is not None:
@@ -165,8 +168,8 @@ class RankOneEdit:
         overlap = float(solved @ self._plain_key)
         if not abs(overlap) > 1e-9 * float(solved.norm() * self._plain_key.norm()):
             raise ValueError(
-                f"the mean key and the plain one have an overlap of {overlap:.1e}: nothing of v* would reach the "
-                "request; are key and value of the same subject?"
+                f"the mean key and the plain one have an overlap of {overlap:.1e}, so v* would not affect the request; "
+                "take key and value from the same subject"
             )
         return solved / overlap, ridge
 
@@ -178,26 +181,25 @@ class RankOneEdit:
 
 
 def _require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` where a part was taken from another model; its weights may have been edited since."""
-    own = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
-    if record is not None and any(record.get(word, here) != here for word, here in own.items()):
+    """Raise a `ValueError` if a part was taken from another model. The model's weights may have been edited since."""
+    edited = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
+    if record is not None and any(record.get(name, value) != value for name, value in edited.items()):
         raise ValueError(
-            f"the {name} was taken from another model ({record.get('model')!r}) than is edited "
-            f"({model.cfg.model_name!r}), or from one of another architecture: its numbers mean nothing there. Take it "
-            "from the model that you edit"
+            f"the {name} was taken from another model or architecture ({record.get('model')!r}) than the edited model "
+            f"({model.cfg.model_name!r}); take it from the model that you edit"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _Applied:
-    """An edit that was applied: W before, and the two vectors whose outer product was added."""
+    """An applied edit: W before it, and the two vectors whose outer product was added."""
 
     before: Float[Tensor, "d_model d_mlp"]
     missing: Float[Tensor, "d_model"]
     direction: Float[Tensor, "d_mlp"]
 
     def edited(self) -> Float[Tensor, "d_model d_mlp"]:
-        """W after; the same bits each time."""
+        """W with the edit, bit-identical at each call."""
         wide = self.before.cpu().double() + torch.outer(self.missing, self.direction)
         return wide.to(self.before.device, self.before.dtype)
 

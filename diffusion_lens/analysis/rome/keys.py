@@ -1,7 +1,8 @@
 """The key k* of a subject (Meng et al. 2022, arXiv 2202.05262, section 3.1, step 1).
 
-An MLP's down-projection W is read as a memory that maps keys to values, W k = m. The key of a subject is the input of
-W at the subject's last token, in a gated MLP act(gate) · up, averaged over prompts x_j + p with different prefixes x_j:
+An MLP's down-projection W is interpreted as a memory that maps keys to values, W k = m. The key of a subject is the
+input of W at the subject's last token (act(gate) · up in a gated MLP), averaged over prompts x_j + p with different
+prefixes x_j:
 
     k* = 1/N Σ_j k(x_j + p)
 """
@@ -22,7 +23,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least, pick_layer
 
-PLACES: dict[str, Callable[[Query], int]] = {
+KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
     "subject_first": lambda query: query.subject[0],
 }
@@ -35,7 +36,7 @@ class KeyResult:
     Attributes:
         keys: Float[prompt d_mlp], key in each prompt, float32.
         layer: Number of the block.
-        record: Where the key was taken, prompts, model, weights' hash, versions.
+        record: Token at which the key was taken, prompts, model, weights' hash, versions.
     """
 
     keys: Float[Tensor, "prompt d_mlp"]
@@ -62,9 +63,9 @@ def compute_key(
 ) -> KeyResult:
     """k* of one request.
 
-    The key is taken on the canvas as it is. No answer is read, so its positions may hold [MASK] or tokens that a later
-    denoising step has revealed, or lie beyond the canvas; on a masked diffusion model each of these gives another key.
-    Take k* and v* on the same canvas.
+    The key is taken on the canvas as given. The answer is not read, so its positions may be masked, or revealed by a
+    later denoising step, or beyond the canvas. On a masked diffusion model the key depends on this, so take k* and v*
+    on the same canvas.
 
     Args:
         queries: The plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
@@ -90,15 +91,15 @@ def compute_keys(
 ) -> list[KeyResult]:
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
-    if at not in PLACES:
-        raise ValueError(f"at={at!r} is no place of a key; it is one of {', '.join(PLACES)}")
+    if at not in KEY_POSITIONS:
+        raise ValueError(f"at={at!r} is unknown; it is one of {', '.join(KEY_POSITIONS)}")
     prompts = [as_request(request) for request in requests]
     queries = [query for request in prompts for query in request]
     batches = []
     for start in range(0, len(queries), max_batch):
         chunk = queries[start : start + max_batch]
         batch = PromptBatch.of(model, [query.tokens for query in chunk])
-        positions = [PLACES[at](query) for query in chunk]
+        positions = [KEY_POSITIONS[at](query) for query in chunk]
         batches.append(keys_everywhere(model, batch, layer)[range(len(chunk)), positions].float().cpu())
     by_request = torch.cat(batches).split([len(request) for request in prompts]) if batches else ()
     record = {"at": at, **provenance(model, model.cfg)}

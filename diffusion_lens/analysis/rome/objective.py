@@ -1,13 +1,13 @@
-"""What the search for v* asks of the network: canvases, and rows of their logits.
+"""The objective of the search for v*: the canvases that it reads, and the rows of their logits.
 
 The object is read on each prompt of the request. On a causal model it is teacher-forced. On a masked diffusion model
-its places are masked, and over "partial" states also partly revealed: a value found only where the whole object is
-masked may fail as soon as the first of its tokens stands there.
+its positions are masked, and with "partial" states also partly revealed. A value that was optimised for a completely
+masked object may fail as soon as the first token of the object is revealed.
 
-    masked    nothing of the object is revealed
-    partial   that, and its first 1, 2, … tokens revealed, and its last 1, 2, … tokens; all states count alike
+    masked    no token of the object is revealed
+    partial   the same, and its first 1, 2, … tokens revealed, and its last 1, 2, … tokens; equal weights for all states
 
-The essence, what else the subject is, is read on one more canvas, "{subject} is a".
+The essence, other knowledge about the subject, is read on one more canvas, "{subject} is a".
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,17 @@ from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 ESSENCE = "{} is a"
-
-
-HELD = -1
+DISTRIBUTION = -1
 
 
 class Read(NamedTuple):
-    """One row of a canvas's logits: the token scored there, or `HELD` for the whole distribution, and its weight."""
+    """One row of a canvas's logits, and its weight in the loss.
+
+    Attributes:
+        row: Index of the row.
+        token: Token that is scored there, or `DISTRIBUTION` if the whole distribution should stay as it is.
+        weight: Weight of the row.
+    """
 
     row: int
     token: int
@@ -47,7 +51,7 @@ class ValueObjective:
 
     Attributes:
         objects: Canvases on which the object is read, the plain request first.
-        essences: The canvas of the essence in a list of one, or an empty list.
+        essences: A list with the canvas of the essence, or an empty list.
     """
 
     objects: list[ReadCanvas]
@@ -62,7 +66,7 @@ class ValueObjective:
         essence_at: str,
         over_states: str,
     ) -> "ValueObjective":
-        """The objective of a request; without an essence no distribution is held."""
+        """The objective of a request; without an essence it has no KL term."""
         check_object(model, request)
         objects = []
         for query in request:
@@ -75,11 +79,11 @@ class ValueObjective:
         if essence is None:
             return cls(objects, [])
         rows = ESSENCE_ROWS[essence_at](model, essence)
-        return cls(objects, [ReadCanvas(essence, [Read(row, HELD, 1 / len(rows)) for row in rows])])
+        return cls(objects, [ReadCanvas(essence, [Read(row, DISTRIBUTION, 1 / len(rows)) for row in rows])])
 
 
 def default_essence(model: DiffusionTransformer, query: Query) -> Query:
-    """ "{subject} is a", followed by a [MASK] to read at where the model has one.
+    """ "{subject} is a", followed by a [MASK], at which it is read, on a model that has one.
 
     Raises:
         ValueError: The model has no tokenizer.
@@ -87,15 +91,15 @@ def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     if model.tokenizer is None:
         raise ValueError(
             f"{model.cfg.model_name!r} has no tokenizer to write '{ESSENCE}' with: pass essence=, a Query over its "
-            "tokens with the subject marked, or kl_factor=0.0 to hold nothing"
+            "tokens with the subject marked, or kl_factor=0.0 for a search without an essence"
         )
     subject = model.to_string(query.tokens[slice(*query.subject)]).strip()
     text = ESSENCE.format(subject)
-    touched = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
+    of_subject = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
     mask = model.cfg.mask_token_id
-    # The template's words are not the caller's, so the tokenizer may not know them without a warning.
+    # `encode` does not warn of unknown words: the caller did not choose the words of the template.
     tokens = [*model.encode(text), *([] if mask is None else [mask])]
-    return Query(torch.tensor(tokens), (touched[0], touched[-1] + 1), (), ())
+    return Query(torch.tensor(tokens), (of_subject[0], of_subject[-1] + 1), (), ())
 
 
 def _masked(model: DiffusionTransformer, query: Query) -> list[Query]:
@@ -105,14 +109,14 @@ def _masked(model: DiffusionTransformer, query: Query) -> list[Query]:
 def _partial(model: DiffusionTransformer, query: Query) -> list[Query]:
     n_tokens = len(query.answer_tokens)
     if not model.cfg.has_mask:
-        return [query]  # teacher forcing passes through every state already
+        return [query]  # Teacher forcing includes every state already.
     hidden = [range(n_revealed, n_tokens) for n_revealed in range(n_tokens)]
     hidden += [range(n_tokens - n_revealed) for n_revealed in range(1, n_tokens)]
     return [_hide_only(query, tokens) for tokens in hidden]
 
 
 def _hide_only(query: Query, hidden: Sequence[int]) -> Query:
-    """The canvas with the object revealed except for the tokens `hidden`, which are the query's answer."""
+    """The canvas with the object revealed except for the tokens `hidden`, which become the answer of the query."""
     tokens = query.tokens.clone()
     for i, (position, token) in enumerate(zip(query.answer_positions, query.answer_tokens, strict=True)):
         if i not in hidden:
@@ -130,7 +134,7 @@ def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
         positions = [end] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
     if not positions:
         raise ValueError(
-            "the essence has no place to be read at: end it with a [MASK], give it answer_positions, or take "
+            "the essence has no position to read: end it with a [MASK], give it answer_positions, or use "
             "essence_at='subject_last'"
         )
     rows: list[int] = model.readout.rows(torch.tensor(positions)).tolist()

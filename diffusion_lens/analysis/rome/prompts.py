@@ -1,8 +1,8 @@
-"""Requests: one prompt, plain and after prefixes, and many prompts as one batch.
+"""Requests: one prompt alone and after prefixes, and many prompts as one batch.
 
 ROME averages key and value over contexts: the request itself, and the request after short texts that the model wrote
-(`get_context_templates` of kmeng01/rome). Prompts then differ in length. They are padded on the right, and an attention
-mask hides the padding, so that a row gives what it gives alone, on a bidirectional model too.
+(`get_context_templates` of kmeng01/rome). These prompts differ in length. They are padded on the right, and an
+attention mask hides the padding, so the results of a row do not depend on the others, on a bidirectional model either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,7 +61,7 @@ def sample_prefixes(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[str]:
-    """Short texts by the model itself, each ending in ". ", as ROME puts them before a request.
+    """Sample short texts from the model, each ending in ". ", which ROME puts before a request.
 
     Args:
         lengths: Number of new tokens of each text, and of the denoising steps that write it.
@@ -71,10 +71,10 @@ def sample_prefixes(
     """
     lengths = [at_least(1, "lengths", length) for length in whole_numbers("lengths", lengths)]
     if not lengths:
-        raise ValueError("lengths is empty: name the length of each prefix, or go without prefixes")
+        raise ValueError("lengths is empty: give the length of each prefix, or use no prefixes at all")
     texts: dict[int, str] = {}
     for length in dict.fromkeys(lengths):
-        rows = [i for i, own in enumerate(lengths) if own == length]
+        rows = [i for i, own_length in enumerate(lengths) if own_length == length]
         canvas = lay_out(model, [start] * len(rows), max_new_tokens=length)
         settings = DenoiseSettings(steps=length, temperature=temperature, seed=[own_seed(seed, i) for i in rows])
         trajectory = denoise(model, canvas, settings)
@@ -94,7 +94,7 @@ def ask_with_prefixes(
     occurrence: int | None = None,
     prepend_bos: bool | None = None,
 ) -> list[Query]:
-    """The plain request, then the request after each prefix: what `compute_key` and `optimize_value` take.
+    """The plain request, then the request after each prefix, as `compute_key` and `optimize_value` take them.
 
     Args:
         length: Length of every canvas of a masked diffusion model, prefix and prompt included; by default, as in
@@ -123,20 +123,20 @@ def as_request(queries: Request) -> list[Query]:
 
     Raises:
         ValueError: The request is empty.
-        TypeError: The request holds something else than queries.
+        TypeError: The request contains something other than queries.
     """
     request = [queries] if isinstance(queries, Query) else list(queries)
     if not request:
         raise ValueError("the request is empty: give at least the plain prompt, as a Query")
-    if strangers := [type(query).__name__ for query in request if not isinstance(query, Query)]:
+    if wrong_types := [type(query).__name__ for query in request if not isinstance(query, Query)]:
         raise TypeError(
-            f"a request is made of queries, not of {strangers[0]}; ask_with_prefixes(model, fact, []) makes one"
+            f"a request consists of queries, not of {wrong_types[0]}; ask_with_prefixes(model, fact, []) makes one"
         )
     return request
 
 
 def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
-    """Raise a `ValueError` unless all prompts of a request share one object, in the same tokens, that can be read."""
+    """Raise a `ValueError` unless all prompts of a request have the same object, in the same tokens."""
     for i, query in enumerate(request):
         check_answer(model, query, f"queries[{i}]")
         if query.answer_tokens != request[0].answer_tokens:

@@ -1,9 +1,9 @@
 """The search for v*: gradient descent on δ, many requests at a time.
 
-The blocks up to l do not depend on δ, so they run once. In each iteration the blocks above l run, with logits at the
-rows that are read. Essences share the batch of the objects, or have a batch of their own where padding them to its
-length would cost more than a second pass. Every request has its own δ and stops on its own: the result is the one that
-it gets alone, and the canvases of a request that stopped leave the batch.
+The blocks up to l do not depend on δ, so they are computed once. Each iteration computes the blocks above l, and the
+logits of the rows that are read. Essences share the batch of the objects, or form their own batch if padding them to
+the same length would cost more than a second pass. Every request has its own δ and its own end, so its result does not
+depend on the others. The canvases of a request that has ended leave the batch.
 """
 
 import math
@@ -20,15 +20,15 @@ from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, ReadCan
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, not_negative
 
-Number = int | float  # a type checker at run time does not take 4 for a float
+Number = int | float  # Type checks in tests would refuse the integer 4 for a float.
 
-# Places of padding that cost about as much as another pass over the weights, measured on a CPU; a GPU bears more.
-_WORTH_A_PASS = 64
+# Positions of padding that cost about as much as another pass over the weights, measured on a CPU (a GPU: more).
+_PADDING_PER_PASS = 64
 
 
 @dataclass(frozen=True)
 class ValueSettings:
-    """How v* is searched for; the defaults are ROME's for GPT-2 XL.
+    """Settings of the search for v*; the defaults are those of ROME for GPT-2 XL.
 
     Attributes:
         steps: Largest number of iterations; the last one is only evaluated.
@@ -37,7 +37,7 @@ class ValueSettings:
         clamp_norm_factor: Largest ‖δ‖, in norms of the MLP's own output.
         kl_factor: Factor λ of the penalty on a changed essence; 0 leaves the essence out.
         stop_below: Loss below which a request stops.
-        essence_at: Where the essence is read: "readout" (its [MASK], or the next token) or, as in ROME,
+        essence_at: Position at which the essence is read: "readout" (its [MASK], or the next token) or, as in ROME,
             "subject_last".
         over_states: States of the object on a masked diffusion model, "masked" or "partial" (see
             `diffusion_lens.analysis.rome.objective`); a causal model is teacher-forced either way.
@@ -90,7 +90,7 @@ class _Search:
 
     Attributes:
         batches: Canvases of the requests that have not stopped; the first batch holds every plain request.
-        before: The held distributions of each batch without δ.
+        before: Distributions of the essences without δ, for each batch.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class _Search:
             for i, gradient in zip(going, gradients, strict=True):
                 self.deltas[i].grad = gradient
             optimizer.step()
-            self._draw_back(going)
+            self._clamp(going)
             if going != searching:
-                self._go_on_with([n for n, i in enumerate(searching) if i in going])
+                self._continue_with([n for n, i in enumerate(searching) if i in going])
             searching = going
         return [
             SearchResult(
@@ -140,29 +140,30 @@ class _Search:
         delta = torch.stack([self.deltas[i] for i in searching])
         nll, kl, log_p = (delta.new_zeros(len(searching)) for _ in range(3))
         for n, batch in enumerate(self.batches):
-            log_probs, held, request = batch.log_probs(self.model, self.layer, delta), batch.held, batch.request
+            log_probs, request = batch.log_probs(self.model, self.layer, delta), batch.request
+            essence, objects = batch.is_distribution, ~batch.is_distribution
             if n == len(self.before):
-                self.before.append(log_probs[held].detach())
-            scored = log_probs[~held].gather(-1, batch.token[~held, None])[:, 0]
-            nll = nll.index_add(0, request[~held], -scored * batch.weight[~held])
-            divergence = (log_probs[held].exp() * (log_probs[held] - self.before[n])).sum(dim=-1)
-            kl = kl.index_add(0, request[held], self.settings.kl_factor * divergence * batch.weight[held])
-            is_plain = (batch.canvas == batch.plain[request])[~held]
-            log_p = log_p.index_add(0, request[~held], scored.detach() * is_plain)
+                self.before.append(log_probs[essence].detach())
+            scored = log_probs[objects].gather(-1, batch.token[objects, None])[:, 0]
+            nll = nll.index_add(0, request[objects], -scored * batch.weight[objects])
+            divergence = (log_probs[essence].exp() * (log_probs[essence] - self.before[n])).sum(dim=-1)
+            kl = kl.index_add(0, request[essence], self.settings.kl_factor * divergence * batch.weight[essence])
+            is_plain = (batch.canvas == batch.plain[request])[objects]
+            log_p = log_p.index_add(0, request[objects], scored.detach() * is_plain)
         decay = self.settings.weight_decay * delta.norm(dim=1) / self.initial[searching].norm(dim=1) ** 2
         total: Tensor = nll + kl + decay
         terms = torch.stack([total, nll, kl, decay], dim=1).detach()
-        for i, of_request, probability in zip(searching, terms, log_p.exp().tolist(), strict=True):
-            self.losses[i].append(of_request)
+        for i, losses, probability in zip(searching, terms, log_p.exp().tolist(), strict=True):
+            self.losses[i].append(losses)
             self.probabilities[i].append(probability)
         self._check(searching, terms)
         return total
 
-    def _go_on_with(self, numbers: Sequence[int]) -> None:
-        """Keep the canvases of some requests only, by their numbers among those searched so far."""
+    def _continue_with(self, numbers: Sequence[int]) -> None:
+        """Keep the canvases of some requests only, given by their index among those searched so far."""
         requests = torch.tensor(numbers, device=self.initial.device)
         self.before = [
-            before[torch.isin(batch.request[batch.held], requests)]
+            before[torch.isin(batch.request[batch.is_distribution], requests)]
             for batch, before in zip(self.batches, self.before, strict=True)
         ]
         self.batches = [batch.of(requests) for batch in self.batches]
@@ -173,12 +174,12 @@ class _Search:
                 prompt = " ".join(self.model.words(self.objectives[i].objects[0].query.tokens.tolist()))
                 raise ValueError(
                     f"the loss of {prompt!r} is {total} at iteration {len(self.losses[i]) - 1} (nll {nll}, kl {kl}, "
-                    f"decay {decay}). At iteration 0 the weights or a hook are to blame; later, try a lower lr than "
+                    f"decay {decay}). At iteration 0 the cause is in the weights or a hook; later, try a lower lr than "
                     f"{self.settings.lr}, or float32 weights"
                 )
 
-    def _draw_back(self, going: Sequence[int]) -> None:
-        """Scale each δ back into its ball."""
+    def _clamp(self, going: Sequence[int]) -> None:
+        """Scale each δ that is longer than `clamp_norm_factor` allows down to that length."""
         with torch.no_grad():
             for i in going:
                 radius = self.settings.clamp_norm_factor * self.initial[i].norm()
@@ -193,14 +194,14 @@ def _share(objectives: Sequence[ValueObjective]) -> list[list[list[ReadCanvas]]]
     essences = [objective.essences for objective in objectives]
     lengths = [[len(read.query.tokens) for canvases in kind for read in canvases] for kind in (objects, essences)]
     padding = len(lengths[1]) * (max(lengths[0]) - max(lengths[1], default=0))
-    if padding <= _WORTH_A_PASS:
+    if padding <= _PADDING_PER_PASS:
         return [[objective.objects + objective.essences for objective in objectives]]
     return [objects, essences]
 
 
 @contextmanager
 def _frozen(model: DiffusionTransformer) -> Iterator[None]:
-    """Enable gradients, but none for the weights; grad mode and flags are restored, exception or not."""
+    """Enable gradients, except for the weights. The grad mode and the flags are restored, also after an exception."""
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     try:
         for weight in trainable:

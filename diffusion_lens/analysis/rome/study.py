@@ -1,12 +1,13 @@
 """Keys and values of many facts at several layers, queried in either direction: are both directions encoded alike?
 
-For every fact and layer, k* (`rome.keys`) and v* (`rome.values`, towards the fact's own answer). In a forward query
-("Daphne Barrington was once ...") the name is the key and the description the value; in a reverse query ("... was
-directed by ...") the description is the key and the name the value. `KeyValueStudy.compare` pairs the two directions
-person by person and measures their similarity (`representations.compare`), against chance.
+The study computes k* (`rome.keys`) and v* (`rome.values`, with the fact's own answer as the object) for every fact and
+layer. In a forward query ("Daphne Barrington was once ...") the name is the key and the description the value; in a
+reverse query ("... was directed by ...") the description is the key and the name the value. `KeyValueStudy.compare`
+pairs the two directions of each person, and compares their similarity (`representations.compare`) with chance.
 
-Every fact gets what it gets alone, up to round-off, which Adam at ROME's rate of 0.5 amplifies with each step. So the
-batches belong to the study, and a batch is always searched as a whole.
+The result of a fact does not depend on the others, up to round-off, which Adam at ROME's learning rate of 0.5 amplifies
+with each step. To be reproducible to the last bit, batches are planned for the whole study and always searched
+completely.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ import torch
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
-from diffusion_lens.analysis.rome.keys import PLACES, compute_keys
+from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
 from diffusion_lens.analysis.rome.prompts import ask_with_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
@@ -36,15 +37,15 @@ from weight_conversion import Architecture
 
 @dataclass(frozen=True)
 class KeyValueSettings:
-    """Which keys and values a study computes.
+    """Settings of a study of keys and values.
 
     Attributes:
         layers: Blocks, negative ones from the end; `None` selects all but the last.
         prefixes: Short texts before every request, over which k* and the loss are averaged.
-        at: Where the key is taken.
-        search: How v* is searched.
+        at: Token at which the key is taken.
+        search: Settings of the search for v*.
         batch_size: Number of facts searched together.
-        layout: The canvas of each request.
+        layout: Layout of the canvas of each request.
     """
 
     layers: list[int] | None = None
@@ -56,25 +57,25 @@ class KeyValueSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
-        if self.at not in PLACES:
-            raise ValueError(f"at={self.at!r} is no place of a key; it is one of {', '.join(PLACES)}")
+        if self.at not in KEY_POSITIONS:
+            raise ValueError(f"at={self.at!r} is unknown; it is one of {', '.join(KEY_POSITIONS)}")
 
     def blocks(self, n_layers: int) -> list[int]:
-        """The blocks of a model with so many layers, counted from 0."""
+        """The selected blocks of a model with `n_layers` layers, counted from 0."""
         return pick_indices("layers", range(n_layers - 1) if self.layers is None else self.layers, n_layers)
 
     def request(self, model: DiffusionTransformer, fact: Fact) -> list[Query]:
-        """A fact as the plain request and the same after each prefix."""
+        """The plain request of a fact, and the request after each prefix."""
         length, first_tokens, occurrence = self.layout.length, self.layout.first_tokens, self.layout.occurrence
         return ask_with_prefixes(
             model, fact, self.prefixes, length=length, first_tokens=first_tokens, occurrence=occurrence
         )
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """What a study records of them, as far as it is known.
+        """The settings for a record; without the model's shape, only those that do not depend on it.
 
         Args:
-            shape: The model's shape, if it is known already.
+            shape: The model's shape, if it is known.
         """
         settings = {
             "prefixes": list(self.prefixes),
@@ -114,7 +115,7 @@ def key_value_study(
         facts: Facts, with `person` and `asked` if the directions are to be compared.
         layers: Blocks whose MLPs are studied; by default all but the last, whose output reaches no other position.
         prefixes: Short texts before every request (`rome.sample_prefixes`), over which k* and the loss are averaged.
-        at: Where the key is taken, as in `compute_key`.
+        at: Token at which the key is taken, as in `compute_key`.
         settings: Settings of the search for v*.
         length: Length of every canvas of a masked diffusion model, prefix and prompt included; by default, as in
             `average_indirect_effect`, the length that it was trained on, if that is known. The record's `length` says

@@ -48,7 +48,7 @@ class FactVectors:
         return load_fields(path, "key and values of a fact", cls)
 
     def equals(self, other: "FactVectors") -> bool:
-        """Whether both are the same to the bit."""
+        """Whether both are identical to the bit."""
         tensors = (self.keys, other.keys), (self.outputs, other.outputs), (self.deltas, other.deltas)
         same = all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
         return same and self.before == other.before
@@ -83,7 +83,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
 
     @classmethod
     def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":
-        """The vectors of some facts of a study side by side."""
+        """One result from the vectors of some facts of a study."""
         names = ("keys", "outputs", "deltas", "after")
         rows = {name: [getattr(vectors, name) for vectors in results.values()] for name in names}
         stacked = {name: torch.stack(rows[name]) for name in names} if results else _no_rows(record)
@@ -112,14 +112,14 @@ class KeyValueStudy(StudyResult[FactVectors]):
         """
         check_vectors(vectors)
         if asked not in DIRECTIONS:
-            raise ValueError(f"asked={asked!r}; facts are asked 'p2d' (name to description) or 'd2p'")
+            raise ValueError(f"asked={asked!r}; it is 'p2d' (queried from name to description) or 'd2p'")
         rows: dict[str, list[Tensor]] = {}
         for fact_id, row in zip(self.ids, getattr(self, vectors), strict=True):
             fact = self.record["facts"][fact_id]
             if not fact["person"] or fact["asked"] is None:
                 raise ValueError(
-                    f"the fact {fact_id!r} does not say whom it is about, or which way it asks: give it "
-                    "person= and asked=, by which the two directions are paired"
+                    f"the fact {fact_id!r} does not name its person or the direction of its query: give it person= and "
+                    "asked=, by which the two directions are paired"
                 )
             if fact["asked"] == asked:
                 rows.setdefault(fact["person"], []).append(row)
@@ -130,10 +130,10 @@ class KeyValueStudy(StudyResult[FactVectors]):
     ) -> Comparisons:
         """Compare the two directions of the same persons, layer by layer.
 
-        The same vectors stand for different words in both directions: v* is the value of the description in a forward
-        query, and of the name in a reverse query. Keys against values, `compare("keys", "values")`, compare the name
-        with the name. Persons trained in different directions ("p2d", "d2p", "both") differ as groups, which would pass
-        for symmetry: so the group means are taken out, and random pairings stay within the groups.
+        The same vectors represent different words in the two directions: v* is the value of the description in a
+        forward query, and of the name in a reverse query. Keys against values, `compare("keys", "values")`, compare the
+        name with the name. Persons trained in different directions ("p2d", "d2p", "both") differ as groups, which could
+        be mistaken for symmetry. So the group means are subtracted, and random pairings stay within the groups.
 
         Args:
             vectors: Vectors of the queries from name to description, as in `by_person`.
@@ -149,8 +149,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
         forward, reverse = (self.by_person(kind, asked) for kind, asked in zip(kinds, DIRECTIONS, strict=True))
         if not forward.keys() & reverse.keys():
             raise ValueError(
-                f"nobody was asked for both ways: {len(forward)} persons by name, {len(reverse)} by "
-                "description, none the same"
+                f"no person was queried in both directions: {len(forward)} persons by name, {len(reverse)} others by "
+                "description"
             )
         return _compare(
             self._by_layer(forward),
@@ -192,7 +192,10 @@ class KeyValueStudy(StudyResult[FactVectors]):
         mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
         models = [self.record["model"], other.record["model"]]
         if not mine.keys() & theirs.keys():
-            raise ValueError(f"{models[0]} was asked at the layers {self.layers}, {models[1]} at {other.layers}")
+            raise ValueError(
+                f"the studies have no layer in common: {models[0]} has the layers {self.layers}, {models[1]} has "
+                f"{other.layers}"
+            )
         networks = [network_of(study.record) for study in (self, other)]
         source = {"model": " and ".join(models), "networks": networks, "vectors": [vectors, vectors]}
         return _compare(
@@ -218,7 +221,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
         }
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """p(answer) with v* by layer: a curve with its interval for each direction. Returns the matplotlib axes."""
+        """Plot p(answer) with v* by layer, one curve with its interval for each direction. Returns the axes."""
         rows: dict[str, list[int]] = {}
         for row, fact_id in enumerate(self.ids):
             rows.setdefault(DIRECTIONS.get(self.record["facts"][fact_id]["asked"], "all facts"), []).append(row)
@@ -243,9 +246,9 @@ def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_vectors(name: str) -> None:
-    """Raise a `ValueError` unless a study holds vectors of this name."""
+    """Raise a `ValueError` unless a study has vectors of this name."""
     if name not in VECTORS:
-        raise ValueError(f"vectors={name!r}; there are {', '.join(VECTORS)}")
+        raise ValueError(f"vectors={name!r}; it is one of {', '.join(VECTORS)}")
 
 
 ByLayer = dict[int, dict[str, Tensor]]
@@ -254,7 +257,7 @@ ByLayer = dict[int, dict[str, Tensor]]
 def _compare(
     one: ByLayer, other: ByLayer, *, names: Sequence[str], groups: Mapping[str, str], **settings: Any
 ) -> Comparisons:
-    """Compare two sets of persons' vectors, layer by layer, person by person."""
+    """Compare the vectors of the persons that both sets have, at each layer that both have."""
     layers = [layer for layer in one if layer in other]
     persons = [person for person in one[layers[0]] if person in other[layers[0]]]
     sets = {

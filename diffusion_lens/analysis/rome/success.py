@@ -1,14 +1,14 @@
-"""Did an edit work, and only there? (Meng et al. 2022, arXiv 2202.05262, section 3.2, and one question more.)
+"""Success of an edit: whether it changed the requested fact, and no other (Meng et al. 2022, arXiv 2202.05262, 3.2).
 
     efficacy        the request itself has the new object
-    paraphrase      other words for the request have it too
+    paraphrase      paraphrases of the request have the new object
     neighbourhood   other subjects keep their own objects
-    reverse         in the reverse query, the new object leads to the subject
+    reverse         the reverse query, given the new object, has the subject (this group is not in the paper)
 
-Each probe is a query whose answer should win after the edit and, where there is one, a rival that should lose: the old
-object against the new one, for neighbourhood the other way round. The answer wins when the mean log-probability of its
-tokens is above the rival's, as ROME's code compares; without a rival, when each token is the model's first choice of
-those that it may write ([MASK] is none).
+Each probe is a query whose answer should win after the edit. It may have a rival, a query whose answer should lose: the
+old object against the new one, and in the group neighbourhood the new one against the old one. As in ROME's code, the
+answer wins if the mean log-probability of its tokens is above the rival's. Without a rival it wins if each of its
+tokens is the likeliest of those that the model may write (never [MASK]).
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class EditReport:
     """The effect of an edit on each probe.
 
     Attributes:
-        wins: Float[state probe], 1 where the answer wins; state 0 is without the edit, 1 with it.
+        wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
         probabilities: Float[state probe], p(answer).
         groups: Group of each probe.
         record: Prompts and answers, layer, ridge, model, hash of the unedited weights, hooks, modules, versions; under
@@ -95,10 +95,10 @@ class EditReport:
         return ax
 
     def _score(self, group: str) -> Score:
-        of_group = torch.tensor([own == group for own in self.groups])
-        before, after = self.wins[:, of_group].mean(dim=1).tolist()
-        p_before, p_after = self.probabilities[:, of_group].mean(dim=1).tolist()
-        return Score(before, after, p_before, p_after, int(of_group.sum()))
+        selected = torch.tensor([probe_group == group for probe_group in self.groups])
+        before, after = self.wins[:, selected].mean(dim=1).tolist()
+        p_before, p_after = self.probabilities[:, selected].mean(dim=1).tolist()
+        return Score(before, after, p_before, p_after, int(selected.sum()))
 
 
 @begins_run
@@ -110,7 +110,7 @@ def edit_success(
     *,
     max_batch: Whole = 256,
 ) -> EditReport:
-    """Score the probes without the edit, and with it.
+    """Score the probes without and with the edit.
 
     Args:
         edit: An edit that is not applied; this function applies and reverts it.
@@ -122,11 +122,11 @@ def edit_success(
             already or belongs to another model.
     """
     if unknown := [group for group in probes if group not in GROUPS]:
-        raise ValueError(f"{unknown[0]!r} is no group of probes; they are {', '.join(GROUPS)}")
+        raise ValueError(f"{unknown[0]!r} is no group of probes; the groups are {', '.join(GROUPS)}")
     if edit.model is not model:
-        raise ValueError("the edit is of another model object than the one that is asked; ask edit.model")
+        raise ValueError("the edit belongs to another model object than `model`; pass edit.model")
     if edit.is_applied:
-        raise ValueError("the edit is applied already, so there is nothing to compare it with; revert it first")
+        raise ValueError("the edit is applied already, but it is compared with the unedited model; revert it first")
     max_batch = at_least(1, "max_batch", max_batch)
     grouped = [
         (group, Probe(probe) if isinstance(probe, Query) else probe) for group in probes for probe in probes[group]

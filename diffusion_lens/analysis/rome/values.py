@@ -5,13 +5,13 @@ p' ("{subject} is a"), and optimised by Adam:
 
     L(δ) = − 1/N Σ_j log P_δ(o | x_j + p)  +  λ KL(P_δ(· | p') ‖ P(· | p'))  +  w ‖δ‖ / ‖m‖²
 
-log P of an object of several tokens is the mean over its tokens. After each update δ is scaled back to at most
-`clamp_norm_factor` times ‖m‖, and v* = m + δ, where m is the output in the plain request. The object is the answer of
-the request: the one that the model recalls, or another one for an edit. The numbers are those of ROME's `compute_v`.
+log P of an object of several tokens is the mean over its tokens. After each update δ is scaled down to at most
+`clamp_norm_factor` times ‖m‖. v* = m + δ, where m is the output in the plain request. The object is the answer of the
+request: the one that the model recalls, or another one for an edit. The numbers are those of ROME's `compute_v`.
 
-The caller's hooks on the model act in the search too: with noise on the subject's embeddings, v* is the value that
-restores the object in the corrupted run. No later attention carries δ from the last block's MLP to other positions, so
-there v* = m unless the object is read at the subject itself.
+The caller's hooks on the model also act in the search: with noise on the subject's embeddings, v* is the value that
+restores the object in the corrupted run. After the last block's MLP no attention moves δ to other positions, so there
+v* = m unless the object is read at the subject itself.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ class ValueResult:
     Attributes:
         initial: Float[d_model], m, the MLP's output in the plain request.
         delta: Float[d_model], δ.
-        losses: Float[iteration 4], total, negative log-likelihood, KL and decay before each update, the last two with
-            their factors.
+        losses: Float[iteration 4], total, negative log-likelihood, KL and decay before each update; the last two
+            include their factors.
         key: Float[d_mlp], k_p, input of the down-projection in the plain request.
         probability_before: p(object) in the plain request, all its positions read from one canvas.
         probability_after: p(object) with δ.
@@ -107,7 +107,7 @@ def optimize_value(
 
     Args:
         queries: The plain request and the same after prefixes (`ask_with_prefixes`), or a single query. Their answer is
-            the object. On a causal model the canvas holds the object except for its last token.
+            the object. On a causal model the sequence contains the object except for its last token.
         layer: Number of the block; negative ones count from the end.
         essence: Query whose prediction should not change, with its subject marked; by default "{subject} is a",
             followed by a [MASK] on a masked diffusion model.
@@ -145,8 +145,8 @@ def optimize_values(
 
     Args:
         essences: One essence per request.
-        settings: How v* is searched.
-        max_batch: Largest number of canvases in one batch, halved while the memory does not hold them; the canvases of
+        settings: Settings of the search.
+        max_batch: Largest number of canvases in one batch; it is halved while memory does not suffice. The canvases of
             one request always stay together.
         progress: Whether to show a progress bar.
 
@@ -156,14 +156,16 @@ def optimize_values(
     settings = settings or ValueSettings()
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
     prompts = [as_request(request) for request in requests]
-    held: Sequence[Query | None] = [None] * len(prompts)
+    used_essences: Sequence[Query | None] = [None] * len(prompts)
     if settings.kl_factor:
-        held = [default_essence(model, request[0]) for request in prompts] if essences is None else essences
-    if len(held) != len(prompts):
-        raise ValueError(f"{len(held)} essences for {len(prompts)} requests; give one a request, or none")
+        used_essences = [default_essence(model, request[0]) for request in prompts] if essences is None else essences
+    if len(used_essences) != len(prompts):
+        raise ValueError(
+            f"{len(used_essences)} essences for {len(prompts)} requests; give one essence per request, or none at all"
+        )
     objectives = [
         ValueObjective.of(model, request, essence, settings.essence_at, settings.over_states)
-        for request, essence in zip(prompts, held, strict=True)
+        for request, essence in zip(prompts, used_essences, strict=True)
     ]
     largest = max((len(objective.objects) + len(objective.essences) for objective in objectives), default=1)
     results: list[SearchResult] = []
@@ -184,5 +186,5 @@ def optimize_values(
                 "essence": None if essence is None else model.words(essence.tokens.tolist()),
             },
         )
-        for result, request, essence in zip(results, prompts, held, strict=True)
+        for result, request, essence in zip(results, prompts, used_essences, strict=True)
     ]

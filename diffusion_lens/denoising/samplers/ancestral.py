@@ -32,8 +32,8 @@ class Ancestral(Sampler):
         check_eps(self.eps)
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        places = step.masked
+        positions = step.masked
         if step.index < step.n_steps - 1:
-            places = step.masked.clone()
-            places[step.masked] = noise.by_place(step.index, step.masked) < revealed_share(step.t, step.s)
-        return Plan(places, places.sum(dim=1))
+            positions = step.masked.clone()
+            positions[step.masked] = noise.by_position(step.index, step.masked) < revealed_share(step.t, step.s)
+        return Plan(positions, positions.sum(dim=1))

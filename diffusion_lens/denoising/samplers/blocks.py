@@ -77,8 +77,8 @@ class Blocks(Sampler):
 
         # 3. Consider all masks up to the end of that block.
         block_of = (in_blocks.cumsum(dim=1) - 1).clamp(min=0) // size[:, None]
-        places = step.masked & (block_of <= current[:, None])
-        n_masked = places.sum(dim=1)
+        positions = step.masked & (block_of <= current[:, None])
+        n_masked = positions.sum(dim=1)
 
         # 4. Reveal this step's share of them; uncounted masks of the prompt do not enlarge it.
         if self.masks_in_prompt == "counted":
@@ -88,8 +88,8 @@ class Blocks(Sampler):
             counts = length // (end - begin) + (step.index - begin < length % (end - begin)).long()
             counts = counts.minimum(n_masked)
         if self.order == "random":
-            places = _sampled(places, counts, noise.by_place(step.index, places))
-        return Plan(places, counts)
+            positions = _sampled(positions, counts, noise.by_position(step.index, positions))
+        return Plan(positions, counts)
 
     def _in_blocks(self, blanks: PosMask) -> PosMask:
         """Bool[batch pos], the blanks that are divided into blocks."""

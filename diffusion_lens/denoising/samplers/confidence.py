@@ -56,7 +56,7 @@ class Confidence(Sampler):
         """Gumbel noise: the largest of score + noise sample without replacement (Kool et al. 2019, 1903.06059)."""
         if not self.choice_temperature:
             return None
-        uniform = noise.by_place(step.index, step.masked).clamp(min=torch.finfo(torch.float64).tiny)
+        uniform = noise.by_position(step.index, step.masked).clamp(min=torch.finfo(torch.float64).tiny)
         jitter = torch.zeros(step.masked.shape, dtype=torch.float64, device=step.masked.device)
         jitter[step.masked] = -self.choice_temperature * torch.log(-torch.log(uniform))
         return jitter

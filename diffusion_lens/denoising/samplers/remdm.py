@@ -67,10 +67,10 @@ class ReMDM(Sampler):
         else:
             share += sigma
         reveal = (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t)
-        places, remask = step.masked.clone(), revealed.clone()
-        places[step.masked] = noise.by_place(step.index, step.masked) < reveal
-        remask[revealed] = noise.by_place(step.index, revealed) < share[revealed]
-        return Plan(places, places.sum(dim=1), remask)
+        positions, remask = step.masked.clone(), revealed.clone()
+        positions[step.masked] = noise.by_position(step.index, step.masked) < reveal
+        remask[revealed] = noise.by_position(step.index, revealed) < share[revealed]
+        return Plan(positions, positions.sum(dim=1), remask)
 
     def _alpha(self, t: float) -> float:
         """The share revealed at time t."""

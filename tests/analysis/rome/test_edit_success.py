@@ -95,13 +95,13 @@ def test_save_load_and_plot(either, edit, probes, tmp_path):
 
 
 def test_bad_probes(either, edit, probes):
-    with pytest.raises(ValueError, match="'accuracy' is no group of probes; they are efficacy, paraphrase"):
+    with pytest.raises(ValueError, match="'accuracy' is no group of probes; the groups are efficacy, paraphrase"):
         edit_success(either.model, edit, {"accuracy": probes["efficacy"]})
     with pytest.raises(ValueError, match="there are no probes"):
         edit_success(either.model, edit, {"efficacy": []})
     with edit, pytest.raises(ValueError, match="the edit is applied already"):
         edit_success(either.model, edit, probes)
-    with pytest.raises(ValueError, match="the edit is of another model object"):
+    with pytest.raises(ValueError, match="the edit belongs to another model object"):
         edit_success(type(either)("gqa", either.kind).model, edit, probes)
 
 

@@ -177,7 +177,7 @@ def test_two_models_are_compared_without_shared_axes(pair):
     a, b = (torch.stack(list(study.by_person("keys", "p2d").values()))[:, 1] for study in pair)
     alone = compare(a, b, groups=[str(f.trained) for f in FACTS if f.asked == "p2d"], shared_axes=False, draws=9)
     torch.testing.assert_close(found.at[1].values, alone.values)
-    with pytest.raises(ValueError, match="tiny-ar at"):
+    with pytest.raises(ValueError, match="tiny-ar has"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
 
 
@@ -223,7 +223,7 @@ def test_the_picture(pair):
 
 def test_what_does_not_fit(tiny, whole):
     for wrong, message in (
-        (dict(at="object"), "at='object' is no place of a key"),
+        (dict(at="object"), "at='object' is unknown"),
         (dict(layers=[9]), "9"),
         (dict(batch_size=0), "batch_size=0"),
         (dict(shard="3/2"), "of 4 shards"),
@@ -232,15 +232,15 @@ def test_what_does_not_fit(tiny, whole):
             key_value_study(tiny, FEW, **{**QUICK, **wrong})
     with pytest.raises(ValueError, match="two facts are called"):
         key_value_study(tiny, [FEW[0], FEW[0]], **QUICK)
-    with pytest.raises(ValueError, match="vectors='value'; there are keys, values, outputs"):
+    with pytest.raises(ValueError, match="vectors='value'; it is one of keys, values, outputs"):
         whole.by_person("value", "p2d")
     with pytest.raises(ValueError, match="asked='forwards'"):
         whole.by_person("values", "forwards")
     nameless = key_value_study(tiny, [replace(FEW[0], person="")], **QUICK)
-    with pytest.raises(ValueError, match="does not say whom it is about"):
+    with pytest.raises(ValueError, match="does not name its person"):
         nameless.compare()
     one_way = key_value_study(tiny, [fact for fact in FEW if fact.asked == "p2d"][:1], **QUICK)
-    with pytest.raises(ValueError, match="nobody was asked for both ways"):
+    with pytest.raises(ValueError, match="no person was queried in both directions"):
         one_way.compare()
     plain = key_value_study(tiny, [Fact("Gustav Geisser is the", "Gustav Geisser", " brave")], **QUICK)
     assert plain.plot().get_lines()[0].get_label() == "all facts"

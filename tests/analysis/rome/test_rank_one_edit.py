@@ -225,9 +225,9 @@ def test_what_does_not_belong_together(tiny, gustav, moment):
         RankOneEdit(tiny, LAYER, key, value, replace(moment, layer=3))
     with pytest.raises(ValueError, match="the keys 300 and 352, but the weight of layer 1 is"):
         RankOneEdit(tiny, LAYER, replace(key, keys=key.keys[:, :300].clone()), value)
-    with pytest.raises(ValueError, match=r"nothing of v\* would reach the request"):
+    with pytest.raises(ValueError, match=r"v\* would not affect the request"):
         RankOneEdit(tiny, LAYER, replace(key, keys=torch.zeros_like(key.keys)), value)
-    with pytest.raises(ValueError, match="a ridge does not mend it"):
+    with pytest.raises(ValueError, match="even with a ridge"):
         RankOneEdit(tiny, LAYER, key, value, torch.zeros_like(moment.matrix))
     with pytest.raises(ValueError, match="would not be finite"):
         RankOneEdit(tiny, LAYER, key, replace(value, delta=value.delta * float("inf"))).apply()

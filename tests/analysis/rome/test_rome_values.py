@@ -83,7 +83,7 @@ def test_loss_is_the_mean_over_prompts_each_run_alone(every, asked):
 @pytest.mark.parametrize("worth_a_pass", [0, 1000])
 def test_requests_together_are_requests_alone(either, monkeypatch, worth_a_pass):
     """Some are done early; the others go on as if nothing had happened. So with essences in a batch of their own."""
-    monkeypatch.setattr("diffusion_lens.analysis.rome.search._WORTH_A_PASS", worth_a_pass)
+    monkeypatch.setattr("diffusion_lens.analysis.rome.search._PADDING_PER_PASS", worth_a_pass)
     model = either.model
     requests, essences = zip(*(request_of(model, seed, (31 + seed,)) for seed in range(3)), strict=True)
     alone = [
@@ -239,7 +239,7 @@ def test_a_loss_that_is_no_number(every, asked):
         return resid * float("nan")
 
     with (
-        pytest.raises(ValueError, match=r"is nan at iteration 0 .*the weights or a hook are to blame"),
+        pytest.raises(ValueError, match=r"is nan at iteration 0 .*the cause is in the weights or a hook"),
         torch.no_grad(),
         model.hooks(fwd_hooks=[("blocks.2.hook_resid_post", spoil)]),
     ):
@@ -299,7 +299,7 @@ def test_bad_requests(every, asked):
         optimize_value(model, [queries[0], other], 1, essence=essence)
     if every.kind == "mdm":
         bare = Query(essence.tokens[:-1], (0, 2), (), ())
-        with pytest.raises(ValueError, match="the essence has no place to be read at: end it with a"):
+        with pytest.raises(ValueError, match="the essence has no position to read: end it with a"):
             optimize_value(model, queries, 1, essence=bare)
         shown = replace(queries[1], tokens=queries[1].tokens.index_fill(0, torch.tensor(10), 32))
         with pytest.raises(
