@@ -22,9 +22,10 @@ class StepHookPoint(HookPoint):
     Attaching and removing hooks is a `RuntimeError` while another thread runs the model.
     """
 
+    clock = StepClock()  # until a model lends its own
+
     def __init__(self, pos_dim: int = 1) -> None:
         super().__init__()
-        self.clock = StepClock()
         self.pos_dim = pos_dim
 
     @property
