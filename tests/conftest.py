@@ -4,7 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from type_checks import check_package
+from type_checks import begin_test, check_package
 
 check_package("diffusion_lens")
 
@@ -212,6 +212,7 @@ def token_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     """After every test: no hook on a shared model, no step lent, no parameter frozen, the grad mode as before."""
+    begin_test()
     yield
     assert torch.is_grad_enabled()
     for name in ("golden", "either", "every", "tiny", "own_pad"):

@@ -1,7 +1,8 @@
 """Checks every annotation of a package while the tests run: shapes by jaxtyping, all other types by beartype.
 
 jaxtyping's own import hook binds the arguments of every call and checks them twice, which costs more than the tests.
-Here each function is checked once, by beartype, and the names of axes are compared within one call.
+Here each function is checked once, by beartype, and the names of axes are compared within one call. A function that a
+test calls often is checked in its first `PER_TEST` calls.
 """
 
 import ast
@@ -24,7 +25,15 @@ from torch.utils.hooks import RemovableHandle
 
 DECORATOR = "__types_checked__"
 _beartype = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
+PER_TEST = 5
 _checked_code: dict[types.CodeType, tuple[dict[str, Any], Any]] = {}
+_calls: dict[types.CodeType, list[int]] = {}  # calls of each function that are still to be checked in this test
+
+
+def begin_test() -> None:
+    """Check the next calls of every function again."""
+    for left in _calls.values():
+        left[0] = PER_TEST
 
 
 def check_package(package: str) -> None:
@@ -47,12 +56,13 @@ def _checked(function: Any) -> Any:
     check = _by_beartype(function)
     if check is function:
         return function
+    left = _calls.setdefault(function.__code__, [PER_TEST])
     if not any(_has_axes(annotation) for annotation in function.__annotations__.values()):
-        wrapper = _switched(function, _Check(check))
+        wrapper = _plain(function, _Check(check), left)
     elif inspect.isgeneratorfunction(function):
         return jaxtyped(function, typechecker=_beartype)  # compares axes when it is called
     else:
-        wrapper = _scoped(function, _Check(check), push_shape_memo, pop_shape_memo)
+        wrapper = _scoped(function, _Check(check), left, push_shape_memo, pop_shape_memo)
     # In the module of the function, as beartype does: warnings skip the frames of the package.
     wrapper = types.FunctionType(wrapper.__code__, function.__globals__, closure=wrapper.__closure__)
     return functools.update_wrapper(wrapper, function)
@@ -92,19 +102,23 @@ def _by_beartype(function: Any) -> Any:
     return again
 
 
-def _switched(function: Any, check: _Check) -> Any:
+def _plain(function: Any, check: _Check, left: list[int]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return (function if check.config.jaxtyping_disable else check.call)(*args, **kwargs)
+        if not left[0] or check.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        left[0] -= 1
+        return check.call(*args, **kwargs)
 
     return wrapper
 
 
-def _scoped(function: Any, check: _Check, push: Any, pop: Any) -> Any:
+def _scoped(function: Any, check: _Check, left: list[int], push: Any, pop: Any) -> Any:
     """Axes have one length each within a call."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if check.config.jaxtyping_disable:
+        if not left[0] or check.config.jaxtyping_disable:
             return function(*args, **kwargs)
+        left[0] -= 1
         push({})
         try:
             return check.call(*args, **kwargs)
