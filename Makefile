@@ -24,7 +24,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint test  ## ruff, mypy --strict, then the tests; every change must pass them
+check: lint test docs  ## ruff, mypy --strict, the tests and the site; every change must pass them
 
 bench: $(READY)  ## run every script of benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
@@ -32,8 +32,10 @@ bench: $(READY)  ## run every script of benchmarks/
 tiny: $(READY)  ## train the bundled models again (about a quarter of an hour)
 	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
 
-docs: $(READY)  ## build the site, warnings as errors, offline; open docs/_build/index.html
-	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs docs/_build
+docs: $(READY)  ## build and test the site, warnings as errors, offline; open docs/_build/index.html
+	rm -rf docs/_build
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build
+	$(BIN)/python -m pytest -q docs/test_site.py
 
 # torch is installed first and alone, so that packages which depend on it find the pinned version.
 $(READY): pyproject.toml constraints.txt
