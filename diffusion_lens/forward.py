@@ -37,7 +37,7 @@ class Forward(DiffusionTransformer, ABC):
 
         Args:
             input: text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
-            return_type: "logits"; `None` to run for the hooks only; "loss", the loss that the model is trained on; or
+            return_type: "logits"; `None` if only the hooks matter; "loss", the loss that the model is trained on; or
                 "both", (logits, loss). For a loss, a masked diffusion model masks the tokens first, as `hide` does: its
                 logits are then those of the masked sequence.
             attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
@@ -211,7 +211,7 @@ class Forward(DiffusionTransformer, ABC):
         return (noisy if real is None else torch.where(real, noisy, tokens)), p_mask
 
     def _checked(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens of a loss, and which of them are real: by the mask, or else as the tokens tell."""
+        """Tokens of a loss, and which of them are real, by the mask or else by the padding tokens."""
         tokens = check_tokens(tokens, self.cfg)
         if attention_mask is None:
             return tokens, self.checked_real_positions(tokens)

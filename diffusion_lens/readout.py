@@ -1,4 +1,4 @@
-"""The rows of the logits that predict the tokens at given positions. Only this module knows about a shift.
+"""The rows of the logits that predict the tokens at given positions. Only this module depends on a shift.
 
 A masked diffusion model such as SMDM or LLaDA predicts the token at position i in row i of its logits. A causal model,
 and Dream, predict it in row i - 1. All other code works with positions, and gets rows from here.

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             facts = facts[: args.facts]
             folder = args.out / "average_effect" / f"{Path(name).name}_{direction}_{args.kind}_{len(facts)}"
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "the average is over nothing")  # print_average says so
+                warnings.filterwarnings("ignore", "the average has no facts")  # print_average says so
                 average = average_indirect_effect(
                     model, facts, args.kind, window=2, length=args.length, first_tokens=1, out=folder
                 )

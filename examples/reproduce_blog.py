@@ -170,7 +170,7 @@ class Study:
         steps: dict[str, Any] = {"length": self.layout["length"], "seed": self.args.seed, "roles": AT_STEPS}
         steps["loop"] = loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
         settings |= {"roles": [role for role in ROLES if role != "unasked"], "known": "recalled", "loop": loop}
-        warnings.filterwarnings("ignore", "the average is over nothing")  # The report says so.
+        warnings.filterwarnings("ignore", "the average has no facts")  # The report says so.
         blocks: dict[str, int] = {}
         for name, model in self.models.items():
             at_subject = []

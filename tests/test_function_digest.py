@@ -319,7 +319,7 @@ def test_a_folder_does_not_hand_out_the_numbers_of_another_dictionary(tiny, tmp_
 
     run(1.0)
     run(1.0)
-    with pytest.raises(ValueError, match="another run"):
+    with pytest.raises(ValueError, match="was made with other settings"):
         run(0.3)
 
 

@@ -34,7 +34,7 @@ class CanvasLayout:
     def on(self, model: DiffusionTransformer) -> "CanvasLayout":
         """This layout with the length that applies to `model`.
 
-        A length or a number of answer places that was given stays. Otherwise the length is `cfg.trained_length` of a
+        A given length or number of answer positions stays. Otherwise the length is `cfg.trained_length` of a
         masked diffusion model, whatever `first_tokens` is. Where that is unknown, and on a causal model, a canvas has
         as many positions as prompt and answer.
         """

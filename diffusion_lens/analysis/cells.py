@@ -1,16 +1,16 @@
-"""Cells: copies of one kept run in which some states are replaced.
+"""Cells: copies of one stored pass in which some states are replaced.
 
-Causal tracing and activation patching, on one canvas or at the steps of a run, score a grid of cells. A cell enters at
-a block with the kept residual stream; its patches are written on that stream, and at hook points of that block and of
-later ones. Only the blocks and positions that a patch can affect are computed. Left out are:
+Causal tracing and activation patching, on one canvas or at the steps of a denoising run, score a grid of cells. A cell
+enters at a block with the stored residual stream. Its patches are written into that stream, and at hook points of that
+block and of later ones. Only the blocks and positions that a patch can affect are computed. Not computed are:
 
-- Blocks before the entry. Cells that have entered run on together, joined at later blocks by those that enter there.
-- On a causal model, positions before the first one patched, whose keys and values are kept.
+- Blocks before the entry. Cells that have entered share passes; cells that enter at later blocks join them there.
+- On a causal model, positions before the first patched one, whose keys and values are stored.
 - In the last block, rows that are not read, unless a state is written there.
-- Cells that cannot reach a row that is read: those patched after the last block at another position and, on a causal
-  model, those patched at a later position than every row read.
+- Cells that cannot affect a row that is read: those patched after the last block at another position and, on a causal
+  model, those patched at a later position than every row that is read.
 
-While the caller has hooks inside the network, which may mix positions, every block runs whole.
+If the caller has hooks inside the network, which may mix positions, every block is computed at all positions.
 """
 
 import math
@@ -26,7 +26,7 @@ from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.interventions import Hook
 
-# Below about this many rows a pass takes the same time, so cells at neighbouring positions share passes up to it.
+# A pass over fewer rows takes about the same time, so cells at neighbouring positions share passes of this size.
 ROWS_OF_A_PASS = 24
 
 Measure = Callable[[Float[Tensor, "batch selected d_vocab_out"], Int[Tensor, "selected"]], Tensor]
@@ -34,17 +34,17 @@ Measure = Callable[[Float[Tensor, "batch selected d_vocab_out"], Int[Tensor, "se
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """States that one cell gets at one hook point.
+    """The states that are written into one cell at one hook point.
 
     Attributes:
         block: Block of the hook point.
         point: Name of the hook point.
-        states: Float[#row pos ...], source of the states; one row serves all rows of the run.
+        states: Float[#row pos ...], source of the states; a single row is used for all rows of the pass.
         source: Positions in `states`.
-        target: Positions in the run, one for each of `source`.
-        head: Head that is patched, where the activation has heads.
-        heads_first: Whether the activation is [row head query key] and not [row pos ...].
-        is_local: Whether what follows in the same block reads the state at its own position only.
+        target: Positions in the pass, one for each of `source`.
+        head: Head that is patched, if the activation has heads.
+        heads_first: Whether the activation is [row head query key] instead of [row pos ...].
+        is_local: Whether the rest of the block reads the state at its own position only.
     """
 
     block: int
@@ -59,11 +59,11 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One copy of the run.
+    """One copy of the pass.
 
     Attributes:
-        entry: First block that is run; `n_layers` where only the final norm and the head are.
-        patches: States that are written: on the stream entering that block, and at hook points from there on.
+        entry: First block that is computed; `n_layers` if only the final norm and the head are.
+        patches: States that are written into the stream entering that block, and at hook points from there on.
     """
 
     entry: int
@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def first_position(self) -> int:
-        """The first position patched."""
+        """The first patched position."""
         return min(position for patch in self.patches for position in patch.target)
 
 
@@ -80,49 +80,49 @@ class _Group:
     """Cells that can share passes.
 
     Attributes:
-        first_positions: Number of the group of neighbouring positions in which the cells begin.
-        only_final_norm: Whether no block is run.
-        runs_last_block_whole: Whether the last block computes rows that are not read, too.
+        first_positions: Index of the group of neighbouring positions in which the cells begin.
+        only_final_norm: Whether no block is computed.
+        whole_last_block: Whether the last block also computes rows that are not read.
     """
 
     first_positions: int
     only_final_norm: bool
-    runs_last_block_whole: bool
+    whole_last_block: bool
 
 
 def cells_that_fit(given: NetworkInput, kept_bytes: int, max_bytes: int, extra_row_bytes: int = 0) -> int:
-    """Cells that one pass may hold.
+    """Number of cells that fit into one pass.
 
     Args:
-        given: Input of the run whose copies the cells are.
-        kept_bytes: Bytes that are kept meanwhile: the clean and the corrupted run.
-        max_bytes: Memory to use beside the weights.
-        extra_row_bytes: Bytes that a row takes beside those of a plain forward pass.
+        given: Input of the pass of which the cells are copies.
+        kept_bytes: Bytes of the stored activations of the clean and the corrupted run.
+        max_bytes: Memory to use in addition to the weights, in bytes.
+        extra_row_bytes: Bytes that a row takes in addition to those of a plain forward pass.
 
     Raises:
-        ValueError: `max_bytes` does not hold what is kept and one cell.
+        ValueError: `max_bytes` does not suffice for the stored activations and one cell.
     """
     cfg, n_read = given.model.cfg, len(given.read_rows)
     one_row = row_bytes(cfg, given.n_pos, n_read) + given.past_bytes_by_row + extra_row_bytes
     if kept_bytes + given.n_rows * one_row > max_bytes:
         raise ValueError(
             f"max_bytes={max_bytes:,} is too little: the clean and the corrupted run keep {kept_bytes:,} bytes, and "
-            f"one cell of {given.n_rows} rows takes {given.n_rows * one_row:,} more"
+            f"one cell of {given.n_rows} rows takes {given.n_rows * one_row:,} more; give at least their sum"
         )
     left = max_bytes - kept_bytes
     return max(1, min(left // one_row, rows_at_once(cfg, given.n_pos, n_read, left)) // given.n_rows)
 
 
 class CellRuns:
-    """Scores cells of one kept run, many in a pass.
+    """Scores cells of one stored pass, many in each forward pass.
 
     Args:
-        run: The run; it keeps the stream entering each block at which a cell may enter and, where it resumes at
+        run: The stored pass, with the stream entering each block at which a cell may enter and, if passes resume at
             positions, the keys and values of all blocks.
-        measure: From the logits of whole copies at some of the rows read, and the indices of these rows among all that
-            are read, to a score for each copy, Float[cell ...].
-        unchanged: Score of the run itself.
-        cells_at_once: Cells that one pass may hold, as `cells_that_fit` counts them.
+        measure: Function from the logits of whole copies at some of the rows that are read, and the indices of these
+            rows among all that are read, to a score for each copy, Float[cell ...].
+        unchanged: Score of the pass without a patch.
+        cells_at_once: Number of cells that fit into one pass, from `cells_that_fit`.
     """
 
     def __init__(self, run: KeptRun, measure: Measure, unchanged: Tensor, cells_at_once: int) -> None:
@@ -169,9 +169,9 @@ class CellRuns:
             inside = [cell for cell in cells if cell.entry <= entry]
             stream = torch.cat([stream, self._enter(entering, offset)])
 
-            # 2. They run together up to the next entry, with the states of each written into its own rows.
+            # 2. Compute all of them up to the next entry, with the states of each cell written into its own rows.
             blocks = range(entry, stop)
-            hooks = self._hooks(inside, blocks, offset, group.runs_last_block_whole)
+            hooks = self._hooks(inside, blocks, offset, group.whole_last_block)
             logits_at = read if stop == self.n_layers else None
             stream = self.run.resume(stream, blocks, offset, hooks=hooks, logits_at=logits_at)
         return self.measure(stream, torch.tensor(computed, device=stream.device))
@@ -203,7 +203,7 @@ class CellRuns:
         return [(point, writer(patches)) for point, patches in by_point.items()]
 
     def _reaches_a_row(self, cell: Cell) -> bool:
-        """Whether a cell can change a row that is read; the caller's hooks may carry a change anywhere."""
+        """Whether a cell can change a row that is read; with hooks of the caller, every patched cell can."""
         if not cell.patches or self.run.input.is_hooked:
             return bool(cell.patches)
         if cell.entry == self.n_layers:
@@ -211,9 +211,9 @@ class CellRuns:
         return not self.run.input.resumes_at_positions or cell.first_position <= max(self.read_positions, default=-1)
 
     def _positions_per_group(self, cells: Sequence[Cell]) -> int:
-        """How many neighbouring positions share passes that begin at the first of them.
+        """Number of neighbouring positions that share passes, which begin at the first of them.
 
-        A larger group needs fewer passes, and recomputes more positions.
+        A larger number means fewer passes, but more positions are computed again.
         """
         if not cells or not self.run.input.resumes_at_positions:
             return self.run.input.n_pos
@@ -230,7 +230,7 @@ class CellRuns:
 
 
 def _write(activation: Tensor, patches: Iterable[tuple[int, Patch]], n_cells: int, offset: int) -> None:
-    """Write patches into an activation of whole copies from position `offset` on; each comes with its copy's index."""
+    """Write patches, each with the index of its copy, into an activation of whole copies from position `offset` on."""
     by_source: dict[tuple[int, bool], list[tuple[int, Patch]]] = {}
     for index, patch in patches:
         by_source.setdefault((id(patch.states), patch.head is None), []).append((index, patch))

@@ -1,7 +1,8 @@
-"""One pass over a canvas, with the activations kept that later passes resume from.
+"""A forward pass that stores the activations from which later passes resume.
 
-A pass that differs from a kept one only from block l on starts at block l, from the kept residual stream. On a causal
-model it also starts at the first position that differs: the keys and values of the positions before it are kept.
+A pass that differs from the stored one only from block l on starts at block l, from the stored residual stream. On a
+causal model it also starts at the first position that differs, because the keys and values of the earlier positions are
+stored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ def keys_and_values(block: int) -> tuple[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class NetworkInput:
-    """What one pass reads, and which rows of its logits are read.
+    """The input of one forward pass, and the rows of its logits that are read.
 
     Attributes:
         model: The network.
@@ -40,7 +41,7 @@ class NetworkInput:
         rows: Rows of the logits that are read, negative ones from the end; `None` reads all of them.
         real: False at padding; `None` where there is none.
         step: The denoising step that hooks read; `None` outside the loop.
-        hooks: Hooks of this pass, beside those of the caller.
+        hooks: Hooks of this pass, in addition to those of the caller.
         is_hooked: Whether the caller has hooks inside the network, which may mix positions.
     """
 
@@ -93,7 +94,7 @@ class NetworkInput:
 
     @property
     def past_points(self) -> list[str]:
-        """Hook points that a run keeps if passes resume at positions: the keys and values of all blocks."""
+        """Hook points to store if passes resume at positions: the keys and values of all blocks."""
         blocks = range(self.model.cfg.n_layers) if self.resumes_at_positions else ()
         return [name for block in blocks for name in keys_and_values(block)]
 
@@ -115,18 +116,18 @@ class NetworkInput:
         return resid
 
     def run(self, names: Iterable[str], embedded: Resid | None = None) -> "KeptRun":
-        """Run the network and keep the activations at these hook points.
+        """Compute the pass and store the activations at these hook points.
 
         Args:
-            embedded: What enters the first block, instead of the embedding of the tokens.
+            embedded: Input of the first block, instead of the embedding of the tokens.
         """
-        kept: dict[str, Tensor] = {} if embedded is None else {"hook_embed": embedded}
+        stored: dict[str, Tensor] = {} if embedded is None else {"hook_embed": embedded}
 
-        def keep(activation: Tensor, hook: Any) -> None:
-            kept[hook.name] = activation
+        def store(activation: Tensor, hook: Any) -> None:
+            stored[hook.name] = activation
 
-        # The caller's hooks and these act before `keep`, so the states kept are those that the pass went on with.
-        hooks = [*self.hooks, *((name, keep) for name in dict.fromkeys(names) if name not in kept)]
+        # `store` is attached after all other hooks, so it stores the states with which the pass continues.
+        hooks = [*self.hooks, *((name, store) for name in dict.fromkeys(names) if name not in stored)]
         with self.at_step(), self.model.hooks(fwd_hooks=hooks):
             logits: Tensor = self.model(
                 self.tokens if embedded is None else embedded,
@@ -134,17 +135,17 @@ class NetworkInput:
                 attention_mask=self.real,
                 logits_at=self.rows,
             )
-        return KeptRun(self, kept, logits)
+        return KeptRun(self, stored, logits)
 
 
 @dataclass(frozen=True, eq=False)
 class KeptRun:
-    """A pass that has run.
+    """A forward pass with its stored activations.
 
     Attributes:
-        input: What it read.
-        activations: Activations kept, by hook point.
-        logits: Float[batch selected d_vocab_out], the rows that are read.
+        input: Input of the pass.
+        activations: Stored activations, by hook point.
+        logits: Float[batch selected d_vocab_out], rows of the logits that are read.
     """
 
     input: NetworkInput
@@ -153,7 +154,7 @@ class KeptRun:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of the stored activations and the logits."""
         return self.logits.nbytes + sum(tensor.nbytes for tensor in self.activations.values())
 
     def stream(self, block: int, offset: int = 0) -> Resid:
@@ -169,14 +170,15 @@ class KeptRun:
         hooks: Sequence[tuple[str, Hook]] = (),
         logits_at: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run these blocks on copies of this run's rows that differ in their stream from position `offset` on.
+        """Compute these blocks on copies of the rows, whose streams differ from position `offset` on.
 
         Args:
-            stream: The residual stream of whole copies, one after the other, entering the first of the blocks.
-            logits_at: Rows of the logits to return, after the last block; by default the stream after the blocks is.
+            stream: Residual stream that enters the first of the blocks, for whole copies one after the other.
+            logits_at: Rows of the logits to return, after the last block. By default the stream after the blocks is
+                returned instead.
         """
         model, copies = self.input.model, len(stream) // self.input.n_rows
-        # Attaching no hooks still costs a walk through every hook point of the model.
+        # Without hooks no context is opened, because even an empty one visits every hook point of the model.
         attached = model.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext()
         with self.input.at_step(copies), attached:
             out: Tensor = model(

@@ -117,10 +117,16 @@ Sampler = Annotated[
 ]
 CfgScale = Annotated[
     float | None,
-    typer.Option(help="Weight of classifier-free guidance. Default: 0, no guidance.", callback=ranges.not_negative()),
+    typer.Option(
+        help="Weight of classifier-free guidance. Default: 0, no guidance.",
+        callback=ranges.not_negative("no guidance"),
+    ),
 ]
 Temperature = Annotated[
-    float, typer.Option(help="Sampling temperature. 0 selects the most likely token.", callback=ranges.not_negative())
+    float,
+    typer.Option(
+        help="Sampling temperature. 0 selects the likeliest token.", callback=ranges.not_negative("the likeliest token")
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random number generator.", callback=ranges.seed())]
 Kind = Annotated[str, typer.Option(help="Kind of state to restore: resid, mlp or attn.")]

@@ -13,9 +13,11 @@ def at_least(least: int) -> Check:
     return _check(lambda number: number >= least, f"it must be at least {least}")
 
 
-def not_negative() -> Check:
-    """Check that a number is finite and at least 0."""
-    return _check(lambda number: 0 <= number < math.inf, "it must be a finite number, 0 or more")
+def not_negative(zero: str = "") -> Check:
+    """Check that a number is finite and at least 0; the message may explain what 0 means."""
+    return _check(
+        lambda number: 0 <= number < math.inf, f"it must be a finite number, 0 {zero and f'({zero}) '}or more"
+    )
 
 
 def positive() -> Check:

@@ -51,9 +51,10 @@ class FactSource:
         if limit is not None and limit < 1:
             raise ValueError(f"limit={limit}; it must be at least 1")
         if not cells:
-            have = sorted({f"trained {fact.trained} asked {fact.asked}" for fact in self.facts})
+            have = sorted({f"trained {fact.trained} queried {fact.asked}" for fact in self.facts})
+            anyway = "in any direction"
             raise ValueError(
-                f"{self.name} has no fact trained {trained or 'anyhow'} and asked {asked or 'anyhow'}; it has "
+                f"{self.name} has no fact trained {trained or anyway} and queried {asked or anyway}; it has "
                 f"{', '.join(have)}"
             )
         picked = {id(fact) for cell in cells.values() for fact in _spread(cell, limit)}

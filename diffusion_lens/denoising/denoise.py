@@ -27,10 +27,10 @@ def denoise(
     fwd_hooks: FwdHooks = (),
     progress: bool = False,
 ) -> Trajectory:
-    """Run the loop from a canvas, which `lay_out` makes of a prompt.
+    """Run the loop from a canvas, which `lay_out` makes from a prompt.
 
     Args:
-        fwd_hooks, progress: as in `HookedDiffusionTransformer.denoise`, whose errors these are.
+        fwd_hooks, progress: The same as in `HookedDiffusionTransformer.denoise`, which also lists the errors.
     """
     with run_of(model, fwd_hooks):
         run = prepare(model, canvas, settings)
@@ -47,7 +47,7 @@ def denoise_with_cache(
     fwd_hooks: FwdHooks = (),
     progress: bool = False,
 ) -> tuple[Trajectory, TrajectoryCache]:
-    """Run the loop and keep activations; see `HookedDiffusionTransformer.denoise_with_cache` for the errors."""
+    """Run the loop and cache activations; `HookedDiffusionTransformer.denoise_with_cache` lists the errors."""
     run = prepare(model, canvas, settings)
     n_steps = len(run.times) - 1
     request = cache_filter.on(model, n_steps, guided=run.settings.cfg_scale > 0)
@@ -55,8 +55,8 @@ def denoise_with_cache(
     cached: dict[int, dict[str, Tensor]] = {}
 
     def around(step: int) -> AbstractContextManager[Any]:
-        # Attached step by step, after the caller's hooks: the cache holds what they returned, and a step that is not
-        # cached costs what it costs without a cache.
+        # The hooks that cache are attached step by step, after the caller's hooks: so the cache contains what those
+        # returned, and steps that are not cached cost nothing extra.
         return model.hooks(fwd_hooks=request.hooks(cached)) if step in request.steps else nullcontext()
 
     with run_of(model, fwd_hooks):
@@ -65,10 +65,10 @@ def denoise_with_cache(
 
 
 def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettings) -> Run:
-    """A checked run that has not begun.
+    """Check the settings, and make a run that has not begun.
 
     Raises:
-        ValueError: settings that this model cannot follow, or that do not fit the canvas.
+        ValueError: The settings do not fit the model or the canvas.
     """
     settings = settings.on(model.cfg, model.cfg.model_name)
     assert settings.sampler is not None

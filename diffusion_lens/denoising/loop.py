@@ -15,9 +15,9 @@ sampler plans which, and how many. A step passes these hook points, in this orde
 
 The loop uses what a hook returns there. It reveals masked positions only, and a position where [MASK] itself is
 proposed stays masked. Where a token is proposed, it refuses logits that are NaN or +inf, or -inf for every token that
-may be written, and it refuses ids that are no tokens, because they would look like confident predictions. While
-anything is hooked, the network runs at every step and tokens are proposed at every masked position (on a causal model:
-at the next one), so that a hook may change the order. Otherwise a step that reveals nothing takes no forward pass.
+may be written, and it refuses ids that are no tokens, because they would look like confident predictions. If anything
+is hooked, every step takes a forward pass and proposes tokens at every masked position (on a causal model: at the next
+one), so that a hook may change the order. Otherwise a step that reveals nothing takes no forward pass.
 
 A run with a `script`, the canvases of an earlier run, is forced: the network and its hooks see those canvases, the loop
 reveals their tokens (`hook_candidates` and `hook_reveal` do not pass), and a hook changes only their probabilities.
@@ -43,13 +43,13 @@ def run_loop(
     around: Callable[[int], AbstractContextManager[Any]] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Take every step from `first_step` on, and return the run's costs for its record.
+    """Take every step from `first_step` on, and return the costs for the record.
 
     Args:
         around: Function from a step's index to a context manager that is open during the step, such as one that caches.
 
     Raises:
-        RuntimeError: another run of the loop is in progress on this model.
+        RuntimeError: Another denoising run is in progress on this model.
     """
     begun = time.perf_counter()
     model, steps = run.model, range(first_step, len(run.times) - 1)

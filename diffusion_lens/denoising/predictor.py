@@ -74,9 +74,9 @@ class Conditional(Predictor):
 
 @dataclass
 class Guided(Predictor):
-    """Guidance around a `Conditional`: both branches run as one batch, and hook points show one branch at a time.
+    """Guidance around a `Conditional`: both branches form one batch, and hook points show one branch at a time.
 
-    Torch's own hooks on other modules would see both branches at once, so with these the branches run one by one.
+    Torch's own hooks on other modules would see both branches at once, so with these each branch is a pass of its own.
     """
 
     inner: Conditional
@@ -145,7 +145,7 @@ class LeftToRightCached(Predictor):
         if n_cached >= tokens.shape[1] or not torch.equal(tokens[:, :n_cached], self._tokens):
             self._cache, n_cached = KeyValueCache(model.cfg.n_layers), 0
 
-        # 3. Run the positions behind the cached ones, and read the last row.
+        # 3. Compute the positions after the cached ones, and read the last row.
         logits: Tensor = model(tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=[-1])
         self._tokens, self._passes = tokens, self._passes + 1
         return logits[:, 0]

@@ -1,14 +1,14 @@
 """Checks that the network that wrote a trajectory is the model as it is now.
 
 An analysis of a trajectory reads canvases that were written earlier. Since then, hooks may have been attached or
-removed, weights edited, modules replaced. The present network then says nothing about the canvases, nor about whether
-their run wrote the answer, so a result on a trajectory records both networks (`canvas_provenance`). An analysis that
-compares the recorded run with new runs of the model needs one and the same network (`require_same_network`). An
-analysis that only reads the canvases warns that another network wrote them (`warn_of_another_network`).
+removed, weights edited, or modules replaced. So a result on a trajectory records two networks: the present one and the
+one that wrote the canvases (`canvas_provenance`). An analysis that compares the recorded run with new runs of the model
+needs both to be the same (`require_same_network`). An analysis that only reads the canvases warns if another network
+wrote them (`warn_of_another_network`).
 
-Networks are compared by `COMPARED`. The tokenizer is recorded beside these and not compared, because it turns texts
-into ids and takes no part in a run. It has to be the same only where an analysis reads two trajectories, possibly of
-different models, side by side (`require_same_tokens`).
+Networks are compared by `COMPARED`. The tokenizer is recorded too but not compared, because it only converts texts to
+ids. It has to be the same only if an analysis reads two trajectories, possibly of different models
+(`require_same_tokens`).
 """
 
 import re
@@ -25,11 +25,11 @@ _DIGEST = re.compile(r" #[0-9a-f]+")
 
 
 def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` unless this model wrote the trajectory; its weights may have been edited since."""
+    """Raise a `ValueError` unless this model wrote the trajectory. Its weights may have been edited since."""
     if record["model"] != model.cfg.model_name:
         raise ValueError(
-            f"the trajectory was written by {record['model']!r}, and {model.cfg.model_name!r} cannot replay it: its "
-            "tokens and steps mean nothing there. Load that model, or denoise the prompt again"
+            f"the trajectory was written by {record['model']!r}, and {model.cfg.model_name!r} cannot replay it because "
+            "its tokens and steps may differ. Load that model, or denoise the prompt again"
         )
     require_same_architecture(record, model)
 
@@ -48,9 +48,9 @@ def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransfo
 def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
     """The network that wrote a trajectory's canvases: its name, dtype, weights, hooks, modules and tokenizer.
 
-    A forced replay writes nothing: its canvases are those of the run that it replays. A free replay from the middle
-    keeps the earlier canvases. Where another network wrote these, "earlier" holds that network's provenance, with the
-    first step ("before_step") that it did not take. A value that the record of an older file lacks is `None`.
+    A forced replay writes nothing: its canvases are those of the run that it replays. A free replay from a later step
+    keeps the earlier canvases. If another network wrote these, "earlier" is that network's provenance with the first
+    step that it did not take ("before_step"). A value that the record of an older file lacks is `None`.
     """
     replay = record.get("replay")
     if replay is None:
@@ -63,10 +63,10 @@ def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_network(record: Mapping[str, Any], model: DiffusionTransformer, where: str) -> None:
-    """Raise a `ValueError` unless the model as it is now took the steps of a trajectory.
+    """Raise a `ValueError` unless the model in its present state took the steps of a trajectory.
 
-    Where another network wrote the canvases before the trajectory's first step, this is a `UserWarning` only, because
-    new runs begin with those canvases too.
+    If another network wrote only the canvases before the trajectory's first step, it is a `UserWarning`, because new
+    runs begin with those canvases too.
 
     Args:
         record: Record of the trajectory; values that it lacks are not compared.
@@ -83,7 +83,7 @@ def require_same_network(record: Mapping[str, Any], model: DiffusionTransformer,
 
 
 def warn_of_another_network(trajectories: Mapping[str, tuple[Mapping[str, Any], DiffusionTransformer]]) -> None:
-    """Warn where the network that wrote a trajectory differs from the model that reads its canvases now.
+    """Warn if the network that wrote a trajectory differs from the model that reads its canvases now.
 
     Args:
         trajectories: Record of each trajectory and the model that reads it, by the trajectory's name in the analysis.

@@ -35,10 +35,10 @@ class Plan:
 
 
 class Sampler(ABC):
-    """Chooses positions; never tokens.
+    """Chooses positions, but not their tokens.
 
     Attributes:
-        name: Name under which `denoise` finds it and records keep it.
+        name: Name of the sampler in `denoise` and in records.
         eps: Time at which the run ends.
         proposal: Rule by which tokens are proposed and scored.
     """

@@ -18,7 +18,9 @@ def linear_times(steps: int, eps: float) -> Float[Tensor, "steps_plus_1"]:
 def check_eps(eps: float) -> None:
     """Raise a `ValueError` unless a run can end at this time."""
     if not 0 <= eps < 1:
-        raise ValueError(f"eps={eps}; the time at which a run ends must be at least 0 and below 1, where it begins")
+        raise ValueError(
+            f"eps={eps}; the time at which a run ends must be at least 0 and below 1, the time of its start"
+        )
 
 
 def revealed_share(t: float, s: float) -> float:

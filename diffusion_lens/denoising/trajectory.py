@@ -1,4 +1,4 @@
-"""`Trajectory`: the result of a run of the denoising loop."""
+"""`Trajectory`: the result of a denoising run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -117,9 +117,9 @@ class Trajectory:
         return canvases == self.blank
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
-        """The part of the run from the canvas before `step` on, to branch off by a replay under a hook or a seed.
+        """The part of the run from the canvas before `step` on, for a replay from there with other hooks or seeds.
 
-        Steps keep their index, and with it their time and their random numbers.
+        Steps keep their index, and so their time and their random numbers.
         """
         step = whole_number("step", step)
         fields = {**vars(self), "canvases": self.canvases[self._canvas_index(step) :]}
@@ -183,15 +183,16 @@ class Trajectory:
         canvases; under another network, two networks have then written the canvases.
 
         Args:
-            canvas: "forced" runs the network on the recorded canvases: the tokens stay, their confidence changes.
-                "free" lets the canvas change: a run with the same settings and seeds from the first canvas on.
-            fwd_hooks: as in `denoise`.
+            canvas: With "forced" the network reads the recorded canvases: the tokens stay, their confidence changes.
+                "free" is a new run from the first canvas, with the same settings and seeds, which may write other
+                tokens.
+            fwd_hooks: The same as in `denoise`.
             sampler: Sampler of a free replay, in place of the recorded one.
             seeds: Seeds of a free replay, one for each row or a number as in `denoise`, in place of the recorded ones.
             progress: Whether to show a progress bar.
 
         Raises:
-            ValueError: Another model than the recorded one, or an unknown sampler.
+            ValueError: The model is not the recorded one, or the sampler is unknown.
         """
         if canvas not in ("forced", "free"):
             raise ValueError(f"canvas={canvas!r}; it is 'forced' (the recorded canvases) or 'free' (they may change)")
@@ -205,19 +206,19 @@ class Trajectory:
         positions: Sequence[int],
         fwd_hooks: FwdHooks = (),
     ) -> "Trajectory":
-        """A free replay whose first step takes these logits, and does not run the network.
+        """A free replay whose first step uses the given logits instead of a forward pass.
 
         Args:
-            logits: After guidance, at every position where the first step may propose a token.
+            logits: Logits after guidance, at every position where the first step may propose a token.
             positions: The positions that they predict.
-            fwd_hooks: As in `denoise`; the network's act from the second step on.
+            fwd_hooks: The same as in `denoise`. Hooks inside the network act from the second step on.
         """
         run = self._begin_again(model, None, None, forced=False)
         run.predictor = FirstGiven(run.predictor, logits, positions)
         return self._finish(run, "free", fwd_hooks)
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
-        """Take the steps of a run that has begun again."""
+        """Take the steps of a replay, and record what it replays."""
         model = run.model
         with run_of(model, fwd_hooks):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
@@ -227,8 +228,8 @@ class Trajectory:
     def diff(self, other: "Trajectory") -> TrajectoryDiff:
         """The differences from another run of the same prompt."""
         names = ("tokens", "canvases", "revealed_at", "confidence")
-        before, after = ({name: getattr(run, name) for name in names} for run in (self, other))
-        return TrajectoryDiff.of(before, after, self.first_step)
+        first, second = ({name: getattr(trajectory, name) for name in names} for trajectory in (self, other))
+        return TrajectoryDiff.of(first, second, self.first_step)
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -256,7 +257,7 @@ class Trajectory:
         return plots.canvas_table(f"{self.record['model']}: {self.text[row] or 'a run'}", *self._drawn(row))
 
     def _drawn(self, row: int) -> tuple[list[list[str]], list[list[bool]], list[int], list[float], int]:
-        """What the pictures of one row show."""
+        """The data that the figures of one row show."""
         masked = self.is_masked(self.canvases[:, row]).tolist()
         revealed_at, confidence = self.revealed_at[row].tolist(), self.confidence[row].tolist()
         return self.str_canvases(row), masked, revealed_at, confidence, self.first_step
@@ -268,8 +269,8 @@ class Trajectory:
         require_same_model(self.record, model)
         if self.record.get("remasked") and self.first_step and not forced:
             raise ValueError(
-                "the sampler of this run reads the confidence of every revealed token, and a run that remasks does not "
-                "keep it for tokens that were rewritten later: replay it freely from its start, or forced from any step"
+                "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
+                "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
             )
         settings = DenoiseSettings.recorded(self.record, sampler, seeds)
         device = model.cfg.device
@@ -287,7 +288,7 @@ class Trajectory:
         )
 
     def _canvas_index(self, step: int) -> int:
-        """The position of a step in `canvases`; a `ValueError` where the trajectory does not hold it."""
+        """The index of a step in `canvases`; a `ValueError` if the trajectory does not contain the step."""
         if not self.first_step <= step < self.first_step + self.n_steps:
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")

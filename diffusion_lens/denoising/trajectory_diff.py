@@ -1,4 +1,4 @@
-"""Where two runs of the denoising loop part."""
+"""The differences between two denoising runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryDiff:
-    """Where two runs of one prompt part.
+    """The differences between two denoising runs of one prompt.
 
     Attributes:
         first_step: First step after which the canvases differ; `None` if they never do.
@@ -25,15 +25,15 @@ class TrajectoryDiff:
     confidence: Float[Tensor, "batch pos"]
 
     @classmethod
-    def of(cls, first: Mapping[str, Tensor], second: Mapping[str, Tensor], begun: int) -> "TrajectoryDiff":
-        """The differences of two runs.
+    def of(cls, first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_step: int) -> "TrajectoryDiff":
+        """The differences between two runs.
 
         Args:
             first, second: `tokens`, `canvases`, `revealed_at` and `confidence` of each run, as in `Trajectory`.
-            begun: index of the step at which the first canvas stands.
+            first_step: Step that begins with the first canvas.
 
         Raises:
-            ValueError: canvases of different shapes, or runs that begin with different canvases.
+            ValueError: The canvases have different shapes, or the runs begin with different canvases.
         """
         canvases, others = first["canvases"], second["canvases"]
         if canvases.shape != others.shape:
@@ -42,10 +42,10 @@ class TrajectoryDiff:
                 "(step+1, batch, pos)"
             )
         if not torch.equal(canvases[0], others[0]):
-            raise ValueError("the two runs begin with different canvases: only runs of one prompt can part")
+            raise ValueError("the two runs begin with different canvases; compare runs of the same prompt")
         differing = (canvases != others).flatten(1).any(dim=1).nonzero()
         return cls(
-            first_step=begun + int(differing[0]) - 1 if len(differing) else None,
+            first_step=first_step + int(differing[0]) - 1 if len(differing) else None,
             tokens=first["tokens"] != second["tokens"],
             order=first["revealed_at"] != second["revealed_at"],
             confidence=second["confidence"] - first["confidence"],

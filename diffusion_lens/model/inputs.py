@@ -22,7 +22,7 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
     if tokens.dim() != 2:
         raise ValueError(f"tokens have shape {list(tokens.shape)}; they must be [batch, pos]")
     if tokens.numel() == 0:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}: there is nothing to run on")
+        raise ValueError(f"tokens have shape {list(tokens.shape)}: the model needs at least one token")
     check_length(tokens.shape[1], cfg)
     tokens = tokens.to(device=cfg.device, dtype=torch.long)
     smallest, largest = (int(id_) for id_ in tokens.aminmax())

@@ -84,7 +84,7 @@ class TextInterface(ABC):
         rows = [self.encode(text, prepend_bos) for text in texts]
         if empty := [row for row, ids in enumerate(rows) if not ids]:
             raise ValueError(
-                f"the text of row {empty[0]} is empty and no BOS is prepended: there is no token to run on"
+                f"the text of row {empty[0]} is empty and no BOS is prepended, but the model needs at least one token"
             )
         if unknown := [word for text in texts for word in self.unknown_words(text)]:
             warn_user(self._unknown(unknown))
@@ -234,7 +234,7 @@ class TextInterface(ABC):
         if not bool(text.any(dim=1).all()):
             row = int((~text.any(dim=1)).nonzero()[0])
             raise ValueError(
-                f"row {row} of the tokens is all padding ({self._word(pad)!r}): there is nothing to run on"
+                f"row {row} of the tokens is all padding ({self._word(pad)!r}), but the model needs at least one token"
             )
         return (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
 

@@ -1,4 +1,4 @@
-"""Training rows, the order in which a run visits them, and the loss terms of a batch."""
+"""Training rows, the order in which a training visits them, and the loss terms of a batch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class TrainingRows:
         return Batch(self.tokens[rows, : len(pos)].to(device), (pos < lengths[:, None]).to(device), answers)
 
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of all the data that a run reads."""
+        """Hexadecimal SHA-256 of all the data that a training reads."""
         digest = hashlib.sha256()
         for name, tensor in vars(self).items():
             if tensor is not None:
@@ -88,7 +88,7 @@ class RowOrder:
 
     Attributes:
         n_rows: Number of rows of the data.
-        generator: Random number generator of the run.
+        generator: Random number generator of the training.
         left: Rows of the current pass that no batch contains yet.
     """
 

@@ -14,7 +14,7 @@ from diffusion_lens.training.trainer import Evaluate, TrainingRecord, train
 from weight_conversion import CHECKPOINT_SUFFIXES, export, open_checkpoint
 
 WEIGHTS = "model.safetensors"
-# The run has its own subfolder, because `from_pretrained` needs a folder with one .safetensors file only.
+# The training has its own subfolder, because `from_pretrained` needs a folder with one .safetensors file only.
 RUN, RECORD = "training", "record.safetensors"
 
 
@@ -35,8 +35,8 @@ def finetune(
 
     The folder contains the weights and the config in the family's own format, the tokenizer, and `trained_length.json`
     with the canvas length of training, if it is known. The subfolder `training` contains `run.json`, the
-    `TrainingRecord` as `record.safetensors`, and the checkpoint while the run is incomplete. The same call resumes an
-    interrupted run, and only reads a complete one.
+    `TrainingRecord` as `record.safetensors`, and the checkpoint until the training is complete. The same call resumes
+    an interrupted training, and only reads a complete one.
 
     Each variant is trained by its own loss: a masked diffusion model with noise on prompt and completion, the AR
     baseline on the next token. Rows are laid out as in SMDM's fine-tuning (see `training.completions`);
@@ -54,7 +54,7 @@ def finetune(
     Raises:
         ImportError: The package accelerate is not installed.
         FileNotFoundError: The data do not exist.
-        ValueError: A row does not fit (the message names it), or `out` contains another run or other weights.
+        ValueError: A row does not fit (the message names it), or `out` contains another training or weights.
     """
     rows = encode_completions(model, read_completions(data), answer_only=answer_only, prepend_bos=prepend_bos)
     target = Path(out).expanduser()
@@ -80,7 +80,7 @@ def finetune(
             export(dict(model.named_parameters()), model.cfg.architecture, target / WEIGHTS)
             write_trained_length(model.cfg.trained_length, target)
             save_tokenizer(model.tokenizer, target, prepends_bos=model.cfg.default_prepend_bos)
-            # The record comes last, because it marks the run as complete.
+            # The record comes last, because it marks the training as complete.
             record.save(home.path / RECORD)
             home.checkpoint.unlink()
         accelerator.wait_for_everyone()
@@ -101,5 +101,5 @@ def require_own_folder(target: Path) -> None:
         return
     if checkpoints := sorted(file.name for file in target.glob("*") if file.suffix in CHECKPOINT_SUFFIXES):
         raise ValueError(
-            f"{target} holds {', '.join(checkpoints)}, which no run here wrote; pass another folder as out="
+            f"{target} holds {', '.join(checkpoints)}, which no training here wrote; pass another folder as out="
         )

@@ -1,10 +1,10 @@
-"""A training run on disk: its identity and its current state.
+"""A training on disk: its identity and its current state.
 
-`run.json` identifies the run by its recipe, the hash of its data and the hash of its initial weights. While the run is
-incomplete, `checkpoint.safetensors` holds everything that the next step depends on: the weights, AdamW's moments, the
-state of the random generator, the remaining rows of this pass and the losses so far. The file is replaced atomically,
-so a run can be resumed after any kind of stop. On a CPU the resumed run is bit-identical. (The learning rate is a
-function of the step and needs no state.)
+`run.json` identifies the training by its recipe, the hash of its data and the hash of its initial weights. Until the
+training is complete, `checkpoint.safetensors` contains everything that the next step depends on: the weights, AdamW's
+moments, the state of the random generator, the remaining rows of this pass and the losses so far. The file is replaced
+atomically, so a training can be resumed after any interruption. On a CPU the result is then bit-identical. (The
+learning rate is a function of the step and needs no state.)
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ KIND = "training checkpoint"
 
 @dataclass(eq=False)
 class RunState:
-    """The current state of a run.
+    """The current state of a training.
 
     Attributes:
         weights: Parameters of the model by name.
         optimizer: AdamW over the weights.
-        order: Order of the remaining rows, with the random number generator of the run.
+        order: Order of the remaining rows, with the random number generator of the training.
         scaler: Gradient scaler for float16, or `None`.
         losses: Loss of every step so far.
         evaluations: Results of `evaluate`, each with its step.
@@ -92,25 +92,25 @@ class RunState:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run."""
+    """The folder of one training."""
 
     path: Path
 
     @property
     def run(self) -> Path:
-        """File that identifies the run."""
+        """File that identifies the training."""
         return self.path / "run.json"
 
     @property
     def checkpoint(self) -> Path:
-        """File with the state of an incomplete run."""
+        """File with the state of an incomplete training."""
         return self.path / "checkpoint.safetensors"
 
     def start(self, run: Mapping[str, Any], write: bool) -> None:
-        """Start or resume this run in the folder. Only one of several processes may `write`.
+        """Start or resume this training in the folder. Only one of several processes may `write`.
 
         Raises:
-            ValueError: The folder contains another run; the message names the differences.
+            ValueError: The folder contains another training; the message names the differences.
         """
         run = as_json(run)
         if self.run.exists():
@@ -132,7 +132,7 @@ class RunFolder:
 def describe_run(
     model: DiffusionTransformer, rows: TrainingRows, config: TrainingConfig, objective: Objective | None = None
 ) -> dict[str, Any]:
-    """The identity of a run, as in `run.json`: everything that its numbers depend on except the machine."""
+    """The identity of a training, as in `run.json`: everything that its numbers depend on except the machine."""
     return {
         "config": asdict(config),
         "objective": "own" if objective is None else getattr(objective, "__qualname__", repr(objective)),

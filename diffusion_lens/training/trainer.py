@@ -1,6 +1,6 @@
 """The trainer: AdamW with warm-up and cosine decay, one seed for all random numbers, one or several devices.
 
-An update samples the noise of the whole batch from the run's own generator, and then divides the batch into one part
+An update samples the noise of the whole batch from the training's own generator, then divides the batch into one part
 per process and accumulation step. Each term keeps its weight in the mean over the whole batch, so the losses and
 gradients of the parts add up to those of the batch. The number of processes and parts therefore changes results only by
 the rounding of sums. On a CPU with a fixed number of threads, a seed gives bit-identical weights, whether or not the
@@ -36,10 +36,10 @@ Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
 
 @dataclass(frozen=True, eq=False)
 class TrainingRecord:
-    """The record of a training run.
+    """The record of a training.
 
     Attributes:
-        config: Recipe of the run.
+        config: Recipe of the training.
         losses: Float[step], the loss of every step.
         record: Seconds, threads, processes, model, hashes of the data and of the weights before and after, and
             versions. The entry "starts" lists the step and the device of each start and resumption.
@@ -87,8 +87,8 @@ def train(
         config: Recipe of the training.
         objective: Custom loss, a function of model, tokens and generator. It receives the whole batch, so it requires
             one process and `accumulate=1`. Default: the model's own loss.
-        folder: Folder for `run.json` and the checkpoint. An incomplete run in this folder is resumed; a complete one is
-            only read.
+        folder: Folder for `run.json` and the checkpoint. An incomplete training in this folder is resumed; a complete
+            one is only read.
         checkpoint_every: Number of steps between checkpoints. The last step always writes one.
         evaluate: Function that returns metrics to track, such as recall. Each process calls it without gradients and
             in evaluation mode.
@@ -96,7 +96,8 @@ def train(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The folder contains another run, a batch has fewer rows than parts, or the precision does not fit.
+        ValueError: The folder contains another training, a batch has fewer rows than parts, or the precision does not
+            fit.
         FloatingPointError: A loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
     rows = tokens if isinstance(tokens, TrainingRows) else TrainingRows(tokens)
@@ -131,7 +132,7 @@ def train(
 
 
 class _Run:
-    """A training run and its steps."""
+    """A training and its steps."""
 
     def __init__(
         self,
@@ -210,11 +211,11 @@ class _Run:
         raise FloatingPointError(
             f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and this step is "
             f"not saved ({checkpoint}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
-            "clip in a new folder, or look for damaged weights or data; resuming this run would stop at this step again"
+            "clip in a new folder, or look for damaged weights or data; resuming would stop at this step again"
         )
 
     def evaluate(self, evaluate: Evaluate, step: int) -> None:
-        """Evaluate the model as users run it, in evaluation mode and without autocast."""
+        """Evaluate the model as users call it, in evaluation mode and without autocast."""
         self.model.eval()
         with torch.no_grad(), plain_forward(self.model):
             metrics = {name: float(value) for name, value in evaluate(self.model).items()}
@@ -222,7 +223,7 @@ class _Run:
         self.state.evaluations.append({"step": step, **metrics})
 
     def save(self, path: Path, n_steps: int) -> None:
-        """Write a checkpoint of the run after `n_steps` steps."""
+        """Write a checkpoint of the training after `n_steps` steps."""
         self.saved = path, n_steps
         self.state.seconds = time.perf_counter() - self._started
         self.state.save(path)
@@ -234,7 +235,7 @@ class _Run:
         return {name: f"{value:.3f}" for name, value in metrics.items() if name != "step"}
 
     def record(self) -> TrainingRecord:
-        """The record of the complete run."""
+        """The record of the complete training."""
         record = {
             "seconds": time.perf_counter() - self._started,
             "threads": torch.get_num_threads(),

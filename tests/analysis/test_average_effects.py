@@ -103,7 +103,7 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
     probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
     assert whole.unknown["untrue"] == pytest.approx(probability, rel=1e-4)
     calls = count_traces(monkeypatch)
-    with pytest.warns(UserWarning, match="over nothing: 0 of 1 facts, known on one canvas"):
+    with pytest.warns(UserWarning, match="has no facts: 0 of 1 facts, known on one canvas"):
         none_known = average_indirect_effect(tiny, [UNTRUE], **QUICK, out=tmp_path)
     assert not calls
     with pytest.raises(ValueError, match="knows none of the 1 facts"):

@@ -186,7 +186,7 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
     np.testing.assert_allclose(drawn["subject_last"].get_ydata(), whole.aie[column, last])
     with pytest.raises(ValueError, match="there is no role 'subject'"):
         whole.plot("subject")
-    with pytest.warns(UserWarning, match="over nothing: 0 of 1 facts, recalled"):
+    with pytest.warns(UserWarning, match="has no facts: 0 of 1 facts, recalled"):
         nobody = average_trajectory_effect(tiny, [UNTRUE], **QUICK)
     assert nobody.offsets == [0]
     with pytest.raises(ValueError, match="no average to draw"):

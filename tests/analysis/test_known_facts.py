@@ -31,7 +31,7 @@ from diffusion_lens.identity import name_of
 from diffusion_lens.interventions import freeze, named, zero_ablate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
-over_nothing = pytest.mark.filterwarnings("ignore:the average is over nothing:UserWarning")
+over_nothing = pytest.mark.filterwarnings("ignore:the average has no facts:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
 FACTS = [fact for asked in ("p2d", "d2p") for fact in load().facts(trained="d2p", asked=asked)[:22:7]]
 UNTRUE = replace(FACTS[0], id="untrue", answer=FACTS[1].answer)
@@ -273,15 +273,15 @@ def test_a_fact_beyond_the_trained_length_is_set_aside_and_told_what_it_needs():
 
 def test_an_average_over_nothing_warns_of_it(tiny, tmp_path):
     untrue = [UNTRUE, replace(UNTRUE, id="also", answer=FACTS[-1].answer)]
-    with pytest.warns(UserWarning, match=r"over nothing: 0 of 2 facts, recalled.*length=.*known='one_canvas'"):
+    with pytest.warns(UserWarning, match=r"has no facts: 0 of 2 facts, recalled.*length=.*known='one_canvas'"):
         assert not average_indirect_effect(tiny, untrue, out=tmp_path, **QUICK).ids
-    with pytest.warns(UserWarning, match="over nothing: 0 of 2 facts, recalled"):
+    with pytest.warns(UserWarning, match="has no facts: 0 of 2 facts, recalled"):
         merge(tmp_path)
     with pytest.warns(UserWarning, match=r"0 of 2 facts, known on one canvas.*known='recalled'"):
         average_indirect_effect(tiny, untrue, known="one_canvas", **QUICK)
     with pytest.warns(UserWarning, match=r"0 of 2 facts, chosen by id.*known="):
         average_indirect_effect(tiny, untrue, known=[], **QUICK)
-    with pytest.warns(UserWarning, match="over nothing: 0 of 2 facts, recalled"):
+    with pytest.warns(UserWarning, match="has no facts: 0 of 2 facts, recalled"):
         average_trajectory_effect(tiny, untrue, **QUICK)
     assert not average_indirect_effect(tiny, untrue, shard=(0, 2), **QUICK).ids
 

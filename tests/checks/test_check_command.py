@@ -185,9 +185,9 @@ def as_lines(prompt, subject, answer, directions):
         (
             "one.jsonl",
             b'{"prompt": "Ada is", "subject": "Ada", "answer": " in"}',
-            "has no fact trained p2d and asked p2d",
+            "has no fact trained p2d and queried p2d",
         ),
-        ("a.jsonl", as_lines("Ada", "Ada", " x", TOLD_IN[:3]).encode(), "has no fact trained d2p and asked d2p"),
+        ("a.jsonl", as_lines("Ada", "Ada", " x", TOLD_IN[:3]).encode(), "has no fact trained d2p and queried d2p"),
         ("nowhere.jsonl", None, "is not a data set, file or folder"),
     ],
 )

@@ -45,7 +45,9 @@ def test_facts_of_your_own(ending: str, tmp_path: Path) -> None:
     source = open_source(str(path))
     assert list(source.facts) == [Fact(**row) for row in rows]
     assert source.length is None
-    with pytest.raises(ValueError, match="has no fact trained both and asked anyhow; it has trained None asked"):
+    with pytest.raises(
+        ValueError, match="has no fact trained both and queried in any direction; it has trained None queried"
+    ):
         source.pick(trained="both")
 
 

@@ -44,7 +44,7 @@ def test_a_causal_model_writes_left_to_right_only(either):
 
 
 def test_an_empty_batch(either, tiny):
-    with pytest.raises(ValueError, match="nothing to run on"):
+    with pytest.raises(ValueError, match="needs at least one token"):
         either.model.denoise(torch.zeros(0, 3, dtype=torch.long), length=6)
     with pytest.raises(ValueError, match="the list is empty"):
         tiny.denoise([], length=6)

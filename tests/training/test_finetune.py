@@ -175,7 +175,7 @@ def test_the_twin_learns_a_reverse_that_it_is_told(toy, tmp_path):
 
 def test_somebody_elses_checkpoint_is_not_overwritten(with_bos, tmp_path):
     with_bos().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds model\.safetensors, which no run here wrote"):
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, which no training here wrote"):
         finetune(with_bos(), ROWS, CONFIG, tmp_path, progress=False)
 
 

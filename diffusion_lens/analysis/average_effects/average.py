@@ -90,7 +90,8 @@ class AverageEffect(FactAverage):
         """
         if not self.ids:
             raise ValueError(
-                f"there is no average to draw: {self.record['model']} knows none of the {len(self.unknown)} facts asked"
+                f"there is no average to plot: {self.record['model']} knows none of the {len(self.unknown)} facts that "
+                "it was queried for"
             )
         title = title or f"{self.record['model']}: {self.rule}\naverage total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)

@@ -31,8 +31,8 @@ class FactTracer:
 
     Attributes:
         queries: The facts on their canvases, by id.
-        settings: How they are traced; its layers are counted from 0.
-        runs: The runs of the loop that write the answers, where it runs.
+        settings: Settings of the traces, with layers counted from 0.
+        runs: Denoising runs that write the answers; `None` if the settings do not use the loop.
     """
 
     model: DiffusionTransformer
@@ -41,10 +41,10 @@ class FactTracer:
     runs: LoopRuns | None
 
     def trace(self, fact_id: str) -> CausalTrace | TrajectoryTrace:
-        """The trace of a fact on one canvas, or at the steps of its run, as the settings say.
+        """The trace of a fact on one canvas, or at the steps of its denoising run, depending on the settings.
 
         The grid of a fact that is not averaged has no row: only the clean run on its first canvas is computed. The
-        record also holds the fact's id and the role of each position, of each step if there are several.
+        record also contains the fact's id and the role of each position, for each step if there are several.
         """
         return self._on_canvas(fact_id) if self.settings.canvas is None else self._on_trajectory(fact_id)
 
@@ -64,7 +64,7 @@ class FactTracer:
         return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
 
     def _on_trajectory(self, fact_id: str) -> TrajectoryTrace:
-        """The steps from t1 to t2; a fact whose answer is partly masked in the end has no t2, and is not averaged."""
+        """The steps from t1 to t2. A fact whose answer is partly masked at the end has no t2, and is not averaged."""
         settings = self.settings
         assert self.runs is not None
         assert settings.canvas is not None

@@ -1,15 +1,15 @@
-"""Which facts an average is over: those that the model knows, and what knowing means.
+"""Rules that select the facts of an average, by whether the model recalls them.
 
-    recalled    the denoising loop writes the answer: with the settings given, `denoise` from the fact's canvas ends
+    recalled    the denoising loop writes the answer: with the given settings, `denoise` from the fact's canvas ends
                 with the answer's tokens at their positions
-    one_canvas  in one pass over the canvas, on which the whole answer is masked, the answer's tokens are the likeliest
-                at all its positions; [MASK], which the loop never writes, does not count
-    all         every fact, known or not
-    ids         the facts named, such as those that two models know
+    one_canvas  in one pass over the canvas with the whole answer masked, the answer's tokens are the likeliest at all
+                its positions; [MASK], which the loop never writes, is not counted
+    all         every fact
+    ids         facts given by id, such as those that two models recall
 
-On a masked diffusion model "recalled" and "one_canvas" are different facts: the loop reveals some positions before
-others, and each prediction sees what is revealed. On a causal model that writes the likeliest token they are the same:
-its canvas holds the answer's earlier tokens already.
+On a masked diffusion model "recalled" and "one_canvas" select different facts: the loop reveals some positions before
+others, and each prediction depends on what is revealed. On a causal model that writes the likeliest token they select
+the same facts, because its sequence contains the answer's earlier tokens in both cases.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,22 +28,22 @@ from diffusion_lens.user_warnings import warn_user
 
 RULES = ("recalled", "one_canvas", "all")
 _CURES = {
-    "recalled": "Give the canvas length that the model knows (length=) or other settings of the loop (loop=), or "
-    "average by another rule: known='one_canvas', or known='all'",
-    "one_canvas": "Give the canvas length that the model knows (length=), or average by another rule: "
+    "recalled": "Give the canvas length of the model's training (length=) or other settings of the loop (loop=), or "
+    "use another rule: known='one_canvas', or known='all'",
+    "one_canvas": "Give the canvas length of the model's training (length=), or use another rule: "
     "known='recalled', or known='all'",
-    "all": "No run of the loop writes all places of an answer: give it other settings (loop=)",
-    "ids": "Name at least one of the facts that can be traced in known=, or average by a rule: known='all'",
+    "all": "No denoising run writes all positions of an answer: give the loop other settings (loop=)",
+    "ids": "Give at least one fact that can be traced in known=, or use a rule: known='all'",
 }
 
 
 @dataclass(frozen=True)
 class Known:
-    """A rule for which facts are averaged.
+    """A rule that selects the facts of an average.
 
     Attributes:
         rule: One of `RULES`, or "ids".
-        ids: The facts named, for "ids".
+        ids: Ids of the facts, for "ids".
     """
 
     rule: str
@@ -51,7 +51,7 @@ class Known:
 
     @classmethod
     def of(cls, known: str | Collection[str]) -> "Known":
-        """From the name of a rule, or the ids of facts.
+        """The rule with a name, or for a collection of fact ids.
 
         Raises:
             ValueError: There is no such rule.
@@ -66,18 +66,18 @@ class Known:
         return cls(known)
 
     def check_ids(self, facts: Collection[str]) -> None:
-        """Raise a `ValueError` where the rule names an id that none of these facts has."""
+        """Raise a `ValueError` if the rule names an id that none of these facts has."""
         if unknown := sorted(self.ids - set(facts)):
             near = nearest(unknown[0], list(facts), 1)
-            raise ValueError(f"known= names {len(unknown)} ids that no fact has: {unknown[0]!r}, nearest is {near}")
+            raise ValueError(f"known= has {len(unknown)} ids that no fact has: {unknown[0]!r}, nearest is {near}")
 
     def describe(self) -> dict[str, Any]:
-        """What a study records of it."""
+        """The rule for a record."""
         return {"known": self.rule, **({"known_ids": sorted(self.ids)} if self.rule == "ids" else {})}
 
 
 def default_rule(first_tokens: Whole | None) -> str:
-    """For the first token alone, ROME's question, "one_canvas"; for a longer answer "recalled"."""
+    """The default rule: "one_canvas" for the first token alone, as in ROME, and "recalled" for a longer answer."""
     return "one_canvas" if first_tokens == 1 else "recalled"
 
 
@@ -114,7 +114,7 @@ def recalled_facts(
 
 
 def say_rule(record: Mapping[str, Any], n_averaged: int, n_left_out: int) -> str:
-    """How many facts are averaged and by which rule, in words: "64 of 100 facts, recalled in 4 steps"."""
+    """The number of averaged facts and the rule in words, such as "64 of 100 facts, recalled in 4 steps"."""
     steps, n_set_aside = record.get("loop", {}).get("steps"), len(record["set_aside"])
     rules = {
         "recalled": "recalled" + (f" in {steps} step{'s' * (steps > 1)}" if steps else ""),
@@ -127,5 +127,5 @@ def say_rule(record: Mapping[str, Any], n_averaged: int, n_left_out: int) -> str
 
 
 def warn_of_nothing(record: Mapping[str, Any], n_left_out: int) -> None:
-    """Warn that a rule leaves out every fact, and say which other settings may help."""
-    warn_user(f"the average is over nothing: {say_rule(record, 0, n_left_out)}. {_CURES[record['known']]}")
+    """Warn that a rule leaves out every fact, and suggest other settings."""
+    warn_user(f"the average has no facts: {say_rule(record, 0, n_left_out)}. {_CURES[record['known']]}")

@@ -1,4 +1,4 @@
-"""The runs of the denoising loop that write the answers of many facts."""
+"""The denoising runs that write the answers of many facts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
@@ -19,10 +19,10 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 
 
 class LoopRuns:
-    """The run of the loop for each fact, one row long, by id.
+    """The denoising run of each fact, as a trajectory of one row, by id.
 
-    Batches are planned for all facts of a study, and a whole batch runs when a fact of it is first needed. So no number
-    depends on the shard, and a study that is resumed runs only the batches that it needs.
+    Batches are planned for all facts of a study, and a whole batch is denoised when one of its facts is first needed.
+    So no number depends on the shard, and a study that is resumed denoises only the batches that it needs.
     """
 
     def __init__(self, model: DiffusionTransformer, queries: Mapping[str, Query], settings: LoopSettings) -> None:

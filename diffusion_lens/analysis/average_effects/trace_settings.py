@@ -1,4 +1,4 @@
-"""How the facts of an average are traced."""
+"""Settings with which the facts of an average are traced."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,23 +17,23 @@ from weight_conversion import Architecture
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """How every fact of a study is traced.
+    """Settings with which every fact of a study is traced.
 
     Attributes:
-        layout: The canvas of each fact.
-        restoration: What is restored.
-        corruption: How the subjects are corrupted; each fact draws from a seed made of this one's and its id.
+        layout: Layout of the canvas of each fact.
+        restoration: Kind and number of the states that are restored.
+        corruption: Corruption of the subjects. Each fact has its own seed, derived from this one's and the fact's id.
         measures_noise: Whether the scale of the noise is measured on the subjects of all facts.
         roles: Roles of the tokens whose states are restored.
         layers: Layers whose states are restored, negative ones from the end; `None` selects all.
-        known: The rule for which facts are averaged.
-        loop: How the loop writes the answers. By default with the settings of `denoise` where the steps of the loop are
-            traced, or the loop decides what is known; elsewhere no loop runs.
+        known: Rule that selects the facts of the average.
+        loop: Settings of the loop that writes the answers, by default those of `denoise`. `None` if neither the steps
+            of the loop are traced nor the rule depends on the loop.
         canvas: "forced" or "free" to trace the steps of the loop; `None` to trace one canvas of each fact.
-        max_bytes: Memory to use beside the weights.
+        max_bytes: Memory to use in addition to the weights, in bytes.
 
     Raises:
-        ValueError: There are settings of a loop where none runs.
+        ValueError: There are settings of the loop, but it is not used.
     """
 
     layout: CanvasLayout
@@ -48,11 +48,11 @@ class TraceSettings:
     max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        runs_loop = self.canvas is not None or self.known.rule == "recalled"
-        if self.loop is None and runs_loop:
+        uses_loop = self.canvas is not None or self.known.rule == "recalled"
+        if self.loop is None and uses_loop:
             object.__setattr__(self, "loop", LoopSettings())
-        if self.loop is not None and not runs_loop:
-            raise ValueError(f"loop= goes with known='recalled'; with {self.known.rule!r} nothing asks the loop")
+        if self.loop is not None and not uses_loop:
+            raise ValueError(f"loop= goes with known='recalled'; known={self.known.rule!r} does not use the loop")
 
     def query(self, model: DiffusionTransformer, fact: Fact) -> Query:
         """A fact on the canvas on which it is traced.
@@ -67,10 +67,10 @@ class TraceSettings:
         return replace(self, corruption=replace(self.corruption, noise=noise), measures_noise=False)
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """What a study records of them, as far as it is known.
+        """The settings for a record; without the model's shape, only those that do not depend on it.
 
         Args:
-            shape: The model's shape, if it is known already; its layers and its sampler depend on it.
+            shape: The model's shape, if it is known; the layers and the sampler depend on it.
         """
         settings = {
             **self.restoration.describe(),
@@ -101,6 +101,8 @@ def corruption_of_facts(
     """
     kind = corruption.kind if isinstance(corruption, Corruption) else corruption
     if kind == "swap":
-        raise ValueError("corruption='swap' needs another subject for each fact: call causal_trace fact by fact")
+        raise ValueError(
+            "corruption='swap' needs another subject for each fact: call causal_trace for each fact instead"
+        )
     measures_noise = noise is None and isinstance(corruption, str)
     return Corruption.of(corruption, 0.0 if measures_noise else noise, samples, seed), measures_noise

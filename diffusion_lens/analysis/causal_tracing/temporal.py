@@ -1,12 +1,12 @@
 """The temporal indirect effect: does one state at one denoising step decide the final text?
 
-Each sample of the corrupted run is denoised freely and loses the answer. A branch starts before step k. In this step
-alone one state is put back to its value in the clean run at step k; then the loop continues, corrupted, to its end. The
-score is the share of samples whose final text contains the answer. The temporal indirect effect is that share minus the
-share of the corrupted runs.
+Each sample of the corrupted run is denoised freely and usually loses the answer. A branch starts before step k. In this
+step only, one state is restored to its value in the clean run at step k. Then the loop continues, corrupted, to its
+end. The score is the share of samples whose final text contains the answer. The temporal indirect effect is that share
+minus the share of the corrupted runs.
 
-Only tokens that are revealed for good count here. A state without an effect may still change the probabilities of its
-step (`trace_trajectory`).
+Only final tokens count here. A state without an effect may still change the probabilities of its step
+(`trace_trajectory`).
 """
 
 from collections.abc import Iterable
@@ -106,18 +106,18 @@ def temporal_effect(
 
     Args:
         steps: Steps at which states are restored; by default all up to the one that reveals the answer's last token.
-        trajectory: Clean run, as in `trace_trajectory`, made under the hooks, weights and modules that the model has
-            now: its ending is compared with the model's corrupted runs.
+        trajectory: Clean run, as in `trace_trajectory`, written with the hooks, weights and modules that the model has
+            now, because its final text is compared with the model's corrupted runs.
 
     The other arguments are those of `causal_trace`.
 
     Raises:
-        ValueError: A reason given for `trace_trajectory`, or a trajectory made by another checkpoint or under other
-            hooks, weights or modules.
+        ValueError: `trace_trajectory` would refuse an argument, or the trajectory was written by another checkpoint or
+            with other hooks, weights or modules.
 
     Warns:
-        UserWarning: A trajectory that begins on a canvas which another network wrote (a free replay from the middle).
-            The corrupted runs begin on it too, so the scores are of this network alone.
+        UserWarning: The trajectory begins on a canvas that another network wrote (a free replay from a later step).
+            The corrupted runs begin on it too, so the scores are those of this network alone.
     """
     return restore_in_loop(
         TracedTrajectory.of(model, fact_or_query, trajectory),
@@ -163,7 +163,7 @@ def restore_in_loop(
             [positions[index] for index in on_canvas], branch.endings, run.written(corrupted).float()
         )
 
-    # 3. Average over the samples; a sample counts where it ends with all tokens of the answer.
+    # 3. Average over the samples; a sample counts if it ends with all tokens of the answer.
     return TemporalEffect(
         scores=by_sample.prod(dim=4).mean(dim=3),
         token_scores=by_sample.mean(dim=3),
@@ -186,10 +186,10 @@ def restore_in_loop(
 
 
 class _Branch:
-    """The corrupted denoising runs before one step, from which branches start with one state restored in that step.
+    """The corrupted denoising runs before one step. Branches start there, with one state restored in that step.
 
-    The step itself is a restored run of the branch's own canvases, so it is computed from the restored layer on. Its
-    logits, guided if the run is, go to the loop, which continues with the steps after it.
+    The step itself is a restored pass on the branch's own canvases, so it is computed from the restored layer on. The
+    loop takes its logits, guided if the run is, and continues with the later steps.
     """
 
     def __init__(self, run: TracedTrajectory, corruption: Corruption, corrupted: Trajectory, step: int) -> None:

@@ -107,7 +107,7 @@ def trace_steps(
     max_bytes: int,
     progress: bool = False,
 ) -> TrajectoryTrace:
-    """Trace the steps of one run; `trace_trajectory` describes the arguments."""
+    """Trace the steps of one denoising run; `trace_trajectory` describes the arguments."""
     # 1. Check the settings; with free canvases, denoise the corrupted runs.
     model = run.model
     check_canvas(canvas)

@@ -1,4 +1,4 @@
-"""Activation patching: one run's states put into another's, cell by cell, exactly or by the gradient's estimate."""
+"""Activation patching: states of one run are copied into another, cell by cell; exactly, or estimated by gradients."""
 
 from diffusion_lens.analysis.patching.grid import answer_probability, patch_grid
 from diffusion_lens.analysis.patching.result import PatchGrid

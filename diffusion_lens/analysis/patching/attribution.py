@@ -1,12 +1,12 @@
 """Attribution patching (Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale").
 
-To first order, patching a state a into the corrupted run moves the metric M by
+To first order, patching a state a into the corrupted run changes the metric M by
 
     (a_clean - a_corrupted) · dM/da, the gradient taken at the corrupted run.
 
 One forward pass of the clean input, and one forward and one backward pass of the corrupted one, estimate every cell of
-every site at once. The estimate is less accurate the more M curves between the two runs. The cells with the largest
-estimates are therefore patched exactly as well, and the result holds the differences.
+every site at once. The estimate is less accurate the more nonlinear M is between the two runs. So the cells with the
+largest estimates are also patched exactly, and the result contains the differences.
 """
 
 import math
@@ -68,12 +68,12 @@ class EstimateError:
 
 
 def run_with_gradients(side: Side, names: Iterable[str], points: Collection[str]) -> tuple[KeptRun, dict[str, Tensor]]:
-    """The run with the activations at `names` kept, and the metric's gradient at some of them, `points`.
+    """A pass with the activations at `names` stored, and the metric's gradient at some of them, `points`.
 
     Only activations are differentiated: no parameter gets a gradient, whether it is frozen or not.
 
     Raises:
-        ValueError: A metric without a gradient.
+        ValueError: The metric has no gradient.
     """
     given = side.input
     embedded = given.embed()

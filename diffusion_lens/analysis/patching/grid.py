@@ -1,8 +1,8 @@
 """Activation patching: which activation carries the information that the clean run has and the corrupted run lacks?
 
-Run the corrupted input with one activation taken from the clean run, and measure how far a metric of the logits moves
-back (Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv 2202.05262; Zhang and Nanda 2023, arXiv 2309.16042). A
-grid holds the metric for every layer, position and head of a site. The two runs may be
+In a corrupted run, replace one activation by that of the clean run, and measure how much of the change in a metric of
+the logits is undone (Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv 2202.05262; Zhang and Nanda 2023, arXiv
+2309.16042). A grid has the metric for every layer, position and head of a site. The two runs may be
 
     two prompts of one length, as in `transformer_lens.patching`, which gives the same numbers;
     two prompts whose positions are paired by hand, such as the forward and the reverse query of a fact;
@@ -93,27 +93,27 @@ def patch_grid(
         layers, heads: Layers and heads to sweep, negative ones from the end; by default all.
         logits_at: Rows of the logits to compute; the metric gets [batch selected d_vocab_out].
         source_model: Model that reads the clean input; by default `model`.
-        method: "exact", or "attribution" for the estimate by gradients.
+        method: "exact", or "attribution" for an estimate by gradients.
         check: With "attribution", number of cells of each site (and step) to patch exactly as well: those with the
             largest estimates.
         max_bytes: Memory to use beside the weights. The one backward pass of "attribution" is not counted.
         progress: Whether to show a progress bar.
 
-    The canvases of `steps` may be another network's, such as a plain run's for a model under a hook, or another
-    checkpoint's of the same architecture and tokenizer. Both sides are read by their models as they are now. The
-    record's "trajectory" holds the network that wrote each canvas.
+    The canvases of `steps` may have been written by another network, such as the model without its hooks, or another
+    checkpoint of the same architecture and tokenizer. The models read both sides in their present state. The record's
+    "trajectory" names the network that wrote each canvas.
 
     Returns:
         A `PatchGrid`; for a list of sites, a dictionary with one for each.
 
     Raises:
-        ValueError: An unknown site or method, runs of different lengths without pairs, states that do not fit, a
-            position, layer, head or step that does not exist or is named twice, a metric that returns no scalar, a
-            budget too small for one cell, a trajectory of another architecture or tokenizer than those of the model
-            that reads it.
+        ValueError: A site or method is unknown; runs have different lengths without pairs; states do not fit; a
+            position, layer, head or step does not exist or is named twice; the metric does not return a scalar; the
+            budget is too small for one cell; or a trajectory has another architecture or tokenizer than the model that
+            reads it.
 
     Warns:
-        UserWarning: A trajectory that was made by another checkpoint, or under other hooks, weights, modules or dtype.
+        UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype.
     """
     source = model if source_model is None else source_model
     reading = Reading.of(metric, logits_at)
@@ -155,10 +155,10 @@ def patch_sites(
     cfg = inputs.model.cfg
     provenances = inputs.canvas_provenances()
     sides = inputs.sides(reading)
-    n_clean, n_corrupted = (max(side.n_canvas for side in run) for run in zip(*sides, strict=True))
+    n_clean, n_corrupted = (max(side.n_canvas for side in by_step) for by_step in zip(*sides, strict=True))
     sweeps = settings.sweeps(n_clean, n_corrupted, cfg)
 
-    # 2. Run both sides once, then score every cell in the corrupted run.
+    # 2. Compute both sides once, then score every cell in the corrupted run.
     swept = [_sweep_pair(clean, corrupted, sweeps, settings, max_bytes, progress) for clean, corrupted in sides]
 
     # 3. Join the steps and make one grid per site.
@@ -181,7 +181,7 @@ def patch_sites(
 def _sweep_pair(
     clean: Side, corrupted: Side, sweeps: Sequence[Sweep], settings: PatchSettings, max_bytes: int, progress: bool
 ) -> _SweptPair:
-    """Run both sides once, and score every cell of every site."""
+    """Compute both sides once, and score every cell of every site."""
     pair = _run_both(clean, corrupted, sweeps, settings.method, max_bytes)
     by_site: list[tuple[Tensor, EstimateError | None]] = []
     for sweep in sweeps:
@@ -227,10 +227,10 @@ def _grid(
 
 
 def _run_both(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> SidePair:
-    """Run each side once.
+    """Compute each side once.
 
     Raises:
-        ValueError: `max_bytes` does not hold both runs and one cell of each site.
+        ValueError: `max_bytes` does not suffice for both runs and one cell of each site.
     """
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
     entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}

@@ -1,4 +1,4 @@
-"""The two sides of a patch grid, a clean and a corrupted run, and the cells patched from the one into the other."""
+"""The two sides of a patch grid, a clean and a corrupted run, and the cells patched from clean to corrupted."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ class Side:
         model: Model that reads the tokens.
         tokens: Input of the network.
         real: False at padding; `None` where there is none.
-        reading: Metric and its rows; `UNREAD` where those rows would mean something else.
+        reading: Metric and its rows; `UNREAD` if those rows have another meaning on this side.
         n_canvas: Number of positions of the canvas. The network may read more: an answer that has not been reached or,
             when the caller has hooks inside the network, the whole sequence.
         unprompted: Canvas with the given positions masked, for guidance.
-        cfg_scale: Weight of guidance; 0 without guidance, or where the metric itself applies it.
+        cfg_scale: Weight of guidance; 0 without guidance, or if the metric itself applies it.
         step: Denoising step of the canvas, as hooks read it; `None` outside the loop.
     """
 
@@ -118,16 +118,16 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class SidePair:
-    """Both sides of a grid, each run once.
+    """Both sides of a grid, each computed once.
 
     Attributes:
         side: Model, canvas and metric of the corrupted run.
         clean: Activations of the clean run, by hook point.
         corrupted: The corrupted run.
         gradients: Gradients of the metric in the corrupted run, by hook point; empty for the exact method.
-        clean_score: The metric of the clean run; NaN if its rows mean something else there.
+        clean_score: The metric of the clean run; NaN if its rows have another meaning there.
         corrupted_score: The metric of the corrupted run.
-        max_bytes: Memory to use beside the weights.
+        max_bytes: Memory to use in addition to the weights, in bytes.
     """
 
     side: Side
@@ -142,7 +142,7 @@ class SidePair:
         """The engine that scores cells of a site.
 
         Raises:
-            ValueError: `max_bytes` does not hold both runs and one cell.
+            ValueError: `max_bytes` does not suffice for both runs and one cell.
         """
         kept_bytes = self.corrupted.nbytes
         kept_bytes += sum(tensor.nbytes for tensor in (*self.clean.values(), *self.gradients.values()))
@@ -159,15 +159,15 @@ class SidePair:
         """A site's clean and corrupted activation, [batch pos ...].
 
         Raises:
-            ValueError: Shapes that do not fit into one another.
+            ValueError: The shapes differ.
         """
         name = site.hook_point(layer)
         clean, corrupted = (site.with_positions_first(run[name]) for run in (self.clean, self.corrupted.activations))
         if clean.shape[2:] != corrupted.shape[2:]:
             raise ValueError(
                 f"{name} is {list(self.clean[name].shape)} in the clean run and "
-                f"{list(self.corrupted.activations[name].shape)} in the corrupted one: states of different width "
-                "cannot stand in for one another"
+                f"{list(self.corrupted.activations[name].shape)} in the corrupted one: states can be patched only "
+                "between models of the same width"
             )
         return clean, corrupted
 
