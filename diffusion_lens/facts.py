@@ -171,7 +171,7 @@ class Fact:
         return prompt, whole[len(prompt) :]
 
     def check_words(self, model: DiffusionTransformer) -> None:
-        """Raise a `ValueError` where the tokenizer does not know a word of prompt or answer, or one that they form."""
+        """Raise a `ValueError` if the tokenizer does not know a word of prompt or answer, or one that they form."""
         unknown = model.unknown_words(self.prompt + self.answer)
         unknown_apart = model.unknown_words(f"{self.prompt} {self.answer}") if unknown else []
         if joined := [word for word in unknown if word not in unknown_apart]:

@@ -66,7 +66,7 @@ _CACHES: tuple[tuple[type, frozenset[str]], ...] = (
 
 @dataclass(frozen=True)
 class Digest:
-    """What identifies a value.
+    """The digest of a value.
 
     Attributes:
         sha256: SHA-256 over everything that could be read.

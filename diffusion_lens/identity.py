@@ -149,7 +149,7 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
 
 
 def require_identified(record: Mapping[str, Any], where: str) -> None:
-    """Raise a `ValueError` where a record has a hook or a module that cannot be identified completely."""
+    """Raise a `ValueError` if a record has a hook or a module that cannot be identified completely."""
     for point, hooks in record.get("hooks", {}).items():
         for hook in hooks:
             if UNIDENTIFIED in hook:

@@ -23,7 +23,7 @@ def acts_by_step(hook_fn: Any) -> bool:
     """Whether a hook acts in the loop only, as those of `at_steps`, `on_branch`, `while_masked` and `freeze` do.
 
     Such a hook is also recognised if it was named, in a `functools.partial`, and in a function that `functools.wraps`
-    it. A hook that reads `hook.step` itself is not recognised, because nobody knows what it does where that is `None`;
+    it. A hook that reads `hook.step` itself is not recognised, because it is unknown what it does if that is `None`;
     nor is a `swap` with a cache by step, which raises an error outside the loop.
     """
     if isinstance(hook_fn, functools.partial):

@@ -108,7 +108,7 @@ def make_pair(
 ) -> dict[str, Any]:
     """Train both models and write them; returns the content of `results.json`. Files are replaced atomically.
 
-    During the training `folder` also holds `tiny-mdm.run` and `tiny-ar.run`, the folders of the two trainings.
+    During the training `folder` also contains `tiny-mdm.run` and `tiny-ar.run`, the folders of the two trainings.
 
     Args:
         folder: Folder to write to.

@@ -60,7 +60,7 @@ class LoopSettings:
         return 1 if isinstance(sampler, Confidence) and sampler.scope != "row" else self.batch_size
 
     def describe(self, variant: Variant) -> dict[str, Any]:
-        """What a study records of them."""
+        """The settings for a record."""
         fitted = self.denoise.fitted_to(variant)
         described = replace(fitted, sampler=resolve_sampler(fitted.sampler, variant)).describe()
         steps = {"steps": None} if self.writes_in_order(variant) else {}

@@ -27,7 +27,7 @@ def require_logits(
 def require_open(
     logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], state: StepState, positions: PosMask
 ) -> None:
-    """Raise a `FloatingPointError` where only [MASK], which is not written, has a finite logit."""
+    """Raise a `FloatingPointError` if only [MASK], which is not written, has a finite logit."""
     where = _first(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), state, positions)
     if where is not None:
         raise FloatingPointError(
@@ -37,7 +37,7 @@ def require_open(
 
 
 def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, positions: PosMask) -> None:
-    """Raise a `FloatingPointError` where `hook_confidence` returned NaN, by which positions cannot be ranked."""
+    """Raise a `FloatingPointError` if `hook_confidence` returned NaN, by which positions cannot be ranked."""
     where = _first(scores[positions].isnan(), state, positions)
     if where is not None:
         raise FloatingPointError(

@@ -101,7 +101,7 @@ class Run:
         return state
 
     def plan(self, state: StepState) -> Plan:
-        """The sampler's decision, or in a forced run what the script does."""
+        """The sampler's plan; in a forced run, the plan that follows the script."""
         if self.script is None:
             return self.sampler.plan(state, self.noise, self.confidence)
         after = self.script[len(self.canvases)]
@@ -178,7 +178,7 @@ class Run:
         self.confidence = torch.where(reveal, candidates.confidence.float(), self.confidence)
 
     def remask(self, plan: Plan) -> None:
-        """Return to [MASK] what the plan remasks."""
+        """Mask the positions that the plan remasks."""
         if plan.remask is not None:
             self.tokens = self.tokens.masked_fill(plan.remask, self.canvas.blank)
             self.revealed_at = self.revealed_at.masked_fill(plan.remask, -1)

@@ -128,7 +128,7 @@ def _parts(network: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _differences(recorded: Mapping[str, Any], record: Mapping[str, Any], model: DiffusionTransformer) -> str:
-    """Differences of the network that wrote ("there") and the model ("here") in words; empty where there are none."""
+    """Differences between the network that wrote ("there") and the model ("here") in words; empty if there are none."""
     current = provenance(model, model.cfg)
     compared = [name for name in COMPARED if recorded.get(name) is not None]
     differing = differences(recorded, current, compared)

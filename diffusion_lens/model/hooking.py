@@ -176,7 +176,7 @@ class Hooking(HookedRootModule, ABC):
         return selected
 
     def _refuse_replaced(self, name: str) -> None:
-        """Raise a `KeyError` where a module of another kind has replaced a hook point of the network."""
+        """Raise a `KeyError` if a module of another kind has replaced a hook point of the network."""
         if name in self.hook_dict:
             return
         try:
@@ -200,7 +200,7 @@ class Hooking(HookedRootModule, ABC):
             return False
 
     def require_set_up(self) -> None:
-        """Raise a `RuntimeError` where a hook is at a hook point added since `setup`, which would not know the step."""
+        """Raise a `RuntimeError` if a hook is at a hook point added since `setup`, which would not know the step."""
         for name, point in self.named_modules():
             if isinstance(point, HookPoint) and is_hooked(point) and vars(point).get("clock") is not self.clock:
                 raise RuntimeError(

@@ -189,7 +189,7 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
     with pytest.warns(UserWarning, match="has no facts: 0 of 1 facts, recalled"):
         nobody = average_trajectory_effect(tiny, [UNTRUE], **QUICK)
     assert nobody.offsets == [0]
-    with pytest.raises(ValueError, match="no average to draw"):
+    with pytest.raises(ValueError, match="no average to plot"):
         nobody.plot()
 
 

@@ -1,4 +1,4 @@
-"""Average indirect effects: a causal trace of every fact in a list, averaged by what the tokens are, and by step."""
+"""Average indirect effects: a causal trace of every fact in a list, averaged by role of the token, and by step."""
 
 from diffusion_lens.analysis.average_effects.average import AverageEffect, average_indirect_effect, merge
 from diffusion_lens.analysis.average_effects.average_trajectory import (

@@ -1,9 +1,9 @@
 """Average effects by denoising step: which states carry the answer before it is written, and which while it is?
 
 The loop reveals the tokens of an answer at different steps, from t1, which unmasks the first of them, to t2, which
-reveals the last for good; for an answer of one token, or a loop that reveals all in one step, t1 = t2. Every fact is
-traced at all steps from t1 to t2, on the canvases of its own run (`trace_trajectory`). Runs differ in length, so they
-are aligned at their ends, and a column of the average is an offset from t2:
+reveals the last one finally; for an answer of one token, or a loop that reveals all in one step, t1 = t2. Every fact is
+traced at all steps from t1 to t2, on the canvases of its own denoising run (`trace_trajectory`). Runs differ in length,
+so they are aligned at their ends, and a column of the average is an offset from t2:
 
     AIE(offset, role, layer) = mean over the facts that have a step t2 + offset >= t1 of their IE at that step
 
@@ -56,7 +56,7 @@ class AverageTrajectoryEffect(FactAverage):
         roles: The role of each row of the averages.
         layers: The layer of each column of the averages.
         unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
-            or because some of their answer's positions are still masked in the end.
+            or because some of their answer's positions are still masked at the end.
         record: The same as in `AverageEffect`; `loop` holds the settings of the runs that are traced.
     """
 
@@ -162,7 +162,7 @@ class AverageTrajectoryEffect(FactAverage):
 
     def _require_facts(self) -> None:
         if not self.ids:
-            raise ValueError(f"there is no average to draw: {self.record['model']} has {self.rule}")
+            raise ValueError(f"there is no average to plot: {self.record['model']} has {self.rule}")
 
 
 @begins_run

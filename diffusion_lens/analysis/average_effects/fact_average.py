@@ -1,4 +1,4 @@
-"""What averages over one canvas and averages by denoising step have in common."""
+"""The common part of averages over one canvas and of averages by denoising step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class FactAverage(StudyResult[FactEffect]):
         return FactEffect.of(saved, record["roles"])
 
     def warn_of_gaps(self) -> None:
-        """Warn where the rule of a whole study leaves out every fact; a shard alone may average nothing."""
+        """Warn if the rule of a whole study leaves out every fact. A single shard may have no fact to average."""
         if not self.ids and len(self.unknown) >= len(self.record["facts"]):
             warn_of_nothing(self.record, len(self.unknown))
 

@@ -1,4 +1,4 @@
-"""What the traces of one fact contribute to an average, and the contributions of many facts side by side."""
+"""The contribution of one fact to an average, and the contributions of many facts together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

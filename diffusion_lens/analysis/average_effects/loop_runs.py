@@ -58,7 +58,7 @@ class LoopRuns:
 
 
 def refuse_step_hooks(model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` where a hook of the network acts in the loop only, and so not on a canvas outside it."""
+    """Raise a `ValueError` if a hook of the network acts in the loop only, and so not on a canvas outside it."""
     for name, point in model.hook_dict.items():
         for handle in () if name.startswith(loop_hook("")) else point.fwd_hooks:
             if acts_by_step(handle.user_hook):

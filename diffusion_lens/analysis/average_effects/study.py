@@ -1,4 +1,4 @@
-"""A study that traces many facts: what is settled before the first trace."""
+"""A study that traces many facts, and the checks before its first trace."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: TraceSett
         ValueError: A setting is out of range, two facts have one id, a hook would choose the facts by another network
             than is traced, or the model can be queried for none of the facts.
     """
-    # 1. Settle what depends on the model, and refuse what the traces would.
+    # 1. Resolve the settings that depend on the model, and refuse those that the traces would refuse.
     layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
     settings = replace(settings, layout=settings.layout.on(model), layers=layers)
     if settings.canvas is None and settings.known.rule == "recalled":

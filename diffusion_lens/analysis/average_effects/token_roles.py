@@ -1,4 +1,4 @@
-"""What each token of a query is to its subject: the rows over which traces of many facts are averaged.
+"""Roles of the tokens of a query: the rows over which traces of many facts are averaged.
 
     before_subject   tokens before the subject, a prepended BOS among them
     subject_first    the subject's first token, if it has several

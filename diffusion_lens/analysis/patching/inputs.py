@@ -1,4 +1,4 @@
-"""The inputs of a patch grid: which models read the clean and the corrupted run, and what they read."""
+"""The inputs of a patch grid: the models of the clean and the corrupted run, and the tokens that they read."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

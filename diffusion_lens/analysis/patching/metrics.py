@@ -123,5 +123,5 @@ class Reading:
         return Reading(lambda logits: self.function(guide(logits, unconditional, scale)), self.rows)
 
 
-# The reading of a run whose rows mean something else.
+# The reading of a run whose rows have another meaning.
 UNREAD = Reading(lambda logits: math.nan, [])

@@ -1,4 +1,4 @@
-"""The settings of a patch grid: what is patched, and by which method."""
+"""The settings of a patch grid: the states that are patched, and the method."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ METHODS = ("exact", "attribution")
 
 @dataclass(frozen=True, eq=False)
 class PatchSettings:
-    """What is patched, and by which method.
+    """The states that are patched, and the method.
 
     Attributes:
         sites: Activations to patch.
