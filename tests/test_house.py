@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -112,7 +113,16 @@ def module_name(path: Path) -> str:
 
 
 FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in FILES.items()}
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"), str(FILES[name]))
+
+
+@cache
+def nodes_of(name: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(name)))
 
 
 def within(name: str, room: str) -> bool:
@@ -125,21 +135,19 @@ def room_of(name: str) -> str:
     return max(known, key=len)
 
 
-def imports(name: str, tree: ast.AST) -> set[str]:
+@cache
+def imports(name: str) -> set[str]:
     """Modules that a file imports, wherever in it; `from package import module` counts as the module."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
+    targets: set[str] = set()
+    for node in nodes_of(name):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{name} imports relatively, from line {node.lineno}; write the whole name"
             assert node.module is not None
-            targets = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {target if target in FILES else node.module for target in targets}
-    return found
-
-
-IMPORTS = {name: imports(name, tree) for name, tree in TREES.items()}
+            full_names = {f"{node.module}.{alias.name}" for alias in node.names}
+            targets |= {target if target in FILES else node.module for target in full_names}
+    return targets
 
 
 def test_the_plan_names_only_rooms_that_exist() -> None:
@@ -150,7 +158,7 @@ def test_imports_reach_only_rooms_listed_before() -> None:
     offenders = []
     for name in FILES:
         own = ROOMS.index(room_of(name))
-        for target in sorted(target for target in IMPORTS[name] if target.split(".")[0] in PACKAGES):
+        for target in sorted(target for target in imports(name) if target.split(".")[0] in PACKAGES):
             if target not in FILES:
                 offenders.append(f"{name} imports {target}, which is no module")
             elif ROOMS.index(room_of(target)) > own:
@@ -160,16 +168,24 @@ def test_imports_reach_only_rooms_listed_before() -> None:
 
 def test_there_are_no_cycles() -> None:
     try:
-        list(TopologicalSorter({name: found & set(FILES) for name, found in IMPORTS.items()}).static_order())
+        list(TopologicalSorter({name: imports(name) & set(FILES) for name in FILES}).static_order())
     except CycleError as error:
         pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
 
 
 def test_weight_conversion_knows_nothing_of_models() -> None:
     foreign = {"diffusion_lens", "transformer_lens", "transformers"}
-    for name, found in IMPORTS.items():
+    for name in FILES:
         if within(name, "weight_conversion"):
-            assert not {target.split(".")[0] for target in found} & foreign, name
+            assert not {target.split(".")[0] for target in imports(name)} & foreign, name
+
+
+def test_importing_the_package_needs_no_extra() -> None:
+    for name in FILES:
+        for node in tree_of(name).body:
+            targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            targets += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not {"matplotlib", "plotly"} & {target.split(".")[0] for target in targets}, name
 
 
 def test_no_room_is_a_cupboard() -> None:
@@ -183,7 +199,7 @@ def test_tests_import_neither_each_other_nor_benchmarks() -> None:
     offenders = [
         f"{path.relative_to(ROOT)} imports {target}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for target in sorted(imports(path.stem, ast.parse(path.read_text(encoding="utf-8"))))
+        for target in re.findall(r"^\s*(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         if (top := target.partition(".")[0]) in {*scripts, "benchmarks", "tests", "conftest"} or top.startswith("test_")
     ]
     assert not offenders, "\n".join(offenders)
@@ -215,8 +231,8 @@ def is_command(function: ast.FunctionDef) -> bool:
 def test_only_doors_take_more_than_eight_arguments() -> None:
     many = {
         called
-        for name, tree in TREES.items()
-        for called, function in functions(name, tree)
+        for name in FILES
+        for called, function in functions(name, tree_of(name))
         if n_arguments(function) > MOST_ARGUMENTS and not is_command(function)
     }
     assert many - DOORS == set(), "a noun is missing: take an object that holds several of the arguments"
@@ -226,23 +242,24 @@ def test_only_doors_take_more_than_eight_arguments() -> None:
 def test_only_the_command_line_prints() -> None:
     printing = {
         f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
+        for name in FILES
+        for node in nodes_of(name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert not {place for place in printing if not place.startswith("diffusion_lens.cli.")}
 
 
-def words_of_code(tree: ast.AST) -> set[tuple[int, str]]:
+@cache
+def words_of_code(name: str) -> set[tuple[int, str]]:
     """Every name and string of a file with its line; docstrings and comments, where sources are cited, left out."""
     cited: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(name):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 cited.add(statement.value)
     words: set[tuple[int, str]] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(name):
         if node in cited:
             continue
         for field in ("id", "attr", "name", "asname", "arg", "module", "value"):
@@ -251,8 +268,6 @@ def words_of_code(tree: ast.AST) -> set[tuple[int, str]]:
                 words.add((getattr(node, "lineno", 0), word))
     return words
 
-
-WORDS = {name: words_of_code(tree) for name, tree in TREES.items()}
 
 # Names of families that stand elsewhere than in their tables, by room.
 ALLOWED_NAMES = {
@@ -271,7 +286,7 @@ def test_families_stand_in_their_tables() -> None:
             allowed = {"weight_conversion.families.lit_gpt"}
         offenders += [
             f"{name}:{line} knows a family by name: {word}"
-            for line, word in sorted(WORDS[name])
+            for line, word in sorted(words_of_code(name))
             if FAMILY_NAME.search(word) and " " not in word and word not in allowed
         ]
     assert not offenders, "\n".join(offenders)
@@ -281,7 +296,7 @@ def test_families_are_not_known_by_name() -> None:
     offenders = []
     for name in (name for name in FILES if any(within(name, room) for room in FAMILY_BLIND)):
         allowed = PRESETS if within(name, "diffusion_lens.denoising.samplers") else set()
-        for line, word in sorted(WORDS[name]):
+        for line, word in sorted(words_of_code(name)):
             if FAMILY_NAME.search(word) and word not in allowed:
                 offenders.append(f"{name}:{line} asks which family this is: {word}")
             if word == "family":

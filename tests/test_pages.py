@@ -1,10 +1,8 @@
 """The page with a slider: its frames carry the numbers, and it needs nothing beside itself."""
 
-import ast
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -148,11 +146,3 @@ def test_without_plotly_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(ImportError, match=r"pages need plotly: pip install 'diffusion-lens\[plot\]'"):
         slider(scores())
-
-
-def test_importing_the_package_needs_no_extra():
-    for path in Path(pages.__file__).parent.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            at_once = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            at_once += [node.module] if isinstance(node, ast.ImportFrom) else []
-            assert not {"matplotlib", "plotly"} & {name.split(".")[0] for name in at_once}, path

@@ -13,7 +13,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
@@ -53,27 +53,46 @@ def types_checked(target: Any) -> Any:
 
 def _checked(function: Any) -> Any:
     _resolve(function)  # beartype resolves a class that is not defined yet when the function is called
-    check = _by_beartype(function)
-    if check is function:
+    annotations = function.__annotations__.values()
+    if all(annotation in (Any, object) for annotation in annotations):
         return function
-    left = _calls.setdefault(function.__code__, [PER_TEST])
-    if not any(_has_axes(annotation) for annotation in function.__annotations__.values()):
-        wrapper = _plain(function, _Check(check), left)
-    elif inspect.isgeneratorfunction(function):
+    if inspect.isgeneratorfunction(function) and any(_has_axes(annotation) for annotation in annotations):
         return jaxtyped(function, typechecker=_beartype)  # compares axes when it is called
-    else:
-        wrapper = _scoped(function, _Check(check), left, push_shape_memo, pop_shape_memo)
+    left = _calls.setdefault(function.__code__, [PER_TEST])
+    check = _Check(function=function, call=None, left=left, config=config, begin=_begin, end=pop_shape_memo)
+    wrapper = _wrapped(function, check)
     # In the module of the function, as beartype does: warnings skip the frames of the package.
     wrapper = types.FunctionType(wrapper.__code__, function.__globals__, closure=wrapper.__closure__)
     return functools.update_wrapper(wrapper, function)
 
 
 class _Check(RemovableHandle):
-    """A checked function, of a class that `function_digest` does not enter: a check changes no number."""
+    """The check of a function, of a class that `function_digest` does not enter: a check changes no number."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-        self.config = config
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+def _begin(check: Any) -> Any:
+    """The checked function, written when it is first called. Axes have one length each from here to `pop`."""
+    check.left[0] -= 1
+    if check.call is None:
+        check.call = _by_beartype(check.function)
+    push_shape_memo({})
+    return check.call
+
+
+def _wrapped(function: Any, check: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not check.left[0] or check.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        checked = check.begin(check)
+        try:
+            return checked(*args, **kwargs)
+        finally:
+            check.end()
+
+    return wrapper
 
 
 def _resolve(function: Any, **unresolved: Any) -> None:
@@ -88,44 +107,19 @@ def _resolve(function: Any, **unresolved: Any) -> None:
 
 def _by_beartype(function: Any) -> Any:
     """The function checked; of functions defined inside another one, the check is written once."""
-    if "<locals>" not in function.__qualname__:
-        return _beartype(function)
+    inner = "<locals>" in function.__qualname__
     annotations, checked = _checked_code.get(function.__code__, (None, None))
-    if checked is None or annotations != function.__annotations__:
+    if not inner or annotations != function.__annotations__:
         annotations, checked = dict(function.__annotations__), _beartype(function)
-        _checked_code[function.__code__] = annotations, checked
         function.__dict__.pop("__beartype_args_lens", None)  # `function_digest` tells attributes of functions
+        if not inner:
+            return checked
+        _checked_code[function.__code__] = annotations, checked
     if checked.__kwdefaults__ is None:  # nothing to check
         return function
     again = types.FunctionType(checked.__code__, function.__globals__, closure=checked.__closure__)
     again.__kwdefaults__ = {**checked.__kwdefaults__, "__beartype_func": function}
     return again
-
-
-def _plain(function: Any, check: _Check, left: list[int]) -> Any:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not left[0] or check.config.jaxtyping_disable:
-            return function(*args, **kwargs)
-        left[0] -= 1
-        return check.call(*args, **kwargs)
-
-    return wrapper
-
-
-def _scoped(function: Any, check: _Check, left: list[int], push: Any, pop: Any) -> Any:
-    """Axes have one length each within a call."""
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not left[0] or check.config.jaxtyping_disable:
-            return function(*args, **kwargs)
-        left[0] -= 1
-        push({})
-        try:
-            return check.call(*args, **kwargs)
-        finally:
-            pop()
-
-    return wrapper
 
 
 def _has_axes(annotation: Any) -> bool:
@@ -137,26 +131,23 @@ def _has_axes(annotation: Any) -> bool:
     return any(_has_axes(part) for part in parts if not isinstance(part, str))
 
 
-class _Decorated(ast.NodeTransformer):
+def _decorate(body: list[Any]) -> None:
     """Puts the decorator on every class (outermost: it sees a dataclass) and every function (innermost)."""
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.decorator_list.insert(0, self._decorator(node))
-        return self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.decorator_list.append(self._decorator(node))
-        return self.generic_visit(node)
-
-    def _decorator(self, node: ast.AST) -> ast.expr:
-        return ast.copy_location(ast.Name(DECORATOR, ast.Load()), node)
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            node.decorator_list.insert(0, ast.Name(DECORATOR, ast.Load(), lineno=node.lineno, col_offset=0))
+        elif isinstance(node, ast.FunctionDef):
+            node.decorator_list.append(ast.Name(DECORATOR, ast.Load(), lineno=node.lineno, col_offset=0))
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+            _decorate(getattr(node, field, None) or [])
 
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:  # compiled anew: no cache may mix both forms
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
-        return compile(_Decorated().visit(tree), path, "exec", dont_inherit=True)
+        _decorate(tree.body)
+        return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
         vars(module)[DECORATOR] = types_checked
