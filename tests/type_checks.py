@@ -107,6 +107,7 @@ def _resolve(function: Any, **unresolved: Any) -> None:
 
 def _by_beartype(function: Any) -> Any:
     """The function checked; of functions defined inside another one, the check is written once."""
+    _resolve(function, otherwise=Any)  # names for type checkers alone
     inner = "<locals>" in function.__qualname__
     annotations, checked = _checked_code.get(function.__code__, (None, None))
     if not inner or annotations != function.__annotations__:
