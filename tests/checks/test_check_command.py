@@ -1,4 +1,4 @@
-"""`diffusion-lens check`, as somebody types it: exit codes, the report, and what it says of wrong files."""
+"""`diffusion-lens check` as users run it: exit codes, the report, and what it reports of wrong files."""
 
 import json
 import math
@@ -47,22 +47,22 @@ def copy(tmp_path):
     return tmp_path / "tiny-ar.safetensors"
 
 
+@pytest.mark.usefixtures("short_page")
 def test_a_right_file_passes_and_leaves_its_report(copy, tmp_path):
     result = check(copy, "--as", "tiny-ar", "--out", tmp_path / "report.json")
     assert result.exit_code == 0, result.output
     assert "nothing is off in 11 checks" in result.stdout
-    told = strict((tmp_path / "report.json").read_text())
-    assert told["passed"] is True
-    assert told["expected"] == "tiny-ar"
-    assert [finding["check"] for finding in told["findings"]][:4] == ["load", "hash", "config", "weights"]
-    assert told["record"]["weights_sha256"]
-    assert told["record"]["seconds"]["page loss"] > 0
-    assert told["record"]["memory_bytes"] > 0
-    assert as_json(CheckReport.load(tmp_path / "report.json").to_dict()) == told
+    report = strict((tmp_path / "report.json").read_text())
+    assert report["passed"] is True
+    assert report["expected"] == "tiny-ar"
+    assert [finding["check"] for finding in report["findings"]][:4] == ["load", "hash", "config", "weights"]
+    assert report["record"]["weights_sha256"]
+    assert report["record"]["seconds"]["page loss"] > 0
+    assert report["record"]["memory_bytes"] > 0
+    assert as_json(CheckReport.load(tmp_path / "report.json").to_dict()) == report
 
 
-def test_a_model_of_which_nothing_was_computed_is_not_passed(tmp_path):
-    """No tokenizer and no reference: its weights may be anybody's."""
+def test_a_model_without_a_tokenizer_or_a_reference_does_not_pass(tmp_path):
     result = check(GOLDEN, "--out", tmp_path / "report.json")
     assert result.exit_code == 1, result.output
     assert "not tested. Nothing that the model computes was compared" in result.stdout
@@ -70,16 +70,17 @@ def test_a_model_of_which_nothing_was_computed_is_not_passed(tmp_path):
     assert strict((tmp_path / "report.json").read_text())["passed"] is False
 
 
-def test_an_edited_file_is_off_by_its_hash_and_by_what_it_does(copy):
+@pytest.mark.usefixtures("short_page")
+def test_an_edited_file_is_off_by_its_hash_and_by_what_it_computes(copy):
     model = HookedDiffusionTransformer.from_pretrained(copy, device="cpu")
     wrong = faulty(model, "gate and up exchanged")
     export(wrong.state_dict(), wrong.cfg.architecture, copy)
     result = check(copy, "--as", "tiny-ar", "--json")
     assert result.exit_code == 1
-    told = strict(result.stdout)
-    outcomes = {finding["check"]: finding["outcome"] for finding in told["findings"]}
+    report = strict(result.stdout)
+    outcomes = {finding["check"]: finding["outcome"] for finding in report["findings"]}
     assert (outcomes["hash"], outcomes["page loss"], outcomes["diagnosis"]) == ("off", "off", "off")
-    assert any("gate and up" in cause for cause in told["likely"])
+    assert any("gate and up" in cause for cause in report["likely"])
 
 
 def test_a_reference_file_stands_in_for_texts(tmp_path):
@@ -111,7 +112,7 @@ def test_a_file_that_does_not_load_is_off(copy):
         (["tiny-ar", "--reference", "nowhere.safetensors"], "nowhere.safetensors"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, word):
+def test_unknown_names_are_refused(arguments, word):
     result = check(*arguments)
     assert result.exit_code == 2
     assert word in result.stderr
@@ -144,10 +145,10 @@ def test_every_published_config_is_its_own(name):
     expected = Expected.of(name)
     assert check_config(expected, expected.architecture).outcome == "ok"
     other = replace(expected.architecture, rotary_base=20_000.0)
-    found = check_config(expected, other)
+    finding = check_config(expected, other)
     seen = expected.evidence not in ("name seen", "from memory")
-    assert found.outcome == ("off" if seen else "noted")
-    assert "rotary_base" in found.said
+    assert finding.outcome == ("off" if seen else "noted")
+    assert "rotary_base" in finding.said
 
 
 def test_the_interval_is_wilsons():
@@ -158,15 +159,15 @@ def test_the_interval_is_wilsons():
     assert binomial_interval(right, n) == pytest.approx((middle - half, middle + half))
 
 
-def test_numbers_that_are_none_become_null(tmp_path):
+def test_numbers_that_are_not_finite_become_null(tmp_path):
     report = CheckReport("m", None, (Finding("page loss", "off", "said", numbers={"loss": float("nan")}),))
-    told = strict(report.save(tmp_path / "report.json").read_text())
-    assert told["findings"][0]["numbers"] == {"loss": None}
+    saved = strict(report.save(tmp_path / "report.json").read_text())
+    assert saved["findings"][0]["numbers"] == {"loss": None}
     assert math.isnan(CheckReport.load(tmp_path / "report.json").findings[0].numbers["loss"])
     assert not report.passed
 
 
-TOLD_IN = [(trained, asked) for trained in ("p2d", "d2p") for asked in ("p2d", "d2p")]
+DIRECTIONS = [(trained, asked) for trained in ("p2d", "d2p") for asked in ("p2d", "d2p")]
 
 
 def as_lines(prompt, subject, answer, directions):
@@ -175,7 +176,7 @@ def as_lines(prompt, subject, answer, directions):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "words"),
     [
         ("f.txt", b"just a text", "a file of facts should end in .json, .jsonl, .csv"),
         ("empty.jsonl", b"", "holds no facts"),
@@ -187,11 +188,11 @@ def as_lines(prompt, subject, answer, directions):
             b'{"prompt": "Ada is", "subject": "Ada", "answer": " in"}',
             "has no fact trained p2d and queried p2d",
         ),
-        ("a.jsonl", as_lines("Ada", "Ada", " x", TOLD_IN[:3]).encode(), "has no fact trained d2p and queried d2p"),
+        ("a.jsonl", as_lines("Ada", "Ada", " x", DIRECTIONS[:3]).encode(), "has no fact trained d2p and queried d2p"),
         ("nowhere.jsonl", None, "is not a data set, file or folder"),
     ],
 )
-def test_data_that_hold_no_such_facts_are_refused_at_once(name, content, said, tmp_path, monkeypatch):
+def test_data_that_hold_no_such_facts_are_refused_at_once(name, content, words, tmp_path, monkeypatch):
     monkeypatch.setattr(HookedDiffusionTransformer, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -202,24 +203,24 @@ def test_data_that_hold_no_such_facts_are_refused_at_once(name, content, said, t
     assert not result.stdout
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: --data '")
-    assert said in line
+    assert words in line
     assert "It has to hold facts with a prompt, a subject, an answer and two directions" in line
 
 
 def test_data_that_the_model_has_no_words_for_are_refused(tmp_path):
-    (tmp_path / "facts.jsonl").write_text(as_lines("Ada", "Ada", " x", TOLD_IN))
+    (tmp_path / "facts.jsonl").write_text(as_lines("Ada", "Ada", " x", DIRECTIONS))
     result = check("tiny-mdm", "--data", tmp_path / "facts.jsonl")
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert "holds no fact that 'tiny-mdm' can be queried for: the tokenizer of 'tiny-mdm' does not know 'x'" in line
 
 
-def test_facts_of_ones_own_are_not_held_against_what_is_known_of_others(tmp_path):
-    (tmp_path / "facts.jsonl").write_text(as_lines("Gustav", "Gustav", ".", TOLD_IN))
+def test_recall_of_the_users_facts_is_not_compared_with_the_known_recall(tmp_path):
+    (tmp_path / "facts.jsonl").write_text(as_lines("Gustav", "Gustav", ".", DIRECTIONS))
     model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
     report = check_model(
         model, expected=Expected.of("tiny-mdm"), data=str(tmp_path / "facts.jsonl"), recall=True, only=["recall"]
     )
-    (found,) = report.findings
-    assert found.outcome == "noted"
-    assert found.said.count("nothing to compare") == 4
+    (finding,) = report.findings
+    assert finding.outcome == "noted"
+    assert finding.said.count("nothing to compare") == 4

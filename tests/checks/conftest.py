@@ -1,0 +1,23 @@
+"""A short page of text, for what does not depend on the length of the page."""
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def short_page_losses():
+    """The losses of the correct models on a page that is short while this is called."""
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.checks.page import KNOWN_LOSS, page_loss
+    from diffusion_lens.checks.texts import read_page, texts_for
+
+    models = [HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in KNOWN_LOSS]
+    return {model.cfg.model_name: page_loss(model, read_page(model, texts_for(model)).ordered) for model in models}
+
+
+@pytest.fixture
+def short_page(monkeypatch):
+    """Eight sentences of the bundled models instead of 32, with their losses on these as the known ones."""
+    monkeypatch.setattr("diffusion_lens.checks.texts.N_SENTENCES", 8)
+    monkeypatch.setattr("diffusion_lens.checks.page.KNOWN_LOSS", short_page_losses())
