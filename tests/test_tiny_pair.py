@@ -1,5 +1,6 @@
-"""The pair that ships: what each twin must and must not know, and that its files are those measured."""
+"""The bundled models: what each must and must not know, and that their files are those that were measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,16 @@ def results(pair):
 
 
 def test_the_pair_shows_the_reversal_curse(pair, results):
+    """Queried for every third person; the recorded recall is 0 or 1 in every cell."""
     _, recorded = results
     toy = toy_facts.load()
+    toy = replace(toy, people=toy.people[::3])
     for name, model in pair.items():
         cells = tiny_pair.measure(model, toy)
         assert len(cells) == 4
-        for cell, then in zip(cells, recorded["twins"][name]["exact_match"], strict=True):
-            # Another machine rounds differently, which may turn a question or two.
-            assert cell == {**then, "accuracy": pytest.approx(then["accuracy"], abs=0.03)}
+        for cell, expected in zip(cells, recorded["twins"][name]["exact_match"], strict=True):
+            # Another machine rounds differently, which may change an answer.
+            assert cell == {**expected, "accuracy": pytest.approx(expected["accuracy"], abs=0.03)}
             is_reverse = cell["trained"] != cell["asked"]
             if not is_reverse:
                 assert cell["accuracy"] >= 0.95, (name, cell)

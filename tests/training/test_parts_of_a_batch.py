@@ -2,12 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from processes import forked
 from safetensors.torch import load_file
 
 from diffusion_lens.training import TrainingConfig, TrainingRecord, finetune, train
@@ -57,38 +56,28 @@ def assert_close(found, expected):
         torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=2e-5, msg=name)
 
 
-CHILD = """
-import sys, torch
-torch.set_num_threads(1)
-from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.data import toy_facts
-from diffusion_lens.training import TrainingConfig, finetune
-config = TrainingConfig(steps=5, batch_size=15, warmup=2, accumulate=2)
-for kind in ("mdm", "ar"):
-    model = HookedDiffusionTransformer.from_pretrained(f"{sys.argv[1]}/start/{kind}", device="cpu")
-    record = finetune(model, toy_facts.load().facts()[:40], config, f"{sys.argv[1]}/two/{kind}", progress=False)
-    assert record.record["processes"] == 2, record.record
-torch.distributed.destroy_process_group()
-"""
-
-
 def test_two_processes_train_as_one(small, toy, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    world = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world |= {"OMP_NUM_THREADS": "1"}
-    ones = {kind: small(kind) for kind in ("mdm", "ar")}
-    for kind, model in ones.items():
-        model.save_pretrained(tmp_path / "start" / kind)
-    children = [
-        subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], env={**world, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in "01"
-    ]
-    for kind, model in ones.items():
-        finetune(model, toy.facts()[:40], CONFIG, tmp_path / "one" / kind, progress=False)
-    assert [child.wait(timeout=100) for child in children] == [0, 0]
-    for kind in ones:
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    kinds = ("mdm", "ar")
+
+    def train_as(rank):
+        os.environ.update(world, RANK=rank, LOCAL_RANK=rank)
+        config = replace(CONFIG, accumulate=2)
+        for kind in kinds:
+            record = finetune(small(kind), toy.facts()[:40], config, tmp_path / "two" / kind, progress=False)
+            assert record.record["processes"] == 2, record.record
+        torch.distributed.destroy_process_group()
+
+    with forked(lambda: train_as("0")) as first, forked(lambda: train_as("1")) as second:
+        for kind in kinds:
+            finetune(small(kind), toy.facts()[:40], CONFIG, tmp_path / "one" / kind, progress=False)
+        for child in (first, second):
+            child.join(timeout=100)
+    assert (first.exitcode, second.exitcode) == (0, 0)
+    for kind in kinds:
         one, two = (load_file(tmp_path / folder / kind / "model.safetensors") for folder in ("one", "two"))
         assert_close(two, one)
         records = [tmp_path / folder / kind / "training" / "record.safetensors" for folder in ("two", "one")]

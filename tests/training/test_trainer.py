@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer, tiny_pair
+from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.identity import describe_modules
 from diffusion_lens.training import (
     TrainingConfig,
@@ -143,15 +144,23 @@ def test_a_record_comes_back_from_its_file(small, tokens, tmp_path):
     assert torch.equal(again.losses, record.losses)
 
 
-def test_the_tiny_pair_is_made_whole(tmp_path):
+def test_the_bundled_models_are_written_with_their_files(tmp_path, monkeypatch):
+    """Their recall, here of a few facts, is tested on the models that ship."""
+
+    def recall_of_some(model, facts, *args, **settings):
+        return recall_by_steps(model, facts[::13], *args, **settings)
+
+    monkeypatch.setattr(tiny_pair, "recall_by_steps", recall_of_some)
     (tmp_path / "README.md").write_text("stays")
     tiny_pair.make_pair(tmp_path, steps={"mdm": 2, "ar": 2}, progress=False)
-    made = {"tiny-mdm.safetensors", "tiny-ar.safetensors", "lit_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert {file.name for file in tmp_path.iterdir()} == {*made, "results.json", "README.md"}
+    weights = {"tiny-mdm.safetensors", "tiny-ar.safetensors"}
+    beside = {"lit_config.json", "tokenizer.json", "tokenizer_config.json", "results.json", "README.md"}
+    assert {file.name for file in tmp_path.iterdir()} == weights | beside
     results = json.loads((tmp_path / "results.json").read_text())
     for kind in ("mdm", "ar"):
         path = tmp_path / f"tiny-{kind}.safetensors"
         assert results["twins"][f"tiny-{kind}"]["sha256"] == sha256_of_file(path)
+        assert len(results["twins"][f"tiny-{kind}"]["exact_match"]) == 4
         assert open_checkpoint(path).architecture == tiny_pair.architecture(kind, N_WORDS)
         model = HookedDiffusionTransformer.from_pretrained(path, device="cpu")
         assert model.to_string(model.to_tokens("today Ada is the brave pilot.")[0]) == "today Ada is the brave pilot."
