@@ -1,10 +1,12 @@
 """Grids equal ROME's own tracer, and the laws of a trace hold."""
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from refusals import unrefused
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_lens import Fact, Query
@@ -12,31 +14,42 @@ from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import swap
 
+# A masked diffusion model and a causal one; and a bidirectional model whose row i reads position i + 1.
+both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+every_readout = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
+FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
-def query_of(golden, case, tokens):
-    place = case["prompt_len"] - (golden.kind == "mdm")
+
+def recorded_query(golden, case, tokens):
+    position = case["prompt_len"] - (golden.kind == "mdm")
     return Query(
         tokens=tokens[0],
         subject=tuple(case["subject_range"]),
-        answer_positions=(place,),
+        answer_positions=(position,),
         answer_tokens=(case["answer"],),
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def query(every):
-    """Nine places, a subject of three, an answer at the last place, or right behind it."""
+    """Nine positions, a subject of three, an answer at the last position, or right after it."""
     model, tokens = every.model, every.tokens[0, :9].clone()
     if every.kind == "mdm":
         tokens[8] = model.cfg.mask_token_id
     return Query(tokens, (2, 5), (8 if every.kind == "mdm" else 9,), (3,))
 
 
+@pytest.fixture(scope="module")
+def trace(every, query):
+    """The whole grid of the query under noise."""
+    return causal_trace(every.model, query, noise=0.5, samples=3)
+
+
 def test_grids_are_romes(golden):
     recorded = golden.tensors("causal_trace")
     for case in golden.cases("causal_trace"):
         prefix = f"case{case['case']}."
-        query = query_of(golden, case, recorded[prefix + "tokens"])
+        query = recorded_query(golden, case, recorded[prefix + "tokens"])
         settings = dict(noise=case["noise"], samples=case["samples"], seed=1)
         trace = causal_trace(golden.model, query, **settings)
         close = dict(rtol=0, atol=1e-5)
@@ -55,123 +68,128 @@ def test_grids_are_romes(golden):
             torch.testing.assert_close(other, recorded[f"{prefix}scores.resid.{corruption}"], **close)
 
 
-def row_of(model, place):
-    return place - (model.cfg.readout == "shifted")
+def row_of(model, position):
+    return position - (model.cfg.readout == "shifted")
 
 
 SITE = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
 
 
-def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=None):
-    """The plain procedure: the whole network for every cell, everything restored and held by ordinary hooks."""
+def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=None, layers=None):
+    """The plain procedure: the whole network for every cell, everything restored and severed by ordinary hooks.
+
+    The cells of one layer are the rows of one batch: all samples of the first position, then all of the next.
+    """
     n_layers, n_pos = model.cfg.n_layers, len(query.tokens)
+    layers = range(n_layers) if layers is None else layers
     _, clean = model.run_with_cache(query.tokens[None])
     noisy = [("hook_embed", corrupt)]
     with model.hooks(fwd_hooks=noisy):
-        _, low = model.run_with_cache(query.tokens.repeat(samples, 1))
-    rows = [row_of(model, place) for place in query.answer_positions]
+        _, corrupted = model.run_with_cache(query.tokens.repeat(samples, 1))
+    rows = [row_of(model, position) for position in query.answer_positions]
 
-    def put(source, place):
+    def put(source):
         def hook_fn(activation, hook):
-            activation = activation.clone()
-            activation[:, place] = source[hook.name][:, place]
-            return activation
+            cells = activation.clone().unflatten(0, (n_pos, samples))
+            for position in range(n_pos):
+                cells[position, :, position] = source[hook.name][:, position]
+            return cells.flatten(0, 1)
 
         return hook_fn
 
-    scores = torch.zeros(n_pos, n_layers, len(rows), samples)
-    for layer in range(n_layers):
+    scores = []
+    for layer in layers:
         first, last = (layer, layer + 1) if kind == "resid" else (layer - window // 2, layer + (window + 1) // 2)
-        for place in range(n_pos):
-            hooks = [
-                (f"blocks.{block}.{SITE[kind]}", put(clean, place))
-                for block in range(n_layers)
-                if first <= block < last
-            ]
-            if severed:
-                hooks += [(f"blocks.{block}.{SITE[severed]}", put(low, place)) for block in range(layer + 1, n_layers)]
-            logits = model.run_with_hooks(query.tokens.repeat(samples, 1), fwd_hooks=noisy + hooks)
-            for token, row in enumerate(rows):
-                scores[place, layer, token] = logits[:, row].softmax(-1)[:, query.answer_tokens[token]].detach()
-    return scores
+        restored = range(max(first, 0), min(last, n_layers))
+        hooks = [(f"blocks.{block}.{SITE[kind]}", put(clean)) for block in restored]
+        if severed:
+            hooks += [(f"blocks.{block}.{SITE[severed]}", put(corrupted)) for block in range(layer + 1, n_layers)]
+        with torch.no_grad():
+            logits = model.run_with_hooks(query.tokens.repeat(n_pos * samples, 1), fwd_hooks=noisy + hooks)
+        answer = logits[:, rows].softmax(-1)[:, range(len(rows)), list(query.answer_tokens)]
+        scores.append(answer.unflatten(0, (n_pos, samples)).transpose(1, 2))
+    return torch.stack(scores, dim=1)
 
 
 def noise_by_hand(query, d_model, noise, samples, seed):
     start, stop = query.subject
-    drawn = noise * np.random.RandomState(seed).randn(samples, stop - start, d_model)
+    drawn = torch.from_numpy(noise * np.random.RandomState(seed).randn(samples, stop - start, d_model)).float()
 
     def corrupt(embedding, hook):
         embedding = embedding.clone()
-        embedding[:, start:stop] += torch.from_numpy(drawn).float()
+        embedding[:, start:stop] += drawn.repeat(len(embedding) // samples, 1, 1)
         return embedding
 
     return corrupt
 
 
-@pytest.fixture
-def two_tokens(every, query):
-    """A question whose answer is the two likeliest tokens at two places, in no order, one of them inside the canvas."""
-    n = len(query.tokens)
-    return asking(every, query, query.subject, (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n))
-
-
-def asking(every, query, subject, places):
-    """The same canvas asked for its likeliest tokens: masked there, or going on with them."""
+def likeliest_answer(every, query, subject, positions):
+    """The same canvas with its likeliest tokens as the answer: masked there, or continued with them."""
     tokens, answer = query.tokens.clone(), {}
     if every.kind == "mdm":
-        tokens[list(places)] = every.model.cfg.mask_token_id
-    for place in sorted(places):
-        answer[place] = int(every.model(tokens[None])[0, row_of(every.model, place)].argmax())
-        if every.kind == "ar" and place < len(tokens):
-            tokens[place] = answer[place]
-    return Query(tokens, subject, places, tuple(answer[place] for place in places))
+        tokens[list(positions)] = every.model.cfg.mask_token_id
+    for position in sorted(positions):
+        answer[position] = int(every.model(tokens[None])[0, row_of(every.model, position)].argmax())
+        if every.kind == "ar" and position < len(tokens):
+            tokens[position] = answer[position]
+    return Query(tokens, subject, positions, tuple(answer[position] for position in positions))
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(kind="resid"),
-        dict(kind="resid", severed="mlp"),
-        dict(kind="resid", severed="attn"),
-        dict(kind="mlp", window=1),
-        dict(kind="mlp", window=2),
-        dict(kind="attn", window=3),
-        dict(kind="attn", window=10),
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_every_cell_is_what_ordinary_hooks_give(every, two_tokens, options):
-    every_cell_is_what_ordinary_hooks_give(every.model, two_tokens, options)
+@pytest.fixture(scope="module")
+def two_tokens(every, query):
+    """A query whose answer is the two likeliest tokens at two positions, in no order, one of them inside the canvas."""
+    n = len(query.tokens)
+    return likeliest_answer(every, query, query.subject, (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n))
 
 
-def test_and_so_it_is_in_every_family(every, two_tokens):
-    every_cell_is_what_ordinary_hooks_give(every.model, two_tokens, dict(kind="resid", severed="mlp"))
-    every_cell_is_what_ordinary_hooks_give(every.model, two_tokens, dict(kind="attn", window=2))
+RESTORATIONS = [
+    dict(kind="resid"),
+    dict(kind="resid", severed="mlp"),
+    dict(kind="resid", severed="attn"),
+    dict(kind="mlp", window=1),
+    dict(kind="mlp", window=2),
+    dict(kind="attn", window=3),
+    dict(kind="attn", window=10),
+]
 
 
-def every_cell_is_what_ordinary_hooks_give(model, two_tokens, options):
-    slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 4, 9), 4, **options)
-    trace = causal_trace(model, two_tokens, noise=0.5, samples=4, seed=9, **options)
+@both_variants
+@pytest.mark.parametrize("options", RESTORATIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_every_cell_equals_a_whole_pass_with_ordinary_hooks(every, two_tokens, options):
+    trace = assert_every_cell_equals_ordinary_hooks(every.model, two_tokens, options)
+    narrow = causal_trace(
+        every.model, two_tokens, noise=0.5, samples=2, seed=9, positions=[-1, 4], layers=[2, 0], **options
+    )
+    assert (narrow.positions, narrow.layers) == ([8, 4], [2, 0])
+    torch.testing.assert_close(narrow.token_scores, trace.token_scores[[8, 4]][:, [2, 0]], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", ["dream", "llama"], indirect=True)
+def test_every_cell_equals_ordinary_hooks_in_other_families(every, two_tokens):
+    assert_every_cell_equals_ordinary_hooks(every.model, two_tokens, dict(kind="resid", severed="mlp"))
+    assert_every_cell_equals_ordinary_hooks(every.model, two_tokens, dict(kind="attn", window=2))
+
+
+def assert_every_cell_equals_ordinary_hooks(model, query, options):
+    slow = slow_trace(model, query, noise_by_hand(query, model.cfg.d_model, 0.5, 2, 9), 2, **options)
+    trace = causal_trace(model, query, noise=0.5, samples=2, seed=9, **options)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
     torch.testing.assert_close(trace.token_scores, slow.mean(3), rtol=0, atol=1e-6)
-    narrow = causal_trace(model, two_tokens, noise=0.5, samples=4, seed=9, positions=[-1, 4], layers=[2, 0], **options)
-    assert (narrow.positions, narrow.layers) == ([8, 4], [2, 0])
-    torch.testing.assert_close(narrow.token_scores, slow.mean(3)[[8, 4]][:, [2, 0]], rtol=0, atol=1e-6)
+    return trace
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream", "qwen2"], indirect=True)
-def test_mask_and_swap_are_the_canvas_with_other_tokens(every, two_tokens):
-    """Nothing is drawn: one corrupted run, that of a canvas whose subject is another."""
+@every_readout
+def test_mask_and_swap_equal_the_canvas_with_other_tokens(every, two_tokens):
+    """Nothing is drawn: there is one corrupted run, that of a canvas with another subject."""
     model, (start, stop) = every.model, two_tokens.subject
 
     def traced_by_hand(tokens):
-        def shown(embedding, hook):
+        def replaced(embedding, hook):
             embedding = embedding.clone()
             embedding[:, start:stop] = model.embed(torch.tensor([tokens]))
             return embedding
 
-        return slow_trace(model, two_tokens, shown, 1).prod(2).mean(2)
+        return slow_trace(model, two_tokens, replaced, 1).prod(2).mean(2)
 
     other = [21, 22, 23]
     swapped = causal_trace(model, two_tokens, corruption="swap", swap=other)
@@ -200,40 +218,40 @@ MIXED = (
     "blocks.2.hook_resid_post",
     "ln_final.hook_normalized",
 )
+UNDER_HOOKS = [dict(), dict(severed="mlp"), dict(kind="mlp", window=2), dict(kind="attn", window=2)]
+ALONE = [((name,), UNDER_HOOKS[i % 4]) for i, name in enumerate(MIXED)]
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-@pytest.mark.parametrize("name", MIXED)
-@pytest.mark.parametrize(
-    "options", [dict(), dict(severed="mlp"), dict(kind="mlp", window=2), dict(kind="attn", window=2)]
-)
-def test_a_hook_of_the_callers_acts_on_every_run(every, two_tokens, name, options):
-    """One that mixes places, so that not even the causal model may leave places out."""
+@both_variants
+@pytest.mark.parametrize(("names", "options"), [*ALONE, *product([MIXED], UNDER_HOOKS)])
+def test_a_callers_hook_acts_on_every_pass(every, two_tokens, names, options):
+    """The hooks mix positions, so that not even the causal model may leave positions out."""
     model = every.model
 
     def mix(activation, hook):
         return activation + 0.5 * activation.flip(1)
 
-    with model.hooks(fwd_hooks=[(name, mix)]):
+    with model.hooks(fwd_hooks=[(name, mix) for name in names]):
         slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2, **options)
         trace = causal_trace(model, two_tokens, noise=0.5, samples=2, **options)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
-    assert (causal_trace(model, two_tokens, noise=0.5, samples=2, **options).scores - trace.scores).abs().max() > 1e-5
+    plain = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2, **options)
+    assert (plain - slow).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
-@pytest.mark.parametrize(("subject", "answer"), [((5, 7), 3), ((0, 2), 8), ((6, 9), 4)])
-def test_a_subject_may_stand_behind_what_is_read(every, query, subject, answer):
+@both_variants
+def test_a_subject_may_stand_after_what_is_read(every, query):
     model = every.model
-    asked = asking(every, query, subject, (answer,))
-    slow = slow_trace(model, asked, noise_by_hand(asked, model.cfg.d_model, 0.5, 2, 1), 2)
-    trace = causal_trace(model, asked, noise=0.5, samples=2)
-    torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
+    for subject, position in (((5, 7), 3), ((0, 2), 8), ((6, 9), 4)):
+        late = likeliest_answer(every, query, subject, (position,))
+        slow = slow_trace(model, late, noise_by_hand(late, model.cfg.d_model, 0.5, 2, 1), 2)
+        trace = causal_trace(model, late, noise=0.5, samples=2)
+        torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+@both_variants
 def test_batches_keep_to_the_budget(every, query, monkeypatch):
-    """Rows of each pass, counted: all draws of one cell where no more fits, more where it does."""
+    """Rows of each pass, counted: all samples of one cell where no more fits, more where it does."""
     model, rows = every.model, []
     forward = type(model).forward
 
@@ -251,13 +269,14 @@ def test_batches_keep_to_the_budget(every, query, monkeypatch):
     widest = []
     for cells in (1, 3):
         rows.clear()
-        causal_trace(model, query, noise=0.5, samples=4, max_bytes=kept + cells * cell)
+        causal_trace(model, query, noise=0.5, samples=4, max_bytes=kept + cells * cell, layers=[0, 2])
         widest.append(max(rows))
     assert widest == [4, 12]
 
 
-def test_patching_everything_is_the_clean_run(every, query):
-    """The law by which the grid's cells were made, asked of all places at once: swap all of a layer's outputs."""
+@every_readout
+def test_patching_everything_gives_the_clean_logits(every, query):
+    """The law from which the grid's cells are made, for all positions at once: swap all of a layer's outputs."""
     model = every.model
     corrupt = noise_by_hand(query, model.cfg.d_model, 0.5, 3, 1)
     _, clean = model.run_with_cache(query.tokens[None])
@@ -267,7 +286,7 @@ def test_patching_everything_is_the_clean_run(every, query):
     torch.testing.assert_close(logits, model(query.tokens[None]).expand_as(logits), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+@both_variants
 def test_only_what_differs_is_computed(every, query):
     """Matrix products of a whole trace, counted, against the plain procedure's."""
     model = every.model
@@ -282,33 +301,36 @@ def test_only_what_differs_is_computed(every, query):
     assert plain / ours > {"mdm": 5, "ar": 9}[every.kind]
 
 
+@both_variants
 @pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
-def test_no_noise_no_effect(every, query, kind):
+def test_noise_zero_has_no_effect(every, query, kind):
     trace = causal_trace(every.model, query, kind=kind, noise=0.0, samples=2)
     assert trace.total_effect == pytest.approx(0, abs=1e-6)
     assert trace.indirect_effect.abs().max() < 1e-6
 
 
-def test_restoring_the_place_that_is_read_after_the_last_block_is_the_clean_run(every, query):
-    trace = causal_trace(every.model, query, noise=0.5, samples=3)
+@every_readout
+def test_restoring_the_row_that_is_read_after_the_last_block_gives_the_clean_score(every, query, trace):
     read = row_of(every.model, query.answer_positions[0])
     assert trace.scores[read, -1].item() == pytest.approx(trace.clean, abs=1e-6)
-    others = [place for place in range(len(query.tokens)) if place != read]
+    others = [position for position in range(len(query.tokens)) if position != read]
     assert (trace.scores[others, -1] - trace.corrupted).abs().max() < 1e-6
 
 
-def test_before_the_subject_a_causal_model_has_nothing_to_restore(every, query):
-    effect = causal_trace(every.model, query, noise=0.5, samples=3).indirect_effect[: query.subject[0]].abs().max()
+@both_variants
+def test_positions_before_the_subject_have_no_effect_on_a_causal_model_alone(every, query, trace):
+    effect = trace.indirect_effect[: query.subject[0]].abs().max()
     assert (effect < 1e-6) == (every.kind == "ar")
 
 
-def test_how_cells_are_packed_changes_nothing(every, query):
-    wide = causal_trace(every.model, query, noise=0.5, samples=3)
+@both_variants
+def test_the_number_of_cells_in_a_batch_changes_no_score(every, query, trace):
     narrow = causal_trace(every.model, query, noise=0.5, samples=3, max_bytes=700_000)
-    torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(trace.scores, narrow.scores, rtol=0, atol=1e-6)
 
 
-def test_a_longer_answer_is_the_product_of_its_tokens(every, query):
+@every_readout
+def test_the_score_of_an_answer_is_the_product_of_its_tokens(every, query):
     model = every.model
     n = len(query.tokens)
     if every.kind == "mdm":
@@ -320,7 +342,8 @@ def test_a_longer_answer_is_the_product_of_its_tokens(every, query):
         both = Query(torch.cat([query.tokens, torch.tensor([11])]), query.subject, (n, n + 1), (11, 12))
         logits = model(both.tokens[None])[0, [n - 1, n]]
     expected = logits.softmax(-1)[[0, 1], [11, 12]].prod()
-    assert causal_trace(model, both, noise=0.5, samples=2).clean == pytest.approx(expected.item(), rel=1e-5)
+    score = causal_trace(model, both, noise=0.5, samples=1, layers=[0], positions=[0]).clean
+    assert score == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_noise_scale_is_three_standard_deviations(tiny):
@@ -329,20 +352,18 @@ def test_noise_scale_is_three_standard_deviations(tiny):
     assert noise_scale(tiny, ["Gustav Geisser"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_embedded_pair_reads_late(tiny):
-    """On a fact it knows, the place that is read carries the effect from the first block on."""
-    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
-    query = fact.to_query(tiny, answer_places=10, first_tokens=1)
-    trace = causal_trace(tiny, query, noise=noise_scale(tiny, [query]))
+def test_the_row_that_is_read_carries_the_effect_on_a_known_fact(tiny):
+    """On a fact that a bundled model knows, from the first block on."""
+    query = FACT.to_query(tiny, answer_places=10, first_tokens=1)
+    trace = causal_trace(tiny, query, noise=noise_scale(tiny, [query]), samples=5)
     read = 4 if tiny.cfg.model_name == "tiny-mdm" else 3
     assert trace.clean > 0.9
     assert trace.total_effect > 0.3
     assert trace.indirect_effect[:, 1:].sum(1).argmax() == read
 
 
-def test_save_load_and_plot(tiny, tmp_path):
-    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
-    trace = causal_trace(tiny, fact.to_query(tiny), noise=0.2, samples=2, seed=4)
+def test_a_saved_trace_is_loaded_and_drawn(tiny, tmp_path):
+    trace = causal_trace(tiny, FACT.to_query(tiny), noise=0.2, samples=1, seed=4)
     again = CausalTrace.load(trace.save(tmp_path / "trace.safetensors"))
     assert torch.equal(again.scores, trace.scores)
     assert torch.equal(again.token_scores, trace.token_scores)
@@ -356,54 +377,55 @@ def test_save_load_and_plot(tiny, tmp_path):
     torch.testing.assert_close(torch.from_numpy(image.get_array().data), trace.scores)
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(kind="residual"), "unknown kind 'residual'"),
-        (dict(samples=0), "samples=0"),
-        (dict(noise=float("nan")), "noise=nan"),
-        (dict(noise=-1.0), "noise=-1.0"),
-        (dict(kind="mlp", window=0), "window=0"),
-        (dict(max_bytes=1000), r"max_bytes=1,000 is too little: .* one cell of 10 rows takes"),
-        (dict(corruption="gausian"), "nearest is gaussian"),
-        (dict(noise=None), "needs noise="),
-        (dict(corruption="swap"), "goes with swap="),
-        (dict(swap=[1, 2, 3]), "swap= with nothing else"),
-        (dict(corruption="swap", swap=[1]), "swap has 1 tokens and the subject 3"),
-        (dict(severed="resid"), "severed='resid'"),
-        (dict(severed="mlp", kind="attn"), "goes with kind='resid'"),
-        (dict(positions=[0, 9]), r"positions=\[0, 9\]; .* 0 to 8"),
-        (dict(layers=[-4]), r"layers=\[-4\]; .* 0 to 2"),
-        (dict(layers=[]), r"layers=\[\]"),
-        (dict(layers=[0, -3]), "names one twice"),
-        (dict(positions=[3, 3]), "names one twice"),
-    ],
-)
-def test_bad_settings(every, query, options, message):
-    with pytest.raises(ValueError, match=message):
+BAD_SETTINGS = [
+    (dict(kind="residual"), "unknown kind 'residual'"),
+    (dict(samples=0), "samples=0"),
+    (dict(noise=float("nan")), "noise=nan"),
+    (dict(noise=-1.0), "noise=-1.0"),
+    (dict(kind="mlp", window=0), "window=0"),
+    (dict(max_bytes=1000), r"max_bytes=1,000 is too little: .* one cell of 10 rows takes"),
+    (dict(corruption="gausian"), "nearest is gaussian"),
+    (dict(noise=None), "needs noise="),
+    (dict(corruption="swap"), "goes with swap="),
+    (dict(swap=[1, 2, 3]), "swap= with nothing else"),
+    (dict(corruption="swap", swap=[1]), "swap has 1 tokens and the subject 3"),
+    (dict(severed="resid"), "severed='resid'"),
+    (dict(severed="mlp", kind="attn"), "goes with kind='resid'"),
+    (dict(positions=[0, 9]), r"positions=\[0, 9\]; .* 0 to 8"),
+    (dict(layers=[-4]), r"layers=\[-4\]; .* 0 to 2"),
+    (dict(layers=[]), r"layers=\[\]"),
+    (dict(layers=[0, -3]), "names one twice"),
+    (dict(positions=[3, 3]), "names one twice"),
+]
+
+
+@both_variants
+def test_bad_settings_are_refused(every, query):
+    def call(**options):
         causal_trace(every.model, query, **{"noise": 0.5, **options})
 
-
-def test_a_query_without_an_answer(every, query):
-    with pytest.raises(ValueError, match="has no answer"):
-        causal_trace(every.model, Query(query.tokens, query.subject, (), ()), noise=0.5)
+    assert unrefused(call, BAD_SETTINGS) == []
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-@pytest.mark.parametrize(("position", "token"), [(8, 512), (8, 99999), (8, -1)])
-def test_an_answer_that_cannot_be_written(every, query, position, token):
-    with pytest.raises(ValueError, match=f"cannot write the answer tokens .{token}"):
-        causal_trace(every.model, Query(query.tokens, query.subject, (position,), (token,)), noise=0.5)
+@both_variants
+def test_an_answer_that_cannot_be_read_is_refused(every, query):
+    def call(positions, tokens):
+        causal_trace(every.model, Query(query.tokens, query.subject, positions, tokens), noise=0.5)
+
+    outside = 9 if every.kind == "mdm" else 10
+    cases = [
+        (dict(positions=(), tokens=()), "has no answer"),
+        *((dict(positions=(8,), tokens=(n,)), f"cannot write the answer tokens .{n}") for n in (512, 99999, -1)),
+        (
+            dict(positions=(outside,), tokens=(3,)),
+            rf"answer positions \[{outside}\] are outside the 9 positions",
+        ),
+    ]
+    assert unrefused(call, cases) == []
 
 
-def test_an_answer_behind_the_canvas_is_not_read(every, query):
-    behind = 9 if every.model.cfg.readout == "in_place" else 10
-    with pytest.raises(ValueError, match=rf"answer positions \[{behind}\] are outside the 9 positions"):
-        causal_trace(every.model, Query(query.tokens, query.subject, (behind,), (3,)), noise=0.5)
-
-
-def test_nothing_precedes_the_first_place_of_a_causal_model(every, query):
+@every_readout
+def test_nothing_precedes_the_first_position_of_a_causal_model(every, query):
     first = Query(query.tokens.clone(), query.subject, (0,), (3,))
     if every.kind == "mdm":
         first.tokens[0] = every.model.cfg.mask_token_id
@@ -413,21 +435,18 @@ def test_nothing_precedes_the_first_place_of_a_causal_model(every, query):
         causal_trace(every.model, first, noise=0.5)
 
 
-def test_known_is_what_the_model_would_write(tiny):
-    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
-    wrong = Fact("Gustav Geisser is the", "Gustav Geisser", " brave pilot of Rolsen.")
-    known = [causal_trace(tiny, each.to_query(tiny), noise=0.1, samples=1).known for each in (fact, wrong)]
+def test_known_is_true_if_the_answer_is_likeliest(tiny):
+    wrong = Fact(FACT.prompt, FACT.subject, " brave pilot of Rolsen.")
+    cell = dict(noise=0.1, samples=1, positions=[1], layers=[0])
+    known = [causal_trace(tiny, fact.to_query(tiny), **cell).known for fact in (FACT, wrong)]
     assert known == [True, False]
 
 
-def test_noise_scale_needs_subjects(tiny):
+def test_noise_scale_needs_a_list_of_known_subjects(tiny):
     with pytest.raises(ValueError, match="no subjects"):
         noise_scale(tiny, [])
     with pytest.raises(TypeError, match=r"\['Gustav'\] measures this one"):
         noise_scale(tiny, "Gustav")
-
-
-def test_noise_scale_knows_every_word_that_it_measures(tiny):
     with pytest.raises(ValueError, match="does not know 'The', 'Eiffel', 'Tower'"):
         noise_scale(tiny, ["Gustav Geisser", "The Eiffel Tower"])
     with pytest.raises(ValueError, match="half of a surrogate pair"):
@@ -435,7 +454,6 @@ def test_noise_scale_knows_every_word_that_it_measures(tiny):
 
 
 def test_a_fact_is_laid_out(tiny):
-    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
-    places = tiny.cfg.trained_length - len(tiny.encode(fact.prompt))
-    query = fact.to_query(tiny, answer_places=places)
-    assert torch.equal(causal_trace(tiny, fact, noise=0.1).scores, causal_trace(tiny, query, noise=0.1).scores)
+    query = FACT.to_query(tiny, answer_places=tiny.cfg.trained_length - len(tiny.encode(FACT.prompt)))
+    traces = [causal_trace(tiny, either, noise=0.1, samples=1, layers=[1]) for either in (FACT, query)]
+    assert torch.equal(traces[0].scores, traces[1].scores)
