@@ -13,6 +13,7 @@ check_package("diffusion_lens")
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,16 @@ def either(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture(scope="session", params=["tiny-mdm", "tiny-ar"])
 def tiny(request: pytest.FixtureRequest) -> Any:
-    """Both models of the embedded pair in turn."""
+    """Both bundled models in turn."""
+    return bundled_model(request.param)
+
+
+@cache
+def bundled_model(name: str) -> Any:
+    """A bundled model, loaded once in a process: pytest sets a fixture up again whenever its parameter changes."""
     from diffusion_lens import HookedDiffusionTransformer
 
-    return HookedDiffusionTransformer.from_pretrained(request.param, device="cpu")
+    return HookedDiffusionTransformer.from_pretrained(name, device="cpu")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Hooks of the caller that ask for the step see it in every run of an analysis that stands for a step."""
+"""A caller's hooks that read the denoising step are given it in every pass that an analysis makes for a step."""
 
 from dataclasses import replace
 
@@ -18,8 +18,19 @@ HOOKS = {
     "on_branch": on_branch(zero_ablate(), "unconditional"),
 }
 
-guided_or_not = pytest.mark.parametrize(
-    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
+guided_or_causal = pytest.mark.parametrize(
+    ("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
+)
+every_hook = pytest.mark.parametrize(
+    ("tiny", "cfg_scale", "name"),
+    [
+        *(("tiny-mdm", 0.8, name) for name in HOOKS),
+        ("tiny-mdm", 0.0, "while_masked"),
+        ("tiny-mdm", 0.0, "at_steps"),
+        ("tiny-ar", 0.0, "at_steps"),
+        ("tiny-ar", 0.0, "while_masked"),
+    ],
+    indirect=["tiny"],
 )
 
 on_another_networks_canvases = pytest.mark.filterwarnings(
@@ -27,25 +38,27 @@ on_another_networks_canvases = pytest.mark.filterwarnings(
 )
 
 
-def looking(hook=lambda activation, hook: None):
-    """The hooks of a run that is looked at; by their name they are one network's, whatever is seen there."""
-    return [(POINT, named(hook, "looks"))]
+def watching(hook=lambda activation, hook: None):
+    """The hooks of a run that is watched. By their name they belong to one network, whatever they read."""
+    return [(POINT, named(hook, "watches"))]
 
 
 def denoise(model, fact, cfg_scale=0.0, hooks=()):
-    """A run, and the query whose answer is what this run writes, right or wrong."""
+    """A run, and the query whose answer is the first tokens that this run writes, right or wrong."""
     prompt = model.to_tokens(fact.prompt)
-    run = model.denoise(prompt, length=14, steps=4, cfg_scale=cfg_scale, fwd_hooks=hooks)
-    query = fact.to_query(model)
-    n_prompt, answer = prompt.shape[1], run.tokens[0, list(query.answer_positions)]
-    shown = torch.cat([prompt[0], answer[:-1]])
+    n_prompt, n_answer = prompt.shape[1], 3
+    length = 14 if model.cfg.has_mask else n_prompt + n_answer
+    run = model.denoise(prompt, length=length, steps=4, cfg_scale=cfg_scale, fwd_hooks=hooks)
+    query = fact.to_query(model, first_tokens=n_answer)
+    answer = run.tokens[0, list(query.answer_positions)]
+    tokens = torch.cat([prompt[0], answer[:-1]])
     if model.cfg.has_mask:
-        shown = torch.nn.functional.pad(prompt[0], (0, 14 - n_prompt), value=model.cfg.mask_token_id)
-    return run, replace(query, tokens=shown, answer_tokens=tuple(answer.tolist()))
+        tokens = torch.nn.functional.pad(prompt[0], (0, 14 - n_prompt), value=model.cfg.mask_token_id)
+    return run, replace(query, tokens=tokens, answer_tokens=tuple(answer.tolist()))
 
 
 class Witness:
-    """A hook that notes the step of every activation, and demands the rows that run."""
+    """A hook that records the step of every activation, and checks that it describes the rows that run."""
 
     def __init__(self):
         self.states = []
@@ -63,7 +76,7 @@ class Witness:
         return {(state.index, state.branch): state for state in self.states}
 
 
-def assert_as_the_loop_gives_them(states, loop, same_canvas):
+def assert_states_equal_the_loops(states, loop, same_canvas):
     assert states
     for state in states:
         seen = loop[state.index, state.branch]
@@ -75,23 +88,22 @@ def assert_as_the_loop_gives_them(states, loop, same_canvas):
             assert (state.masked == seen.masked).all()
 
 
-@guided_or_not
-@pytest.mark.parametrize("name", HOOKS)
+@every_hook
 def test_clean_scores_are_those_of_the_loop_under_the_same_hook(tiny, name, cfg_scale):
     with tiny.hooks(fwd_hooks=[(POINT, HOOKS[name])]):
         run, query = denoise(tiny, FACTS[0], cfg_scale)
         trace = trace_trajectory(tiny, query, trajectory=run, noise=0.0, samples=2, layers=[0, 3], positions=[1, 3])
-    for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
+    for token, (position, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
         score = trace.clean_token_scores[trace.steps.index(step), token]
-        assert score.item() == pytest.approx(run.confidence[0, place].item(), abs=1e-5)
+        assert score.item() == pytest.approx(run.confidence[0, position].item(), abs=1e-5)
     torch.testing.assert_close(trace.corrupted, trace.clean, rtol=0, atol=1e-5)
-    held = ~trace.scores.isnan()
+    on_canvas = ~trace.scores.isnan()
     everywhere = trace.clean[:, None, None].expand_as(trace.scores)
-    torch.testing.assert_close(trace.scores[held], everywhere[held], rtol=0, atol=1e-5)
+    torch.testing.assert_close(trace.scores[on_canvas], everywhere[on_canvas], rtol=0, atol=1e-5)
 
 
-@guided_or_not
-def test_a_hook_of_some_steps_moves_these_steps_alone(tiny, cfg_scale):
+@guided_or_causal
+def test_a_hook_of_some_steps_changes_the_scores_of_these_steps_alone(tiny, cfg_scale):
     run, query = denoise(tiny, FACTS[0], cfg_scale)
     settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
     plain = trace_trajectory(tiny, query, **settings)
@@ -100,26 +112,26 @@ def test_a_hook_of_some_steps_moves_these_steps_alone(tiny, cfg_scale):
         pytest.warns(UserWarning, match="written by another network"),
     ):
         hooked = trace_trajectory(tiny, query, **settings)
-    moved = (hooked.clean_token_scores - plain.clean_token_scores).abs().amax(dim=1) > 1e-6
-    assert moved.tolist() == [True] + [False] * (len(plain.steps) - 1)
+    changed = (hooked.clean_token_scores - plain.clean_token_scores).abs().amax(dim=1) > 1e-6
+    assert changed.tolist() == [True] + [False] * (len(plain.steps) - 1)
 
 
-@guided_or_not
+@guided_or_causal
 @pytest.mark.parametrize("canvas", ["forced", "free"])
-def test_every_run_of_a_trace_stands_at_its_step(tiny, canvas, cfg_scale):
-    run, query = denoise(tiny, FACTS[0], cfg_scale, looking())
+def test_every_pass_of_a_trace_reads_its_step(tiny, canvas, cfg_scale):
+    run, query = denoise(tiny, FACTS[0], cfg_scale, watching())
     loop, witness = Witness().of_loop(tiny, run), Witness()
-    with tiny.hooks(fwd_hooks=looking(witness)):
+    with tiny.hooks(fwd_hooks=watching(witness)):
         trace = trace_trajectory(
             tiny, query, canvas=canvas, trajectory=run, noise=1.0, samples=3, layers=[0, 2], positions=[1, 3]
         )
-    assert_as_the_loop_gives_them(witness.states, loop, same_canvas=canvas == "forced")
+    assert_states_equal_the_loops(witness.states, loop, same_canvas=canvas == "forced")
     assert {state.index for state in witness.states} >= set(trace.steps)
     assert {len(state.tokens) for state in witness.states} >= {1, 3}
     assert {state.branch for state in witness.states} == {branch for _, branch in loop}
 
 
-@guided_or_not
+@guided_or_causal
 def test_without_noise_no_cell_of_a_temporal_effect_differs(tiny, cfg_scale):
     with tiny.hooks(fwd_hooks=[(POINT, HOOKS["at_steps"]), ("blocks.1.hook_mlp_out", HOOKS["while_masked"])]):
         run, query = denoise(tiny, FACTS[0], cfg_scale)
@@ -128,69 +140,68 @@ def test_without_noise_no_cell_of_a_temporal_effect_differs(tiny, cfg_scale):
     assert set(effect.token_scores.nan_to_num(nan=1.0).flatten().tolist()) == {1.0}
 
 
-@guided_or_not
+@guided_or_causal
 @pytest.mark.parametrize("method", ["exact", "attribution"])
-def test_every_run_of_a_grid_stands_at_its_step(tiny, cfg_scale, method):
-    (clean, _), (corrupted, query) = (denoise(tiny, fact, cfg_scale, looking()) for fact in (FACTS[0], FACTS[5]))
-    metrics = answer_probability(tiny, query), lambda logits: logits[0, -1, 7]
-    for metric in metrics:
-        witness, loops = Witness(), [Witness().of_loop(tiny, run) for run in (clean, corrupted)]
-        with tiny.hooks(fwd_hooks=looking(witness)):
+def test_every_pass_of_a_grid_reads_its_step(tiny, cfg_scale, method):
+    (clean, _), (corrupted, query) = (denoise(tiny, fact, cfg_scale, watching()) for fact in (FACTS[0], FACTS[5]))
+    loops = [Witness().of_loop(tiny, run) for run in (clean, corrupted)]
+    for metric in (answer_probability(tiny, query), lambda logits: logits[0, -1, 7]):
+        witness = Witness()
+        with tiny.hooks(fwd_hooks=watching(witness)):
             patch_grid(tiny, clean, corrupted, metric, "mlp_out", [0, 2], positions=[1, 2], layers=[0], method=method)
         for run, loop in zip((clean, corrupted), loops, strict=True):
             of_run = [state for state in witness.states if (state.tokens == run.canvases[state.index]).all()]
-            assert_as_the_loop_gives_them(of_run, loop, same_canvas=True)
+            assert_states_equal_the_loops(of_run, loop, same_canvas=True)
             assert {state.index for state in of_run} == {0, 2}
         assert {state.branch for state in witness.states} == {branch for _, branch in loops[0]}
 
 
-@guided_or_not
-@pytest.mark.parametrize("name", HOOKS)
+@every_hook
 def test_a_grid_reads_what_the_loop_reads_under_the_same_hook(tiny, name, cfg_scale):
-    read = {}
+    loop_logits = {}
 
-    def look(logits, hook):
-        read[hook.step.index] = logits[0].clone()
+    def record(logits, hook):
+        loop_logits[hook.step.index] = logits[0].clone()
 
     with tiny.hooks(fwd_hooks=[(POINT, HOOKS[name])]):
         run, _ = denoise(tiny, FACTS[0], cfg_scale)
-        run.replay(tiny, fwd_hooks=[("denoise.hook_logits", look)])
-        for step in range(3):
+        run.replay(tiny, fwd_hooks=[("denoise.hook_logits", record)])
+        for step in (0, 2):
             (target,) = (run.revealed_at[0] == step).nonzero().flatten()[:1].tolist()
             row = target - tiny.cfg.grows
             grid = patch_grid(
                 tiny, run, run, lambda logits: logits[0, 0, 3], "resid_post", [step], layers=[1], logits_at=[row]
             )
-            assert grid.clean[0].item() == pytest.approx(read[step][target, 3].item(), abs=1e-4)
+            assert grid.clean[0].item() == pytest.approx(loop_logits[step][target, 3].item(), abs=1e-4)
             torch.testing.assert_close(grid.scores, grid.clean.expand_as(grid.scores), rtol=0, atol=1e-5)
 
 
 @on_another_networks_canvases
 @pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
-def test_a_hook_sees_the_whole_canvas_of_the_twin_in_a_grid_too(tiny):
-    """Rows that the metric counts from the end stay those of the places reached."""
+def test_a_hook_in_a_grid_reads_the_whole_canvas_of_the_twin(tiny):
+    """Rows that the metric counts from the end stay those of the positions reached."""
     (clean, _), (corrupted, _) = (denoise(tiny, fact) for fact in (FACTS[0], FACTS[5]))
     widths = []
     settings = dict(steps=[0, 1], positions=[1], layers=[0])
     plain = patch_grid(tiny, clean, corrupted, lambda logits: logits[0, -1, 7], "mlp_out", **settings)
     for rows in (None, [-1]):
         with tiny.hooks(fwd_hooks=[(POINT, lambda activation, hook: widths.append(activation.shape[1]))]):
-            seen = patch_grid(
+            watched = patch_grid(
                 tiny, clean, corrupted, lambda logits: logits[0, -1, 7], "mlp_out", logits_at=rows, **settings
             )
-        torch.testing.assert_close(seen.scores, plain.scores, rtol=0, atol=1e-5)
-        torch.testing.assert_close(seen.clean, plain.clean, rtol=0, atol=1e-5)
-    assert set(widths) == {14}
+        torch.testing.assert_close(watched.scores, plain.scores, rtol=0, atol=1e-5)
+        torch.testing.assert_close(watched.clean, plain.clean, rtol=0, atol=1e-5)
+    assert set(widths) == {clean.tokens.shape[1]}
 
 
-def test_the_step_is_given_back_after_an_exception(tiny):
-    run, query = denoise(tiny, FACTS[0], hooks=looking())
+def test_the_step_is_taken_back_after_an_exception(tiny):
+    run, query = denoise(tiny, FACTS[0], hooks=watching())
 
     def fails(activation, hook):
         raise RuntimeError("a hook of the caller's")
 
     settings = dict(noise=noise_scale(tiny, [query]), samples=2)
-    with tiny.hooks(fwd_hooks=looking(at_steps(fails, 1))):
+    with tiny.hooks(fwd_hooks=watching(at_steps(fails, 1))):
         for analysis in (
             lambda: trace_trajectory(tiny, query, trajectory=run, steps=[1], **settings),
             lambda: temporal_effect(tiny, query, trajectory=run, steps=[1], **settings),
@@ -202,7 +213,7 @@ def test_the_step_is_given_back_after_an_exception(tiny):
 
 
 @on_another_networks_canvases
-def test_a_hook_that_remembers_an_earlier_step_is_refused_and_its_cache_serves(tiny):
+def test_freeze_is_refused_and_a_cache_takes_its_place(tiny):
     run, query = denoise(tiny, FACTS[0])
     settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
     with (
