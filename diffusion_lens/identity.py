@@ -35,6 +35,7 @@ from diffusion_lens.hook_naming import UNIDENTIFIED, with_gaps
 from diffusion_lens.hook_naming import name_of as name_of
 from diffusion_lens.hook_naming import named as named
 from diffusion_lens.hook_naming import named_after as named_after
+from diffusion_lens.model.hook_points import hooked_modules
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -121,14 +122,21 @@ def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) 
     Args:
         fwd_hooks: Pairs (name or predicate, function) that are to be attached after the present hooks.
     """
+    hooked = set(hooked_modules(model))
+    if not hooked and not fwd_hooks:
+        return {}
     points: Mapping[str, Any] = getattr(model, "hook_dict", {})
     names = {id(point): name for name, point in points.items()}
     digester = _digester(model)
-    described = {names.get(id(module), path): _attached(module, digester) for path, module in model.named_modules()}
+    described = {
+        names.get(id(module), path): _attached(module, digester)
+        for path, module in model.named_modules()
+        if module in hooked
+    }
     for name, hook in fwd_hooks:
         for point in select_names(name, points):
-            described[point].append(f"forward: {name_of(hook, digester)}")
-    return {name: hooks for name, hooks in sorted(described.items()) if hooks}
+            described.setdefault(point, []).append(f"forward: {name_of(hook, digester)}")
+    return dict(sorted(described.items()))
 
 
 def describe_modules(model: nn.Module) -> dict[str, str]:
@@ -224,8 +232,9 @@ def weights_sha256(model: nn.Module) -> str:
     """
     weights = dict(model.named_parameters())
     known: dict[str, tuple[bytes, str]] = model.__dict__.setdefault("_weight_digests", {})
-    with ThreadPoolExecutor(_n_threads(weights.values())) as threads:
-        digests = threads.map(lambda name: _digest(weights[name], name, known), weights)
+    n_threads = _n_threads(weights.values())
+    with ThreadPoolExecutor(n_threads) as threads:
+        digests = (threads.map if n_threads > 1 else map)(lambda name: _digest(weights[name], name, known), weights)
         lines = [
             f"{name} {weight.dtype} {list(weight.shape)} {digest}\n"
             for (name, weight), digest in zip(weights.items(), digests, strict=True)
