@@ -128,12 +128,25 @@ def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor
     return tensors
 
 
+@cache
+def built(family: str) -> Any:
+    """The small model of a family, built once for all fixtures that give it."""
+    if family.startswith("lit_gpt-"):
+        return Golden("gqa", family.removeprefix("lit_gpt-"))
+    return Specimen(CONFIGS[family])
+
+
 @pytest.fixture(scope="session", params=UNDER_LAW)
 def every(request: pytest.FixtureRequest) -> Any:
     """One small model a family: for laws that hold whatever the family."""
-    if request.param.startswith("lit_gpt-"):
-        return Golden("gqa", request.param.removeprefix("lit_gpt-"))
-    return Specimen(CONFIGS[request.param])
+    return built(request.param)
+
+
+@pytest.fixture(scope="session", params=["lit_gpt-mdm", "dream", "llama"])
+def several(request: pytest.FixtureRequest) -> Any:
+    """Models that predict in place, shifted by one position, and causally: for laws that depend on no other property of
+    a family."""
+    return built(request.param)
 
 
 @pytest.fixture(params=CONFIGS)
@@ -181,7 +194,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture(scope="session", params=["mdm", "ar"])
 def either(request: pytest.FixtureRequest) -> Golden:
     """Both variants with grouped heads: for laws that hold whatever the numbers."""
-    return Golden("gqa", request.param)
+    return built(f"lit_gpt-{request.param}")
 
 
 @pytest.fixture(scope="session", params=["tiny-mdm", "tiny-ar"])
@@ -230,7 +243,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     begin_test()
     yield
     assert torch.is_grad_enabled()
-    for name in ("golden", "either", "every", "tiny", "own_pad"):
+    for name in ("golden", "either", "every", "several", "tiny", "own_pad"):
         if name in request.fixturenames:
             held = request.getfixturevalue(name)
             model = getattr(held, "model", held)

@@ -1,5 +1,8 @@
 """One run that many tests take up again, and when two runs count as the same."""
 
+from functools import cache
+from typing import Any
+
 import torch
 
 from diffusion_lens.denoising.samplers import Ancestral
@@ -9,11 +12,13 @@ RESID = "blocks.1.hook_resid_post"
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def record(every, **more):
-    settings_ = dict(length=12, steps=6, temperature=0.7, seed=3)
-    if every.kind == "mdm":
-        settings_ |= dict(cfg_scale=0.8, sampler=Ancestral())
-    return every.model.denoise(PROMPT, **settings_ | more)
+@cache
+def record(source: Any, **more: Any) -> Trajectory:
+    """A run of a fixture's model; the same run for all tests that do not change it."""
+    settings = dict(length=10, steps=6, temperature=0.7, seed=3)
+    if source.kind == "mdm":
+        settings |= dict(cfg_scale=0.8, sampler=Ancestral())
+    return source.model.denoise(PROMPT, **settings | more)
 
 
 def same(a: Trajectory, b: Trajectory) -> None:

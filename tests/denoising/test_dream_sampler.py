@@ -21,8 +21,10 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "dream"
 CASES = json.loads((GOLDEN / "trajectories.json").read_text())
 RECORDED = load_file(GOLDEN / "trajectories.safetensors")
 LEFT_WITH_MASKS = ("edge_mask_id_can_win", "edge_unequal_mask_counts")
+# The 50 likeliest tokens rank and write as all tokens do in these runs; one of them is enough.
+ALIKE = [name for name in CASES if name.endswith("_topk50") and name != "topk_margin_steps8_topk50"]
 MASK = 500
-relaxed = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +53,16 @@ def same(a, b):
     torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_WITH_MASKS])
-@pytest.mark.parametrize("as_published", [False, True])
-def test_every_canvas(model, name, as_published, monkeypatch):
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*LEFT_WITH_MASKS, *ALIKE)])
+def test_every_canvas(model, name, monkeypatch):
+    """As published or not where a filter or padding could tell them apart."""
     if f"{name}/draws" in RECORDED:  # one number a masked place, in reading order
         drawn = RECORDED[f"{name}/draws"].double()
         monkeypatch.setattr(PositionNoise, "by_position", lambda self, step, places: drawn[step, : int(places.sum())])
-    prompt, asked = ask(name, as_published)
-    trajectory = model.denoise(prompt, **asked)
     expected = torch.cat([RECORDED[f"{name}/x_init"][None], RECORDED[f"{name}/x_steps"]])
-    assert torch.equal(trajectory.canvases, expected)
+    for as_published in (False, True) if name.startswith("edge") or name == "topk_margin_steps4" else (False,):
+        prompt, asked = ask(name, as_published)
+        assert torch.equal(model.denoise(prompt, **asked).canvases, expected)
 
 
 def test_logits_stand_at_the_place_they_predict(model):
@@ -107,9 +109,9 @@ def test_rows_with_other_numbers_of_masks(model):
 
 runs = st.fixed_dictionaries(
     {
-        "prompt_length": st.integers(1, 6),
+        "prompt_length": st.integers(1, 4),
         "new": st.integers(1, 10),
-        "steps": st.integers(1, 10),
+        "steps": st.integers(1, 5),
         "alg": st.sampled_from(["origin", "maskgit_plus", "topk_margin", "entropy"]),
         "alg_temp": st.sampled_from([None, 0.3]),
         "top_p": st.sampled_from([None, 0.8]),

@@ -1,6 +1,7 @@
 """Blocks from left to right: every canvas of LLaDA's own sampler, and the laws of the schedule."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "llada"
 CASES = [
     (heads, name) for heads in ("mha", "gqa") for name in json.loads((GOLDEN / heads / "trajectories.json").read_text())
 ]
+# Attention with grouped heads is recorded too; what the sampler does with its logits is told by two of these runs.
+CASES = [case for case in CASES if case[0] == "mha" or case[1] in ("steps4_block8_cfg1.5", "steps8_block4_cfg0")]
 LEFT_WITH_MASKS = ("edge_mask_id_can_win", "edge_mask_inside_prompt", "edge_mask_inside_prompt_cfg")
 MASK = 500
-relaxed = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +33,20 @@ def models():
     return {heads: HookedDiffusionTransformer.from_pretrained(GOLDEN / heads, device="cpu") for heads in ("mha", "gqa")}
 
 
+@cache
+def recordings(heads):
+    folder = GOLDEN / heads
+    return json.loads((folder / "trajectories.json").read_text()), load_file(folder / "trajectories.safetensors")
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """A recorded run: its prompt, settings, canvases; numbers that the authors' code drew are drawn again."""
 
     def read(heads, name):
-        case = json.loads((GOLDEN / heads / "trajectories.json").read_text())[name]
-        run = {
-            key.removeprefix(f"{name}/"): x
-            for key, x in load_file(GOLDEN / heads / "trajectories.safetensors").items()
-            if key.startswith(f"{name}/")
-        }
+        settings_of, tensors = recordings(heads)
+        case = settings_of[name]
+        run = {key.removeprefix(f"{name}/"): x for key, x in tensors.items() if key.startswith(f"{name}/")}
         if "draws" in run:
             drawn = run["draws"].double()
             monkeypatch.setattr(PositionNoise, "by_position", lambda self, step, places: drawn[step][places])
@@ -76,12 +82,13 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(("heads", "name"), [case for case in CASES if case[1] not in LEFT_WITH_MASKS])
-@pytest.mark.parametrize("as_published", [False, True])
-def test_every_canvas(models, recorded, heads, name, as_published):
+def test_every_canvas(models, recorded, heads, name):
+    """As published or not where guidance, padding or a remainder could tell them apart."""
     case, run, asked = recorded(heads, name)
-    sampler = llada(case["block_length"], case.get("remasking", "low_confidence"), as_published=as_published)
-    trajectory = models[heads].denoise(run["prompt"], sampler=sampler, **asked)
-    assert torch.equal(trajectory.canvases, torch.cat([run["x_init"][None], run["x_steps"]]))
+    for as_published in (False, True) if name.startswith("edge") or name == "steps8_block4_cfg1.5" else (False,):
+        sampler = llada(case["block_length"], case.get("remasking", "low_confidence"), as_published=as_published)
+        trajectory = models[heads].denoise(run["prompt"], sampler=sampler, **asked)
+        assert torch.equal(trajectory.canvases, torch.cat([run["x_init"][None], run["x_steps"]]))
 
 
 @pytest.mark.parametrize(("heads", "name"), [case for case in CASES if case[1] in LEFT_WITH_MASKS])
@@ -128,10 +135,10 @@ def test_the_mask_is_passed_over_for_the_next_likeliest(models, recorded):
 
 layouts = st.fixed_dictionaries(
     {
-        "prompt_length": st.integers(1, 6),
-        "block_length": st.integers(1, 6),
-        "n_blocks": st.integers(1, 4),
-        "steps_a_block": st.integers(1, 7),
+        "prompt_length": st.integers(1, 4),
+        "block_length": st.integers(1, 5),
+        "n_blocks": st.integers(1, 3),
+        "steps_a_block": st.integers(1, 3),
         "remasking": st.sampled_from(["low_confidence", "random"]),
         "cfg_scale": st.sampled_from([0.0, 0.8]),
         "temperature": st.sampled_from([0.0, 0.7]),

@@ -5,17 +5,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from diffusion_lens.denoising.trajectory import Trajectory
 
-relaxed = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 runs = st.fixed_dictionaries(
     {
-        "prompt_length": st.integers(1, 8),
-        "new": st.integers(1, 10),
-        "steps": st.integers(1, 12),
+        "prompt_length": st.integers(1, 5),
+        "new": st.integers(1, 6),
+        "steps": st.integers(1, 6),
         "sampler": st.sampled_from(["confidence", "ancestral", "left_to_right"]),
         "cfg_scale": st.sampled_from([0.0, 0.8]),
         "temperature": st.sampled_from([0.0, 0.7]),
@@ -24,7 +24,7 @@ runs = st.fixed_dictionaries(
 )
 
 
-def start(model, run, n_batch=1):
+def start(model, run, n_batch=2):
     """A prompt of the drawn length and the settings that the variant understands."""
     generator = torch.Generator().manual_seed(run["seed"] % 1000)
     prompt = torch.randint(500, (n_batch, run["prompt_length"]), generator=generator)
@@ -45,30 +45,52 @@ def blank(model):
 
 @relaxed
 @given(run=runs)
-def test_a_run_fills_the_blanks_and_nothing_else(either, run):
+def test_a_run_fills_the_blanks_row_by_row_and_hooks_that_only_look_change_nothing(either, run):
     model = either.model
-    prompt, options = start(model, run, n_batch=2)
+    prompt, options = start(model, run)
+    random_state = torch.get_rng_state()
     trajectory = model.denoise(prompt, **options)
-    canvases, n_given = trajectory.canvases, run["prompt_length"]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert_blanks_are_filled(model, trajectory, prompt)
+    assert_rows_are_independent(model, trajectory, prompt, options)
+    looked = model.denoise(prompt, **options, fwd_hooks=[(lambda name: True, lambda a, hook: None)])
+    assert torch.equal(trajectory.canvases, looked.canvases)
+    torch.testing.assert_close(trajectory.confidence, looked.confidence, rtol=1e-4, atol=1e-5)
+
+
+def assert_blanks_are_filled(model, trajectory, prompt):
+    """Every step fills blanks and changes nothing else; the trajectory tells when."""
+    canvases, n_given = trajectory.canvases, prompt.shape[1]
     assert torch.equal(canvases[0, :, n_given:], torch.full_like(canvases[0, :, n_given:], blank(model)))
     assert (canvases[:, :, :n_given] == prompt).all()
     assert torch.equal(canvases[-1], trajectory.tokens)
     assert ((trajectory.tokens >= 0) & (trajectory.tokens < model.cfg.d_vocab_out)).all()
-    for before, after in pairwise(canvases):
+    for step, (before, after) in enumerate(pairwise(canvases)):
         assert torch.equal(after[before != blank(model)], before[before != blank(model)])
-    for step in range(trajectory.n_steps):
-        revealed = (canvases[step] == blank(model)) & (canvases[step + 1] != blank(model))
-        assert torch.equal(trajectory.revealed_at == step, revealed)
+        assert torch.equal(trajectory.revealed_at == step, (before == blank(model)) & (after != blank(model)))
     assert (trajectory.revealed_at[:, :n_given] == -1).all()
     assert trajectory.forward_passes <= trajectory.n_steps
 
 
-@relaxed
-@given(n_masked=st.integers(1, 40), steps=st.integers(1, 40))
-def test_confidence_keeps_the_schedule(either, n_masked, steps):
+def assert_rows_are_independent(model, together, prompt, options):
+    """Neither the order of the rows nor the rest of the batch matters, only the seed of a row."""
+    seeds = together.record["seeds"]
+    reversed_rows = model.denoise(prompt.flip(0), **{**options, "seed": seeds[::-1]})
+    assert torch.equal(together.canvases, reversed_rows.canvases.flip(1))
+    alone = model.denoise(prompt[1:], **{**options, "seed": [seeds[1]]})
+    assert torch.equal(alone.canvases[:, 0], together.canvases[:, 1])
+
+
+def test_a_causal_run_takes_a_step_for_each_token(either):
     if either.kind == "ar":
-        assert either.model.denoise(torch.tensor([[1]]), length=1 + n_masked, steps=steps).n_steps == n_masked
-        return
+        assert either.model.denoise(torch.tensor([[1]]), length=7, steps=2).n_steps == 6
+
+
+@relaxed
+@given(n_masked=st.integers(1, 40), steps=st.integers(1, 12))
+@example(n_masked=17, steps=16)
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_confidence_keeps_the_schedule(either, n_masked, steps):
     trajectory = either.model.denoise(torch.tensor([[1, 2, 3]]), length=3 + n_masked, steps=steps)
     counts = torch.bincount(trajectory.revealed_at[0, 3:], minlength=steps).tolist()
     left, times = n_masked, np.linspace(1, 1e-5, steps + 1)
@@ -81,97 +103,69 @@ def test_confidence_keeps_the_schedule(either, n_masked, steps):
     assert left == 0
 
 
-@relaxed
-@given(run=runs)
-def test_rows_are_independent(either, run):
-    model = either.model
-    prompt, options = start(model, run, n_batch=2)
-    together = model.denoise(prompt, **options)
-    seeds = together.record["seeds"]
-    backwards = model.denoise(prompt.flip(0), **{**options, "seed": seeds[::-1]})
-    assert torch.equal(together.canvases, backwards.canvases.flip(1))
-    for row in range(2):
-        alone = model.denoise(prompt[row : row + 1], **{**options, "seed": [seeds[row]]})
-        assert torch.equal(alone.canvases[:, 0], together.canvases[:, row])
-
-
-@relaxed
-@given(run=runs)
-def test_the_same_seed_gives_the_same_run(either, run):
-    prompt, options = start(either.model, run)
-    before = torch.get_rng_state()
-    first, second = (either.model.denoise(prompt, **options) for _ in range(2))
+def test_the_same_seed_gives_the_same_run(either):
+    first, second = (
+        either.model.denoise(torch.tensor([[5, 6]]), length=7, temperature=0.7, seed=2**40) for _ in range(2)
+    )
     assert torch.equal(first.canvases, second.canvases)
     assert torch.equal(first.confidence, second.confidence)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_seed_gives_another_run(either):
     runs_ = [
-        either.model.denoise(torch.tensor([[5, 6]]), length=30, temperature=1.0, seed=seed).tokens for seed in (0, 100)
+        either.model.denoise(torch.tensor([[5, 6]]), length=10, temperature=1.0, seed=seed).tokens for seed in (0, 100)
     ]
     assert not torch.equal(*runs_)
 
 
 @pytest.mark.parametrize("sampler", ["confidence", "ancestral", "remdm", "blocks", "left_to_right"])
 def test_seeds_share_no_row(either, sampler):
-    """Rows of neighbouring seeds are other draws: row r of seed s is not row r - 1 of seed s + 1, nor any other."""
+    """Rows of neighbouring seeds are other samples: row r of seed s is not row r - 1 of seed s + 1, nor any other."""
     if either.kind == "ar" and sampler != "left_to_right":
         return
     prompt = torch.tensor([[5, 6]]).expand(6, -1)
     runs_ = [
-        either.model.denoise(prompt, length=14, steps=6, temperature=3.0, sampler=sampler, seed=seed)
-        for seed in range(5)
+        either.model.denoise(prompt, length=8, steps=3, temperature=3.0, sampler=sampler, seed=seed)
+        for seed in range(3)
     ]
     rows = {tuple(row) for run in runs_ for row in run.tokens.tolist()}
-    assert len(rows) == 30
-    assert len({seed for run in runs_ for seed in run.record["seeds"]}) == 30
+    assert len(rows) == 18
+    assert len({seed for run in runs_ for seed in run.record["seeds"]}) == 18
 
 
-@pytest.mark.parametrize("seeds", [[3, 8], np.array([3, 8]), torch.tensor([3, 8]), (np.int64(3), torch.tensor(8))])
-def test_one_seed_a_row_is_used_as_it_is(either, seeds):
-    together = either.model.denoise(torch.tensor([[5, 6], [5, 6]]), length=12, temperature=2.0, seed=seeds)
-    assert together.record["seeds"] == [3, 8]
-    alone = either.model.denoise(torch.tensor([[5, 6]]), length=12, temperature=2.0, seed=[8])
-    assert torch.equal(alone.tokens[0], together.tokens[1])
+def test_one_seed_a_row_is_used_as_it_is(either):
+    alone = either.model.denoise(torch.tensor([[5, 6]]), length=6, temperature=2.0, seed=[8])
+    for seeds in ([3, 8], np.array([3, 8]), torch.tensor([3, 8]), (np.int64(3), torch.tensor(8))):
+        together = either.model.denoise(torch.tensor([[5, 6], [5, 6]]), length=6, temperature=2.0, seed=seeds)
+        assert together.record["seeds"] == [3, 8], seeds
+        assert torch.equal(alone.tokens[0], together.tokens[1]), seeds
 
 
 def test_a_generator_can_be_the_seed(either):
-    drawn = [
+    first, second = (
         either.model.denoise(
-            torch.tensor([[5, 6]]), length=20, temperature=1.0, seed=torch.Generator().manual_seed(7)
+            torch.tensor([[5, 6]]), length=8, temperature=1.0, seed=torch.Generator().manual_seed(7)
         ).tokens
         for _ in range(2)
-    ]
-    assert torch.equal(*drawn)
+    )
+    assert torch.equal(first, second)
 
 
 def test_a_vanishing_temperature_is_no_temperature(either):
-    cold = either.model.denoise(torch.tensor([[5, 6]]), length=20, temperature=1e-9)
-    assert torch.equal(cold.tokens, either.model.denoise(torch.tensor([[5, 6]]), length=20).tokens)
-
-
-@relaxed
-@given(run=runs)
-def test_looking_changes_nothing(either, run):
-    """Hooks that return None, everywhere and in the loop, leave every canvas and every confidence as it was."""
-    prompt, options = start(either.model, run, n_batch=2)
-    plain = either.model.denoise(prompt, **options)
-    looked = either.model.denoise(prompt, **options, fwd_hooks=[(lambda name: True, lambda a, hook: None)])
-    assert torch.equal(plain.canvases, looked.canvases)
-    torch.testing.assert_close(plain.confidence, looked.confidence, rtol=1e-4, atol=1e-5)
+    cold = either.model.denoise(torch.tensor([[5, 6]]), length=10, temperature=1e-9)
+    assert torch.equal(cold.tokens, either.model.denoise(torch.tensor([[5, 6]]), length=10).tokens)
 
 
 def test_confidence_is_the_probability_on_the_canvas_of_that_step(either):
     model = either.model
-    trajectory = model.denoise(torch.tensor([[5, 6, 7, 8]]), length=12, steps=4)
-    for place in range(4, 12):
-        canvas = trajectory.canvases[trajectory.revealed_at[0, place]]
+    trajectory = model.denoise(torch.tensor([[5, 6, 7, 8]]), length=8, steps=2)
+    for position in range(4, 8):
+        canvas = trajectory.canvases[trajectory.revealed_at[0, position]]
         if either.kind == "ar":
-            canvas = canvas[:, :place]
-        logits = model(canvas)[0, place if either.kind == "mdm" else place - 1]
-        probability = torch.softmax(logits, -1)[trajectory.tokens[0, place]]
-        torch.testing.assert_close(trajectory.confidence[0, place], probability, rtol=1e-4, atol=1e-6)
+            canvas = canvas[:, :position]
+        logits = model(canvas)[0, position if either.kind == "mdm" else position - 1]
+        probability = torch.softmax(logits, -1)[trajectory.tokens[0, position]]
+        torch.testing.assert_close(trajectory.confidence[0, position], probability, rtol=1e-4, atol=1e-6)
 
 
 def test_guidance_is_the_formula(either):

@@ -2,26 +2,31 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from recorded_runs import PROMPT, RESID, record, same
 
 from diffusion_lens.denoising.samplers import Confidence, ReMDM
 from diffusion_lens.denoising.trajectory import Trajectory
 
-relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+def flip(activation, hook):
+    return activation.flip(-1)
+
+
+@pytest.fixture(scope="module")
+def flipped(several):
+    """A recorded run, and its free replay under a hook that changes every activation."""
+    run = record(several)
+    return run, run.replay(several.model, canvas="free", fwd_hooks=[(RESID, flip)])
 
 
 @pytest.mark.parametrize("canvas", ["forced", "free"])
-def test_without_hooks_a_replay_is_the_run(every, canvas, tmp_path):
-    run = record(every)
-    same(run.replay(every.model, canvas=canvas), run)
+def test_without_hooks_a_replay_is_the_run(several, canvas, tmp_path):
+    run = record(several)
     loaded = Trajectory.load(run.save(tmp_path / "run.safetensors"))
-    same(loaded.replay(every.model, canvas=canvas), run)
+    same(loaded.replay(several.model, canvas=canvas), run)
 
 
-@relaxed
-@given(step=st.integers(0, 5), canvas=st.sampled_from(["forced", "free"]))
+@pytest.mark.parametrize(("step", "canvas"), [(0, "free"), (2, "forced"), (3, "free"), (5, "forced")])
 def test_a_branch_without_hooks_ends_where_the_run_ended(either, step, canvas):
     run = record(either)
     branch = run.from_step(step)
@@ -29,64 +34,63 @@ def test_a_branch_without_hooks_ends_where_the_run_ended(either, step, canvas):
     same(branch.replay(either.model, canvas=canvas), branch)
 
 
-def test_a_branch_keeps_the_numbers_of_its_steps(every):
+def test_a_branch_keeps_the_numbers_of_its_steps(several):
     seen = []
-    record(every).from_step(2).replay(
-        every.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: seen.append((hook.step.index, hook.step.t)))]
+    record(several).from_step(2).replay(
+        several.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: seen.append((hook.step.index, hook.step.t)))]
     )
     assert seen[0][0] == 2
-    assert seen[0][1] == pytest.approx(record(every).record["times"][2])
+    assert seen[0][1] == pytest.approx(record(several).record["times"][2])
 
 
-def test_a_forced_replay_under_a_hook_keeps_the_tokens_and_moves_their_confidence(every):
-    run = record(every)
-    patched = run.replay(every.model, fwd_hooks=[(RESID, lambda a, hook: a.flip(-1))])
+def test_a_forced_replay_under_a_hook_keeps_the_tokens_and_moves_their_confidence(several):
+    run = record(several)
+    patched = run.replay(several.model, fwd_hooks=[(RESID, flip)])
     assert torch.equal(patched.canvases, run.canvases)
     assert (patched.confidence - run.confidence).abs().max() > 1e-3
 
 
-def test_a_free_replay_under_a_hook_may_change_the_canvas(every):
-    run = record(every)
-    patched = run.replay(every.model, canvas="free", fwd_hooks=[(RESID, lambda a, hook: a.flip(-1))])
+def test_a_free_replay_under_a_hook_may_change_the_canvas(flipped):
+    run, patched = flipped
     assert not torch.equal(patched.canvases, run.canvases)
     assert (patched.tokens[run.given] == run.tokens[run.given]).all()
 
 
-def test_the_forced_network_sees_the_recorded_canvas(every):
-    run, seen = record(every), {}
+def test_the_forced_network_sees_the_recorded_canvas(several):
+    run, seen = record(several), {}
 
     def look(activation, hook):
         seen[hook.step.index] = hook.step.tokens
 
-    run.replay(every.model, fwd_hooks=[("hook_embed", look)])
+    run.replay(several.model, fwd_hooks=[("hook_embed", look)])
     assert seen
     for step, tokens in seen.items():
         assert torch.equal(tokens, run.canvases[step])
 
 
-def test_another_seed_branches_off(every):
-    run = record(every, temperature=2.0)
-    other = run.from_step(2).replay(every.model, canvas="free", seeds=[100, 101])
+def test_another_seed_branches_off(several):
+    run = record(several, temperature=2.0)
+    other = run.from_step(2).replay(several.model, canvas="free", seeds=[100, 101])
     assert torch.equal(other.canvases[0], run.canvases[2])
     assert not torch.equal(other.tokens, run.tokens)
 
 
-def test_a_remasked_run_is_replayed_too(every):
-    if every.kind == "ar":
+def test_a_remasked_run_is_replayed_too(several):
+    if several.kind == "ar":
         return
-    run = every.model.denoise(PROMPT, length=16, steps=12, sampler=ReMDM("rescale", eta=0.6), seed=1)
+    run = several.model.denoise(PROMPT, length=12, steps=8, sampler=ReMDM("rescale", eta=0.6), seed=1)
     assert ((run.canvases[1:] == 512) & (run.canvases[:-1] != 512)).any()
-    same(run.replay(every.model), run)
-    same(run.replay(every.model, canvas="free"), run)
+    same(run.replay(several.model), run)
+    same(run.replay(several.model, canvas="free"), run)
 
 
-def test_diff(every):
-    run = record(every)
+def test_diff(several):
+    run = record(several)
     none = run.diff(run)
     assert none.first_step is None
     assert not none.tokens.any()
     hook = (RESID, lambda a, hook: a.flip(-1) if hook.step.index == 3 else None)
-    patched = run.replay(every.model, canvas="free", fwd_hooks=[hook])
+    patched = run.replay(several.model, canvas="free", fwd_hooks=[hook])
     parted = run.diff(patched)
     assert parted.first_step in (None, 3, 4, 5, 6, 7)
     assert torch.equal(parted.tokens, run.tokens != patched.tokens)
@@ -103,29 +107,29 @@ def test_html_shows_every_step_and_escapes(tiny, tmp_path):
     assert "http" not in page
 
 
-def test_refusals(every):
-    run = record(every)
+def test_refusals(several):
+    run = record(several)
     with pytest.raises(ValueError, match="canvas='fixed'"):
-        run.replay(every.model, canvas="fixed")
+        run.replay(several.model, canvas="fixed")
     with pytest.raises(ValueError, match="step 9 is not one of the steps 0 to"):
         run.from_step(9)
     other = Trajectory(**{**vars(run), "record": {**run.record, "model": "another"}})
     with pytest.raises(ValueError, match="written by 'another'"):
-        other.replay(every.model)
-    if every.kind == "mdm":
-        shorter = every.model.denoise(PROMPT, length=12, steps=3, sampler=Confidence())
+        other.replay(several.model)
+    if several.kind == "mdm":
+        shorter = several.model.denoise(PROMPT, length=12, steps=3, sampler=Confidence())
         with pytest.raises(ValueError, match="different shape"):
             run.diff(shorter)
         own = Trajectory(**{**vars(run), "record": {**run.record, "sampler": {"name": "mine"}}})
         with pytest.raises(ValueError, match="pass sampler="):
-            own.replay(every.model, canvas="free")
+            own.replay(several.model, canvas="free")
 
 
-def test_nothing_stays_hooked_when_a_replay_fails(every):
+def test_nothing_stays_hooked_when_a_replay_fails(several):
     def boom(activation, hook):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        record(every).replay(every.model, fwd_hooks=[(RESID, boom)])
-    assert not every.model.list_hooks()
-    assert all(point.step is None for point in every.model.hook_points())
+        record(several).replay(several.model, fwd_hooks=[(RESID, boom)])
+    assert not several.model.list_hooks()
+    assert all(point.step is None for point in several.model.hook_points())

@@ -10,110 +10,115 @@ RESID = "blocks.1.hook_resid_post"
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def options(every, **more):
-    return dict(length=12, steps=6) | ({"cfg_scale": 0.8} if every.kind == "mdm" else {}) | more
+PATTERN = "blocks.0.attn.hook_pattern"
+OF_THE_LOOP = ["denoise.hook_reveal", "denoise.hook_tokens"]
 
 
-def test_each_step_holds_what_its_canvas_gives(every):
-    trajectory, cache = every.model.denoise_with_cache(PROMPT, names_filter=[RESID, "hook_embed"], **options(every))
+def options(several, **more):
+    return dict(length=10, steps=4) | ({"cfg_scale": 0.8} if several.kind == "mdm" else {}) | more
+
+
+@pytest.fixture(scope="module")
+def run_and_cache(several):
+    """A run with temperature, and its cache of several hook points, those of the loop included."""
+    names = [RESID, "hook_embed", PATTERN, *OF_THE_LOOP]
+    return several.model.denoise_with_cache(PROMPT, names_filter=names, **options(several, temperature=0.6))
+
+
+def test_each_step_holds_what_its_canvas_gives(several, run_and_cache):
+    trajectory, cache = run_and_cache
     assert cache.steps == tuple(range(trajectory.n_steps))
     for step in cache.steps:
         assert isinstance(cache[step], ActivationCache)
-        canvas = trajectory.canvases[step]
-        _, alone = every.model.run_with_cache(canvas.clamp(min=0), names_filter=RESID)
-        torch.testing.assert_close(cache[step, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
         assert torch.equal(cache[step]["resid_post", 1], cache[step, RESID])
+    for step in (0, 2):
+        _, alone = several.model.run_with_cache(trajectory.canvases[step].clamp(min=0), names_filter=RESID)
+        torch.testing.assert_close(cache[step, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
     assert torch.equal(cache[-1, RESID], cache[trajectory.n_steps - 1, RESID])
 
 
-def test_caching_changes_nothing(every):
-    plain = every.model.denoise(PROMPT, **options(every, temperature=0.6))
-    cached, _ = every.model.denoise_with_cache(PROMPT, names_filter=RESID, **options(every, temperature=0.6))
-    assert torch.equal(cached.canvases, plain.canvases)
+def test_caching_changes_nothing(several, run_and_cache):
+    plain = several.model.denoise(PROMPT, **options(several, temperature=0.6))
+    assert torch.equal(run_and_cache[0].canvases, plain.canvases)
 
 
-def test_the_unconditional_branch_has_a_masked_prompt(every):
-    if every.kind == "ar":
+def test_the_unconditional_branch_has_a_masked_prompt(several):
+    if several.kind == "ar":
         with pytest.raises(ValueError, match="needs guidance"):
-            every.model.denoise_with_cache(PROMPT, names_filter=RESID, branch="unconditional", **options(every))
+            several.model.denoise_with_cache(PROMPT, names_filter=RESID, branch="unconditional", **options(several))
         return
-    trajectory, cache = every.model.denoise_with_cache(
-        PROMPT, names_filter=RESID, branch="unconditional", **options(every)
+    trajectory, cache = several.model.denoise_with_cache(
+        PROMPT, names_filter=RESID, branch="unconditional", **options(several)
     )
-    canvas = trajectory.canvases[3].clone()
-    canvas[:, :4] = every.model.cfg.mask_token_id
-    _, alone = every.model.run_with_cache(canvas, names_filter=RESID)
-    torch.testing.assert_close(cache[3, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
+    canvas = trajectory.canvases[2].clone()
+    canvas[:, :4] = several.model.cfg.mask_token_id
+    _, alone = several.model.run_with_cache(canvas, names_filter=RESID)
+    torch.testing.assert_close(cache[2, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_steps_asked_for_cost_a_pass(every):
-    asked = dict(length=7, steps=30) if every.kind == "mdm" else dict(length=7)
-    plain = every.model.denoise(PROMPT, **asked)
-    trajectory, cache = every.model.denoise_with_cache(PROMPT, names_filter=RESID, steps_filter=[0, -1], **asked)
+def test_only_the_steps_asked_for_cost_a_pass(several):
+    asked = dict(length=7, steps=12) if several.kind == "mdm" else dict(length=7)
+    plain = several.model.denoise(PROMPT, **asked)
+    trajectory, cache = several.model.denoise_with_cache(PROMPT, names_filter=RESID, steps_filter=[0, -1], **asked)
     assert cache.steps == (0, trajectory.n_steps - 1)
     assert plain.forward_passes <= trajectory.forward_passes <= plain.forward_passes + 2
 
 
-def test_the_cache_shows_what_ran_after_the_callers_hooks(every):
-    _, cache = every.model.denoise_with_cache(
-        PROMPT, names_filter=RESID, fwd_hooks=[(RESID, lambda a, hook: torch.zeros_like(a))], **options(every)
+def test_the_cache_shows_what_ran_after_the_callers_hooks(several):
+    _, cache = several.model.denoise_with_cache(
+        PROMPT, names_filter=RESID, fwd_hooks=[(RESID, lambda a, hook: torch.zeros_like(a))], **options(several)
     )
     assert not cache[2, RESID].any()
 
 
-def test_places_device_and_dtype(every):
-    _, whole = every.model.denoise_with_cache(
-        PROMPT, names_filter=[RESID, "blocks.0.attn.hook_pattern"], **options(every)
-    )
-    _, part = every.model.denoise_with_cache(
+def test_positions_device_and_dtype(several, run_and_cache):
+    whole = run_and_cache[1]
+    _, part = several.model.denoise_with_cache(
         PROMPT,
-        names_filter=[RESID, "blocks.0.attn.hook_pattern"],
+        names_filter=[RESID, PATTERN],
         pos_slice=slice(1, 3),
         dtype=torch.bfloat16,
         device="cpu",
-        **options(every),
+        **options(several, temperature=0.6),
     )
     assert torch.equal(part[1, RESID], whole[1, RESID][:, 1:3].bfloat16())
-    pattern = whole[1, "blocks.0.attn.hook_pattern"]
-    assert torch.equal(part[1, "blocks.0.attn.hook_pattern"], pattern[:, :, 1:3].bfloat16())
+    assert torch.equal(part[1, PATTERN], whole[1, PATTERN][:, :, 1:3].bfloat16())
 
 
-def test_stack(every):
-    trajectory, cache = every.model.denoise_with_cache(PROMPT, names_filter=RESID, **options(every))
+def test_stack(several, run_and_cache):
+    trajectory, cache = run_and_cache
     stacked = cache.stack(RESID)
-    assert stacked.shape == (trajectory.n_steps, 2, 12, every.model.cfg.d_model)
+    assert stacked.shape == (trajectory.n_steps, 2, 10, several.model.cfg.d_model)
     for step in cache.steps:
         assert torch.equal(stacked[step], cache[step, RESID])
 
 
-def test_the_loops_own_hook_points_are_kept_too(every):
-    trajectory, cache = every.model.denoise_with_cache(
-        PROMPT, names_filter=lambda name: name in ("denoise.hook_reveal", "denoise.hook_tokens"), **options(every)
-    )
+def test_the_loops_own_hook_points_are_cached_too(run_and_cache):
+    trajectory, cache = run_and_cache
     for step in cache.steps:
         assert torch.equal(cache[step, "denoise.hook_tokens"], trajectory.canvases[step])
         assert torch.equal(cache[step, "denoise.hook_reveal"], trajectory.revealed_at == step)
 
 
-def test_save_and_load(every, tmp_path):
-    _, cache = every.model.denoise_with_cache(PROMPT, names_filter=[RESID, "hook_embed"], **options(every))
-    again = TrajectoryCache.load(cache.save(tmp_path / "cache.safetensors"), every.model)
+def test_save_and_load(several, run_and_cache, tmp_path):
+    cache = run_and_cache[1]
+    again = TrajectoryCache.load(cache.save(tmp_path / "cache.safetensors"), several.model)
     assert again.steps == cache.steps
     assert again.n_bytes == cache.n_bytes
     for step in cache.steps:
-        for name in (RESID, "hook_embed"):
+        for name in (RESID, "hook_embed", PATTERN, *OF_THE_LOOP):
             assert torch.equal(again[step, name], cache[step, name])
 
 
-def test_the_estimate_is_what_is_kept(every):
+def test_the_estimate_is_what_is_kept(several):
     everything = lambda name: not name.endswith("hook_result")  # noqa: E731
     with pytest.raises(ValueError, match="would take") as refused:
-        every.model.denoise_with_cache(PROMPT, names_filter=everything, max_bytes=1000, **options(every))
+        several.model.denoise_with_cache(PROMPT, names_filter=everything, max_bytes=1000, **options(several))
     estimate = int(str(refused.value).split("take ")[1].split(" bytes")[0].replace(",", ""))
     assert "hook_" in str(refused.value)
-    _, cache = every.model.denoise_with_cache(PROMPT, names_filter=everything, max_bytes=estimate, **options(every))
+    _, cache = several.model.denoise_with_cache(PROMPT, names_filter=everything, max_bytes=estimate, **options(several))
     assert cache.n_bytes == estimate
-    assert not every.model.list_hooks()
+    assert not several.model.list_hooks()
 
 
 @pytest.mark.parametrize(
@@ -127,12 +132,12 @@ def test_the_estimate_is_what_is_kept(every):
         (dict(names_filter=RESID, branch="both"), ValueError, "branch='both'"),
     ],
 )
-def test_bad_requests(every, asked, error, message):
+def test_bad_requests(several, asked, error, message):
     with pytest.raises(error, match=message):
-        every.model.denoise_with_cache(PROMPT, **asked, **options(every))
+        several.model.denoise_with_cache(PROMPT, **asked, **options(several))
 
 
-def test_a_step_that_is_not_held(every):
-    _, cache = every.model.denoise_with_cache(PROMPT, names_filter=RESID, steps_filter=1, **options(every))
+def test_a_step_that_is_not_cached(several):
+    _, cache = several.model.denoise_with_cache(PROMPT, names_filter=RESID, steps_filter=1, **options(several))
     with pytest.raises(KeyError, match="step 0 was not cached"):
         cache[0]
