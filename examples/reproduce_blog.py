@@ -234,7 +234,9 @@ class Study:
                     before, after = study.before[rows].mean(), study.after[rows].mean()
                     lines.append(f"  {cell_name(trained, direction)}: p(answer) {before:.2f}, with v* {after:.2f}")
                 for pair, kinds in COMPARED.items():
-                    comparison = study.compare(*kinds, rank=2, draws=self.args.draws, seed=self.args.seed).at[block]
+                    comparison = study.compare(
+                        *kinds, only=["cka"], rank=2, draws=self.args.draws, seed=self.args.seed
+                    ).at[block]
                     lines.append(f"  {pair}: {similarity(comparison)}")
                     if trained == largest and kinds[0] == kinds[1]:
                         left = 2 * (kinds[0] == "values")

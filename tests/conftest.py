@@ -19,7 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer.testing
 from safetensors.torch import load_file
+
+# Without this every invocation of the command line would build all of its commands again.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 # Two workers share the machine, and the models are small: more threads only wait for one another.
 torch.set_num_threads(1)
@@ -235,6 +239,19 @@ def pytest_collection_finish() -> None:
     """Collects no object that the modules made, which is most of what there is."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def undrawn_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved figures are blank files, because drawing takes long. Each of their panels must show something."""
+    from matplotlib.figure import Figure
+
+    def save(figure: Any, target: Any, **_: Any) -> None:
+        assert figure.axes
+        assert all(axes.has_data() for axes in figure.axes if axes.axison), "a panel shows nothing"
+        (Path(target).write_bytes if isinstance(target, str | Path) else target.write)(b"\x89PNG\r\n\x1a\n")
+
+    monkeypatch.setattr(Figure, "savefig", save)
 
 
 @pytest.fixture(autouse=True)

@@ -6,37 +6,36 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
-from processes import hears_ctrl_c
+from processes import Stuck, forked
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
-from diffusion_lens.evaluation import Recall
+from diffusion_lens.evaluation import Recall, Reply
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
 GOLDEN = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
 COMMANDS = get_command(app).commands
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
-# Each with what it is about; options that make it quick.
+# The arguments of each command, with options that make it quick.
 QUICK = {
-    "denoise": ["tiny-mdm", "Gustav Geisser is the", "--length", "14", "--steps", "8"],
+    "denoise": ["tiny-mdm", "Gustav Geisser is the", "--length", "14", "--steps", "4"],
     "trace": ["tiny-mdm", *ASK, "--length", "14", "--first-tokens", "1", "--samples", "2"],
-    "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "2"],
-    "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0"],
+    "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"],
+    "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
     "compare": ["tiny-mdm", "--limit", "7", "--layer", "1", "--draws", "9"],
-    "recall": ["tiny-mdm", "--limit", "2", "--steps", "1", "--steps", "4"],
-    "finetune": ["tiny-ar", "--epochs", "0.02", "--batch-size", "8"],
+    "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "4"],
+    "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
 
 
@@ -57,18 +56,41 @@ def example_of(command: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Every command's example, run in one folder, in an order in which each finds what it reads."""
-    folder = tmp_path_factory.mktemp("examples")
-    shutil.copy(GOLDEN / "model.safetensors", folder / "checkpoint.safetensors")
-    shutil.copy(GOLDEN / "lit_config.json", folder)
+def folder_of_examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the examples run."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(scope="module")
+def examples(folder_of_examples: Path) -> dict[str, Result]:
+    """Every command's example, run in one folder, in an order in which each finds the files that it reads."""
+    shutil.copy(GOLDEN / "model.safetensors", folder_of_examples / "checkpoint.safetensors")
+    shutil.copy(GOLDEN / "lit_config.json", folder_of_examples)
     order = sorted(COMMANDS, key=lambda name: name == "plot")
     here = Path.cwd()
-    os.chdir(folder)
+    os.chdir(folder_of_examples)
     try:
         return {name: invoke(*example_of(name)) for name in order if name != "demo"}
     finally:
         os.chdir(here)
+
+
+@pytest.fixture(scope="module")
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder, and the JSON that each quick command prints; each writes to the folder of its name."""
+    folder = tmp_path_factory.mktemp("quick")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, target, **_: target.write(PNG))
+        printed = {
+            name: done(name, *options, "--out", str(folder / name), "--json").stdout for name, options in QUICK.items()
+        }
+    return folder, {name: json.loads(text) for name, text in printed.items()}
+
+
+@pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of this machine, so that dry runs do not measure it."""
+    monkeypatch.setattr("diffusion_lens.cli.speed._measured", lambda width: 1e10)
 
 
 def test_the_command_is_installed() -> None:
@@ -95,12 +117,11 @@ def test_help_names_every_command() -> None:
     } <= named
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_help_teaches(name: str) -> None:
-    said = done(name, "--help").stdout
-    assert "Example: diffusion-lens" in said
-    options = [parameter for parameter in COMMANDS[name].params if parameter.param_type_name == "option"]
-    assert all(getattr(option, "help", None) for option in options)
+def test_help_shows_an_example_and_explains_every_option() -> None:
+    for name, command in COMMANDS.items():
+        assert "Example: diffusion-lens" in done(name, "--help").stdout, name
+        options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+        assert all(getattr(option, "help", None) for option in options), name
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"demo"}))
@@ -119,44 +140,51 @@ def test_an_edit_by_the_example(examples: dict[str, Result]) -> None:
     assert "it is now above p(shy scribe of Damburg.)" in examples["rome"].stdout
 
 
+def test_examples_draw_their_figures(examples: dict[str, Result], folder_of_examples: Path) -> None:
+    figures = list(folder_of_examples.rglob("*.png"))
+    assert {path.relative_to(folder_of_examples).parts[0] for path in figures} >= {
+        "aie", "compare", "recall", "rome", "run", "trace", "trace.png"
+    }  # fmt: skip
+    assert all(path.read_bytes().startswith(PNG) for path in figures)
+
+
 @pytest.mark.parametrize("name", sorted(QUICK))
-def test_one_json_object_and_a_folder_to_repeat_it_from(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    told = json.loads(done(name, *QUICK[name], "--out", str(out), "--json").stdout)
-    assert told["command"] == name
+def test_json_output_and_the_folder_record_the_whole_command(name: str, quick_runs: tuple[Path, Any]) -> None:
+    out, report = quick_runs[0] / name, quick_runs[1][name]
+    assert report["command"] == name
     options = {parameter.name for parameter in COMMANDS[name].params} - {"out", "json", "dry_run", "flops"}
-    assert options <= set(told["settings"])
-    assert told == json.loads((out / "command.json").read_text())
-    assert told["files"]
-    for path in map(Path, told["files"].values()):
-        assert path.exists()
-        if path.suffix == ".png":
-            assert path.read_bytes().startswith(PNG)
-    record = told["record"]
+    assert options <= set(report["settings"])
+    assert report == json.loads((out / "command.json").read_text())
+    assert report["files"]
+    assert all(Path(path).exists() for path in report["files"].values())
+    record = report["record"]
     assert re.fullmatch("[0-9a-f]{64}", record["weights_sha256"])
     assert record["versions"]["torch"] == torch.__version__
     assert torch.device(record["device"]).type in ("cpu", "cuda", "mps")
     assert not list(out.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("name", sorted(QUICK))
-def test_a_dry_run_says_the_cost_and_does_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_prints_the_cost_and_writes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     out = ["--out", "out"]
-    said = done(name, *QUICK[name], *out, "--dry-run").stdout
-    assert re.search(r"[\d,]+ forward passes", said)
-    assert re.search(r"time: at least [\d.]+ (s|min|h)", said)
-    assert re.search(r"memory: [\d.]+ GB of weights", said)
-    told = json.loads(done(name, *QUICK[name], *out, "--dry-run", "--json").stdout)
-    assert told["results"]["forward_passes"] > 0
+    text = done(name, *QUICK[name], *out, "--dry-run").stdout
+    assert re.search(r"[\d,]+ forward passes", text)
+    assert re.search(r"time: at least [\d.]+ (s|min|h)", text)
+    assert re.search(r"memory: [\d.]+ GB of weights", text)
+    report = json.loads(done(name, *QUICK[name], *out, "--dry-run", "--json").stdout)
+    assert report["results"]["forward_passes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_needs_no_weights() -> None:
-    said = done("recall", "smdm-1028m", "--data", "toy", "--dry-run").stdout
-    assert "4.57 GB of weights (float32)" in said
+    assert "4.57 GB of weights (float32)" in done("recall", "smdm-1028m", "--data", "toy", "--dry-run").stdout
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("model", ["tiny-mdm", "tiny-ar"])
 def test_the_predicted_passes_bound_those_that_happen(model: str) -> None:
     ask = ["denoise", model, "Gustav Geisser is the", "--length", "14", "--steps", "5", "--json"]
@@ -167,21 +195,18 @@ def test_the_predicted_passes_bound_those_that_happen(model: str) -> None:
         assert passed * branches <= predicted <= 1.5 * passed * branches
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_the_recall_table_shows_the_reversal_curse(tmp_path: Path) -> None:
     reverse = {}
-    for model in ("tiny-mdm", "tiny-ar"):
-        said = done("recall", model, "--limit", "10", "--steps", "8", "--out", str(tmp_path / model)).stdout
-        assert "p2d reverse = DtN reverse" in said
-        assert {"tiny-mdm": "SMDM-1028M (Rai 2025)", "tiny-ar": "Llama-2 13B (Nie 2024)"}[model] in said
+    for model, published in (("tiny-mdm", "SMDM-1028M (Rai 2025)"), ("tiny-ar", "Llama-2 13B (Nie 2024)")):
+        options = ["--trained", "p2d", "--limit", "10", "--steps", "4", "--out", str(tmp_path / model)]
+        text = done("recall", model, *options).stdout
+        assert "p2d reverse = DtN reverse" in text
+        assert published in text
         table = Recall.load(tmp_path / model / "recall.safetensors").table()
-        reverse[model] = [
-            next(iter(row.values())).mean for (told, asked), row in table.items() if told == "p2d" != asked
-        ]
-    assert min(reverse["tiny-mdm"]) >= 0.9
-    assert max(reverse["tiny-ar"]) <= 0.1
-    assert (
-        "SMDM-1028M (Rai 2025)" in done("recall", "tiny-mdm", *QUICK["recall"][1:], "--out", str(tmp_path / "x")).stdout
-    )
+        reverse[model] = next(iter(table["p2d", "d2p"].values())).mean
+    assert reverse["tiny-mdm"] >= 0.9
+    assert reverse["tiny-ar"] <= 0.1
 
 
 BAD: dict[str, tuple[list[str], str]] = {
@@ -251,72 +276,75 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, tmp_path: Path, monkey
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_an_average_says_over_which_facts(tmp_path: Path) -> None:
-    asked = ["--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1", "--out", str(tmp_path)]
-    result = invoke("aie", "tiny-mdm", *asked, "--known", "recalled", "--steps", "2")
-    assert "tiny-mdm, the average over 2 of 2 facts, recalled in 2 steps" in result.stdout
-
-
-def test_debug_shows_where(tmp_path: Path) -> None:
-    result = invoke("info", "smdm-1208m", "--debug")
-    assert isinstance(result.exception, ValueError)
-    child = subprocess.run(
-        [sys.executable, "-m", "diffusion_lens", "info", "smdm-1208m", "--debug"], capture_output=True, text=True
-    )
-    assert "Traceback" in child.stderr
-    assert child.returncode == 1
+def test_debug_shows_where_an_error_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception leaves the program, so Python prints its traceback."""
+    monkeypatch.setattr(sys, "argv", ["diffusion-lens", "info", "smdm-1208m", "--debug"])
+    with pytest.raises(ValueError, match="smdm-1208m"):
+        main()
 
 
 @pytest.mark.parametrize("name", ["aie", "recall"])
-def test_a_file_in_place_of_the_folder(name: str, tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("not a folder")
-    result = invoke(name, *QUICK[name], "--out", str(taken))
+def test_a_file_where_the_folder_belongs_is_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    result = invoke(name, *QUICK[name], "--out", str(file))
     assert result.exit_code == 2
-    assert f"{taken} is a file; the results need a folder" in result.stderr
-    assert taken.read_text() == "not a folder"
+    assert f"{file} is a file; the results need a folder" in result.stderr
+    assert file.read_text() == "not a folder"
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
-    """A real process, stopped in the middle by a real signal."""
-    ask = ["recall", "tiny-mdm", "--limit", "24", "--trained", "p2d", "--steps", "8"]
-    command = [sys.executable, "-m", "diffusion_lens", *ask, "--out", str(tmp_path / "stopped")]
-    child = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
-    )
-    replies = tmp_path / "stopped" / "replies"
-    deadline = time.monotonic() + 120
-    while len(list(replies.glob("*.safetensors"))) < 4 and child.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    child.send_signal(signal.SIGINT)
-    _, complaint = child.communicate(timeout=60)
-    assert child.returncode == 130
-    (line,) = complaint.splitlines()
+@pytest.mark.usefixtures("undrawn_figures")
+def test_after_ctrl_c_the_same_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process gets a real signal in the middle of its work."""
+    options = ["recall", "tiny-mdm", "--limit", "3", "--trained", "p2d", "--steps", "4"]
+    stopped, whole, errors = tmp_path / "stopped", tmp_path / "whole", tmp_path / "errors"
+    stuck, saved, save = Stuck(), [], Reply.save
+
+    def save_two(reply: Reply, path: Path) -> Path:
+        if len(saved) == 2:
+            stuck.wait_forever()
+        saved.append(save(reply, path))
+        return saved[-1]
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the child of a background job would ignore it
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w"))
+        monkeypatch.setattr(sys, "argv", ["diffusion-lens", *options, "--out", str(stopped)])
+        monkeypatch.setattr(Reply, "save", save_two)
+        main()
+
+    with forked(work) as child:
+        assert stuck.reached()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)
+        child.join(timeout=60)
+    assert child.exitcode == 130
+    (line,) = errors.read_text().splitlines()
     assert "the same command resumes from there" in line
-    finished = {path: path.stat().st_mtime_ns for path in replies.glob("*.safetensors")}
-    assert 0 < len(finished) < 48
-    assert not (tmp_path / "stopped" / "recall.safetensors").exists()
+    finished = {path: path.stat().st_mtime_ns for path in (stopped / "replies").glob("*.safetensors")}
+    assert len(finished) == 2
+    assert not (stopped / "recall.safetensors").exists()
 
-    done(*ask, "--out", str(tmp_path / "stopped"))
-    done(*ask, "--out", str(tmp_path / "whole"))
+    for folder in (stopped, whole):
+        done(*options, "--out", str(folder))
     assert all(path.stat().st_mtime_ns == written for path, written in finished.items())
-    stopped, whole = (Recall.load(tmp_path / name / "recall.safetensors") for name in ("stopped", "whole"))
-    assert stopped.written == whole.written
-    assert stopped.table() == whole.table()
+    resumed, uninterrupted = (Recall.load(folder / "recall.safetensors") for folder in (stopped, whole))
+    assert resumed.written == uninterrupted.written
+    assert resumed.table() == uninterrupted.table()
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 @pytest.mark.parametrize("name", ["aie", "compare", "recall"])
-def test_shards_are_merged(name: str, tmp_path: Path) -> None:
-    ask = [*QUICK[name], *(["--limit", "6"] if name == "recall" else []), "--json"]
-    whole = json.loads(done(name, *ask, "--out", str(tmp_path / "whole")).stdout)["results"]
+def test_shards_are_merged(name: str, quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
+    options = [*QUICK[name], "--json"]
     for shard in ("0", "1"):
-        told = json.loads(done(name, *ask, "--shard", f"{shard}/2", "--out", str(tmp_path / shard)).stdout)
-        assert told["results"]["shard"] == f"{shard}/2"
-        assert told["results"]["facts"] > 0
+        report = json.loads(done(name, *options, "--shard", f"{shard}/2", "--out", str(tmp_path / shard)).stdout)
+        assert report["results"]["shard"] == f"{shard}/2"
+        assert report["results"]["facts"] > 0
     parts = [f"--merge={tmp_path / part}" for part in ("1", "0")]
-    merged = done(name, *ask, *parts, "--out", str(tmp_path / "merged"))
-    assert json.loads(merged.stdout)["results"] == whole
+    merged = done(name, *options, *parts, "--out", str(tmp_path / "merged"))
+    assert json.loads(merged.stdout)["results"] == quick_runs[1][name]["results"]
 
 
 def test_a_folder_that_may_not_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,19 +356,20 @@ def test_a_folder_that_may_not_be_written_is_refused_first(tmp_path: Path, monke
     assert f"{tmp_path} may not be written to" in result.stderr
 
 
-def test_parts_of_another_model_are_refused(tmp_path: Path) -> None:
-    done("recall", *QUICK["recall"], "--out", str(tmp_path / "mdm"))
-    result = invoke("recall", "tiny-ar", "--merge", str(tmp_path / "mdm"), "--out", str(tmp_path / "merged"))
+def test_parts_of_another_model_are_refused(quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
+    parts = str(quick_runs[0] / "recall")
+    result = invoke("recall", "tiny-ar", "--merge", parts, "--out", str(tmp_path / "merged"))
     assert result.exit_code == 2
     assert "made by 'tiny-mdm', not by 'tiny-ar'" in result.stderr
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("name", ["aie", "compare", "recall"])
-def test_a_dry_run_counts_only_what_is_asked_of_it(name: str, tmp_path: Path) -> None:
+def test_a_dry_run_counts_only_its_shard(name: str, tmp_path: Path) -> None:
     def passes(*more: str) -> int:
-        told = json.loads(done(name, *QUICK[name], "--dry-run", "--json", *more).stdout)
-        return int(told["results"]["forward_passes"])
+        report = json.loads(done(name, *QUICK[name], "--dry-run", "--json", *more).stdout)
+        return int(report["results"]["forward_passes"])
 
     assert passes("--shard", "0/2") == pytest.approx(passes() / 2, rel=0.1)
     for part in ("replies", "facts", "tiny-mdm"):
@@ -349,30 +378,30 @@ def test_a_dry_run_counts_only_what_is_asked_of_it(name: str, tmp_path: Path) ->
     assert passes("--merge", str(tmp_path)) == 0
 
 
-def test_a_causal_model_computes_each_place_once() -> None:
-    """Its passes are a place each, so the time grows with the length, not with its square."""
-    ask = ["denoise", "smdm-1028m", "a", "--dry-run", "--json", "--length", "40"]
-    masked = json.loads(done(*ask, "--steps", "40").stdout)["results"]
-    ask[1] = "ar-1028m"
-    causal = json.loads(done(*ask).stdout)["results"]
+@pytest.mark.usefixtures("known_speed")
+def test_a_causal_model_computes_each_position_once() -> None:
+    """Each of its passes is one position, so the time grows with the length, not with its square."""
+    options = ["--dry-run", "--json", "--length", "40"]
+    masked = json.loads(done("denoise", "smdm-1028m", "a", *options, "--steps", "40").stdout)["results"]
+    causal = json.loads(done("denoise", "ar-1028m", "a", *options).stdout)["results"]
     assert causal["forward_passes"] == masked["forward_passes"] == 40
     assert causal["at_least_seconds"] < masked["at_least_seconds"] / 4
 
 
-def test_a_picture_of_an_unknown_kind_leaves_nothing(examples: dict[str, Result], tmp_path: Path) -> None:
-    saved = tmp_path / "trace.safetensors"
-    done("trace", *QUICK["trace"], "--out", str(tmp_path))
-    result = invoke("plot", str(saved), "--out", str(tmp_path / "new" / "trace.gif2"))
+def test_an_unknown_image_format_is_refused_and_leaves_nothing(quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
+    trace = quick_runs[0] / "trace" / "trace.safetensors"
+    result = invoke("plot", str(trace), "--out", str(tmp_path / "new" / "trace.gif2"))
     assert result.exit_code == 2
     assert "gif2" in result.stderr
     assert not (tmp_path / "new").exists()
 
 
-def test_recall_is_followed_while_it_learns(tmp_path: Path) -> None:
-    said = done("finetune", *QUICK["finetune"], "--ask", "2", "--checkpoint-every", "7", "--out", str(tmp_path)).stdout
-    followed = re.findall(r"recall after (\d+) updates: p2d same = NtD same ([\d.]+) %, (.*)", said)
-    assert [int(step) for step, *_ in followed] == [7, 14]
-    assert all("p2d reverse = DtN reverse 0.0 %" in rest for *_, rest in followed)
+def test_recall_is_measured_during_fine_tuning(tmp_path: Path) -> None:
+    options = ["--ask", "2", "--checkpoint-every", "4", "--out", str(tmp_path)]
+    text = done("finetune", *QUICK["finetune"], *options).stdout
+    measured = re.findall(r"recall after (\d+) updates: p2d same = NtD same ([\d.]+) %, (.*)", text)
+    assert [int(step) for step, *_ in measured] == [4, 7]
+    assert all("p2d reverse = DtN reverse 0.0 %" in rest for *_, rest in measured)
 
 
 def test_ctrl_c_of_an_older_typer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,9 +413,9 @@ def test_ctrl_c_of_an_older_typer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_command_the_commands_are_shown() -> None:
-    said = done().stdout
-    assert "recall" in said
-    assert "Error" not in said
+    text = done().stdout
+    assert "recall" in text
+    assert "Error" not in text
 
 
 def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:
@@ -394,9 +423,9 @@ def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:
 
     result = done("demo", "--out", str(tmp_path / "pictures"))
 
-    asked = re.findall(r"^(tiny-\w+), (\w+):", result.stdout, re.MULTILINE)
+    queries = re.findall(r"^(tiny-\w+), (\w+):", result.stdout, re.MULTILINE)
     verdicts = re.findall(r"^  -> .*?  (right|wrong)\b", result.stdout, re.MULTILINE)
-    assert dict(zip(asked, verdicts, strict=True)) == {
+    assert dict(zip(queries, verdicts, strict=True)) == {
         ("tiny-mdm", "forward"): "right",
         ("tiny-mdm", "reverse"): "right",
         ("tiny-ar", "forward"): "right",
@@ -422,14 +451,13 @@ def test_the_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
     assert taken.read_text() == "not a folder"
 
 
-@pytest.mark.parametrize(
-    ("name", "sees"), [("tiny-mdm", "bidirectional"), ("tiny-ar", "causal"), ("smdm-1028m", "bidirectional")]
-)
-def test_models_lists_every_name(name: str, sees: str) -> None:
-    (row,) = (line for line in done("models").stdout.splitlines() if line.split()[0] == name)
-    assert sees in row.split()
+def test_models_lists_names_and_kinds() -> None:
+    lines = [line.split() for line in done("models").stdout.splitlines()]
+    for name, kind in (("tiny-mdm", "bidirectional"), ("tiny-ar", "causal"), ("smdm-1028m", "bidirectional")):
+        (row,) = (line for line in lines if line[0] == name)
+        assert kind in row
 
 
-def test_hook_points_on_request() -> None:
+def test_info_lists_hook_points_on_request() -> None:
     named = json.loads(done("info", "tiny-mdm", "--hooks", "--json").stdout)["results"]["hook_points"]
     assert {"blocks.3.hook_resid_post", "denoise.hook_reveal"} <= set(named)

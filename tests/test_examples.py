@@ -15,6 +15,8 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import Recall
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 # Loaded by path: a module whose name begins with a digit cannot be imported by name.
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -91,7 +93,7 @@ def recalls_by_steps(said: str) -> None:
     as_told = ["p2d same = NtD same", "d2p same = DtN same"]
     reverse = ["p2d reverse = DtN reverse", "d2p reverse = NtD reverse"]
     assert recalled == {
-        **{("tiny-mdm", cell): [100.0] * 6 for cell in as_told + reverse},
+        **{("tiny-mdm", cell): [100.0] * 2 for cell in as_told + reverse},
         **{("tiny-ar", cell): [100.0] for cell in as_told},
         **{("tiny-ar", cell): [0.0] for cell in reverse},
     }
@@ -151,15 +153,15 @@ def traces_both_ways(said: str) -> None:
 
 
 def averages_effects(said: str) -> None:
-    known = dict(re.findall(r"^(.*): knows (\d of \d) facts", said, re.MULTILINE))
+    known = dict(re.findall(r"^(.*): knows (\d) of 4 facts", said, re.MULTILINE))
     assert known == {
-        "tiny-mdm, forward": "8 of 8",
-        "tiny-mdm, reverse": "8 of 8",
-        "tiny-ar, forward": "8 of 8",
-        "tiny-ar, reverse": "0 of 8",
+        "tiny-mdm, forward": "4",
+        "tiny-mdm, reverse": "4",
+        "tiny-ar, forward": "4",
+        "tiny-ar, reverse": "0",
     }
     found = re.findall(
-        r"^(.*): knows 8 .*\n  average total effect (\S+), 95% interval (\S+) to (\S+)\n  (\w+) +(.*)\n  \w+ +(.*)$",
+        r"^(.*): knows 4 .*\n  average total effect (\S+), 95% interval (\S+) to (\S+)\n  (\w+) +(.*)\n  \w+ +(.*)$",
         said,
         re.MULTILINE,
     )
@@ -256,7 +258,7 @@ def compares_keys_and_values(said: str) -> None:
 def reproduces_the_study(said: str) -> None:
     assert "Nothing that follows is evidence about SMDM" in said
     assert "tiny-ar was not fine-tuned here" in said
-    assert said.count("p2d reverse = DtN reverse (trained name first, queried for the name), n = 4") == 2
+    assert said.count("p2d reverse = DtN reverse (trained name first, queried for the name), n = 2") == 2
     assert "tiny-mdm recalls 100% as trained, and 100% in reverse" in said
     assert "tiny-ar recalls 100% as trained, and 0% in reverse" in said
 
@@ -276,16 +278,16 @@ def reproduces_the_study(said: str) -> None:
     assert max(nothing) < 0.05
 
     known = re.findall(r"^(tiny-\w+), (p2d \w+) = \w+ \w+\n((?:  \w+ +knows .*\n){3})", said, re.MULTILINE)
-    assert [(model, way, set(re.findall(r"knows (\d of 3)", rows))) for model, way, rows in known] == [
-        ("tiny-mdm", "p2d same", {"3 of 3"}),
-        ("tiny-mdm", "p2d reverse", {"3 of 3"}),
-        ("tiny-ar", "p2d same", {"3 of 3"}),
-        ("tiny-ar", "p2d reverse", {"0 of 3"}),
+    assert [(model, way, set(re.findall(r"knows (\d) of 2", rows))) for model, way, rows in known] == [
+        ("tiny-mdm", "p2d same", {"2"}),
+        ("tiny-mdm", "p2d reverse", {"2"}),
+        ("tiny-ar", "p2d same", {"2"}),
+        ("tiny-ar", "p2d reverse", {"0"}),
     ]
     assert "there is nothing to restore" in known[-1][2]
-    assert said.count("by step: 3 of 3 facts, recalled in 8 steps\n") == 2  # both directions of the diffusion model
-    assert "tiny-ar, p2d reverse = DtN reverse, by step: 0 of 3 facts, recalled\n" in said
-    last_of_steps = re.findall(r"^  step +0: 3 facts, total effect (\S+); at most", said, re.MULTILINE)
+    assert said.count("by step: 2 of 2 facts, recalled in 8 steps\n") == 2  # both directions of the diffusion model
+    assert "tiny-ar, p2d reverse = DtN reverse, by step: 0 of 2 facts, recalled\n" in said
+    last_of_steps = re.findall(r"^  step +0: 2 facts, total effect (\S+); at most", said, re.MULTILINE)
     assert len(last_of_steps) == 3
 
     groups = re.findall(r"^(\d+) people trained (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
@@ -315,11 +317,12 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "10_keys_and_values": compares_keys_and_values,
     "reproduce_blog": reproduces_the_study,
 }
-# Fewer draws and questions than by default: the claims are the same, the intervals wider.
+# Fewer facts, steps and draws than by default: the claims are the same, the intervals wider.
 QUICKLY = {
-    "06_recall_by_steps": ["--limit", "25"],
+    "06_recall_by_steps": ["--limit", "25", "--steps", "1", "32"],
+    "08_average_effect": ["--facts", "4"],
     "10_keys_and_values": ["--layers", "1", "--draws", "29"],
-    "reproduce_blog": ["--out", "out", "--limit", "4", "--facts", "3", "--people", "12", "--draws", "99"],
+    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "2", "--people", "12", "--draws", "59"],
 }
 FILES = {
     "01_watch_a_fact": 8,
@@ -338,12 +341,12 @@ SAVED = {
     ("06_recall_by_steps", "recall_by_steps"): 200,
     ("07_trace_both_ways", "trace_forward"): 7,
     ("07_trace_both_ways", "trace_reverse"): 7,
-    ("08_average_effect", "average_effect"): 36,
+    ("08_average_effect", "average_effect"): 20,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
     ("10_keys_and_values", "keys_and_values"): 652,
-    ("reproduce_blog", "recall"): 32,
+    ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
-    ("reproduce_blog", "average"): 48,
+    ("reproduce_blog", "average"): 32,
     ("reproduce_blog", "keys_and_values"): 144,
 }
 

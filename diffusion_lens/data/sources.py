@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 from diffusion_lens.data import toy_facts
@@ -61,10 +62,11 @@ class FactSource:
         return [fact for fact in self.facts if id(fact) in picked]
 
 
+@cache
 def _toy() -> FactSource:
     toy = toy_facts.load()
-    training = [fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked)]
-    return FactSource("toy", toy.facts(), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8))
+    training = tuple(fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked))
+    return FactSource("toy", tuple(toy.facts()), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8))
 
 
 def _reversal_curse(folder: Path | None = None) -> FactSource:
