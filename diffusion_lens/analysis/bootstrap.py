@@ -22,8 +22,6 @@ def bootstrap_interval(
         level: Probability that such an interval covers the mean.
         seed: Seed of `numpy.random.default_rng`.
     """
-    from scipy import stats  # imported here because it takes half a second
-
     if not 0 < level < 1:
         raise ValueError(f"level={level}; it is between 0 and 1, e.g. 0.95")
     if len(values) < 2:
@@ -32,6 +30,8 @@ def bootstrap_interval(
     ends = values[:1].repeat(2, 1)
     varied = (values != values[:1]).any(dim=0)
     if varied.any():
+        from scipy import stats  # imported here because it takes half a second
+
         facts = values[:, varied].double().numpy()
         interval = stats.bootstrap(
             (facts,),
