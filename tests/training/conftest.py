@@ -13,21 +13,26 @@ def toy():
 
 
 @pytest.fixture(scope="session")
-def tokens(toy):
+def tokenizer(toy):
+    from diffusion_lens.data import toy_facts
+
+    return toy_facts.build_tokenizer(toy)
+
+
+@pytest.fixture(scope="session")
+def tokens(toy, tokenizer):
     """200 sentences of the toy facts."""
     from diffusion_lens.data import toy_facts
 
-    return toy_facts.encode(toy.sentences()[:200], toy_facts.build_tokenizer(toy))
+    return toy_facts.encode(toy.sentences()[:200], tokenizer)
 
 
 @pytest.fixture
-def small(toy):
+def small(tokenizer):
     """`small("mdm")` or `small("ar")`: one layer over the words of the toy facts, the same weights each time."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, tiny_pair
-    from diffusion_lens.data import toy_facts
 
     def make(kind="mdm", **changes):
-        tokenizer = toy_facts.build_tokenizer(toy)
         shape = replace(
             tiny_pair.architecture(kind, len(tokenizer)), n_layers=1, d_model=16, d_head=4, d_mlp=24, **changes
         )

@@ -32,8 +32,7 @@ def finite(model):
     return all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-@pytest.mark.parametrize("at", [0, 7, 11])
+@pytest.mark.parametrize(("at", "what"), [(0, "gradient"), (7, "loss"), (11, "gradient")])
 def test_the_last_good_checkpoint_stays(small, tokens, tmp_path, at, what):
     model = small()
     with pytest.raises(FloatingPointError, match=rf"{what} is nan in step {at} of 12: the training has diverged.*lr"):

@@ -22,16 +22,16 @@ def ragged(tokens):
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_parts_ask_what_the_whole_asks(kind, small, ragged):
+def test_the_losses_of_parts_sum_to_the_loss_of_the_whole(kind, small, ragged):
     model = small(kind)
-    asked = ragged.pick(torch.arange(7), "cpu").question(model, torch.Generator().manual_seed(0))
-    whole = asked.loss(model(asked.tokens, logits_at=asked.rows))
+    batch = ragged.pick(torch.arange(7), "cpu").question(model, torch.Generator().manual_seed(0))
+    whole = batch.loss(model(batch.tokens, logits_at=batch.rows))
     whole.backward()
     gradient = model.W_E.grad.clone()
     model.zero_grad()
     losses = []
     for start, stop in ((0, 1), (1, 4), (4, 7)):
-        part = asked.part(start, stop)
+        part = batch.part(start, stop)
         losses.append(part.loss(model(part.tokens, logits_at=part.rows)))
         losses[-1].backward()
     torch.testing.assert_close(sum(losses), whole)
@@ -50,10 +50,10 @@ def test_accumulated_parts_train_as_the_whole_batch(kind, small, ragged):
         assert_close(model.state_dict(), whole.state_dict())
 
 
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
+def assert_close(weights, expected):
+    assert weights.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=2e-5, msg=name)
 
 
 def test_two_processes_train_as_one(small, toy, tmp_path):
@@ -84,20 +84,19 @@ def test_two_processes_train_as_one(small, toy, tmp_path):
         torch.testing.assert_close(*[TrainingRecord.load(record).losses for record in records])
 
 
-@pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_bfloat16_computes_in_bfloat16_on_float32_weights(kind, small, tokens):
-    plain, half = small(kind), small(kind)
-    dtypes, told = set(), []
+def test_bfloat16_computes_in_bfloat16_on_float32_weights(small, tokens):
+    plain, half = small(), small()
+    dtypes, evaluations = set(), []
     half.blocks[0].mlp.hook_post.add_hook(lambda value, hook: dtypes.add(value.dtype))
 
     def evaluate(model):
         dtypes.clear()
-        told.append((model(tokens[:2]).dtype, set(dtypes), model.training, torch.is_grad_enabled()))
+        evaluations.append((model(tokens[:2]).dtype, set(dtypes), model.training, torch.is_grad_enabled()))
         return {}
 
     config = replace(CONFIG, mixed_precision="bf16")
     record = train(half, tokens, config, evaluate=evaluate, evaluate_every=3, progress=False)
-    assert told == [(torch.float32, {torch.float32}, False, False)] * 2
+    assert evaluations == [(torch.float32, {torch.float32}, False, False)] * 2
     half.reset_hooks()
     exact = train(plain, tokens, CONFIG, progress=False)
     assert record.losses.isfinite().all()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer, tiny_pair
-from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.identity import describe_modules
 from diffusion_lens.training import (
     TrainingConfig,
@@ -26,25 +25,26 @@ CONFIG = TrainingConfig(steps=12, batch_size=16, warmup=3)
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
 def test_the_loss_falls(kind, small, tokens):
-    record = train(small(kind), tokens, replace(CONFIG, steps=60, lr=1e-2), progress=False)
-    assert record.losses.shape == (60,)
+    record = train(small(kind), tokens, replace(CONFIG, steps=40, lr=3e-2), progress=False)
+    assert record.losses.shape == (40,)
     assert record.losses[-10:].mean() < 0.8 * record.losses[:10].mean()
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
 def test_the_same_seed_gives_the_same_weights(kind, small, tokens):
     first, again, other = small(kind), small(kind), small(kind)
-    train(first, tokens, CONFIG, progress=False)
+    config = replace(CONFIG, steps=4)
+    train(first, tokens, config, progress=False)
     torch.rand(5)
-    train(again, tokens, CONFIG, progress=False)
-    train(other, tokens, replace(CONFIG, seed=1), progress=False)
+    train(again, tokens, config, progress=False)
+    train(other, tokens, replace(config, seed=1), progress=False)
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name])
     assert not torch.equal(first.W_E, other.W_E)
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_it_is_the_plain_loop_to_the_last_bit(kind, small, tokens):
+def test_training_is_the_plain_loop_to_the_last_bit(kind, small, tokens):
     model, plain = small(kind), small(kind)
     record = train(model, tokens, CONFIG, progress=False)
     matrices = [weight for weight in plain.parameters() if weight.dim() == 2]
@@ -73,7 +73,7 @@ def test_it_is_the_plain_loop_to_the_last_bit(kind, small, tokens):
 
 def test_global_random_numbers_stay(small, tokens):
     before = torch.get_rng_state()
-    train(small(), tokens, CONFIG, progress=False)
+    train(small(), tokens, replace(CONFIG, steps=2, warmup=1), progress=False)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -102,13 +102,13 @@ def test_mode_and_gradients_are_put_back(training, small, tokens):
 def test_training_leaves_nothing_on_the_model_but_its_weights(precision, small, tokens):
     """A run on a model just trained is the run on the same weights, read from the folder."""
     model = small()
-    held, modules = set(vars(model)), describe_modules(model)
+    attributes, modules = set(vars(model)), describe_modules(model)
     train(model, tokens, replace(CONFIG, steps=1, warmup=0, mixed_precision=precision), progress=False)
-    assert set(vars(model)) - {"_weight_digests"} == held
+    assert set(vars(model)) - {"_weight_digests"} == attributes
     assert describe_modules(model) == modules
 
 
-def test_it_trains_where_gradients_are_off(small, tokens):
+def test_training_works_where_gradients_are_off(small, tokens):
     model = small()
     before = model.W_E.clone()
     with torch.no_grad():
@@ -145,12 +145,8 @@ def test_a_record_comes_back_from_its_file(small, tokens, tmp_path):
 
 
 def test_the_bundled_models_are_written_with_their_files(tmp_path, monkeypatch):
-    """Their recall, here of a few facts, is tested on the models that ship."""
-
-    def recall_of_some(model, facts, *args, **settings):
-        return recall_by_steps(model, facts[::13], *args, **settings)
-
-    monkeypatch.setattr(tiny_pair, "recall_by_steps", recall_of_some)
+    recall = [{"trained": "p2d", "asked": "d2p", "accuracy": 0.25}]  # what is measured is tested on the shipped models
+    monkeypatch.setattr(tiny_pair, "measure", lambda model, facts: recall)
     (tmp_path / "README.md").write_text("stays")
     tiny_pair.make_pair(tmp_path, steps={"mdm": 2, "ar": 2}, progress=False)
     weights = {"tiny-mdm.safetensors", "tiny-ar.safetensors"}
@@ -160,7 +156,7 @@ def test_the_bundled_models_are_written_with_their_files(tmp_path, monkeypatch):
     for kind in ("mdm", "ar"):
         path = tmp_path / f"tiny-{kind}.safetensors"
         assert results["twins"][f"tiny-{kind}"]["sha256"] == sha256_of_file(path)
-        assert len(results["twins"][f"tiny-{kind}"]["exact_match"]) == 4
+        assert results["twins"][f"tiny-{kind}"]["exact_match"] == recall
         assert open_checkpoint(path).architecture == tiny_pair.architecture(kind, N_WORDS)
         model = HookedDiffusionTransformer.from_pretrained(path, device="cpu")
         assert model.to_string(model.to_tokens("today Ada is the brave pilot.")[0]) == "today Ada is the brave pilot."

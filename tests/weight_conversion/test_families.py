@@ -23,9 +23,16 @@ def checkpoint(family_config, specimen, tmp_path):
     return written(family_config, specimen, tmp_path / "theirs")
 
 
+MODELS = {}
+
+
 def written(config, specimen, folder, dtype=torch.float32, **more):
+    """A random checkpoint with its config; the model of a config is built once."""
     folder.mkdir(exist_ok=True)
-    model = specimen(config).model
+    key = json.dumps(config)
+    if key not in MODELS:
+        MODELS[key] = specimen(config).model
+    model = MODELS[key]
     architecture = model.cfg.architecture
     rules = KeyMap(FAMILIES[architecture.family].rules, architecture)
     theirs = {name: tensor.detach().to(dtype).clone() for name, tensor in rules.to_theirs(model.state_dict())}
