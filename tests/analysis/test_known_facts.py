@@ -1,15 +1,15 @@
-"""Which facts are averaged: asked of the loop fact by fact, on one canvas, by id; and those that cannot be asked."""
+"""Which facts are averaged: those that the loop writes, those known on one canvas, those chosen by id."""
 
 import json
-import re
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 from jaxtyping import config
+from refusals import unrefused
 
 from diffusion_lens import Query, load_pair
 from diffusion_lens.analysis import (
@@ -33,17 +33,33 @@ from diffusion_lens.interventions import freeze, named, zero_ablate
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
 over_nothing = pytest.mark.filterwarnings("ignore:the average has no facts:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
-FACTS = [fact for asked in ("p2d", "d2p") for fact in load().facts(trained="d2p", asked=asked)[:22:7]]
-UNTRUE = replace(FACTS[0], id="untrue", answer=FACTS[1].answer)
+DESCRIPTIONS, PEOPLE = (load().facts(trained="d2p", asked=direction)[:15:7] for direction in ("p2d", "d2p"))
+FACTS = [DESCRIPTIONS[1], *PEOPLE]  # each loop below recalls some of them, and not the same ones
+UNTRUE = replace(FACTS[0], id="untrue", answer=DESCRIPTIONS[0].answer)
 MIXED = [FACTS[0], UNTRUE, FACTS[-1]]
 QUICK = dict(samples=1, length=LENGTH, layers=[1], roles=["prompt_last"])
 
 
+@cache
 def written_alone(model, fact, seed=1, **settings):
-    """Whether `denoise`, asked for this fact alone, writes the answer's tokens behind the prompt."""
+    """Whether `denoise`, given this fact's prompt alone, writes the answer's tokens after it."""
     prompt, answer = fact.tokenize(model)
     run = model.denoise(torch.tensor([prompt]), length=LENGTH, seed=[fact_seed(seed, fact.id)], **settings)
     return run.tokens[0, len(prompt) : len(prompt) + len(answer)].tolist() == answer
+
+
+@pytest.fixture(scope="module")
+def the_pair():
+    """Both bundled models at once."""
+    return load_pair("tiny-mdm", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def recalled_by_both(the_pair):
+    """The ids of the facts that both models recall."""
+    return set.intersection(
+        *(set(recalled_facts(model, FACTS, LoopSettings(steps=2), length=LENGTH)) for model in the_pair)
+    )
 
 
 LOOPS = {
@@ -59,7 +75,7 @@ LOOPS = {
 # The twin's loop has neither guidance nor another sampler.
 @pytest.mark.parametrize(
     ("tiny", "name"),
-    [*(("tiny-mdm", name) for name in LOOPS), *(("tiny-ar", name) for name in ("default", "two steps", "warm"))],
+    [*(("tiny-mdm", name) for name in LOOPS), *(("tiny-ar", name) for name in ("two steps", "warm"))],
     indirect=["tiny"],
 )
 def test_recalled_is_what_the_loop_writes_fact_by_fact(tiny, name):
@@ -72,24 +88,26 @@ def test_recalled_is_what_the_loop_writes_fact_by_fact(tiny, name):
 
 def test_what_is_recalled_is_averaged_and_named(tiny):
     loop = LoopSettings(steps=2)
-    found = average_indirect_effect(tiny, [*FACTS, UNTRUE], loop=loop, **QUICK)
+    result = average_indirect_effect(tiny, [*FACTS, UNTRUE], loop=loop, **QUICK)
     expected = [fact.id for fact in FACTS if written_alone(tiny, fact, steps=2)]
-    assert found.ids == expected
+    assert result.ids == expected
     assert 0 < len(expected) < len(FACTS)
-    assert found.record["known"] == "recalled"
+    assert result.record["known"] == "recalled"
     on_twin = not tiny.cfg.has_mask
-    assert found.record["loop"]["steps"] == (None if on_twin else 2)
-    assert found.record["loop"]["sampler"]["name"] == ("left_to_right" if on_twin else "confidence")
-    said = "recalled" if on_twin else "recalled in 2 steps"
-    assert found.rule == f"{len(expected)} of {len(FACTS) + 1} facts, {said}"
-    assert found.rule in found.plot().get_title()
+    assert result.record["loop"]["steps"] == (None if on_twin else 2)
+    assert result.record["loop"]["sampler"]["name"] == ("left_to_right" if on_twin else "confidence")
+    rule = "recalled" if on_twin else "recalled in 2 steps"
+    assert result.rule == f"{len(expected)} of {len(FACTS) + 1} facts, {rule}"
+    assert result.rule in result.plot().get_title()
 
 
 def test_the_rules_pick_different_facts(tiny):
-    told = {rule: set(average_indirect_effect(tiny, FACTS, known=rule, **QUICK).ids) for rule in ("one_canvas", "all")}
+    averaged = {
+        rule: set(average_indirect_effect(tiny, FACTS, known=rule, **QUICK).ids) for rule in ("one_canvas", "all")
+    }
     argmax = {fact.id for fact in FACTS if all_likeliest(tiny, laid_out(tiny, fact))}
-    assert told["one_canvas"] == argmax
-    assert told["all"] == {fact.id for fact in FACTS}
+    assert averaged["one_canvas"] == argmax
+    assert averaged["all"] == {fact.id for fact in FACTS}
     in_one_step, in_two = (set(recalled_facts(tiny, FACTS, LoopSettings(steps=n), length=LENGTH)) for n in (1, 2))
     assert in_one_step == argmax
     assert (in_two == argmax) == tiny.cfg.grows
@@ -100,51 +118,50 @@ def laid_out(model, fact):
 
 
 def all_likeliest(model, query):
-    rows = [place - model.cfg.grows for place in query.answer_positions]
+    rows = [position - model.cfg.grows for position in query.answer_positions]
     return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
 
 
 @over_nothing
-def test_first_token_alone_is_asked_of_the_canvas_by_default(tiny):
-    first = average_indirect_effect(tiny, MIXED, first_tokens=1, **QUICK)
+def test_a_first_token_alone_is_read_from_one_canvas_by_default(tiny):
+    one_fact, short_loop = MIXED[:1], LoopSettings(steps=2)
+    first = average_indirect_effect(tiny, one_fact, first_tokens=1, **QUICK)
     assert first.record["known"] == "one_canvas"
     assert "loop" not in first.record
-    asked = average_indirect_effect(tiny, MIXED, first_tokens=1, known="recalled", **QUICK)
-    assert asked.record["known"] == "recalled"
-    assert average_indirect_effect(tiny, MIXED[:2], **QUICK).record["known"] == "recalled"
+    recalled = average_indirect_effect(tiny, one_fact, first_tokens=1, known="recalled", loop=short_loop, **QUICK)
+    assert recalled.record["known"] == "recalled"
+    assert average_indirect_effect(tiny, one_fact, **QUICK).record["known"] == "recalled"
 
 
-def test_ids_choose_the_facts_of_both_models(tiny):
-    both = set.intersection(
-        *(set(recalled_facts(model, FACTS, length=LENGTH)) for model in load_pair("tiny-mdm", device="cpu"))
-    )
+def test_ids_choose_the_facts_of_both_models(tiny, recalled_by_both):
+    both = recalled_by_both
     assert 0 < len(both) < len(FACTS)
-    found = average_indirect_effect(tiny, FACTS, known=both, **QUICK)
-    assert set(found.ids) == both
-    assert set(found.unknown) == {fact.id for fact in FACTS} - both
-    assert found.record["known_ids"] == sorted(both)
-    assert found.rule == f"{len(both)} of {len(FACTS)} facts, chosen by id"
+    result = average_indirect_effect(tiny, FACTS, known=both, **QUICK)
+    assert set(result.ids) == both
+    assert set(result.unknown) == {fact.id for fact in FACTS} - both
+    assert result.record["known_ids"] == sorted(both)
+    assert result.rule == f"{len(both)} of {len(FACTS)} facts, chosen by id"
 
 
-def test_a_shard_and_a_resumed_run_ask_only_batches_that_they_need(tiny, monkeypatch, tmp_path):
-    asked = []
+def test_a_shard_and_a_resumed_study_denoise_only_the_batches_that_they_need(tiny, monkeypatch, tmp_path):
+    facts, batches = [*FACTS, replace(FACTS[1], id="again")], []  # two prompts have the same length
 
     def counted(model, canvas, settings):
-        asked.append(len(canvas.tokens))
+        batches.append(len(canvas.tokens))
         return denoise(model, canvas, settings)
 
     monkeypatch.setattr(loop_runs, "denoise", counted)
     settings = dict(loop=LoopSettings(steps=2, batch_size=2), **QUICK)
-    whole = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings)
-    assert sum(asked) == len(FACTS)
-    assert max(asked) == 2 < len(asked)
-    asked.clear()
-    again = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings)
-    assert not asked
+    whole = average_indirect_effect(tiny, facts, out=tmp_path, **settings)
+    assert sum(batches) == len(facts)
+    assert max(batches) == 2 < len(batches)
+    batches.clear()
+    again = average_indirect_effect(tiny, facts, out=tmp_path, **settings)
+    assert not batches
     assert again.ids == whole.ids
-    average_indirect_effect(tiny, FACTS, shard=(0, len(FACTS)), **settings)
-    assert len(asked) == 1
-    parts = [average_indirect_effect(tiny, FACTS, shard=(i, 3), **settings) for i in range(3)]
+    average_indirect_effect(tiny, facts, shard=(0, len(facts)), **settings)
+    assert len(batches) == 1
+    parts = [average_indirect_effect(tiny, facts, shard=(i, 2), **settings) for i in range(2)]
     joined = merge(parts)
     assert joined.ids == whole.ids
     assert torch.equal(joined.effects.nan_to_num(7), whole.effects.nan_to_num(7))
@@ -159,7 +176,7 @@ def test_a_shard_and_a_resumed_run_ask_only_batches_that_they_need(tiny, monkeyp
         (dict(known=["untrue"]), "known: 'recalled' there, 'ids' here"),
     ],
 )
-def test_another_rule_is_another_run(tiny, tmp_path, change, message):
+def test_another_rule_is_another_study(tiny, tmp_path, change, message):
     if not tiny.cfg.has_mask and "loop" in change:
         change, message = dict(loop=LoopSettings(seed=2)), "loop.seed: 1 there, 2 here"
     average_indirect_effect(tiny, MIXED[:2], loop=LoopSettings(steps=2), out=tmp_path, **QUICK)
@@ -167,24 +184,23 @@ def test_another_rule_is_another_run(tiny, tmp_path, change, message):
         average_indirect_effect(tiny, MIXED[:2], out=tmp_path, **{**QUICK, "loop": None, **change})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_rules_leave_nothing_behind(tiny, tmp_path):
+    def call(**options):
+        average_indirect_effect(tiny, MIXED, out=tmp_path, **QUICK, **options)
+
+    cases = [
         (dict(known="recaled"), "known='recaled', nearest is 'recalled'|known='recaled', nearest is recalled"),
         (dict(known=["untru"]), "1 ids that no fact has: 'untru', nearest is"),
         (dict(known="all", loop=LoopSettings()), "loop= goes with known='recalled'"),
-    ],
-)
-def test_bad_rules_leave_nothing_behind(tiny, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        average_indirect_effect(tiny, MIXED, out=tmp_path, **QUICK, **options)
+    ]
+    assert unrefused(call, cases) == []
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="batch_size=0"):
-        LoopSettings(batch_size=0)
-    with pytest.raises(ValueError, match="steps=0"):
-        LoopSettings(steps=0)
-    with pytest.raises(ValueError, match="unknown sampler 'greedy'"):
-        LoopSettings(sampler="greedy")
+    bad_loops = [
+        (dict(batch_size=0), "batch_size=0"),
+        (dict(steps=0), "steps=0"),
+        (dict(sampler="greedy"), "unknown sampler 'greedy'"),
+    ]
+    assert unrefused(LoopSettings, bad_loops) == []
 
 
 def test_mask_is_no_likeliest_token(specimen, configs):
@@ -212,69 +228,85 @@ UNUSABLE = {
 
 @pytest.fixture(scope="module")
 def spoilt():
-    """Two facts that can be asked among those that cannot."""
+    """Two facts that can be queried among those that cannot."""
     return [FACTS[0], *(replace(FACTS[0], id=name, **change) for name, (change, _) in UNUSABLE.items()), FACTS[-1]]
 
 
-def test_facts_that_cannot_be_asked_are_set_aside(tiny, spoilt, tmp_path):
-    found = average_indirect_effect(tiny, spoilt, known="all", out=tmp_path / "run", **QUICK)
-    assert found.ids == [FACTS[0].id, FACTS[-1].id]
-    assert set(found.set_aside) == set(UNUSABLE)
+def test_facts_that_cannot_be_queried_are_set_aside(tiny, spoilt, tmp_path):
+    result = average_indirect_effect(tiny, spoilt, known="all", out=tmp_path / "run", **QUICK)
+    assert result.ids == [FACTS[0].id, FACTS[-1].id]
+    assert set(result.set_aside) == set(UNUSABLE)
     for name, (_, reason) in UNUSABLE.items():
-        assert reason in found.set_aside[name]
+        assert reason in result.set_aside[name]
     alone = average_indirect_effect(tiny, [FACTS[0], FACTS[-1]], known="all", **QUICK)
-    assert torch.equal(found.effects.nan_to_num(7), alone.effects.nan_to_num(7))
-    assert "2 of 2 facts, known or not (4 set aside)" in found.plot().get_title()
-    assert AverageEffect.load(found.save(tmp_path / "a.safetensors")).set_aside == found.set_aside
-    assert merge(tmp_path / "run").set_aside == found.set_aside
+    assert torch.equal(result.effects.nan_to_num(7), alone.effects.nan_to_num(7))
+    assert "2 of 2 facts, known or not (4 set aside)" in result.plot().get_title()
+    assert AverageEffect.load(result.save(tmp_path / "a.safetensors")).set_aside == result.set_aside
+    assert merge(tmp_path / "run").set_aside == result.set_aside
     shard = average_indirect_effect(tiny, spoilt, known=["empty", FACTS[-1].id], shard=(1, 2), **QUICK)
     assert shard.ids == [FACTS[-1].id]
-    assert recalled_facts(tiny, spoilt, length=LENGTH) == [
-        fact.id for fact in (FACTS[0], FACTS[-1]) if written_alone(tiny, fact)
+    assert recalled_facts(tiny, spoilt, LoopSettings(steps=2), length=LENGTH) == [
+        fact.id for fact in (FACTS[0], FACTS[-1]) if written_alone(tiny, fact, steps=2)
     ]
 
 
-@pytest.mark.parametrize("question", [{}, dict(first_tokens=1), dict(first_tokens=1, known="recalled")])
-def test_default_canvas_is_the_one_that_the_model_was_trained_on(tiny, question, tmp_path):
+@pytest.mark.parametrize(
+    ("tiny", "question"),
+    [
+        ("tiny-mdm", {}),
+        ("tiny-mdm", dict(first_tokens=1)),
+        ("tiny-mdm", dict(first_tokens=1, known="recalled")),
+        ("tiny-ar", {}),
+        ("tiny-ar", dict(first_tokens=1)),
+    ],
+    indirect=["tiny"],
+)
+def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, question, tmp_path):
     trained = dict(length=14) if tiny.cfg.has_mask else dict(length=None)
     settings = dict(samples=1, layers=[1], roles=["prompt_last"])
-    found = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings, **question)
-    asked = average_indirect_effect(tiny, FACTS, **trained, **settings, **question)
-    assert found.record == asked.record
-    assert found.record["length"] == trained["length"]
+    default = average_indirect_effect(tiny, FACTS[1:3], out=tmp_path, **settings, **question)
+    explicit = average_indirect_effect(tiny, FACTS[1:3], **trained, **settings, **question)
+    assert default.record == explicit.record
+    assert default.record["length"] == trained["length"]
     assert json.loads((tmp_path / "run.json").read_text())["length"] == trained["length"]
-    assert torch.equal(found.effects.nan_to_num(7), asked.effects.nan_to_num(7))
-    short = average_indirect_effect(tiny, FACTS, answer_places=6, known="all", **settings)
+    assert torch.equal(default.effects.nan_to_num(7), explicit.effects.nan_to_num(7))
+
+
+def test_answer_places_take_the_place_of_a_length(tiny):
+    settings = dict(samples=1, layers=[1], roles=["prompt_last"], known="all")
+    short = average_indirect_effect(tiny, FACTS[:1], answer_places=6, **settings)
     assert (short.record["length"], short.record["answer_places"]) == (None, 6)
 
 
-def test_default_canvas_recalls_what_denoise_writes(tiny):
-    facts = load().facts(trained="both", asked="d2p")[:60:5]
+def test_on_the_default_canvas_those_facts_are_recalled_that_denoise_writes(tiny):
+    facts = load().facts(trained="both", asked="d2p")[:60:15]
     written = []
     for fact in facts:
         prompt, answer = fact.tokenize(tiny)
-        run = tiny.denoise(fact.prompt, **({} if tiny.cfg.trained_length else dict(length=14)))
+        length = {} if tiny.cfg.trained_length else dict(length=len(prompt) + len(answer))
+        run = tiny.denoise(fact.prompt, **length)
         written += [fact.id] * (run.tokens[0, len(prompt) : len(prompt) + len(answer)].tolist() == answer)
-    assert len(written) > 6
+    assert len(written) > 2
     assert recalled_facts(tiny, facts) == written
     quick = dict(samples=1, layers=[1], roles=["prompt_last"])
-    assert average_indirect_effect(tiny, facts[:2], **quick).ids == [fact.id for fact in facts[:2]]
-    assert average_trajectory_effect(tiny, facts[:2], **quick).ids == [fact.id for fact in facts[:2]]
+    assert average_indirect_effect(tiny, facts[:1], **quick).ids == [facts[0].id]
+    assert average_trajectory_effect(tiny, facts[:1], **quick).ids == [facts[0].id]
 
 
-def test_a_fact_beyond_the_trained_length_is_set_aside_and_told_what_it_needs():
-    model = load_pair("tiny-mdm", device="cpu")[0]
+def test_a_fact_beyond_the_trained_length_is_set_aside_with_the_length_that_it_needs(the_pair):
+    model = the_pair[0]
     long = replace(FACTS[0], id="long", prompt="today " * 9 + FACTS[0].prompt)
-    n_places = sum(map(len, long.tokenize(model)))
-    found = average_indirect_effect(model, [FACTS[0], long], known="all", **{**QUICK, "length": None})
-    assert "length=14, on which the model was trained," in found.set_aside["long"]
-    assert f"give length={n_places} or more" in found.set_aside["long"]
+    n_positions = sum(map(len, long.tokenize(model)))
+    result = average_indirect_effect(model, [FACTS[0], long], known="all", **{**QUICK, "length": None})
+    assert "length=14, on which the model was trained," in result.set_aside["long"]
+    assert f"give length={n_positions} or more" in result.set_aside["long"]
 
 
 def test_an_average_over_nothing_warns_of_it(tiny, tmp_path):
     untrue = [UNTRUE, replace(UNTRUE, id="also", answer=FACTS[-1].answer)]
+    two_steps = LoopSettings(steps=2)
     with pytest.warns(UserWarning, match=r"has no facts: 0 of 2 facts, recalled.*length=.*known='one_canvas'"):
-        assert not average_indirect_effect(tiny, untrue, out=tmp_path, **QUICK).ids
+        assert not average_indirect_effect(tiny, untrue, out=tmp_path, loop=two_steps, **QUICK).ids
     with pytest.warns(UserWarning, match="has no facts: 0 of 2 facts, recalled"):
         merge(tmp_path)
     with pytest.warns(UserWarning, match=r"0 of 2 facts, known on one canvas.*known='recalled'"):
@@ -282,18 +314,15 @@ def test_an_average_over_nothing_warns_of_it(tiny, tmp_path):
     with pytest.warns(UserWarning, match=r"0 of 2 facts, chosen by id.*known="):
         average_indirect_effect(tiny, untrue, known=[], **QUICK)
     with pytest.warns(UserWarning, match="has no facts: 0 of 2 facts, recalled"):
-        average_trajectory_effect(tiny, untrue, **QUICK)
-    assert not average_indirect_effect(tiny, untrue, shard=(0, 2), **QUICK).ids
+        average_trajectory_effect(tiny, untrue, loop=two_steps, **QUICK)
+    assert not average_indirect_effect(tiny, untrue, shard=(0, 2), loop=two_steps, **QUICK).ids
 
 
-@pytest.mark.parametrize(
-    "setting", [dict(cfg_scale="1"), dict(temperature="2"), dict(seed="7"), dict(batch_size=2.5), dict(steps=4.5)]
-)
-def test_loop_settings_are_numbers(setting, monkeypatch):
+def test_loop_settings_must_be_numbers(monkeypatch):
     monkeypatch.setattr(config, "jaxtyping_disable", True)  # as when users call the library
-    (name,) = setting
-    with pytest.raises(TypeError, match=f"{name}=.* it must be a"):
-        LoopSettings(**setting)
+    wrong = [dict(cfg_scale="1"), dict(temperature="2"), dict(seed="7"), dict(batch_size=2.5), dict(steps=4.5)]
+    cases = [(setting, f"{name}=.* it must be a") for setting in wrong for name in setting]
+    assert unrefused(LoopSettings, cases, TypeError) == []
 
 
 def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
@@ -304,7 +333,7 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
     assert {type(value) for value in kept.describe(tiny.cfg).values()} <= {dict, int, float, type(None)}
 
 
-def test_without_a_fact_that_can_be_asked_there_is_no_run(tiny, spoilt, tmp_path):
+def test_without_a_fact_that_can_be_queried_there_is_no_study(tiny, spoilt, tmp_path):
     with pytest.raises(ValueError, match=r"can be queried for none of the 4 facts; 'empty': .*has no answer.*; \.\.\."):
         average_indirect_effect(tiny, spoilt[1:-1], out=tmp_path, **QUICK)
     with pytest.raises(ValueError, match="'Ada' is not in"):
@@ -324,43 +353,45 @@ STEP_AWARE = {
 POINT = "blocks.0.hook_attn_out"
 
 
-@pytest.mark.parametrize("hook", STEP_AWARE.values(), ids=STEP_AWARE)
-def test_a_hook_of_some_steps_does_not_decide_what_is_traced_without_it(tiny, hook):
-    ran = []
-    tiny.add_hook("hook_embed", lambda activation, hook: ran.append(hook.name))
-    tiny.add_hook(POINT, hook)
-    try:
-        with pytest.raises(ValueError, match=f"{re.escape(name_of(hook))} at '{POINT}'") as refused:
-            average_indirect_effect(tiny, FACTS, **QUICK)
-        for cure in ("average_trajectory_effect", "attach a hook that acts outside the loop too", "known="):
-            assert cure in str(refused.value)
-    finally:
-        tiny.reset_hooks()
-    assert ran == []
+def test_a_hook_of_some_steps_does_not_decide_what_is_traced_without_it(tiny):
+    passes, accepted = [], []
+    cures = ("average_trajectory_effect", "attach a hook that acts outside the loop too", "known=")
+    with tiny.hooks(fwd_hooks=[("hook_embed", lambda activation, hook: passes.append(hook.name))]):
+        for name, hook in STEP_AWARE.items():
+            with tiny.hooks(fwd_hooks=[(POINT, hook)]):
+                try:
+                    average_indirect_effect(tiny, FACTS, **QUICK)
+                except ValueError as refusal:
+                    words = (f"{name_of(hook)} at '{POINT}'", *cures)
+                    if all(word in str(refusal) for word in words):
+                        continue
+            accepted.append(name)
+    assert accepted == []
+    assert passes == []
 
 
 @over_nothing
-def test_a_hook_that_acts_everywhere_or_decides_nothing_is_welcome(tiny):
+def test_a_hook_that_acts_everywhere_or_decides_nothing_is_accepted(tiny):
     at_step = (POINT, at_steps(zero_ablate(), 0))
     facts, loop = FACTS[:2], LoopSettings(steps=2)
     plain = average_indirect_effect(tiny, facts, known="all", **QUICK)
     for known in ("all", "one_canvas", [facts[0].id]):
         with tiny.hooks(fwd_hooks=[at_step]):
-            found = average_indirect_effect(tiny, facts, known=known, **QUICK)
-        rows = [plain.ids.index(fact_id) for fact_id in found.ids]
-        torch.testing.assert_close(found.effects, plain.effects[rows], equal_nan=True)
+            result = average_indirect_effect(tiny, facts, known=known, **QUICK)
+        rows = [plain.ids.index(fact_id) for fact_id in result.ids]
+        torch.testing.assert_close(result.effects, plain.effects[rows], equal_nan=True)
     with tiny.hooks(fwd_hooks=[(POINT, scale_by_1)]):
-        found = average_indirect_effect(tiny, facts, loop=loop, **QUICK)
-        assert found.ids == recalled_facts(tiny, facts, loop, length=LENGTH)
+        result = average_indirect_effect(tiny, facts, loop=loop, **QUICK)
+        assert result.ids == recalled_facts(tiny, facts, loop, length=LENGTH)
     with tiny.hooks(fwd_hooks=[at_step]):
-        found = average_trajectory_effect(tiny, facts[:1], loop=loop, noise=0.1, **QUICK)
-    assert [*found.ids, *found.unknown] == [facts[0].id]
+        result = average_trajectory_effect(tiny, facts[:1], loop=loop, noise=0.1, **QUICK)
+    assert [*result.ids, *result.unknown] == [facts[0].id]
 
 
 @over_nothing
-@pytest.mark.parametrize("cfg_scale", [0.0, 0.8])
-def test_one_canvas_is_asked_with_the_hooks_under_which_the_steps_are_traced(tiny, cfg_scale):
-    settings = dict(QUICK, known="one_canvas", loop=LoopSettings(steps=4, cfg_scale=cfg_scale), noise=0.1)
+@pytest.mark.parametrize(("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"])
+def test_one_canvas_is_read_with_the_hooks_under_which_the_steps_are_traced(tiny, cfg_scale):
+    settings = dict(QUICK, known="one_canvas", loop=LoopSettings(steps=3, cfg_scale=cfg_scale), noise=0.1)
     plain = average_trajectory_effect(tiny, MIXED, **settings)
     everywhere = [(f"blocks.{block}.hook_attn_out", zero_ablate()) for block in range(tiny.cfg.n_layers)]
     in_the_loop = [(point, on_branch(hook, "conditional")) for point, hook in everywhere]

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from refusals import unrefused
 from transformer_lens import patching
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, Query
@@ -13,8 +14,12 @@ from diffusion_lens.analysis.patching.sites import PATCH_SITES
 from diffusion_lens.config import UNREACHED
 from diffusion_lens.hook_names import resid_post, resid_pre
 
-# Our sites by the names of TransformerLens's tools, by place and for all places of a head together.
-BY_PLACE = {
+# A masked diffusion model and a causal one; and two of other families, the first with the shifted readout.
+both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+other_families = pytest.mark.parametrize("every", ["dream", "llama"], indirect=True)
+
+# Our sites by the names of TransformerLens's tools, by position and for all positions of a head together.
+BY_POSITION = {
     "resid_pre": "resid_pre",
     "resid_mid": "resid_mid",
     "attn_out": "attn_out",
@@ -44,7 +49,7 @@ def close(actual, expected):
 
 @pytest.fixture
 def runs():
-    """Two rows of three places; the runs differ at place 1 in one row, at place 2 in the other."""
+    """Two rows of three positions; the runs differ at position 1 in one row, at position 2 in the other."""
     clean = torch.tensor([[11, 22, 33], [55, 66, 77]])
     corrupted = torch.tensor([[11, 99, 33], [55, 66, 111]])
     return clean, corrupted
@@ -56,27 +61,28 @@ def models():
     return {kind: HookedDiffusionTransformer.from_pretrained(f"tiny-{kind}", device="cpu") for kind in ("mdm", "ar")}
 
 
-def patched(model, tokens, name, places, states):
-    """The metric's logits with `states` at `places`, the slow way: the whole network, one hook."""
+def patched(model, tokens, name, positions, states):
+    """The metric's logits with `states` at `positions`, the slow way: the whole network, one hook."""
 
     def hook_fn(activation, hook):
         activation = activation.clone()
-        activation[:, places] = states
+        activation[:, positions] = states
         return activation
 
     with torch.no_grad():
         return model.run_with_hooks(tokens, fwd_hooks=[(name, hook_fn)])
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-@pytest.mark.parametrize("site", BY_PLACE)
+@both_variants
+@pytest.mark.parametrize("site", BY_POSITION)
 def test_grids_are_transformer_lenss(every, runs, site):
     grids_are_transformer_lenss(every, runs, site)
 
 
-@pytest.mark.parametrize("site", ["mlp_out", "k"])
-def test_and_so_they_are_in_every_family(every, runs, site):
-    grids_are_transformer_lenss(every, runs, site)
+@other_families
+def test_grids_are_transformer_lenss_in_other_families(every, runs):
+    grids_are_transformer_lenss(every, runs, "mlp_out")
+    grids_are_transformer_lenss(every, runs, "k")
 
 
 def grids_are_transformer_lenss(every, runs, site):
@@ -84,13 +90,13 @@ def grids_are_transformer_lenss(every, runs, site):
     grid = patch_grid(every.model, clean, corrupted, metric, site)
     _, cache = every.model.run_with_cache(clean)
     with torch.no_grad():
-        theirs = getattr(patching, f"get_act_patch_{BY_PLACE[site]}")(every.model, corrupted, cache, metric)
+        theirs = getattr(patching, f"get_act_patch_{BY_POSITION[site]}")(every.model, corrupted, cache, metric)
     assert grid.axes == ("layer", "pos", "head")[: grid.scores.dim()]
     close(grid.scores, theirs.transpose(1, 2) if site == "pattern" else theirs)
     assert grid.effect.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+@both_variants
 @pytest.mark.parametrize("site", BY_HEAD)
 def test_whole_heads_are_transformer_lenss(every, runs, site):
     clean, corrupted = runs
@@ -102,6 +108,7 @@ def test_whole_heads_are_transformer_lenss(every, runs, site):
     close(grid.scores, theirs)
 
 
+@both_variants
 def test_the_stream_after_a_block_is_the_stream_before_the_next(every, runs):
     grids = patch_grid(every.model, *runs, metric, ["resid_post", "resid_pre"])
     close(grids["resid_post"].scores[:-1], grids["resid_pre"].scores[1:])
@@ -110,6 +117,7 @@ def test_the_stream_after_a_block_is_the_stream_before_the_next(every, runs):
     assert (last[:-1] == grids["resid_post"].corrupted).all()
 
 
+@both_variants
 def test_the_corrupted_run_patched_into_itself_is_itself(every, runs):
     score = metric(every.model(runs[1])).detach()
     for grid in patch_grid(every.model, runs[1], runs[1], metric, list(PATCH_SITES)).values():
@@ -117,30 +125,33 @@ def test_the_corrupted_run_patched_into_itself_is_itself(every, runs):
         close(grid.clean, score)
 
 
-@pytest.mark.parametrize("site", ["resid_pre", "resid_post"])
-def test_the_whole_stream_patched_is_the_clean_run(every, runs, site):
-    grid = patch_grid(every.model, *runs, metric, site, positions="all")
-    assert grid.axes == ("layer",)
-    close(grid.scores, grid.clean.expand(3))
-    close(grid.clean, metric(every.model(runs[0])).detach())
-    close(grid.corrupted, metric(every.model(runs[1])).detach())
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
+def test_the_whole_stream_patched_is_the_clean_run(every, runs):
+    for grid in patch_grid(every.model, *runs, metric, ["resid_pre", "resid_post"], positions="all").values():
+        assert grid.axes == ("layer",)
+        close(grid.scores, grid.clean.expand(3))
+        close(grid.clean, metric(every.model(runs[0])).detach())
+        close(grid.corrupted, metric(every.model(runs[1])).detach())
 
 
+@both_variants
 def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(every, runs):
     effect = patch_grid(every.model, *runs, metric, "resid_mid").effect
     assert bool((effect[:, 0] == 0).all()) == (every.kind == "ar")
     assert effect[:2, 1:].abs().min() > 0
 
 
+@both_variants
 def test_a_row_of_a_batch_is_patched_as_it_is_alone(every, runs):
     clean, corrupted = runs
+    one_layer = dict(sites="z", layers=[1])
     for row in range(2):
-        together = patch_grid(every.model, clean, corrupted, lambda logits, row=row: logits[row, -1, 3], "z")
-        alone = patch_grid(every.model, clean[[row]], corrupted[[row]], lambda logits: logits[0, -1, 3], "z")
+        together = patch_grid(every.model, clean, corrupted, lambda logits, row=row: logits[row, -1, 3], **one_layer)
+        alone = patch_grid(every.model, clean[[row]], corrupted[[row]], lambda logits: logits[0, -1, 3], **one_layer)
         close(together.scores, alone.scores)
 
 
-def test_layers_heads_and_places_can_be_chosen(either, runs):
+def test_layers_heads_and_positions_can_be_selected(either, runs):
     whole = patch_grid(either.model, *runs, metric, ["k", "mlp_out"])
     some = patch_grid(either.model, *runs, metric, ["k", "mlp_out"], layers=[2, 0], heads=[1], positions=[2, 1])
     close(some["k"].scores, whole["k"].scores[[2, 0]][:, [2, 1]][:, :, [1]])
@@ -148,7 +159,7 @@ def test_layers_heads_and_places_can_be_chosen(either, runs):
     assert some["k"].coordinates == {"layer": [2, 0], "pos": [2, 1], "head": [1]}
 
 
-def test_negative_ones_count_from_the_end(either, runs):
+def test_negative_numbers_count_from_the_end(either, runs):
     picked = patch_grid(either.model, *runs, metric, ["k", "z"], layers=[2, 0], heads=[1], positions=[2, 1])
     negative = patch_grid(either.model, *runs, metric, ["k", "z"], layers=[-1, 0], heads=[-1], positions=[-1, 1])
     assert torch.equal(negative["k"].scores, picked["k"].scores)
@@ -164,7 +175,7 @@ def test_negative_ones_count_from_the_end(either, runs):
 
 
 def test_pairs_shift_and_lists_go_together(either, runs):
-    """Two places of a longer clean run, each alone and then both, into other places of the corrupted one."""
+    """Two positions of a longer clean run, each alone and then both, into other positions of the corrupted one."""
     model, layer = either.model, 1
     clean, corrupted = torch.tensor([[7, 11, 22, 33, 44, 55]]), runs[1][:1]
     grid = patch_grid(model, clean, corrupted, metric, "resid_pre", positions=[(4, 1), (5, 2), [(4, 1), (5, 2)]])
@@ -191,7 +202,7 @@ def test_a_copy_of_the_model_as_source_changes_nothing(either, runs):
 
 
 @pytest.mark.parametrize(("reader", "source"), [("mdm", "ar"), ("ar", "mdm")])
-def test_the_twin_patched_in_at_aligned_places(models, reader, source):
+def test_the_twin_patched_in_at_aligned_positions(models, reader, source):
     model, twin = models[reader], models[source]
     clean, corrupted = twin.to_tokens("Gustav Geisser is the brave"), model.to_tokens("brave drummer is")
     grid = patch_grid(model, clean, corrupted, metric, "attn_out", positions=[(0, 0), (4, 2)], source_model=twin)
@@ -204,7 +215,7 @@ def test_the_twin_patched_in_at_aligned_places(models, reader, source):
     assert grid.record["source"]["model"] == f"tiny-{source}"
 
 
-def test_the_twins_clean_run_is_not_scored_by_rows_that_mean_other_places(models):
+def test_the_twins_clean_run_is_not_scored_by_rows_that_mean_other_positions(models):
     tokens = models["ar"].to_tokens("Gustav Geisser is")
     grid = patch_grid(models["mdm"], tokens, tokens, metric, "mlp_out", source_model=models["ar"])
     assert grid.clean.isnan()
@@ -248,8 +259,8 @@ def test_a_branch_keeps_the_numbers_of_its_steps(either):
     assert torch.equal(whole.scores, branch.scores)
 
 
-def test_a_place_must_be_reached_in_both_runs(either):
-    """A shorter prompt reaches its places later; on a masked diffusion model all of them are there from the start."""
+def test_a_position_must_be_reached_in_both_runs(either):
+    """A shorter prompt reaches its positions later; a masked diffusion model has all of them from the start."""
     model = either.model
     shorter, longer = (
         model.denoise(torch.tensor([prompt]), length=6, steps=2) for prompt in ([11, 22, 33], [11, 44, 55, 66])
@@ -262,7 +273,7 @@ def test_a_place_must_be_reached_in_both_runs(either):
 
 
 def test_ragged_rows_of_a_trajectory_are_patched_as_they_are_alone(tiny):
-    """Prompts of different lengths in one batch: the shorter row is padded, or has not reached the last places."""
+    """Prompts of different lengths in one batch: the shorter row is padded, or has not reached the last positions."""
     texts = [("Gustav Geisser is", "brave drummer is"), ("Gustav is", "brave is")]
     read = (lambda logits: logits[0, 1, 3], lambda logits: logits[1, 1, 3])
     together = [tiny.denoise([text[side] for text in texts], max_new_tokens=2, steps=2) for side in (0, 1)]
@@ -299,7 +310,7 @@ def test_padded_texts_are_patched_as_they_are_alone(tiny):
     close(by_itself.scores[0, 0], whole.scores[0, -1])
 
 
-def test_rows_asked_for_are_all_that_is_computed(either, runs):
+def test_only_the_selected_rows_are_computed(either, runs):
     shapes = set()
 
     def at_rows(logits):
@@ -333,7 +344,7 @@ def test_answer_probability_is_read_where_the_answer_is(either):
 
 
 def test_hooks_around_the_sweep_act_once(either, runs):
-    """Steering vectors, one a place, on the stream where cells begin: neither lost nor added twice."""
+    """Steering vectors, one a position, on the stream where cells begin: neither lost nor added twice."""
     model, (clean, corrupted) = either.model, runs
     vector = torch.linspace(-3, 3, 3 * model.cfg.d_model).view(3, -1)
     steer = [(name, lambda resid, hook: resid + vector) for name in ("hook_embed", resid_pre(1), resid_post(1))]
@@ -378,52 +389,52 @@ def test_plots_of_heads_and_of_layers(either, runs):
         whole["mlp_out"].plot(head=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(sites="resid_prae"), "unknown site 'resid_prae', nearest is resid_pre"),
-        (dict(sites=[]), "no site was given; they are resid_pre"),
-        (dict(method="gradient"), "unknown method 'gradient'; it is one of exact, attribution"),
-        (dict(positions="every"), "positions='every'; it is None"),
-        (dict(positions=[4]), r"positions in the clean run=\[4\]; give numbers from 0 to 2, or negative"),
-        (dict(positions=[(0, -4)]), r"positions in the corrupted run=\[-4\]; give numbers from 0 to 2"),
-        (dict(positions=[2, 0, -1]), "names one twice"),
-        (dict(positions=[[(0, 1), (2, 2)], [(2, 2), (0, 1)]]), "names one twice"),
-        (dict(positions=[[(0, 1), (2, 1)]]), "patches a position twice in one cell"),
-        (dict(positions=[]), "has no entry"),
-        (dict(positions=[0, []]), "or an empty one"),
-        (dict(layers=[3]), r"layers=\[3\]; give numbers from 0 to 2, or negative"),
-        (dict(layers=[]), r"layers=\[\]; give numbers"),
-        (dict(layers=[2, -1]), r"layers=\[2, -1\] names one twice"),
-        (dict(heads=[4]), r"z heads=\[4\]; give numbers from 0 to 3, or negative"),
-        (dict(heads=[0, 0]), r"z heads=\[0, 0\] names one twice"),
-        (dict(sites="k", heads=[2]), r"k heads=\[2\]; give numbers from 0 to 1, or negative"),
-        (dict(sites="mlp_out", heads=[0]), "mlp_out has no heads"),
-        (dict(steps=[0]), "steps= goes with two trajectories"),
-        (dict(max_bytes=1), "max_bytes=1 is too little"),
-        (dict(check=-1), "check=-1"),
-        (dict(logits_at=[]), "it must be a list of rows"),
-        (dict(logits_at=torch.zeros(2, 3, dtype=torch.bool)), "it must be a list of rows"),
-        (
-            dict(metric=lambda logits: logits[:, -1, 3]),
-            r"the metric returned a tensor \[2\]; it must return one number",
-        ),
-        (dict(metric=lambda logits: None), "the metric returned None"),
-        (dict(clean=torch.tensor([[1, 2, 3]])), "the clean run has 1 rows and the corrupted run 2"),
-        (
-            dict(clean=torch.ones(2, 5, dtype=torch.long)),
-            "the clean run has 5 positions and the corrupted run 3: pair them by hand",
-        ),
-        (
-            dict(sites="pattern", clean=torch.ones(2, 5, dtype=torch.long), positions=[0]),
-            r"hook_pattern is \[2, 4, 5, 5\] in the clean run and \[2, 4, 3, 3\] in the corrupted one",
-        ),
-    ],
-)
-def test_bad_settings(either, runs, options, message):
-    given = {"clean": runs[0], "corrupted": runs[1], "metric": metric, "sites": "z", **options}
-    with pytest.raises(ValueError, match=message):
-        patch_grid(either.model, **given)
+BAD_SETTINGS = [
+    (dict(sites="resid_prae"), "unknown site 'resid_prae', nearest is resid_pre"),
+    (dict(sites=[]), "no site was given; they are resid_pre"),
+    (dict(method="gradient"), "unknown method 'gradient'; it is one of exact, attribution"),
+    (dict(positions="every"), "positions='every'; it is None"),
+    (dict(positions=[4]), r"positions in the clean run=\[4\]; give numbers from 0 to 2, or negative"),
+    (dict(positions=[(0, -4)]), r"positions in the corrupted run=\[-4\]; give numbers from 0 to 2"),
+    (dict(positions=[2, 0, -1]), "names one twice"),
+    (dict(positions=[[(0, 1), (2, 2)], [(2, 2), (0, 1)]]), "names one twice"),
+    (dict(positions=[[(0, 1), (2, 1)]]), "patches a position twice in one cell"),
+    (dict(positions=[]), "has no entry"),
+    (dict(positions=[0, []]), "or an empty one"),
+    (dict(layers=[3]), r"layers=\[3\]; give numbers from 0 to 2, or negative"),
+    (dict(layers=[]), r"layers=\[\]; give numbers"),
+    (dict(layers=[2, -1]), r"layers=\[2, -1\] names one twice"),
+    (dict(heads=[4]), r"z heads=\[4\]; give numbers from 0 to 3, or negative"),
+    (dict(heads=[0, 0]), r"z heads=\[0, 0\] names one twice"),
+    (dict(sites="k", heads=[2]), r"k heads=\[2\]; give numbers from 0 to 1, or negative"),
+    (dict(sites="mlp_out", heads=[0]), "mlp_out has no heads"),
+    (dict(steps=[0]), "steps= goes with two trajectories"),
+    (dict(max_bytes=1), "max_bytes=1 is too little"),
+    (dict(check=-1), "check=-1"),
+    (dict(logits_at=[]), "it must be a list of rows"),
+    (dict(logits_at=torch.zeros(2, 3, dtype=torch.bool)), "it must be a list of rows"),
+    (
+        dict(metric=lambda logits: logits[:, -1, 3]),
+        r"the metric returned a tensor \[2\]; it must return one number",
+    ),
+    (dict(metric=lambda logits: None), "the metric returned None"),
+    (dict(clean=torch.tensor([[1, 2, 3]])), "the clean run has 1 rows and the corrupted run 2"),
+    (
+        dict(clean=torch.ones(2, 5, dtype=torch.long)),
+        "the clean run has 5 positions and the corrupted run 3: pair them by hand",
+    ),
+    (
+        dict(sites="pattern", clean=torch.ones(2, 5, dtype=torch.long), positions=[0]),
+        r"hook_pattern is \[2, 4, 5, 5\] in the clean run and \[2, 4, 3, 3\] in the corrupted one",
+    ),
+]
+
+
+def test_bad_settings_are_refused(either, runs):
+    def call(**options):
+        patch_grid(either.model, **{"clean": runs[0], "corrupted": runs[1], "metric": metric, "sites": "z", **options})
+
+    assert unrefused(call, BAD_SETTINGS) == []
 
 
 def test_models_that_do_not_fit(either, runs, models):

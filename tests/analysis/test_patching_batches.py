@@ -20,11 +20,11 @@ def close(actual, expected):
 
 @pytest.fixture
 def runs():
-    """Two rows of three places; the runs differ at each."""
+    """Two rows of three positions; the runs differ at each."""
     return torch.tensor([[111, 122, 133], [155, 166, 177]]), torch.tensor([[11, 99, 33], [55, 66, 111]])
 
 
-def needed(model, *given, **options):
+def needed_bytes(model, *given, **options):
     """The two numbers of the error message: bytes kept, and bytes of one cell."""
     with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
         patch_grid(model, *given, **options, max_bytes=1)
@@ -48,19 +48,27 @@ def forward_passes(model):
         yield shapes
 
 
-@pytest.mark.parametrize("n_cells", [1, 3])
-@pytest.mark.parametrize("site", ["z", "pattern", "resid_post"])
-@pytest.mark.parametrize("logits_at", [None, [2]])
+@pytest.mark.parametrize(
+    ("site", "logits_at", "n_cells"),
+    [
+        ("z", None, 1),
+        ("z", [2], 3),
+        ("pattern", None, 3),
+        ("pattern", [2], 1),
+        ("resid_post", None, 3),
+        ("resid_post", [2], 1),
+    ],
+)
 def test_no_more_cells_go_together_than_the_budget_holds(either, runs, site, n_cells, logits_at):
-    given = (*runs, metric, site)
-    kept, cell = needed(either.model, *given, logits_at=logits_at)
+    given, more = (*runs, metric, site), dict(logits_at=logits_at, layers=[0, 2])
+    kept, cell = needed_bytes(either.model, *given, **more)
     with forward_passes(either.model) as shapes:
-        narrow = patch_grid(either.model, *given, logits_at=logits_at, max_bytes=kept + n_cells * cell)
+        narrow = patch_grid(either.model, *given, **more, max_bytes=kept + n_cells * cell)
     assert max(n_rows for n_rows, _ in shapes) == 2 * n_cells
-    wide = patch_grid(either.model, *given, logits_at=logits_at)
+    wide = patch_grid(either.model, *given, **more)
     close(narrow.scores, wide.scores)
     with pytest.raises(ValueError, match="is too little"):
-        patch_grid(either.model, *given, logits_at=logits_at, max_bytes=kept + cell - 1)
+        patch_grid(either.model, *given, **more, max_bytes=kept + cell - 1)
 
 
 def test_out_of_memory_halves_the_batch(either, runs, monkeypatch):
@@ -76,43 +84,49 @@ def test_out_of_memory_halves_the_batch(either, runs, monkeypatch):
         return forward(resid, *args, **options)
 
     monkeypatch.setattr(model, "forward", small)
-    found = patch_grid(model, *runs, metric, "z", layers=[0], logits_at=[2])
+    halved = patch_grid(model, *runs, metric, "z", layers=[0], logits_at=[2])
     assert max(n_rows) > 6
-    close(found.scores, expected.scores)
+    close(halved.scores, expected.scores)
 
 
 def test_more_rows_to_read_and_patterns_written_out_take_more_memory(either, runs):
-    all_rows, one_row = (needed(either.model, *runs, metric, "z", logits_at=rows)[1] for rows in (None, [2]))
+    all_rows, one_row = (needed_bytes(either.model, *runs, metric, "z", logits_at=rows)[1] for rows in (None, [2]))
     assert all_rows > 1.5 * one_row
     by_length = []
     for n_pos in (10, 20):
         longer = [torch.arange(n_pos)[None] + start for start in (100, 200)]
-        pattern, z = (needed(either.model, *longer, metric, site, logits_at=[2])[1] for site in ("pattern", "z"))
+        pattern, z = (needed_bytes(either.model, *longer, metric, site, logits_at=[2])[1] for site in ("pattern", "z"))
         by_length.append(pattern - z)
     assert by_length[1] == 4 * by_length[0] > 0
 
 
-@pytest.mark.parametrize("site", PATCH_SITES)
-def test_a_causal_model_runs_only_places_from_the_patched_one_on(either, runs, site):
-    """A cell at a time, the runs differing at every place; and whatever rows are read, in whatever order."""
+@pytest.mark.parametrize(
+    ("either", "site"),
+    [*(("ar", site) for site in PATCH_SITES), *(("mdm", site) for site in ("z", "pattern", "resid_post"))],
+    indirect=["either"],
+)
+def test_a_causal_model_runs_only_positions_from_the_patched_one_on(either, runs, site):
+    """A cell at a time, the runs differing at every position; and whatever rows are read, in whatever order."""
     clean, corrupted = runs
-    kept, cell = needed(either.model, clean, corrupted, metric, site)
+    some = dict(layers=[0, 2])
+    kept, cell = needed_bytes(either.model, clean, corrupted, metric, site, **some)
     with forward_passes(either.model) as shapes:
-        grid = patch_grid(either.model, clean, corrupted, metric, site, max_bytes=kept + cell)
-    n_places = {n_pos for _, n_pos in shapes[2:]}
-    # The first place of a causal model looks at itself in both runs: there is no pattern to patch.
+        grid = patch_grid(either.model, clean, corrupted, metric, site, max_bytes=kept + cell, **some)
+    n_positions = {n_pos for _, n_pos in shapes[2:]}
+    # The first position of a causal model attends to itself in both runs: there is no pattern to patch.
     from_first = {1, 2} if site == "pattern" else {1, 2, 3}
-    assert n_places == ({3} if either.kind == "mdm" else from_first)
-    with either.model.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: None)]):  # then every place runs
-        whole = patch_grid(either.model, clean, corrupted, metric, site)
+    assert n_positions == ({3} if either.kind == "mdm" else from_first)
+    with either.model.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: None)]):  # then every position runs
+        whole = patch_grid(either.model, clean, corrupted, metric, site, **some)
     close(grid.scores, whole.scores)
 
     def two_rows(logits):
         return logits[0, 1, 3] - logits[1, 0, 3].square()
 
-    found = patch_grid(either.model, clean, corrupted, two_rows, site, logits_at=[-1, 0, 2], max_bytes=kept + cell)
-    whole = patch_grid(either.model, clean, corrupted, lambda logits: two_rows(logits[:, [2, 0, 2]]), site)
-    close(found.scores, whole.scores)
+    rows = dict(logits_at=[-1, 0, 2], max_bytes=kept + cell, layers=[1])
+    grid = patch_grid(either.model, clean, corrupted, two_rows, site, **rows)
+    whole = patch_grid(either.model, clean, corrupted, lambda logits: two_rows(logits[:, [2, 0, 2]]), site, layers=[1])
+    close(grid.scores, whole.scores)
 
 
 def test_what_no_row_read_can_see_is_not_run(either, runs):
