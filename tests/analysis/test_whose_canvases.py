@@ -1,4 +1,4 @@
-"""Results on a trajectory say which network wrote its canvases, and which one reads them."""
+"""Results on a trajectory record which network wrote its canvases, and which one reads them."""
 
 import copy
 import re
@@ -29,23 +29,28 @@ HOOKS = [(POINT, named(zero_ablate(), "no attention"))]
 QUIET = dict(noise=0.0, samples=1, layers=[1], positions=[1])
 ONCE = dict(QUIET, steps=[2])
 
-either_way = pytest.mark.parametrize(
-    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
+guided_or_causal = pytest.mark.parametrize(
+    ("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
 )
+on_the_masked_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+on_the_causal_model = pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 
 
 def denoise(model, fact=FACTS[0], **settings):
-    return model.denoise(fact.prompt, length=14, steps=4, **settings)
+    """Four steps on the masked diffusion model, and one for each of four tokens on the causal one."""
+    length = 14 if model.cfg.has_mask else len(model.encode(fact.prompt)) + 4
+    return model.denoise(fact.prompt, length=length, steps=4, **settings)
 
 
-def asked(model, run, fact=FACTS[0]):
+def query_of(model, run, fact=FACTS[0]):
     """The query whose answer is what a run writes, right or wrong."""
-    query, prompt = fact.to_query(model), model.to_tokens(fact.prompt)[0]
+    prompt = model.to_tokens(fact.prompt)[0]
+    query = fact.to_query(model, **({} if model.cfg.has_mask else dict(first_tokens=4)))
     answer = run.tokens[0, list(query.answer_positions)]
-    shown = torch.cat([prompt, answer[:-1]])
+    tokens = torch.cat([prompt, answer[:-1]])
     if model.cfg.has_mask:
-        shown = torch.nn.functional.pad(prompt, (0, 14 - len(prompt)), value=model.cfg.mask_token_id)
-    return replace(query, tokens=shown, answer_tokens=tuple(answer.tolist()))
+        tokens = torch.nn.functional.pad(prompt, (0, 14 - len(prompt)), value=model.cfg.mask_token_id)
+    return replace(query, tokens=tokens, answer_tokens=tuple(answer.tolist()))
 
 
 def network(model):
@@ -60,7 +65,7 @@ def network(model):
     }
 
 
-def held(record):
+def network_in(record):
     names = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
     return {name: record[name] for name in names}
 
@@ -94,37 +99,40 @@ def put_in_a_module(model):
 
 
 CHANGES = [hook_now, edit_weights, change_a_norm, put_in_a_module]
-every_change = pytest.mark.parametrize("change", CHANGES)
+# Whose canvases they are is decided before the model's variant matters: each change is tried on one model.
+every_change = pytest.mark.parametrize(
+    ("tiny", "change"), list(zip(["tiny-mdm", "tiny-ar"] * 2, CHANGES, strict=True)), indirect=["tiny"]
+)
 
 
 @every_change
 def test_the_end_of_another_networks_run_is_not_compared_with_this_ones(tiny, change):
     model = copy.deepcopy(tiny)
     run = denoise(model)
-    query, difference = asked(model, run), change(model)
+    query, difference = query_of(model, run), change(model)
     for analysis in (temporal_effect, lambda *args, **more: trace_trajectory(*args, canvas="free", **more)):
         with pytest.raises(ValueError, match=difference) as refused:
             analysis(model, query, trajectory=run, **QUIET)
         assert re.search("denoise .* again under the same hooks.*trajectory=None", str(refused.value))
 
 
-@either_way
+@guided_or_causal
 def test_hooks_of_the_run_that_are_gone_are_named(tiny, cfg_scale):
     run = denoise(tiny, cfg_scale=cfg_scale, fwd_hooks=HOOKS)
-    query = asked(tiny, run)
+    query = query_of(tiny, run)
     with pytest.raises(ValueError, match=rf"hooks: {POINT} \[forward: no attention\] there, none here"):
         temporal_effect(tiny, query, trajectory=run, **ONCE)
     with tiny.hooks(fwd_hooks=HOOKS):
         effect, present = temporal_effect(tiny, query, trajectory=run, **ONCE), network(tiny)
     assert effect.clean == effect.corrupted == 1
-    assert effect.record["trajectory"] == held(effect.record) == present
+    assert effect.record["trajectory"] == network_in(effect.record) == present
 
 
 @every_change
 def test_a_trace_on_another_networks_canvases_says_so_and_records_both(tiny, change):
     model = copy.deepcopy(tiny)
     run, wrote = denoise(model), network(model)
-    query, difference = asked(model, run), change(model)
+    query, difference = query_of(model, run), change(model)
     with pytest.warns(UserWarning, match=difference) as warned:
         trace = trace_trajectory(model, query, trajectory=run, **QUIET)
     assert len(warned) == 1
@@ -132,7 +140,7 @@ def test_a_trace_on_another_networks_canvases_says_so_and_records_both(tiny, cha
         r"canvases.*\(`known`, `revealed_at`\).*denoise .* again under the same hooks", str(warned[0].message)
     )
     assert trace.record["trajectory"] == wrote
-    assert held(trace.record) == network(model) != wrote
+    assert network_in(trace.record) == network(model) != wrote
 
 
 @every_change
@@ -142,7 +150,7 @@ def test_a_grid_on_another_networks_canvases_says_so_and_records_both(tiny, chan
     difference = change(model)
     new = denoise(model, FACTS[1])
     both = "the clean trajectory and the corrupted trajectory were"
-    for runs, sides, said in (
+    for runs, sides, words in (
         ((old, new), ["clean"], "the clean trajectory was"),
         ((new, old), ["corrupted"], "the corrupted trajectory was"),
         ((old, old), ["clean", "corrupted"], both),
@@ -153,13 +161,14 @@ def test_a_grid_on_another_networks_canvases_says_so_and_records_both(tiny, chan
                 model, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0, 2], layers=[0], positions=[1]
             )
         assert len(warned) == 1
-        assert str(warned[0].message).startswith(f"{said} written by another network")
+        assert str(warned[0].message).startswith(f"{words} written by another network")
         wrote_side = grid.record["trajectory"]
         assert wrote_side == {side: wrote if side in sides else network(model) for side in ("clean", "corrupted")}
-        assert held(grid.record) == network(model)
+        assert network_in(grid.record) == network(model)
 
 
-def test_each_side_of_a_grid_is_held_against_its_own_model(tiny):
+@on_the_causal_model
+def test_each_side_of_a_grid_is_compared_with_its_own_model(tiny):
     model = copy.deepcopy(tiny)
     edit_weights(model)
     runs = denoise(tiny), denoise(model, FACTS[1])
@@ -171,6 +180,7 @@ def test_each_side_of_a_grid_is_held_against_its_own_model(tiny):
     assert len(warned) == 2
 
 
+@on_the_masked_model
 def test_a_grid_without_steps_stands_on_no_trajectory(tiny):
     grid = patch_grid(tiny, FACTS[0].prompt, FACTS[0].prompt, lambda logits: logits[0, -1, 3], "mlp_out", layers=[0])
     assert grid.record["trajectory"] is None
@@ -186,13 +196,15 @@ def sibling(model, name="sibling"):
 
 def test_a_grid_patches_siblings_into_each_other_on_one_set_of_canvases(tiny):
     other, runs = sibling(tiny), (denoise(tiny), denoise(tiny, FACTS[1]))
-    query = asked(tiny, runs[1], FACTS[1])
+    query = query_of(tiny, runs[1], FACTS[1])
     settings = dict(sites="mlp_out", steps=[0], layers=[0], positions=[1])
     for source, model in ((other, tiny), (tiny, other)):
         for metric in (lambda logits: logits[0, -1, 3], answer_probability(model, query)):
             with pytest.warns(UserWarning, match=r"model: 'tiny-\w+' there, 'sibling' here; weights_sha256") as warned:
                 grid = patch_grid(model, *runs, metric, source_model=source, **settings)
-            assert [str(each.message).split()[1] for each in warned] == ["clean" if source is other else "corrupted"]
+            assert [str(warning.message).split()[1] for warning in warned] == [
+                "clean" if source is other else "corrupted"
+            ]
             assert grid.record["trajectory"] == {"clean": network(tiny), "corrupted": network(tiny)}
     canvases = [run.canvases[0].clamp(min=0) for run in runs]
     with torch.no_grad():
@@ -205,9 +217,10 @@ def test_a_grid_patches_siblings_into_each_other_on_one_set_of_canvases(tiny):
             assert grid.scores.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+@on_the_causal_model
 def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(tiny):
     other, run = sibling(tiny), denoise(tiny)
-    query = asked(tiny, run)
+    query = query_of(tiny, run)
     with pytest.warns(UserWarning, match="model: 'tiny-.*' there, 'sibling' here"):
         trace_trajectory(other, query, trajectory=run, **QUIET)
     for analysis in (temporal_effect, lambda *args, **more: trace_trajectory(*args, canvas="free", **more)):
@@ -215,7 +228,7 @@ def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(tiny)
             analysis(other, query, trajectory=run, **QUIET)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+@on_the_masked_model
 @pytest.mark.parametrize("side", ["clean", "corrupted"])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -232,40 +245,42 @@ def test_a_grid_refuses_canvases_that_mean_something_else(tiny, side, change, me
         patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_a_grid_takes_canvases_of_which_no_tokenizer_is_told(tiny):
+@on_the_masked_model
+def test_a_grid_takes_canvases_whose_tokenizer_is_unknown(tiny):
     run = denoise(tiny)
     other = replace(run, record={**run.record, "tokenizer_sha256": None})
     patch_grid(tiny, other, run, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
 
 
+@on_the_causal_model
 def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(tiny):
     model = copy.deepcopy(tiny)
     run, wrote = denoise(model), network(model)
     forced = run.replay(model, fwd_hooks=HOOKS)
-    assert held(forced.record) == {**wrote, "hooks": {POINT: ["forward: no attention"]}}
+    assert network_in(forced.record) == {**wrote, "hooks": {POINT: ["forward: no attention"]}}
     assert forced.record["trajectory"] == wrote
     edit_weights(model)
     for canvas in ("forced", "free"):
         again = forced.replay(model, canvas=canvas)
-        assert held(again.record) == network(model)
+        assert network_in(again.record) == network(model)
         assert again.record["trajectory"] == wrote
 
 
+@on_the_masked_model
 def test_a_forced_replay_keeps_its_provenance(tiny):
     forced = denoise(tiny).from_step(2).replay(tiny, canvas="forced", fwd_hooks=HOOKS)
-    effect = temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
+    effect = temporal_effect(tiny, query_of(tiny, forced), trajectory=forced, **ONCE)
     assert effect.record["trajectory"] == network(tiny)
     with tiny.hooks(fwd_hooks=HOOKS), pytest.raises(ValueError, match=POINT):
-        temporal_effect(tiny, asked(tiny, forced), trajectory=forced, **ONCE)
+        temporal_effect(tiny, query_of(tiny, forced), trajectory=forced, **ONCE)
 
 
 def test_a_free_replay_from_the_start_is_of_the_new_network_alone(tiny):
     free = denoise(tiny).replay(tiny, canvas="free", fwd_hooks=HOOKS)
-    for held_from in (0, 2):  # what the branch holds was written by the replay, from wherever it is branched off
-        branch = free.from_step(held_from)
+    for first_step in (0, 2):  # all canvases of the branch were written by the replay, from whichever step it begins
+        branch = free.from_step(first_step)
         with tiny.hooks(fwd_hooks=HOOKS):
-            effect = temporal_effect(tiny, asked(tiny, branch), trajectory=branch, **ONCE)
+            effect = temporal_effect(tiny, query_of(tiny, branch), trajectory=branch, **ONCE)
             assert effect.record["trajectory"] == network(tiny)
         assert effect.clean == effect.corrupted == 1
 
@@ -274,10 +289,10 @@ def test_a_free_replay_from_the_middle_is_of_two_networks(tiny, tmp_path):
     plain = network(tiny)
     run = denoise(tiny).from_step(2)
     same = run.replay(tiny, canvas="free")
-    assert trace_trajectory(tiny, asked(tiny, same), trajectory=same, **QUIET).record["trajectory"] == plain
+    assert trace_trajectory(tiny, query_of(tiny, same), trajectory=same, **QUIET).record["trajectory"] == plain
     free = run.replay(tiny, canvas="free", fwd_hooks=HOOKS)
     free = Trajectory.load(free.save(tmp_path / "free.safetensors"))
-    query = asked(tiny, free)
+    query = query_of(tiny, free)
     with pytest.raises(ValueError, match="was written by another network"):
         temporal_effect(tiny, query, trajectory=free, **ONCE)
     with pytest.warns(UserWarning, match=rf"than '\S+' is now: hooks: {POINT} \[.*there, none here; model|none here\."):
@@ -285,9 +300,9 @@ def test_a_free_replay_from_the_middle_is_of_two_networks(tiny, tmp_path):
     with tiny.hooks(fwd_hooks=HOOKS):
         both = {**network(tiny), "earlier": {**plain, "before_step": 2}}
         again = free.from_step(3).replay(tiny, canvas="forced")
-        for each in (free, free.from_step(3), again):
+        for written in (free, free.from_step(3), again):
             with pytest.warns(UserWarning, match=f"before step 2, hooks: {POINT} none there") as warned:
-                trace = trace_trajectory(tiny, query, trajectory=each, **{**QUIET, "steps": [3]})
+                trace = trace_trajectory(tiny, query, trajectory=written, **{**QUIET, "steps": [3]})
             assert len(warned) == 1
             assert trace.record["trajectory"] == both
         # New runs begin with the same canvas, so what another network wrote on it is no effect.
@@ -297,16 +312,17 @@ def test_a_free_replay_from_the_middle_is_of_two_networks(tiny, tmp_path):
         assert effect.record["trajectory"] == both
 
 
+@on_the_causal_model
 def test_another_dtype_is_named_before_the_hash_of_its_weights(tiny):
     run = denoise(tiny)
     model = copy.deepcopy(tiny).to(torch.bfloat16)
     with pytest.warns(UserWarning, match="now: dtype: 'float32' there, 'bfloat16' here; weights_sha256"):
-        trace_trajectory(model, asked(tiny, run), trajectory=run, **QUIET)
+        trace_trajectory(model, query_of(tiny, run), trajectory=run, **QUIET)
 
 
 def test_a_warning_names_the_line_that_called(tiny):
     run = denoise(tiny)
-    query = asked(tiny, run)
+    query = query_of(tiny, run)
     settings = dict(metric=lambda logits: logits[0, -1, 3], sites="mlp_out", steps=[0], layers=[0], positions=[1])
     with tiny.hooks(fwd_hooks=HOOKS):
         for analysis in (
@@ -317,27 +333,29 @@ def test_a_warning_names_the_line_that_called(tiny):
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 analysis()
-            assert {each.filename for each in warned} <= {__file__}
+            assert {warning.filename for warning in warned} <= {__file__}
         assert len(warned) == (tiny.cfg.trained_length is not None)
 
 
-def test_a_saved_run_is_held_against_what_its_record_has(tiny, tmp_path):
+@on_the_masked_model
+def test_a_saved_run_is_compared_with_what_its_record_has(tiny, tmp_path):
     model = copy.deepcopy(tiny)
     run = denoise(model)
-    query = asked(model, run)
-    old = replace(run, record={name: held for name, held in run.record.items() if name not in ("hooks", "modules")})
-    paths = [each.save(tmp_path / f"{name}.safetensors") for name, each in {"run": run, "old": old}.items()]
+    query = query_of(model, run)
+    old = replace(run, record={name: value for name, value in run.record.items() if name not in ("hooks", "modules")})
+    paths = [saved.save(tmp_path / f"{name}.safetensors") for name, saved in {"run": run, "old": old}.items()]
     run, old = map(Trajectory.load, paths)
     temporal_effect(model, query, trajectory=run, **ONCE)
     with model.hooks(fwd_hooks=HOOKS):
         effect = temporal_effect(model, query, trajectory=old, **ONCE)
     assert effect.record["trajectory"] == {**network(model), "hooks": None, "modules": None}
     edit_weights(model)
-    for each in (run, old):
+    for loaded in (run, old):
         with pytest.raises(ValueError, match="weights_sha256"):
-            temporal_effect(model, query, trajectory=each, **ONCE)
+            temporal_effect(model, query, trajectory=loaded, **ONCE)
 
 
+@on_the_masked_model
 def test_a_hook_that_collects_is_the_same_one_under_a_name(tiny):
     def collector():
         seen = []
@@ -346,7 +364,7 @@ def test_a_hook_that_collects_is_the_same_one_under_a_name(tiny):
     for hook, same in ((collector(), False), (named(collector(), "collect"), True)):
         with tiny.hooks(fwd_hooks=[(POINT, hook)]):
             run = denoise(tiny)
-            query = asked(tiny, run)
+            query = query_of(tiny, run)
             if same:
                 temporal_effect(tiny, query, trajectory=run, **ONCE)
                 continue
@@ -374,4 +392,4 @@ def test_an_average_over_steps_stands_on_its_own_networks_runs(tiny, tmp_path):
     traces = [TrajectoryTrace.load(path) for path in tmp_path.rglob("*.safetensors")]
     assert len(traces) == 2
     for trace in traces:
-        assert trace.record["trajectory"] == held(trace.record) == present
+        assert trace.record["trajectory"] == network_in(trace.record) == present
