@@ -53,15 +53,13 @@ class TextInterface(ABC):
             ValueError: the texts have different lengths in any other case: their padding would be read as text.
         """
         tokens, real = self.tokenize(input, prepend_bos, padding_side)
-        if self.own_pad_id is None and not bool(real.all()):
-            harmless = self.cfg.is_causal and padding_side == "right"
-            if not harmless:
-                raise ValueError(
-                    f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
-                    "token that is not also text: the tokens alone would not show what is padding. Take "
-                    "tokens, mask = model.tokenize(texts) and pass attention_mask=mask with the tokens, or pass the "
-                    "texts themselves to the model"
-                )
+        if self.own_pad_id is None and not bool(real.all()) and not (self.cfg.is_causal and padding_side == "right"):
+            raise ValueError(
+                f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
+                "token that is not also text: the tokens alone would not show what is padding. Take "
+                "tokens, mask = model.tokenize(texts) and pass attention_mask=mask with the tokens, or pass the "
+                "texts themselves to the model"
+            )
         if truncate:
             tokens = tokens[:, : self.cfg.n_ctx]
         return tokens if move_to_device else tokens.cpu()
@@ -144,8 +142,7 @@ class TextInterface(ABC):
         if ids.dim() == 2:
             return [self.to_string(row) for row in ids]
         reached = [int(i) for i in ids if int(i) != UNREACHED]
-        text: str = self._require_tokenizer().decode(reached, clean_up_tokenization_spaces=False)
-        return text
+        return self._require_tokenizer().decode(reached, clean_up_tokenization_spaces=False)
 
     def to_str_tokens(
         self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None
@@ -174,9 +171,7 @@ class TextInterface(ABC):
 
     def words(self, tokens: Sequence[int]) -> list[str]:
         """A label for each id: its text or, without a tokenizer, the id in brackets."""
-        if self.tokenizer is None:
-            return [f"<{token}>" for token in tokens]
-        return [self._word(token) for token in tokens]
+        return [f"<{token}>" if self.tokenizer is None else self._word(token) for token in tokens]
 
     def token_spans(self, text: str, prepend_bos: bool | None = None) -> list[tuple[int, int]]:
         """Character span (start, stop) of each token of `to_tokens(text)`; (0, 0) for a prepended BOS."""
@@ -192,8 +187,7 @@ class TextInterface(ABC):
         tokenizer = self._require_tokenizer()
         if not 0 <= token < len(tokenizer):
             return f"<{token}>"
-        text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text
+        return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _prepends_bos(self, prepend_bos: bool | None) -> bool:
         default = yes_or_no("default_prepend_bos", self.cfg.default_prepend_bos)
@@ -222,8 +216,8 @@ class TextInterface(ABC):
         if name is None or "pad" not in name.lower():
             return None
         others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
-        id_ = tokenizer.pad_token_id
-        return None if name in others or id_ == self.cfg.mask_token_id else int(id_)
+        id_ = int(tokenizer.pad_token_id)
+        return None if name in others or id_ == self.cfg.mask_token_id else id_
 
     def real_positions(self, tokens: Tokens) -> PosMask | None:
         """Bool[batch pos], true from the first to the last token of each row that is not `own_pad_id`.
@@ -292,10 +286,9 @@ class TextInterface(ABC):
         return self.tokenizer
 
 
-def _unknown_token(tokenizer: Any) -> str | None:
+def _unknown_token(tokenizer: Any) -> Any:
     """The token for words that the tokenizer does not know, from its settings or from the model of its vocabulary."""
-    unknown: str | None = tokenizer.unk_token or getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
-    return unknown
+    return tokenizer.unk_token or getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
 
 
 def _check_whole(text: str) -> None:
