@@ -15,8 +15,8 @@ RUNS = [
     dict(steps=5, sampler="ancestral", cfg_scale=0.0, temperature=0.7, seed=2),
 ]
 PROMPT, LENGTH = 5, 11
-# The lit-gpt pair is held to the same laws in test_loop_laws.py, over many more settings.
-others = pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen2", "qwen3", "a2d-qwen3"], indirect=True)
+# Of each readout and direction one; the lit-gpt pair is under the same laws in test_loop_laws.py, over more settings.
+others = pytest.mark.parametrize("every", ["llada", "dream", "llama", "a2d-qwen3"], indirect=True)
 DREAM = {
     "model_type": "Dream",
     "hidden_size": 32,
@@ -35,17 +35,17 @@ def prompt_of(every):
     return every.tokens[:, :PROMPT] % 500
 
 
-@pytest.fixture(params=RUNS, ids=["confidence", "ancestral"])
+@pytest.fixture(scope="module", params=RUNS, ids=["confidence", "ancestral"])
 def run(request, every):
-    """A prompt of three rows, and settings that the model understands."""
+    """A prompt of three rows, settings that the model understands, and the run."""
     causal = {"sampler": "left_to_right", "cfg_scale": 0.0} if every.kind == "ar" else {}
-    return prompt_of(every), {**request.param, "length": LENGTH, **causal}
+    prompt, options = prompt_of(every), {**request.param, "length": LENGTH, **causal}
+    return prompt, options, every.model.denoise(prompt, **options)
 
 
 @others
 def test_a_run_fills_the_blanks_and_nothing_else(every, run):
-    prompt, options = run
-    trajectory = every.model.denoise(prompt, **options)
+    prompt, _, trajectory = run
     blank = -1 if every.kind == "ar" else every.model.cfg.mask_token_id
     assert (trajectory.canvases[0, :, PROMPT:] == blank).all()
     assert (trajectory.canvases[:, :, :PROMPT] == prompt).all()
@@ -57,20 +57,15 @@ def test_a_run_fills_the_blanks_and_nothing_else(every, run):
 
 
 @others
-def test_rows_are_independent_and_a_seed_decides(every, run):
-    prompt, options = run
-    together = every.model.denoise(prompt, **options)
-    again = every.model.denoise(prompt, **options)
-    assert torch.equal(together.canvases, again.canvases)
-    assert torch.equal(together.confidence, again.confidence)
+def test_a_row_runs_as_it_runs_alone(every, run):
+    prompt, options, together = run
     alone = every.model.denoise(prompt[1:2], **{**options, "seed": [together.record["seeds"][1]]})
     assert torch.equal(alone.canvases[:, 0], together.canvases[:, 1])
 
 
 @others
-def test_looking_changes_nothing(every, run):
-    prompt, options = run
-    plain = every.model.denoise(prompt, **options)
+def test_hooks_that_only_look_change_nothing(every, run):
+    prompt, options, plain = run
     looked = every.model.denoise(prompt, **options, fwd_hooks=[(lambda name: True, lambda a, hook: None)])
     assert torch.equal(plain.canvases, looked.canvases)
     torch.testing.assert_close(plain.confidence, looked.confidence, rtol=1e-4, atol=1e-5)
@@ -78,7 +73,7 @@ def test_looking_changes_nothing(every, run):
 
 @others
 def test_padded_prompts_give_what_they_give_alone(every, run):
-    prompt, options = run
+    prompt, options, _ = run
     real = torch.ones_like(prompt)
     real[0, :3] = 0
     together = every.model.denoise(prompt, attention_mask=real, **options)
@@ -91,11 +86,11 @@ def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
     """Read where the network predicts: by hand, the row before in a shifted model."""
     model = every.model
     trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=4)
-    for place in range(PROMPT, LENGTH):
-        canvas = trajectory.canvases[trajectory.revealed_at[0, place]].clamp(min=0)
-        odds = model(canvas)[0, place - (model.cfg.readout == "shifted")].softmax(-1)
+    for position in range(PROMPT, LENGTH, 2):
+        canvas = trajectory.canvases[trajectory.revealed_at[0, position]].clamp(min=0)
+        odds = model(canvas)[0, position - (model.cfg.readout == "shifted")].softmax(-1)
         torch.testing.assert_close(
-            trajectory.confidence[0, place], odds[trajectory.tokens[0, place]], rtol=1e-4, atol=1e-6
+            trajectory.confidence[0, position], odds[trajectory.tokens[0, position]], rtol=1e-4, atol=1e-6
         )
 
 
@@ -140,24 +135,23 @@ QUERY = Query(CANVAS, (2, 4), (7, 8), (31, 32))
         dict(cfg_scale=0.8),
         dict(sampler="ancestral", temperature=0.9),
         dict(sampler="remdm"),
-        dict(temperature=0.5),
     ],
 )
 def test_denoising_does_not_know_of_the_shift(dream_and_in_place, options):
     shifted, in_place = dream_and_in_place
     prompt = torch.tensor([[512, 12, 13, 512], [21, 22, 23, 24]])
-    first = shifted.denoise(prompt, length=14, steps=6, seed=3, **options)
-    second = in_place.denoise(prompt, length=14, steps=6, seed=3, fwd_hooks=[MOVED], **options)
+    first = shifted.denoise(prompt, length=10, steps=4, seed=3, **options)
+    second = in_place.denoise(prompt, length=10, steps=4, seed=3, fwd_hooks=[MOVED], **options)
     assert torch.equal(first.canvases, second.canvases)
     torch.testing.assert_close(first.confidence, second.confidence, rtol=1e-4, atol=1e-6, equal_nan=True)
-    unmoved = in_place.denoise(prompt, length=14, steps=6, seed=3, **options)
+    unmoved = in_place.denoise(prompt, length=10, steps=4, seed=3, **options)
     assert not torch.equal(first.canvases, unmoved.canvases)
 
 
 @pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
 def test_a_trace_does_not_know_of_the_shift(dream_and_in_place, kind):
     shifted, in_place = dream_and_in_place
-    settings = dict(kind=kind, noise=0.5, samples=3, window=2)
+    settings = dict(kind=kind, noise=0.5, samples=1, window=2)
     first = causal_trace(shifted, QUERY, **settings)
     with in_place.hooks(fwd_hooks=[MOVED]):
         second = causal_trace(in_place, QUERY, **settings)

@@ -47,7 +47,7 @@ def enter(context):
 @pytest.fixture(params=["plain", "denoise"])
 def run(request, either):
     model = either.model
-    return {"plain": lambda: model(PROMPT), "denoise": lambda: model.denoise(PROMPT, length=8).confidence}[
+    return {"plain": lambda: model(PROMPT), "denoise": lambda: model.denoise(PROMPT, length=8, steps=1).confidence}[
         request.param
     ]
 
@@ -68,6 +68,10 @@ ATTEMPTS = {
 }
 
 
+on_mdm = pytest.mark.parametrize("either", ["mdm"], indirect=True)
+
+
+@on_mdm
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_nothing_reaches_into_a_run_of_another_thread(either, run, attempt):
     expected = run()
