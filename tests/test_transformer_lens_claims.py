@@ -5,40 +5,53 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import version
+from types import ModuleType
 
+import pytest
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge, supported_architectures
 
 
-def adapters() -> Iterator[type]:
+@pytest.fixture(scope="module")
+def supported_architectures() -> ModuleType:
+    """Imported here, since it costs two seconds."""
+    from transformer_lens.model_bridge import supported_architectures
+
+    return supported_architectures
+
+
+def adapters(supported_architectures: ModuleType) -> Iterator[type]:
     for module in pkgutil.iter_modules(supported_architectures.__path__):
         loaded = importlib.import_module(f"{supported_architectures.__name__}.{module.name}")
-        for each in vars(loaded).values():
-            if inspect.isclass(each) and each.__module__ == loaded.__name__:
-                yield each
+        for adapter in vars(loaded).values():
+            if inspect.isclass(adapter) and adapter.__module__ == loaded.__name__:
+                yield adapter
 
 
 def test_the_claims_are_about_the_installed_version() -> None:
     assert version("transformer-lens").startswith("4.3")
 
 
-def test_dream_llada2_and_gidd_bring_a_sampler_along() -> None:
-    with_sampler = {each.__name__ for each in adapters() if getattr(each, "native_sampler", None)}
+def test_dream_llada2_and_gidd_bring_a_sampler_along(supported_architectures: ModuleType) -> None:
+    with_sampler = {
+        adapter.__name__ for adapter in adapters(supported_architectures) if getattr(adapter, "native_sampler", None)
+    }
     assert with_sampler == {"DreamArchitectureAdapter", "LLaDA2MoeArchitectureAdapter", "GiddArchitectureAdapter"}
 
 
-def test_llada_and_bd3lm_are_wrapped_and_smdm_mdlm_sedd_are_not() -> None:
-    names = " ".join(each.__name__.lower() for each in adapters())
+def test_llada_and_bd3lm_are_wrapped_and_smdm_mdlm_sedd_are_not(supported_architectures: ModuleType) -> None:
+    names = " ".join(adapter.__name__.lower() for adapter in adapters(supported_architectures))
     assert "llada" in names
     assert "bd3lm" in names
     assert not [kind for kind in ("smdm", "mdlm", "sedd") if kind in names.replace("bd3lm", "")]
 
 
 def test_its_diffusion_runs_take_one_prompt_and_its_hooks_no_step() -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
     assert "does not support batched prompts" in inspect.getsource(TransformerBridge.diffusion_generate)
     assert not hasattr(HookPoint(), "step")
 
 
-def test_dream_has_no_pattern_there() -> None:
+def test_dream_has_no_pattern_there(supported_architectures: ModuleType) -> None:
     dream = importlib.import_module(f"{supported_architectures.__name__}.dream")
     assert "there is no reconstructed pattern hook" in " ".join((dream.__doc__ or "").split())

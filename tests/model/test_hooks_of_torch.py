@@ -6,30 +6,35 @@ import pytest
 import torch
 from torch import nn
 
+from diffusion_lens import Query
 from diffusion_lens.analysis import causal_trace, patch_grid, trace_trajectory
-from diffusion_lens.data import toy_facts
 from diffusion_lens.model.build import build_blocks
 
-PLACE = 4
-FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
+POSITION = 4
 # The module, and the hook point that what it returns passes next.
 PASSES = {
     "embed": "hook_embed",
     "blocks.1.attn": "blocks.1.hook_attn_out",
     "blocks.1.mlp": "blocks.1.hook_mlp_out",
-    "blocks.3.mlp": "blocks.3.hook_mlp_out",
+    "blocks.2.mlp": "blocks.2.hook_mlp_out",
 }
 
 everywhere = pytest.mark.parametrize("path", PASSES)
-both = pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar"], indirect=True)
+on_mdm = pytest.mark.parametrize("either", ["mdm"], indirect=True)
+
+
+def query_of(source):
+    """Two answer tokens after six tokens of a prompt."""
+    blank = [source.model.cfg.mask_token_id] * 2 if source.kind == "mdm" else [31]
+    return Query(torch.cat([source.tokens[0, :6], torch.tensor(blank)]), (1, 3), (6, 7), (31, 32))
 
 
 def turned(activation):
-    """Place 4 turned round, so that a hook that sees other rows, or fewer, does something else."""
-    assert activation.shape[1] > PLACE
-    shown = activation.clone()
-    shown[:, PLACE] = -shown[:, PLACE].flip(-1)
-    return shown
+    """Position 4 turned round, so that a hook that sees other rows, or fewer, does something else."""
+    assert activation.shape[1] > POSITION
+    changed = activation.clone()
+    changed[:, POSITION] = -changed[:, POSITION].flip(-1)
+    return changed
 
 
 def alike(model, path, run):
@@ -49,31 +54,28 @@ def assert_alike(of_torch, at_point, plain):
     assert not torch.allclose(of_torch, plain, atol=1e-4, equal_nan=True)
 
 
-@both
 @everywhere
-def test_rows_that_are_picked(tiny, path):
-    tokens = FACTS[0].to_query(tiny).tokens[None]
+def test_rows_that_are_picked(either, path):
+    tokens = query_of(either).tokens[None]
 
     def run():
         with torch.no_grad():
-            return tiny(tokens, logits_at=[PLACE, 6])
+            return either.model(tokens, logits_at=[POSITION, 6])
 
-    assert_alike(*alike(tiny, path, run))
+    assert_alike(*alike(either.model, path, run))
 
 
-@both
 @pytest.mark.parametrize("rows", [[2, 6], (torch.tensor([0, 0, 1]), torch.tensor([6, 2, 4]))])
-def test_a_hook_on_the_head_sees_every_row(tiny, rows):
-    tokens = FACTS[0].to_query(tiny).tokens[None].repeat(2, 1)
-    tokens = torch.cat([tokens, tokens], dim=1)[:, :12]
+def test_a_hook_on_the_head_sees_every_row(either, rows):
+    tokens = either.tokens[:2, :8]
 
-    def backwards(module, given, out):
+    def weighted(module, given, out):
         return out * torch.arange(out.shape[1])[:, None]
 
-    handle = tiny.unembed.register_forward_hook(backwards)
+    handle = either.model.unembed.register_forward_hook(weighted)
     try:
         with torch.no_grad():
-            whole, picked = tiny(tokens), tiny(tokens, logits_at=rows)
+            whole, picked = either.model(tokens), either.model(tokens, logits_at=rows)
     finally:
         handle.remove()
     expected = whole[rows] if isinstance(rows, tuple) else whole[:, rows]
@@ -81,76 +83,74 @@ def test_a_hook_on_the_head_sees_every_row(tiny, rows):
 
 
 @pytest.mark.parametrize(
-    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 1.5), ("tiny-ar", 0.0)], indirect=["tiny"]
+    ("either", "cfg_scale", "path"),
+    [("mdm", 0.0, "embed"), ("mdm", 1.5, "blocks.1.attn"), ("mdm", 1.5, "blocks.2.mlp"), ("ar", 0.0, "blocks.1.mlp")],
+    indirect=["either"],
 )
-@everywhere
-def test_the_loop(tiny, path, cfg_scale):
-    prompt = tiny.to_tokens([fact.prompt for fact in FACTS[:1]])
-    runs = alike(tiny, path, lambda: tiny.denoise(prompt, length=14, steps=4, cfg_scale=cfg_scale))
+def test_the_loop(either, cfg_scale, path):
+    prompt = either.tokens[:1, :4]
+    runs = alike(either.model, path, lambda: either.model.denoise(prompt, length=8, steps=3, cfg_scale=cfg_scale))
     assert torch.equal(runs[0].canvases, runs[1].canvases)
     assert_alike(*(run.confidence for run in runs))
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_one_branch_of_guidance_at_a_time(tiny):
-    prompt = tiny.to_tokens([FACTS[0].prompt])
+@on_mdm
+def test_one_branch_of_guidance_at_a_time(either):
+    prompt = either.tokens[:1, :4]
     seen = []
-    handle = tiny.blocks[1].mlp.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    handle = either.model.blocks[1].mlp.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
     try:
-        run = tiny.denoise(prompt, length=14, steps=2, cfg_scale=1.0)
+        run = either.model.denoise(prompt, length=8, steps=2, cfg_scale=1.0)
     finally:
         handle.remove()
     assert {shape[0] for shape in seen} == {1}
     assert len(seen) == run.forward_passes == 4
 
 
-@both
-@pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.mlp"])
-@pytest.mark.parametrize("kind", ["resid", "mlp"])
-def test_a_causal_trace(tiny, path, kind):
-    query = FACTS[0].to_query(tiny)
+@pytest.mark.parametrize(("path", "kind"), [("blocks.1.attn", "mlp"), ("blocks.1.mlp", "resid")])
+def test_a_causal_trace(either, path, kind):
+    query = query_of(either)
 
     def run():
-        return causal_trace(tiny, query, kind=kind, window=1, noise=1.0, samples=2, positions=[1, 5], layers=[0, 2])
+        cells = dict(positions=[1, 5], layers=[0, 2])
+        return causal_trace(either.model, query, kind=kind, window=1, noise=1.0, samples=1, **cells)
 
-    assert_alike(*(trace.token_scores for trace in alike(tiny, path, run)))
+    assert_alike(*(trace.token_scores for trace in alike(either.model, path, run)))
 
 
-@both
-def test_the_traces_of_a_trajectory(tiny):
-    query = FACTS[0].to_query(tiny)
+def test_the_traces_of_a_trajectory(either):
+    query = query_of(either)
 
     def run():
-        return trace_trajectory(tiny, query, noise=1.0, samples=2, positions=[1, 5], layers=[0, 2])
+        return trace_trajectory(either.model, query, noise=1.0, samples=1, positions=[1], layers=[0])
 
-    assert_alike(*(trace.clean_token_scores for trace in alike(tiny, "blocks.1.mlp", run)))
+    assert_alike(*(trace.clean_token_scores for trace in alike(either.model, "blocks.1.mlp", run)))
 
 
-@both
 @pytest.mark.parametrize("method", ["exact", "attribution"])
-def test_a_patch_grid(tiny, method):
-    clean, corrupted = (fact.to_query(tiny).tokens for fact in FACTS[:2])
-    n_pos = min(len(clean), len(corrupted))
+def test_a_patch_grid(either, method):
+    clean, corrupted = either.tokens[:2, None, :6]
 
     def run():
         return patch_grid(
-            tiny,
-            clean[None, :n_pos],
-            corrupted[None, :n_pos],
+            either.model,
+            clean,
+            corrupted,
             lambda logits: logits[:, -1].log_softmax(-1)[:, 40].sum(),
             sites="resid_pre",
             method=method,
         )
 
-    assert_alike(*(grid.scores for grid in alike(tiny, "blocks.1.mlp", run)))
+    assert_alike(*(grid.scores for grid in alike(either.model, "blocks.1.mlp", run)))
 
 
 @pytest.fixture
-def own(tiny):
+def own(either):
     """A model of the test's own."""
-    return copy.deepcopy(tiny)
+    return copy.deepcopy(either.model)
 
 
+@on_mdm
 def test_a_module_put_in_since_is_heard(own):
     block = next(iter(build_blocks(own.cfg.architecture)))
     own.blocks[1].mlp = block.mlp
@@ -159,6 +159,7 @@ def test_a_module_put_in_since_is_heard(own):
     assert own.is_hooked
 
 
+@on_mdm
 @pytest.mark.parametrize(
     "attach", ["register_forward_pre_hook", "register_full_backward_hook", "register_forward_hook"]
 )
@@ -185,6 +186,7 @@ class Probe(nn.Module):
         self.hook_here = nn.Linear(2, 2)
 
 
+@on_mdm
 def test_modules_of_the_users_in_the_model_are_no_hooks(own):
     own.probe = Probe(own)
     assert not own.is_hooked

@@ -1,25 +1,30 @@
 """Modules that are put in where a hook point stood, and what is refused until `setup` knows them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from diffusion_lens import HookedDiffusionTransformer
-
-SETTINGS = dict(length=8, steps=2, cfg_scale=0.8)
+SETTINGS = dict(length=6, steps=1, cfg_scale=0.8)
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def fresh():
-    return HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+pytestmark = pytest.mark.parametrize("either", ["mdm"], indirect=True)
+
+
+@pytest.fixture
+def model(either):
+    """A model of the test's own."""
+    return copy.deepcopy(either.model)
 
 
 POINTS = [
     "hook_embed",
     "blocks.1.hook_resid_post",
     "blocks.1.attn.hook_attn_scores",
-    "blocks.3.attn.hook_pattern",
+    "blocks.2.attn.hook_pattern",
     "ln_final.hook_scale",
 ]
 
@@ -31,22 +36,20 @@ def put(model, name, module):
 
 
 @pytest.mark.parametrize("name", POINTS)
-def test_a_plain_hook_point_runs_before_setup(name):
-    model = fresh()
-    expected = model.denoise(PROMPT, **SETTINGS)
+def test_a_plain_hook_point_runs_before_setup(either, model, name):
+    expected = either.model.denoise(PROMPT, **SETTINGS)
     put(model, name, HookPoint())
     run = model.denoise(PROMPT, **SETTINGS)
     assert torch.equal(run.canvases, expected.canvases)
-    assert torch.equal(model(PROMPT), fresh()(PROMPT))
+    assert torch.equal(model(PROMPT), either.model(PROMPT))
 
 
-@pytest.mark.parametrize("name", ["blocks.1.attn.hook_attn_scores", "blocks.3.attn.hook_pattern"])
-def test_another_module_may_stand_where_scores_and_patterns_pass(name):
+@pytest.mark.parametrize("name", ["blocks.1.attn.hook_attn_scores", "blocks.2.attn.hook_pattern"])
+def test_another_module_may_stand_where_scores_and_patterns_pass(either, model, name):
     class Halved(nn.Module):
         def forward(self, x):
             return x / 2
 
-    model = fresh()
     halved = model.run_with_hooks(PROMPT, fwd_hooks=[(name, lambda activation, hook: activation / 2)])
     put(model, name, Halved())
     model.setup()
@@ -55,8 +58,7 @@ def test_another_module_may_stand_where_scores_and_patterns_pass(name):
 
 @pytest.mark.parametrize("name", POINTS)
 @pytest.mark.parametrize("picked", [lambda name: name, lambda name: lambda other: True], ids=["by name", "all"])
-def test_hooks_at_a_point_that_was_replaced_ask_for_setup(name, picked):
-    model = fresh()
+def test_hooks_at_a_point_that_was_replaced_ask_for_setup(either, model, name, picked):
     put(model, name, HookPoint())
     for attempt in (
         lambda: model.run_with_hooks(PROMPT, fwd_hooks=[(picked(name), lambda activation, hook: None)]),
@@ -71,8 +73,7 @@ def test_hooks_at_a_point_that_was_replaced_ask_for_setup(name, picked):
     assert name in model.run_with_cache(PROMPT)[1]
 
 
-def test_the_loop_asks_for_setup_where_a_hook_would_not_know_the_step():
-    model = fresh()
+def test_the_loop_asks_for_setup_where_a_hook_would_not_know_the_step(model):
     put(model, "blocks.1.hook_resid_post", HookPoint()).add_hook(lambda activation, hook: None)
     with pytest.raises(RuntimeError, match=r"'blocks.1.hook_resid_post'.*model\.setup\(\)"):
         model.denoise(PROMPT, **SETTINGS)
