@@ -3,8 +3,10 @@
 import copy
 import hashlib
 import re
+import shutil
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from diffusion_lens.identity import describe_hooks, fingerprint, name_of, weight
 from diffusion_lens.interventions import freeze, named, steer, swap, zero_ablate
 
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
+CELLS = dict(layers=[0], positions=[0])
 SITE = "blocks.1.hook_attn_out"
 STUDIES = {
     "recall": lambda model, folder: recall_by_steps(model, FACTS, (1, 2), length=14, cfg_scale=0.0, out=folder),
@@ -80,25 +83,25 @@ def last_bit(weight):
 EDITS = [torch.Tensor.neg_, swap_rows, swap_heads, flip_odd_columns, flip_two_signs, rotate, last_bit]
 
 
-@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("behind", ["data", "numpy"])
-def test_no_edit_leaves_the_hash(tiny, edit, behind):
-    model = copy.deepcopy(tiny)
-    before = weights_sha256(model)
-    weight = model.embed.weight
-    edit(weight.data if behind == "data" else torch.from_numpy(weight.detach().numpy()))
-    assert weights_sha256(model) != before
-    edited = copy.deepcopy(tiny)
-    edited.embed.weight.data.copy_(weight.data)
-    assert weights_sha256(edited) == weights_sha256(model)
+def test_no_edit_leaves_the_hash(either, behind):
+    before, hashes = weights_sha256(either.model), []
+    for edit in EDITS:
+        model, edited = copy.deepcopy(either.model), copy.deepcopy(either.model)
+        weight = model.embed.weight
+        edit(weight.data if behind == "data" else torch.from_numpy(weight.detach().numpy()))
+        hashes.append(weights_sha256(model))
+        edited.embed.weight.data.copy_(weight.data)
+        assert weights_sha256(edited) == hashes[-1], edit
+    assert len({before, *hashes}) == len(EDITS) + 1
 
 
-def test_the_hash_is_what_its_docstring_says(every):
+def test_the_hash_is_what_its_docstring_says(several):
     lines = []
-    for name, weight in every.model.named_parameters():
+    for name, weight in several.model.named_parameters():
         digest = hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
         lines.append(f"{name} {weight.dtype} {list(weight.shape)} {digest}\n")
-    assert weights_sha256(every.model) == hashlib.sha256("".join(lines).encode()).hexdigest()
+    assert weights_sha256(several.model) == hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -116,21 +119,23 @@ def test_a_fingerprint_tells_bytes_apart(dtype, shape):
     assert fingerprint(weight.T.contiguous().T) == seen[0]
 
 
-def test_on_an_accelerator_only_what_changed_travels(tiny, monkeypatch):
-    model, travelled = copy.deepcopy(tiny), []
+def test_on_an_accelerator_only_what_changed_travels(either, monkeypatch):
+    original = either.model
+    model, travelled = copy.deepcopy(original), []
     monkeypatch.setattr(identity, "_is_near", lambda weight: False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: travelled.append(self.shape) or self)
-    assert weights_sha256(model) == weights_sha256(tiny)
+    assert weights_sha256(model) == weights_sha256(original)
     travelled.clear()
-    assert weights_sha256(model) == weights_sha256(tiny)
-    assert tiny.embed.weight.shape not in travelled
+    assert weights_sha256(model) == weights_sha256(original)
+    assert original.embed.weight.shape not in travelled
     model.embed.weight.data.neg_()
     edited = weights_sha256(model)
-    assert travelled.count(tiny.embed.weight.shape) == 1
+    assert travelled.count(original.embed.weight.shape) == 1
     monkeypatch.undo()
-    assert edited == weights_sha256(model) != weights_sha256(tiny)
+    assert edited == weights_sha256(model) != weights_sha256(original)
 
 
+@on_mdm
 @every_study
 def test_a_call_hashes_once(tiny, monkeypatch, study):
     calls = []
@@ -228,31 +233,51 @@ def test_a_record_names_the_callers_hooks_and_no_others(tiny):
     run, _ = tiny.denoise_with_cache(FACTS[0].prompt, SITE, length=14, steps=2, fwd_hooks=late)
     assert run.record["hooks"] == {SITE: [f"forward: {HALF} at steps [1]"]}
     assert run.replay(tiny).record["hooks"] == {}
-    assert causal_trace(tiny, query, noise=0.5, samples=1, layers=[0]).record["hooks"] == {}
+    assert causal_trace(tiny, query, noise=0.5, samples=1, **CELLS).record["hooks"] == {}
     with tiny.hooks(fwd_hooks=[(SITE, half)]):
         attached = {SITE: [f"forward: {HALF}"]}
         assert hooks() == attached
-        assert causal_trace(tiny, query, noise=0.5, samples=1, layers=[0]).record["hooks"] == attached
+        assert causal_trace(tiny, query, noise=0.5, samples=1, **CELLS).record["hooks"] == attached
         assert compute_key(tiny, query, 0).record["hooks"] == attached
-        effect = temporal_effect(tiny, FACTS[0], [0], noise=0.5, samples=1, layers=[0], positions=[0])
+        effect = temporal_effect(tiny, FACTS[0], [0], noise=0.5, samples=1, **CELLS)
         assert effect.record["hooks"] == attached
+
+
+@pytest.fixture(scope="module", params=STUDIES)
+def stored(request, tmp_path_factory):
+    """A study, and the folder in which a call without hooks stored it. `tiny-mdm` has to be the model."""
+    from diffusion_lens import HookedDiffusionTransformer
+
+    folder = tmp_path_factory.mktemp(request.param)
+    STUDIES[request.param](HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu"), folder)
+    return STUDIES[request.param], folder
+
+
+@pytest.fixture
+def study_and_folder(stored, tmp_path):
+    """The study, and a copy of its folder that a test may damage."""
+    return stored[0], Path(shutil.copytree(stored[1], tmp_path / "stored"))
 
 
 @on_mdm
 @every_study
-@pytest.mark.parametrize("hooked_first", [True, False])
-def test_a_folder_does_not_hand_hooked_numbers_to_an_unhooked_call(tiny, tmp_path, study, hooked_first):
-    hooks = [[(SITE, half)], []]
-    first, second = hooks if hooked_first else hooks[::-1]
-    with tiny.hooks(fwd_hooks=first):
+def test_a_folder_does_not_hand_hooked_numbers_to_an_unhooked_call(tiny, tmp_path, study):
+    with tiny.hooks(fwd_hooks=[(SITE, half)]):
         study(tiny, tmp_path)
-    kinds = (f"[forward: {HALF}]", "none") if hooked_first else ("none", f"[forward: {HALF}]")
-    told = f"hooks: {SITE} {kinds[0]} there, {kinds[1]} here"
-    with tiny.hooks(fwd_hooks=second), pytest.raises(ValueError, match="weights or hooks") as refused:
+    refused = rf"weights or hooks.*hooks: {SITE} \[forward: {HALF}\] there, none here"
+    with pytest.raises(ValueError, match=refused):
         study(tiny, tmp_path)
-    assert told in str(refused.value)
-    with tiny.hooks(fwd_hooks=first):
+    with tiny.hooks(fwd_hooks=[(SITE, half)]):
         study(tiny, tmp_path)
+
+
+@on_mdm
+def test_a_folder_does_not_hand_unhooked_numbers_to_a_hooked_call(tiny, study_and_folder):
+    study, folder = study_and_folder
+    refused = rf"weights or hooks.*hooks: {SITE} none there, \[forward: {HALF}\] here"
+    with tiny.hooks(fwd_hooks=[(SITE, half)]), pytest.raises(ValueError, match=refused):
+        study(tiny, folder)
+    study(tiny, folder)
 
 
 @on_mdm
@@ -269,27 +294,24 @@ def test_second_moments_under_hooks_are_kept_apart(tiny, tmp_path):
 
 
 @on_mdm
-@every_study
-def test_a_folder_does_not_hand_an_edited_model_the_old_numbers(tiny, tmp_path, study):
+def test_a_folder_does_not_hand_an_edited_model_the_old_numbers(tiny, study_and_folder):
+    study, folder = study_and_folder
     model = copy.deepcopy(tiny)
-    study(model, tmp_path)
     model.blocks[0].mlp.down.weight.data.neg_()
     with pytest.raises(ValueError, match=r"weights_sha256: '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
-        study(model, tmp_path)
+        study(model, folder)
 
 
 @on_mdm
-@every_study
-@pytest.mark.parametrize("other", ["weights", "hooks"])
-def test_results_of_another_run_are_refused_when_its_note_is_gone(tiny, tmp_path, study, other):
-    model = copy.deepcopy(tiny)
-    study(model, tmp_path)
-    (tmp_path / "run.json").unlink()
-    if other == "weights":
-        model.blocks[0].mlp.down.weight.data.neg_()
-    told = r"\.safetensors belongs to another study or another fact.*Delete the file"
-    with model.hooks(fwd_hooks=[] if other == "weights" else [(SITE, half)]), pytest.raises(ValueError, match=told):
-        study(model, tmp_path)
+def test_results_of_another_run_are_refused_when_its_note_is_gone(tiny, study_and_folder):
+    study, folder = study_and_folder
+    edited = copy.deepcopy(tiny)
+    edited.blocks[0].mlp.down.weight.data.neg_()
+    refused = r"\.safetensors belongs to another study or another fact.*Delete the file"
+    for model, hooks in ((edited, []), (tiny, [(SITE, half)])):
+        (folder / "run.json").unlink()
+        with model.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match=refused):
+            study(model, folder)
 
 
 @on_mdm
@@ -309,13 +331,12 @@ def test_replies_of_other_steps_or_another_fact_are_refused(tiny, tmp_path):
 
 
 @on_mdm
-@every_study
-def test_a_file_cut_off_is_named(tiny, tmp_path, study):
-    study(tiny, tmp_path)
-    cut = sorted(tmp_path.glob("*.safetensors"))[0]
+def test_a_file_cut_off_is_named(tiny, study_and_folder):
+    study, folder = study_and_folder
+    cut = sorted(folder.glob("*.safetensors"))[0]
     cut.write_bytes(cut.read_bytes()[:-5])
     with pytest.raises(ValueError, match=r"not a complete safetensors file.*delete it") as refused:
-        study(tiny, tmp_path)
+        study(tiny, folder)
     assert str(cut) in str(refused.value)
 
 

@@ -133,15 +133,15 @@ def test_tokens_are_no_formulas():
 
 def test_the_rest_of_a_run_is_drawn_with_its_own_steps(tiny):
     """A picture from step 2 on is the lower part of the whole picture."""
-    run = tiny.denoise("the", length=8, **({"steps": 4} if tiny.cfg.has_mask else {}))
+    run = tiny.denoise("the", length=5, **({"steps": 4} if tiny.cfg.has_mask else {}))
     whole, rest = run.plot(), run.from_step(2).plot()
     assert [label.get_text() for label in whole.get_yticklabels()][2:] == [
         label.get_text() for label in rest.get_yticklabels()
     ]
-    looks = [[(text.get_text(), text.get_color(), text.get_fontweight()) for text in ax.texts] for ax in (whole, rest)]
-    assert looks[0][2 * 8 :] == looks[1]
-    shades = [ax.images[0].get_array().filled(-1) for ax in (whole, rest)]
-    assert (shades[0][2:] == shades[1]).all()
+    texts = [[(text.get_text(), text.get_color(), text.get_fontweight()) for text in ax.texts] for ax in (whole, rest)]
+    assert texts[0][2 * 5 :] == texts[1]
+    colours = [ax.images[0].get_array().filled(-1) for ax in (whole, rest)]
+    assert (colours[0][2:] == colours[1]).all()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_same_place_stands_at_the_same_height():
 
 def test_long_canvases_keep_their_labels_apart():
     words = ["[MASK]"] * 60
-    figure = plots.trace_panels([[trace_of(grid(60, 20), words=words), trace_of(grid(4, 20), words=words)]])
+    figure = plots.trace_panels([[trace_of(grid(60, 2), words=words), trace_of(grid(4, 2), words=words)]])
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
     assert len(boxes) == 60
