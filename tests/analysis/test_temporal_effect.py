@@ -13,22 +13,23 @@ from diffusion_lens.interventions import named
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def query(tiny):
-    places = 14 - tiny.to_tokens(FACT.prompt).shape[1]
-    return FACT.to_query(tiny, answer_places=places) if tiny.cfg.mask_token_id else FACT.to_query(tiny)
+    if tiny.cfg.has_mask:
+        return FACT.to_query(tiny, answer_places=14 - tiny.to_tokens(FACT.prompt).shape[1])
+    return FACT.to_query(tiny, first_tokens=3)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(tiny, query):
-    if tiny.cfg.mask_token_id:
+    if tiny.cfg.has_mask:
         return tiny.denoise(query.tokens[None], steps=3)
     return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
 
 
 @pytest.fixture
 def by_row(request, tiny):
-    """A hook of the caller's that treats every second row in another way, where the parameter asks for it."""
+    """A caller's hook that treats every second row in another way, if the parameter is true."""
 
     def disturb(activation, hook):
         changed = activation.clone()
@@ -41,21 +42,21 @@ def by_row(request, tiny):
 
 @pytest.mark.parametrize(
     ("tiny", "cfg_scale", "by_row"),
-    [("tiny-mdm", 0.0, False), ("tiny-mdm", 1.5, False), ("tiny-mdm", 4.0, True), ("tiny-ar", 0.0, False)],
+    [("tiny-mdm", 1.5, False), ("tiny-mdm", 4.0, True), ("tiny-ar", 0.0, False)],
     indirect=["tiny", "by_row"],
 )
 def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scale, by_row):
-    """Draw by draw and cell by cell: the whole loop under noise, one state put back at one step."""
+    """Sample by sample and cell by cell: the whole loop under noise, one state put back at one step."""
     if cfg_scale:
         run = tiny.denoise(query.tokens[None], steps=3, cfg_scale=cfg_scale)
     noise, (start, stop), layer = noise_scale(tiny, [query]), query.subject, 0
     drawn = noise * np.random.RandomState(5).randn(4, stop - start, tiny.cfg.d_model)
-    places = [start, query.answer_positions[0] - 1, query.answer_positions[0]]
+    positions = [start, query.answer_positions[0] - 1, query.answer_positions[0]]
     effect = temporal_effect(
-        tiny, query, trajectory=run, noise=noise, samples=4, seed=5, steps=[0, 1], positions=places, layers=[layer]
+        tiny, query, trajectory=run, noise=noise, samples=4, seed=5, steps=[0, 1], positions=positions, layers=[layer]
     )
     expected = torch.full((2, 3, len(query.answer_tokens), 4), torch.nan)
-    four = run.repeat(4)  # a row for each draw
+    four = run.repeat(4)  # a row for each sample
 
     def corrupt(embedding, hook):
         embedding = embedding.clone()
@@ -64,13 +65,13 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
 
     for step in (0, 1):
         _, clean = tiny.run_with_cache(run.canvases[step].clamp(min=0))
-        for i, place in enumerate(places):
-            if run.canvases[step, 0, place] == -1:
+        for i, position in enumerate(positions):
+            if run.canvases[step, 0, position] == -1:
                 continue
 
-            def put_back(resid, hook, clean=clean, place=place):
+            def put_back(resid, hook, clean=clean, position=position):
                 resid = resid.clone()
-                resid[:, place] = clean[hook.name][:, place]
+                resid[:, position] = clean[hook.name][:, position]
                 return resid
 
             hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
@@ -84,7 +85,7 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
 
 
 def test_without_noise_every_branch_ends_with_the_answer(tiny, query, run):
-    effect = temporal_effect(tiny, query, trajectory=run, noise=0.0, samples=1, layers=[1], steps=[0])
+    effect = temporal_effect(tiny, query, trajectory=run, noise=0.0, samples=1, layers=[1], positions=[1, 3], steps=[0])
     assert effect.corrupted == 1
     assert set(effect.scores.nan_to_num(nan=1.0).flatten().tolist()) == {1.0}
 
@@ -92,16 +93,16 @@ def test_without_noise_every_branch_ends_with_the_answer(tiny, query, run):
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_with_one_step_all_that_is_read_restored_is_the_clean_text(tiny, query):
     """On one step a branch is the whole run: restoring the read place after the last block brings its token back."""
-    run, place = tiny.denoise(query.tokens[None], steps=1), query.answer_positions[2]
+    run, position = tiny.denoise(query.tokens[None], steps=1), query.answer_positions[2]
     effect = temporal_effect(
-        tiny, query, trajectory=run, noise=noise_scale(tiny, [query]), samples=5, positions=[place], layers=[-1]
+        tiny, query, trajectory=run, noise=noise_scale(tiny, [query]), samples=5, positions=[position], layers=[-1]
     )
     assert effect.token_scores[0, 0, 0, 2] == 1
     assert effect.token_scores[0, 0, 0].min() < 1
 
 
 def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path):
-    settings = dict(noise=0.3, samples=2, steps=[0], layers=[0, 1], kind="mlp", window=2)
+    settings = dict(noise=0.3, samples=2, steps=[0], layers=[0, 1], positions=range(6), kind="mlp", window=2)
     widest = []
 
     def count(tokens, hook):
@@ -136,7 +137,7 @@ def test_steps_after_the_answer_are_refused(tiny, query, run):
 def test_the_restored_step_begins_at_the_restored_layer(tiny, query, run, token_layers):
     """Of the step in which a state is restored only the blocks above it are run, so less than every branch in full."""
     with token_layers() as counted:
-        effect = temporal_effect(tiny, query, trajectory=run, noise=0.3, samples=2)
+        effect = temporal_effect(tiny, query, trajectory=run, noise=0.3, samples=2, positions=[1, 2, 4], steps=[0, 1])
     n_branches = len(effect.positions) * len(effect.layers) * 2
     steps_left = sum(run.n_steps - step for step in effect.steps)
     all_branches = n_branches * steps_left * run.tokens.shape[1] * tiny.cfg.n_layers

@@ -19,36 +19,51 @@ from diffusion_lens.hook_names import resid_post
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def query(tiny):
-    places = 14 - tiny.to_tokens(FACT.prompt).shape[1]
-    return FACT.to_query(tiny, answer_places=places) if tiny.cfg.mask_token_id else FACT.to_query(tiny)
+    return FACT.to_query(tiny, answer_places=14 - tiny.to_tokens(FACT.prompt).shape[1] if tiny.cfg.has_mask else None)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(tiny, query):
-    """A clean run: five steps on the diffusion model, one a token on the twin."""
-    if tiny.cfg.mask_token_id:
-        return tiny.denoise(query.tokens[None], steps=5)
+    """A clean run: four steps on the masked diffusion model, one a token on the twin."""
+    if tiny.cfg.has_mask:
+        return tiny.denoise(query.tokens[None], steps=4)
     return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def guided(tiny, query):
+    """A run of the masked diffusion model under guidance."""
+    return tiny.denoise(query.tokens[None], steps=4, cfg_scale=0.8)
+
+
+@pytest.fixture(scope="module")
 def noise(tiny, query):
-    return dict(noise=noise_scale(tiny, [query]), samples=3, seed=2)
+    return dict(noise=noise_scale(tiny, [query]), samples=2, seed=2)
 
 
-def asked_at(tiny, query, run, step):
-    """The query that a step's canvas poses, written out by hand: open tokens only, the twin's canvas forced on."""
+@pytest.fixture(scope="module")
+def trace(tiny, query, run, noise):
+    """The trace of the clean run at two layers."""
+    return trace_trajectory(tiny, query, trajectory=run, **noise, layers=[0, 2])
+
+
+def drawn_noise(tiny, query, noise):
+    shape = noise["samples"], query.subject[1] - query.subject[0], tiny.cfg.d_model
+    return torch.from_numpy(noise["noise"] * np.random.RandomState(noise["seed"]).randn(*shape)).float()
+
+
+def query_at(tiny, query, run, step):
+    """The query of a step's canvas by hand: masked tokens only; the twin's canvas is filled with the answer."""
     canvas = run.canvases[step, 0].clone()
-    still_open = [i for i, place in enumerate(query.answer_positions) if run.revealed_at[0, place] >= step]
+    still_open = [i for i, pos in enumerate(query.answer_positions) if run.revealed_at[0, pos] >= step]
     canvas[canvas == -1] = torch.tensor(query.answer_tokens)[len(query.answer_tokens) - int((canvas == -1).sum()) :]
     positions = tuple(query.answer_positions[i] for i in still_open)
     return still_open, Query(canvas, query.subject, positions, tuple(query.answer_tokens[i] for i in still_open))
 
 
-def test_by_default_from_the_first_answer_token_revealed_to_the_last(tiny, query, run, noise):
-    trace = trace_trajectory(tiny, query, trajectory=run, **noise)
+def test_by_default_from_the_first_answer_token_revealed_to_the_last(query, run, trace):
     revealed = run.revealed_at[0, list(query.answer_positions)].tolist()
     assert trace.known
     assert trace.steps == list(range(min(revealed), max(revealed) + 1))
@@ -58,10 +73,11 @@ def test_by_default_from_the_first_answer_token_revealed_to_the_last(tiny, query
 
 @pytest.mark.parametrize("options", [dict(), dict(kind="mlp", window=2), dict(severed="attn")])
 def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise, options):
-    trace = trace_trajectory(tiny, query, trajectory=run, **noise, **options)
+    options = dict(options, **noise, layers=[0, 2])
+    trace = trace_trajectory(tiny, query, trajectory=run, **options)
     for i, step in enumerate(trace.steps):
-        still_open, posed = asked_at(tiny, query, run, step)
-        alone = causal_trace(tiny, posed, **noise, **options)
+        still_open, at_step = query_at(tiny, query, run, step)
+        alone = causal_trace(tiny, at_step, **options)
         reached = (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
         torch.testing.assert_close(trace.scores[i, reached], alone.scores[reached], rtol=0, atol=1e-6)
         torch.testing.assert_close(
@@ -76,8 +92,8 @@ def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise
 
 
 def test_chained_is_the_product_over_the_steps_that_commit(tiny, query, run, noise):
-    """Draw by draw: with one draw the mean of products is the product."""
-    noise["samples"] = 1
+    """Sample by sample: with one sample the mean of products is the product."""
+    noise = dict(noise, samples=1, layers=[1])
     trace = trace_trajectory(tiny, query, trajectory=run, **noise)
     expected = torch.ones(trace.scores.shape[1:])
     for token, step in enumerate(trace.revealed_at):
@@ -87,49 +103,49 @@ def test_chained_is_the_product_over_the_steps_that_commit(tiny, query, run, noi
     assert trace_trajectory(tiny, query, trajectory=run, steps=trace.steps[:1], **noise).chained is None
 
 
-@pytest.mark.parametrize(
-    ("tiny", "cfg_scale"), [("tiny-mdm", 0.0), ("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
-)
-def test_free_draws_see_what_they_wrote_themselves(tiny, query, run, noise, cfg_scale):
-    """The slow way: each draw's own loop under noise, then one cell at each step by ordinary hooks, read by hand."""
-    if cfg_scale:
-        run = tiny.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale)
-    layer, place, (start, stop) = 1, query.answer_positions[0] - 1, query.subject
-    drawn = noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)
-    trace = trace_trajectory(tiny, query, trajectory=run, canvas="free", **noise)
+@pytest.mark.parametrize(("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"])
+def test_free_samples_read_what_they_wrote_themselves(tiny, query, noise, cfg_scale, request):
+    """The slow way: each sample's own loop under noise, then one cell at each step by ordinary hooks, read by hand."""
+    run = request.getfixturevalue("guided" if cfg_scale else "run")
+    layer, position, (start, stop) = 1, query.answer_positions[0] - 1, query.subject
+    noise = dict(noise, samples=3)
+    drawn = drawn_noise(tiny, query, noise)
+    trace = trace_trajectory(
+        tiny, query, trajectory=run, canvas="free", **noise, layers=[0, layer], positions=[0, position]
+    )
     expected = torch.ones(len(trace.steps), 3)
 
     def corrupt(embedding, hook):
         embedding = embedding.clone()
-        embedding[:, start:stop] += torch.from_numpy(drawn).float()
+        embedding[:, start:stop] += drawn
         return embedding
 
     own = run.repeat(3).replay(tiny, canvas="free", fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
     for i, step in enumerate(trace.steps):
-        shown = asked_at(tiny, query, run, step)[1].tokens
+        shown = query_at(tiny, query, run, step)[1].tokens
         _, clean = tiny.run_with_cache(shown[None])
         canvas = torch.where(own.canvases[step] == -1, shown, own.canvases[step])
 
         def put_back(resid, hook, clean=clean):
             resid = resid.clone()
-            resid[:, place] = clean[hook.name][:, place]
+            resid[:, position] = clean[hook.name][:, position]
             return resid
 
         logits = tiny.run_with_hooks(canvas, fwd_hooks=[("hook_embed", corrupt), (resid_post(layer), put_back)])
         unprompted = tiny(canvas.masked_fill(run.given[0], tiny.cfg.mask_token_id or 0))
         probabilities = (unprompted + (1 + cfg_scale) * (logits - unprompted)).softmax(-1)
-        for draw in range(3):
+        for sample in range(3):
             for at, token in zip(query.answer_positions, query.answer_tokens, strict=True):
-                held, row = own.canvases[step, draw, at].item(), int(tiny.readout.rows(torch.tensor(at)))
-                blank = held in (-1, tiny.cfg.mask_token_id)
-                expected[i, draw] *= probabilities[draw, row, token].item() if blank else float(held == token)
-    torch.testing.assert_close(trace.scores[:, place, layer], expected.mean(1), rtol=0, atol=1e-5)
+                present, row = own.canvases[step, sample, at].item(), int(tiny.readout.rows(torch.tensor(at)))
+                blank = present in (-1, tiny.cfg.mask_token_id)
+                expected[i, sample] *= probabilities[sample, row, token].item() if blank else float(present == token)
+    torch.testing.assert_close(trace.scores[:, 1, 1], expected.mean(1), rtol=0, atol=1e-5)
     assert trace.chained is None
     assert len(set(own.tokens[-1].tolist()) ^ set(run.tokens[0].tolist())) > 0
 
 
 def test_without_noise_free_is_forced_and_has_no_effect(tiny, query, run):
-    quiet = dict(noise=0.0, samples=2)
+    quiet = dict(noise=0.0, samples=2, layers=[0, 3])
     forced = trace_trajectory(tiny, query, trajectory=run, **quiet)
     free = trace_trajectory(tiny, query, trajectory=run, canvas="free", **quiet)
     for trace in (forced, free):
@@ -139,63 +155,54 @@ def test_without_noise_free_is_forced_and_has_no_effect(tiny, query, run):
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_under_guidance_the_clean_scores_are_the_loops_own(tiny, query, noise):
-    """The probability of each token at the step that revealed it is the confidence that the loop recorded."""
-    guided = tiny.denoise(query.tokens[None], steps=5, cfg_scale=0.8)
-    trace = trace_trajectory(tiny, query, trajectory=guided, **noise)
-    assert trace.known
-    for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
-        score = trace.clean_token_scores[trace.steps.index(step), token].item()
-        assert score == pytest.approx(guided.confidence[0, place].item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-@pytest.mark.parametrize("cfg_scale", [0.0, 0.8])
-def test_forced_corruption_is_a_forced_replay_under_the_same_noise(tiny, query, noise, cfg_scale):
-    """Noise in the conditional branch, on the recorded canvases: what `replay` reports of each token it reveals."""
-    run, (start, stop) = tiny.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale), query.subject
-    drawn = torch.from_numpy(noise["noise"] * np.random.RandomState(2).randn(3, stop - start, tiny.cfg.d_model)).float()
+def test_under_guidance_scores_are_those_of_the_loop_and_of_its_replay(tiny, query, guided, noise):
+    """Each token's probability at its step: the loop's confidence, and that of a replay under the same noise."""
+    drawn = drawn_noise(tiny, query, noise)
 
     def corrupt(embedding, hook):
         embedding = embedding.clone()
-        embedding[:, start:stop] += drawn
+        embedding[:, slice(*query.subject)] += drawn
         return embedding
 
-    replayed = run.repeat(3).replay(tiny, fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
-    trace = trace_trajectory(tiny, query, trajectory=run, **noise)
-    for token, (place, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
-        score = trace.corrupted_token_scores[trace.steps.index(step), token].item()
-        assert score == pytest.approx(replayed.confidence[:, place].mean().item(), abs=1e-5)
+    trace = trace_trajectory(tiny, query, trajectory=guided, **noise, layers=[0], positions=[0])
+    replayed = guided.repeat(2).replay(tiny, fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
+    assert trace.known
+    for token, (position, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
+        i = trace.steps.index(step)
+        clean, corrupted = trace.clean_token_scores[i, token].item(), trace.corrupted_token_scores[i, token].item()
+        assert clean == pytest.approx(guided.confidence[0, position].item(), abs=1e-5)
+        assert corrupted == pytest.approx(replayed.confidence[:, position].mean().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_steps_begin_where_an_answer_token_is_first_unmasked_even_if_it_is_masked_again(tiny, query):
+def test_steps_begin_when_an_answer_token_is_first_unmasked_even_if_it_is_masked_again(tiny, query):
     run = tiny.denoise(query.tokens[None], steps=8, sampler=ReMDM(strategy="cap", eta=0.5), seed=1)
-    places = list(query.answer_positions)
-    shown = [i for i in range(8) if (run.canvases[i + 1, 0, places] != tiny.cfg.mask_token_id).any()]
-    revealed = run.revealed_at[0, places]
-    assert shown[0] < revealed.min()
+    positions = list(query.answer_positions)
+    unmasked = [i for i in range(8) if (run.canvases[i + 1, 0, positions] != tiny.cfg.mask_token_id).any()]
+    revealed = run.revealed_at[0, positions]
+    assert unmasked[0] < revealed.min()
     trace = trace_trajectory(tiny, query, trajectory=run, noise=0.1, samples=1, layers=[0], positions=[0])
-    assert trace.steps == list(range(shown[0], int(revealed.max()) + 1))
+    assert trace.steps == list(range(unmasked[0], int(revealed.max()) + 1))
 
 
 def test_a_branch_is_traced_from_its_own_first_step(tiny, query, run):
-    whole = trace_trajectory(tiny, query, trajectory=run, noise=0.1, samples=1, layers=[0])
-    branch = trace_trajectory(tiny, query, trajectory=run.from_step(2), noise=0.1, samples=1, layers=[0])
-    kept = [i for i, step in enumerate(whole.steps) if step >= 2]
-    assert branch.steps == [whole.steps[i] for i in kept]
-    torch.testing.assert_close(branch.scores, whole.scores[kept], rtol=0, atol=1e-6, equal_nan=True)
+    cells = dict(noise=0.1, samples=1, layers=[0], positions=[1, 3])
+    whole = trace_trajectory(tiny, query, trajectory=run, **cells)
+    branch = trace_trajectory(tiny, query, trajectory=run.from_step(2), **cells)
+    later = [i for i, step in enumerate(whole.steps) if step >= 2]
+    assert branch.steps == [whole.steps[i] for i in later]
+    torch.testing.assert_close(branch.scores, whole.scores[later], rtol=0, atol=1e-6, equal_nan=True)
 
 
-def test_a_fact_is_enough(tiny):
-    trace = trace_trajectory(tiny, FACT, noise=0.1, samples=1, layers=[0])
+def test_a_fact_is_denoised_with_the_default_settings(tiny):
+    trace = trace_trajectory(tiny, FACT, steps=[1], noise=0.1, samples=1, layers=[0])
     assert trace.scores.shape[1:] == (len(trace.str_canvases[0]), 1)
     assert trace.record["noise"] == 0.1
     assert trace.record["sampler"]
 
 
 def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
-    """At the length that the model was trained on, or at that of the run that is given."""
+    """At the length that the model was trained on, or at that of a run."""
     options = dict(noise=0.1, samples=1, layers=[0], positions=[1])
     masked = tiny.cfg.has_mask
     at_length = CanvasLayout(14 if masked else None).query(tiny, FACT)
@@ -203,15 +210,14 @@ def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
     assert torch.equal(causal_trace(tiny, FACT, **options).scores, causal_trace(tiny, at_length, **options).scores)
     assert torch.equal(TracedTrajectory.of(tiny, FACT, None).query.tokens, at_length.tokens)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # 17 places are more than it was trained on
+        warnings.simplefilter("ignore")  # 17 positions are more than it was trained on
         longer = CanvasLayout(17 if masked else None).query(tiny, FACT)
         given, length = loop_prompt(tiny, longer)
         run = tiny.denoise(given[None], length=length, steps=3)
     assert torch.equal(TracedTrajectory.of(tiny, FACT, run).query.tokens, longer.tokens)
 
 
-def test_save_and_load(tiny, query, run, noise, tmp_path):
-    trace = trace_trajectory(tiny, query, trajectory=run, **noise, layers=[0, 2])
+def test_save_and_load(trace, tmp_path):
     again = TrajectoryTrace.load(trace.save(tmp_path / "trace.safetensors"))
     for name, value in vars(trace).items():
         if isinstance(value, torch.Tensor):
@@ -220,8 +226,7 @@ def test_save_and_load(tiny, query, run, noise, tmp_path):
             assert getattr(again, name) == value
 
 
-def test_the_page_and_the_pictures_carry_the_scores(tiny, query, run, noise):
-    trace = trace_trajectory(tiny, query, trajectory=run, **noise, kind="mlp", window=2)
+def test_the_page_and_the_pictures_contain_the_scores(trace):
     page = trace.page()
     assert [frame.name for frame in page.frames] == [str(step) for step in trace.steps]
     shown = torch.tensor(np.array(page.frames[1].data[0].z, dtype=float)).float()
@@ -230,7 +235,7 @@ def test_the_page_and_the_pictures_carry_the_scores(tiny, query, run, noise):
     assert images[0].get_clim() == images[1].get_clim()
 
 
-def test_bad_settings(tiny, query, run, noise):
+def test_bad_settings_are_refused(tiny, query, run, noise):
     def refused(message, trajectory=run, **options):
         with pytest.raises(ValueError, match=message):
             trace_trajectory(tiny, query, trajectory=trajectory, **{**noise, **options})
@@ -264,7 +269,7 @@ def test_bad_settings(tiny, query, run, noise):
 
 
 def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
-    """Restoring the read places after the last block, by `at_steps` in a forced replay: the clean confidence."""
+    """Restoring the row that is read after the last block, by `at_steps` in a forced replay: the clean confidence."""
     place = query.answer_positions[0]
     step = int(run.revealed_at[0, place])
     row = int(tiny.readout.rows(torch.tensor(place)))
