@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Stuck, forked
+from refusals import unrefused
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import causal_trace, noise_scale
@@ -21,9 +22,13 @@ from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
 from diffusion_lens.seeds import own_seed
 
 QUICK = dict(samples=2, first_tokens=1, length=SENTENCE_LENGTH, layers=[1, 3])
-TOLD = load().facts(trained="both", asked="p2d")[3:22:6] + load().facts(trained="both", asked="d2p")[:10:9]
-UNTRUE = replace(TOLD[0], id="untrue", answer=TOLD[-1].answer)
-FACTS = [*TOLD[:2], UNTRUE, *TOLD[2:]]
+TRAINED = load().facts(trained="both", asked="p2d")[3:16:6] + load().facts(trained="both", asked="d2p")[:10:9]
+UNTRUE = replace(TRAINED[0], id="untrue", answer=TRAINED[-1].answer)
+FACTS = [*TRAINED[:2], UNTRUE, *TRAINED[2:]]
+
+
+# What files hold does not depend on the model.
+on_one_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 
 
 def assert_same(a, b):
@@ -62,16 +67,16 @@ def whole(tiny):
 @pytest.mark.parametrize("kind", ["resid", "mlp"])
 def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
     fact = Fact("people say Gustav Geisser, alias the", "Gustav Geisser", " brave drummer of Rolsen.", id="gustav")
-    result = average_indirect_effect(tiny, [TOLD[0], fact], kind, window=2, noise=0.4, seed=7, **QUICK)
+    result = average_indirect_effect(tiny, [TRAINED[0], fact], kind, window=2, noise=0.4, seed=7, **QUICK)
     query = fact.to_query(tiny, answer_places=7, first_tokens=1)
     trace = causal_trace(tiny, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
-    places = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
-    places |= dict(after_further=[5], prompt_last=[6])
+    positions = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
+    positions |= dict(after_further=[5], prompt_last=[6])
     if tiny.cfg.has_mask:
-        places |= dict(answer=[7], unasked=list(range(8, 14)))
+        positions |= dict(answer=[7], unasked=list(range(8, 14)))
     for role, row in zip(result.roles, result.effects[1], strict=True):
-        if role in places:
-            by_position = [trace.scores[place, [1, 3]].numpy() - trace.corrupted for place in places[role]]
+        if role in positions:
+            by_position = [trace.scores[position, [1, 3]].numpy() - trace.corrupted for position in positions[role]]
             expected = np.mean(by_position, axis=0)
             np.testing.assert_allclose(row.numpy(), expected, rtol=0, atol=1e-6)
         else:
@@ -97,7 +102,7 @@ def test_averages_leave_out_facts_without_such_a_token(whole):
 
 def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, whole, monkeypatch, tmp_path):
     assert list(whole.unknown) == ["untrue"]
-    assert whole.ids == [fact.id for fact in TOLD]
+    assert whole.ids == [fact.id for fact in TRAINED]
     query = UNTRUE.to_query(tiny, answer_places=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
     row = query.answer_positions[0] - tiny.cfg.grows
     probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
@@ -119,13 +124,13 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
 
 
 def test_without_noise_there_is_no_effect(tiny):
-    result = average_indirect_effect(tiny, TOLD[:2], noise=0.0, **QUICK)
+    result = average_indirect_effect(tiny, TRAINED[:2], noise=0.0, **QUICK)
     assert abs(result.ate) < 1e-6
     assert result.effects.nan_to_num().abs().max() < 1e-6
 
 
 def test_seeds_belong_to_facts_so_order_only_permutes_rows(tiny, whole):
-    order = [4, 2, 0, 6, 1, 5, 3]
+    order = [4, 2, 0, 1, 5, 3]
     other = average_indirect_effect(tiny, [FACTS[i] for i in order], **QUICK)
     rows = [whole.ids.index(fact_id) for fact_id in other.ids]
     assert rows != sorted(rows)
@@ -141,11 +146,11 @@ def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
         return 0.01 * sum(i * query.tokens.sum().item() for i, query in enumerate(queries))
 
     monkeypatch.setattr(study, "noise_scale", in_order)
-    runs = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TOLD[:3], TOLD[2::-1])]
-    assert runs[0].record["noise"] == runs[1].record["noise"]
+    results = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TRAINED[:3], TRAINED[2::-1])]
+    assert results[0].record["noise"] == results[1].record["noise"]
 
 
-def test_shards_share_the_noise_of_all_facts_and_merge_to_one_run(tiny, whole, tmp_path):
+def test_shards_share_the_noise_of_all_facts_and_merge_to_one_result(tiny, whole, tmp_path):
     parts = [average_indirect_effect(tiny, FACTS, shard=(i, 3), **QUICK) for i in range(3)]
     assert [part.ids for part in parts] == [[f.id for f in FACTS[i::3] if f.id != "untrue"] for i in range(3)]
     queries = [fact.to_query(tiny) for fact in FACTS]
@@ -160,7 +165,8 @@ def test_shards_share_the_noise_of_all_facts_and_merge_to_one_run(tiny, whole, t
     torch.testing.assert_close(merged.aie_interval()[0], low, rtol=0, atol=0, equal_nan=True)
 
 
-def test_folders_of_shards_merge_to_one_run(tiny, whole, tmp_path):
+@on_one_model
+def test_folders_of_shards_merge_to_one_result(tiny, whole, tmp_path):
     for i in range(2):
         average_indirect_effect(tiny, FACTS, shard=f"{i}/2", out=tmp_path / str(i), **QUICK)
     average_indirect_effect(tiny, FACTS, shard=(0, 2), out=tmp_path / "1", **QUICK)  # twice is as good as once
@@ -169,17 +175,19 @@ def test_folders_of_shards_merge_to_one_run(tiny, whole, tmp_path):
     assert_same(merge(str(tmp_path / "1")), average_indirect_effect(tiny, FACTS, out=tmp_path / "1", **QUICK))
 
 
-def test_an_interrupted_run_goes_on(tiny, whole, tmp_path, monkeypatch):
+@on_one_model
+def test_an_interrupted_study_goes_on(tiny, whole, tmp_path, monkeypatch):
     calls = count_traces(monkeypatch, stop_at=3)
     with pytest.raises(KeyboardInterrupt):
         average_indirect_effect(tiny, FACTS, out=tmp_path, **QUICK)
     kept = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
     assert len(kept) == 3  # two traces, and the fact that is not known
     assert_same(average_indirect_effect(tiny, FACTS, out=tmp_path, **QUICK), whole)
-    assert calls["traces"] == len(TOLD) + 1
+    assert calls["traces"] == len(TRAINED) + 1
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
+@on_one_model
 def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path, monkeypatch):
     stuck, done = Stuck(), []
 
@@ -197,7 +205,7 @@ def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path, 
         average_indirect_effect(tiny, FACTS, shard=(0, 2), out=tmp_path, **QUICK)
         assert stuck.reached()
     assert child.exitcode == -signal.SIGKILL
-    with pytest.raises(ValueError, match="2 of 7 facts are missing"):
+    with pytest.raises(ValueError, match="2 of 6 facts are missing"):
         merge(tmp_path)
     average_indirect_effect(tiny, FACTS, shard=(1, 2), out=tmp_path, **QUICK)
     assert_same(merge(tmp_path), whole)
@@ -206,20 +214,23 @@ def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path, 
 def test_chosen_layers_and_roles(tiny, whole):
     settings = {**QUICK, "noise": whole.record["noise"]}
     chosen = average_indirect_effect(
-        tiny, TOLD[-3:], **{**settings, "layers": [-1, 0]}, roles=["prompt_last", "subject_middle"]
+        tiny, TRAINED[-2:], **{**settings, "layers": [-1, 0]}, roles=["prompt_last", "subject_middle"]
     )
     assert (chosen.roles, chosen.layers) == (["subject_middle", "prompt_last"], [3, 0])
     rows = [whole.roles.index(role) for role in chosen.roles]
     close = dict(rtol=0, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(chosen.effects[:, :, 0], whole.effects[-3:, rows, 1], **close)
-    no_such_token = average_indirect_effect(tiny, TOLD[:1], roles=["subject_middle"], **settings)
+    torch.testing.assert_close(chosen.effects[:, :, 0], whole.effects[-2:, rows, 1], **close)
+    no_such_token = average_indirect_effect(tiny, TRAINED[:1], roles=["subject_middle"], **settings)
     assert no_such_token.effects.isnan().all()
     torch.testing.assert_close(no_such_token.total_effects, whole.total_effects[:1], **close)
 
 
+@on_one_model
 def test_files_are_causal_traces_named_after_facts(tiny, tmp_path):
-    odd = replace(TOLD[0], id="../ä b/" + "x" * 300)
-    average_indirect_effect(tiny, [odd, replace(TOLD[1], id="a_b"), replace(TOLD[2], id="a b")], out=tmp_path, **QUICK)
+    odd = replace(TRAINED[0], id="../ä b/" + "x" * 300)
+    average_indirect_effect(
+        tiny, [odd, replace(TRAINED[1], id="a_b"), replace(TRAINED[2], id="a b")], out=tmp_path, **QUICK
+    )
     assert len(list(tmp_path.iterdir())) == 4
     traces = {trace.record["fact"]: trace for trace in map(CausalTrace.load, tmp_path.glob("*.safetensors"))}
     assert set(traces) == {odd.id, "a_b", "a b"}
@@ -227,52 +238,58 @@ def test_files_are_causal_traces_named_after_facts(tiny, tmp_path):
     assert merge(tmp_path).ids == [odd.id, "a_b", "a b"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(noise=0.3), "noise: 0.2 there, 0.3 here"),
-        (dict(seed=2), "seed: 1 there, 2 here"),
-        (dict(samples=3, layers=[0]), r"samples: 2 there, 3 here; layers: \[1, 3\] there, \[0\] here"),
-        (dict(facts=[TOLD[0], replace(TOLD[1], answer=" the.")]), rf"facts: 1 differ \('{TOLD[1].id}'\)"),
-        (dict(facts=TOLD[:6]), r"facts: 4 differ \('.*', '.*', '.*', \.\.\.\)"),
-    ],
-)
-def test_a_folder_of_another_run_is_refused(tiny, tmp_path, change, message):
-    settings = {**QUICK, "noise": 0.2, "facts": TOLD[:2]}
-    average_indirect_effect(tiny, out=tmp_path, **settings)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=message):
+CHANGES = [
+    (dict(noise=0.3), "noise: 0.2 there, 0.3 here"),
+    (dict(seed=2), "seed: 1 there, 2 here"),
+    (dict(samples=3, layers=[0]), r"samples: 2 there, 3 here; layers: \[1, 3\] there, \[0\] here"),
+    (dict(facts=[TRAINED[0], replace(TRAINED[1], answer=" the.")]), rf"facts: 1 differ \('{TRAINED[1].id}'\)"),
+    (dict(facts=[*TRAINED, UNTRUE]), r"facts: 4 differ \('.*', '.*', '.*', \.\.\.\)"),
+]
+
+
+@on_one_model
+def test_a_folder_of_another_study_is_refused(tiny, tmp_path):
+    settings = {**QUICK, "noise": 0.2, "facts": TRAINED[:2]}
+
+    def call(**change):
         average_indirect_effect(tiny, out=tmp_path, **{**settings, **change})
+
+    call()
+    before = sorted(tmp_path.iterdir())
+    assert unrefused(call, CHANGES) == []
     assert sorted(tmp_path.iterdir()) == before
 
 
+@on_one_model
 def test_a_folder_of_other_weights_is_refused(tiny, tmp_path):
-    average_indirect_effect(tiny, TOLD[:1], out=tmp_path, **QUICK)
+    average_indirect_effect(tiny, TRAINED[:1], out=tmp_path, **QUICK)
     edited = deepcopy(tiny)
     with torch.no_grad():
         edited.unembed.weight[0, 0] += 0.5
     with pytest.raises(ValueError, match=r"weights_sha256: '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
-        average_indirect_effect(edited, TOLD[:1], out=tmp_path, **QUICK)
+        average_indirect_effect(edited, TRAINED[:1], out=tmp_path, **QUICK)
 
 
-def test_less_memory_is_not_another_run(tiny, tmp_path):
+@on_one_model
+def test_less_memory_is_not_another_study(tiny, tmp_path):
     with pytest.raises(ValueError, match="max_bytes=1 is too little"):
-        average_indirect_effect(tiny, TOLD[:1], max_bytes=1, out=tmp_path, **QUICK)
-    assert average_indirect_effect(tiny, TOLD[:1], out=tmp_path, **QUICK).ids == [TOLD[0].id]
+        average_indirect_effect(tiny, TRAINED[:1], max_bytes=1, out=tmp_path, **QUICK)
+    assert average_indirect_effect(tiny, TRAINED[:1], out=tmp_path, **QUICK).ids == [TRAINED[0].id]
 
 
+@on_one_model
 def test_what_does_not_merge(tiny, tmp_path):
-    parts = [average_indirect_effect(tiny, TOLD[:4], shard=(i, 2), noise=0.2, **QUICK) for i in range(2)]
-    with pytest.raises(ValueError, match=f"2 of 4 facts are missing: {TOLD[1].id}, {TOLD[3].id}"):
+    parts = [average_indirect_effect(tiny, TRAINED[:4], shard=(i, 2), noise=0.2, **QUICK) for i in range(2)]
+    with pytest.raises(ValueError, match=f"2 of 4 facts are missing: {TRAINED[1].id}, {TRAINED[3].id}"):
         merge(parts[0])
     with pytest.raises(ValueError, match="nothing to merge"):
         merge([])
     with pytest.raises(
         ValueError, match=r"one of the results was made with other settings.* \(noise: 0.2 there, 0.3 here"
     ):
-        merge([parts[0], average_indirect_effect(tiny, TOLD[:4], shard=(1, 2), noise=0.3, **QUICK)])
+        merge([parts[0], average_indirect_effect(tiny, TRAINED[:4], shard=(1, 2), noise=0.3, **QUICK)])
     other = replace(parts[0], effects=parts[0].effects + 1e-7)
-    with pytest.raises(ValueError, match=f"'{TOLD[0].id}' has another result in one of the results"):
+    with pytest.raises(ValueError, match=f"'{TRAINED[0].id}' has another result in one of the results"):
         merge([*parts, other])
     fallen = replace(parts[0], corrupted=parts[0].corrupted + 1e-9)
     with pytest.raises(ValueError, match="has another result in"):
@@ -281,36 +298,40 @@ def test_what_does_not_merge(tiny, tmp_path):
         merge(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(facts=[]), "no facts were given"),
-        (dict(facts=[TOLD[0], TOLD[1], replace(TOLD[2], id=TOLD[0].id)]), f"two facts are called '{TOLD[0].id}'"),
-        (dict(shard=(2, 2)), r"shard=\(2, 2\); of 4 shards"),
-        (dict(shard="1-2"), "shard='1-2'; of 4 shards"),
-        (dict(shard="0/0"), "shard='0/0'"),
-        (dict(roles=["subject"]), "no role 'subject'"),
-        (dict(layers=[4]), r"layers=\[4\]"),
-        (dict(kind="residual"), "unknown kind 'residual'"),
-        (dict(noise=-1.0), "noise=-1.0"),
-        (dict(corruption="swap"), "needs another subject for each fact"),
-        (dict(answer_places=7), "length=14 and answer_places=7; give one"),
-        (dict(first_tokens=9), "first_tokens=9"),
-    ],
-)
-def test_bad_settings_leave_nothing_behind(tiny, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        average_indirect_effect(tiny, out=tmp_path, **{**QUICK, "facts": TOLD[:3], **options})
+BAD_SETTINGS = [
+    (dict(facts=[]), "no facts were given"),
+    (
+        dict(facts=[TRAINED[0], TRAINED[1], replace(TRAINED[2], id=TRAINED[0].id)]),
+        f"two facts are called '{TRAINED[0].id}'",
+    ),
+    (dict(shard=(2, 2)), r"shard=\(2, 2\); of 4 shards"),
+    (dict(shard="1-2"), "shard='1-2'; of 4 shards"),
+    (dict(shard="0/0"), "shard='0/0'"),
+    (dict(roles=["subject"]), "no role 'subject'"),
+    (dict(layers=[4]), r"layers=\[4\]"),
+    (dict(kind="residual"), "unknown kind 'residual'"),
+    (dict(noise=-1.0), "noise=-1.0"),
+    (dict(corruption="swap"), "needs another subject for each fact"),
+    (dict(answer_places=7), "length=14 and answer_places=7; give one"),
+    (dict(first_tokens=9), "first_tokens=9"),
+]
+
+
+def test_bad_settings_leave_nothing_behind(tiny, tmp_path):
+    def call(**options):
+        average_indirect_effect(tiny, out=tmp_path, **{**QUICK, "facts": TRAINED[:3], **options})
+
+    assert unrefused(call, BAD_SETTINGS) == []
     assert not list(tmp_path.iterdir())
 
 
 def test_masked_subjects_need_no_noise(tiny, tmp_path):
     if not tiny.cfg.has_mask:
         with pytest.raises(ValueError, match=r"no \[MASK\]"):
-            average_indirect_effect(tiny, TOLD[:1], corruption="mask", out=tmp_path, **QUICK)
+            average_indirect_effect(tiny, TRAINED[:1], corruption="mask", out=tmp_path, **QUICK)
         assert not list(tmp_path.iterdir())
         return
-    result = average_indirect_effect(tiny, TOLD[:1], corruption="mask", **QUICK)
+    result = average_indirect_effect(tiny, TRAINED[:1], corruption="mask", **QUICK)
     assert result.ate > 0.2
     assert "noise" not in result.record
 
@@ -342,4 +363,4 @@ def test_save_load_and_plot(whole, tmp_path):
     assert list(drawn) == [role for role, row in zip(whole.roles, whole.aie, strict=True) if not row.isnan().all()]
     last = whole.roles.index("subject_last")
     np.testing.assert_allclose(drawn["subject_last"].get_ydata(), whole.aie[last])
-    assert f"{len(TOLD)} of {len(FACTS)} facts, known on one canvas" in ax.get_title()
+    assert f"{len(TRAINED)} of {len(FACTS)} facts, known on one canvas" in ax.get_title()

@@ -33,7 +33,7 @@ ALL = [*FACTS, UNTRUE]
 
 @pytest.fixture(scope="module")
 def whole(tiny):
-    """All facts in one run, in memory."""
+    """All facts in one study, in memory."""
     return average_trajectory_effect(tiny, ALL, **QUICK)
 
 
@@ -46,7 +46,7 @@ def assert_same(a, b):
 
 
 def traced_alone(model, fact, noise, **settings):
-    """The fact's trajectory and its trace, asked for alone."""
+    """The fact's trajectory and its trace, on their own."""
     prompt, answer = fact.tokenize(model)
     masked = model.cfg.has_mask
     length = LENGTH if masked else len(prompt) + len(answer)
@@ -65,7 +65,7 @@ def test_rows_are_traces_averaged_by_hand(tiny, whole):
     noise = noise_scale(tiny, queries)
     longest = 0
     for row, fact in enumerate(fact for fact in ALL if fact.id in recalled):
-        run, trace = traced_alone(tiny, fact, noise)
+        run, trace = traced_alone(tiny, fact, noise, layers=LAYERS)
         n_prompt, n_answer = len(fact.tokenize(tiny)[0]), len(fact.tokenize(tiny)[1])
         answer = range(n_prompt, n_prompt + n_answer)
         revealed_at = run.revealed_at[0, list(answer)].tolist()
@@ -78,16 +78,18 @@ def test_rows_are_traces_averaged_by_hand(tiny, whole):
                 assert values.isnan().all()
                 assert whole.clean[row, whole.offsets.index(offset)].isnan()
                 continue
-            scores = trace.scores[step - first][:, LAYERS] - trace.corrupted[step - first]
-            shown = [place for place, at in zip(answer, revealed_at, strict=True) if at < step]
-            places = {
+            scores = trace.scores[step - first] - trace.corrupted[step - first]
+            shown = [position for position, at in zip(answer, revealed_at, strict=True) if at < step]
+            positions = {
                 "answer_revealed": shown,
-                "answer": [place for place in answer if place not in shown and masked],
-                "unasked": [place for place in range(answer[-1] + 1, LENGTH) if masked],
+                "answer": [position for position in answer if position not in shown and masked],
+                "unasked": [position for position in range(answer[-1] + 1, LENGTH) if masked],
                 "subject_last": [trace.subject[1] - 1],
             }
-            for role, own in places.items():
-                expected = np.mean([scores[place].numpy() for place in own], axis=0) if own else np.full(2, np.nan)
+            for role, own in positions.items():
+                expected = (
+                    np.mean([scores[position].numpy() for position in own], axis=0) if own else np.full(2, np.nan)
+                )
                 np.testing.assert_allclose(values[whole.roles.index(role)].numpy(), expected, rtol=0, atol=2e-6)
             column = whole.offsets.index(offset)
             assert whole.clean[row, column].item() == pytest.approx(trace.clean[step - first].item(), abs=1e-6)
@@ -98,26 +100,26 @@ def test_rows_are_traces_averaged_by_hand(tiny, whole):
 
 def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     # The twin takes a step a token, so a shorter answer has fewer of them; here the diffusion model does too.
-    found = average_trajectory_effect(tiny, [FACTS[0], SHORT], known="all", **{**QUICK, "layers": [1]})
-    spans = (~found.clean.isnan()).sum(dim=1).tolist()
-    assert found.n_facts == [sum(span > -offset for span in spans) for offset in found.offsets]
-    column = found.offsets.index(-max(spans) + 1)
+    result = average_trajectory_effect(tiny, [FACTS[0], SHORT], known="all", **{**QUICK, "layers": [1]})
+    spans = (~result.clean.isnan()).sum(dim=1).tolist()
+    assert result.n_facts == [sum(span > -offset for span in spans) for offset in result.offsets]
+    column = result.offsets.index(-max(spans) + 1)
     row = spans.index(max(spans))
-    assert found.n_facts[column] == 1
-    torch.testing.assert_close(found.aie[column], found.effects[row, column], equal_nan=True)
-    assert found.at(found.offsets[column]).ids == [found.ids[row]]
-    assert found.ate_interval()[0][column].isnan()
-    last = found.offsets.index(0)
-    torch.testing.assert_close(found.ate[last], (found.clean - found.corrupted)[:, last].mean())
-    low, high = found.ate_interval(0.9)
-    ends = bootstrap_interval((found.clean - found.corrupted)[:, last, None], 0.9, seed=1)
+    assert result.n_facts[column] == 1
+    torch.testing.assert_close(result.aie[column], result.effects[row, column], equal_nan=True)
+    assert result.at(result.offsets[column]).ids == [result.ids[row]]
+    assert result.ate_interval()[0][column].isnan()
+    last = result.offsets.index(0)
+    torch.testing.assert_close(result.ate[last], (result.clean - result.corrupted)[:, last].mean())
+    low, high = result.ate_interval(0.9)
+    ends = bootstrap_interval((result.clean - result.corrupted)[:, last, None], 0.9, seed=1)
     torch.testing.assert_close(torch.stack([low[last], high[last]]), torch.cat(ends))
-    role = found.roles.index("subject_last")
-    low, high = found.aie_interval(0.9)
-    ends = bootstrap_interval(found.effects[:, last, role], 0.9, seed=1)
+    role = result.roles.index("subject_last")
+    low, high = result.aie_interval(0.9)
+    ends = bootstrap_interval(result.effects[:, last, role], 0.9, seed=1)
     torch.testing.assert_close(torch.stack([low[last, role], high[last, role]]), torch.stack(ends))
     with pytest.raises(ValueError, match="offset=1; the steps of this average are"):
-        found.at(1)
+        result.at(1)
 
 
 def test_one_step_is_the_average_over_one_canvas(tiny):
@@ -131,7 +133,8 @@ def test_one_step_is_the_average_over_one_canvas(tiny):
     torch.testing.assert_close(by_step.at(0).clean, plain.clean, rtol=0, atol=1e-6)
 
 
-def test_shards_and_folders_merge_to_one_run(tiny, whole, tmp_path):
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_shards_and_folders_merge_to_one_result(tiny, whole, tmp_path):
     parts = [average_trajectory_effect(tiny, ALL, shard=(i, 3), out=tmp_path / str(i % 2), **QUICK) for i in range(3)]
     assert_same(AverageTrajectoryEffect.merge(parts), whole)
     assert_same(AverageTrajectoryEffect.merge([tmp_path / "1", tmp_path / "0"]), whole)
@@ -149,7 +152,7 @@ def test_shards_and_folders_merge_to_one_run(tiny, whole, tmp_path):
         AverageTrajectoryEffect.merge(parts[:2])
 
 
-def test_rules_and_facts_that_cannot_be_asked(tiny, whole):
+def test_rules_and_facts_that_cannot_be_queried(tiny, whole):
     nobody = replace(FACTS[0], id="nobody", subject="Nobody")
     quick = {**QUICK, "roles": ["subject_last"], "layers": [1]}
     chosen = average_trajectory_effect(tiny, [*ALL, nobody], known=["untrue"], **quick)
@@ -193,18 +196,20 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
         nobody.plot()
 
 
-@pytest.mark.parametrize("role", ["answer", "answer_revealed"])
-def test_steps_whose_canvas_has_no_place_of_a_role_have_no_effect(tiny, role):
-    """On a causal model the first canvas holds no place of the answer; the other roles' numbers do not change."""
-    alone = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=[role])
-    among = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=["subject_last", role])
-    torch.testing.assert_close(alone.effects, among.effects[:, :, 1:], rtol=0, atol=1e-6, equal_nan=True)
-    assert not alone.clean.isnan().any()
-    causal = not tiny.cfg.has_mask
-    assert bool(alone.effects[0, 0].isnan().all()) == (causal or role == "answer_revealed")
-    if not (causal and role == "answer"):  # what is still open does not stand on a causal canvas at all
-        assert alone.plot().get_title().startswith(f"{tiny.cfg.model_name}, {role}")
-    step = trace_trajectory(tiny, FACTS[0], noise=0.1, samples=1, positions=[-1], layers=[0])
+def test_steps_whose_canvas_has_no_position_of_a_role_have_no_effect(tiny):
+    """On a causal model the first canvas has no position of the answer; the other roles' numbers do not change."""
+    causal, one_fact = not tiny.cfg.has_mask, dict(QUICK, layers=[1])
+    roles = ["subject_last", "answer", "answer_revealed"]
+    among = average_trajectory_effect(tiny, FACTS[:1], known="all", **one_fact, roles=roles)
+    for role in roles[1:]:
+        alone = average_trajectory_effect(tiny, FACTS[:1], known="all", **one_fact, roles=[role])
+        effects = among.effects[:, :, [among.roles.index(role)]]
+        torch.testing.assert_close(alone.effects, effects, rtol=0, atol=1e-6, equal_nan=True)
+        assert not alone.clean.isnan().any()
+        assert bool(alone.effects[0, 0].isnan().all()) == (causal or role == "answer_revealed")
+        if not (causal and role == "answer"):  # masked positions of the answer are not on a causal canvas at all
+            assert alone.plot().get_title().startswith(f"{tiny.cfg.model_name}, {role}")
+    step = trace_trajectory(tiny, FACTS[0], steps=[0], noise=0.1, samples=1, positions=[-1], layers=[0])
     assert bool(step.scores[0].isnan().all()) == causal
 
 
