@@ -185,18 +185,20 @@ def doubled(request):
     ]
 
 
-def short_run(model):
-    """A query of two answer tokens, the steps to trace, and a run of two steps."""
+def on_a_short_run(analysis, model, **settings):
+    """The analysis of the first of two answer tokens' steps."""
     query = FACT.to_query(model, first_tokens=2)
     if model.cfg.has_mask:
-        return query, [0], model.denoise(query.tokens[None], steps=2)
-    return query, [0], model.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=2)
+        run = model.denoise(query.tokens[None], steps=2)
+    else:
+        run = model.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=2)
+    return analysis(model, query, [0], trajectory=run, **settings)
 
 
 @pytest.mark.parametrize("canvas", ["forced", "free"])
 def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
     settings = dict(noise=0.3, samples=1, layers=[2], positions=[1, 3])
-    wide, narrow = (trace_trajectory(model, *short_run(model), canvas=canvas, **settings) for model in doubled)
+    wide, narrow = (on_a_short_run(trace_trajectory, model, canvas=canvas, **settings) for model in doubled)
     assert wide.scores.dtype == torch.float64
     torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=1e-4, equal_nan=True)
     torch.testing.assert_close(wide.clean.float(), narrow.clean, rtol=0, atol=1e-5)
@@ -235,5 +237,5 @@ def test_other_analyses_of_a_float64_model(doubled):
             grids.append(patch_grid(model, *inputs, metric, "mlp_out", layers=[1], positions=[0, 1], **settings).scores)
         torch.testing.assert_close(grids[0].float(), grids[1].float(), rtol=1e-3, atol=1e-3)
     settings = dict(noise=0.0, samples=1, layers=[0], positions=[1])
-    wide, narrow = (temporal_effect(model, *short_run(model), **settings) for model in doubled)
+    wide, narrow = (on_a_short_run(temporal_effect, model, **settings) for model in doubled)
     torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=0, equal_nan=True)
