@@ -26,8 +26,10 @@ from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.interventions import Hook
 
-# A pass over fewer rows takes about the same time, so cells at neighbouring positions share passes of this size.
+# A pass over fewer rows takes about the same time, so cells at neighbouring positions share passes of this size. An
+# accelerator waits for the kernels of a small pass to be launched, so its passes are larger.
 ROWS_OF_A_PASS = 24
+ROWS_ON_AN_ACCELERATOR = 256
 
 Measure = Callable[[Float[Tensor, "batch selected d_vocab_out"], Int[Tensor, "selected"]], Tensor]
 
@@ -218,7 +220,8 @@ class CellRuns:
         if not cells or not self.run.input.resumes_at_positions:
             return self.run.input.n_pos
         rows_by_position = len(cells) * self.run.input.n_rows / len({cell.first_position for cell in cells})
-        return math.ceil(ROWS_OF_A_PASS / rows_by_position)
+        on_cpu = self.run.input.model.cfg.device == "cpu"
+        return math.ceil((ROWS_OF_A_PASS if on_cpu else ROWS_ON_AN_ACCELERATOR) / rows_by_position)
 
     def _group(self, cell: Cell, positions_per_group: int) -> _Group:
         first_positions = cell.first_position // positions_per_group

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale
+from diffusion_lens.analysis import cells as engine
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import swap
 
@@ -327,6 +328,15 @@ def test_positions_before_the_subject_have_no_effect_on_a_causal_model_alone(eve
 def test_the_number_of_cells_in_a_batch_changes_no_score(every, query, trace):
     narrow = causal_trace(every.model, query, noise=0.5, samples=3, max_bytes=700_000)
     torch.testing.assert_close(trace.scores, narrow.scores, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", ["lit_gpt-ar"], indirect=True)
+def test_the_number_of_positions_that_share_passes_changes_no_score(every, query, trace, monkeypatch):
+    """On an accelerator more of them do; every score is then computed from earlier positions."""
+    for rows in (1, engine.ROWS_ON_AN_ACCELERATOR):
+        monkeypatch.setattr(engine, "ROWS_OF_A_PASS", rows)
+        shared = causal_trace(every.model, query, noise=0.5, samples=3)
+        torch.testing.assert_close(shared.scores, trace.scores, rtol=1e-5, atol=1e-7)
 
 
 @every_readout
