@@ -18,6 +18,7 @@ from diffusion_lens.interventions import swap
 # A masked diffusion model and a causal one; and a bidirectional model whose row i reads position i + 1.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 every_readout = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
+SITES = ("mlp", "attn")
 FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
 
@@ -46,27 +47,28 @@ def trace(every, query):
     return causal_trace(every.model, query, noise=0.5, samples=3)
 
 
-def test_grids_are_romes(golden):
+@pytest.mark.parametrize(
+    ("golden", "number"),
+    [(("gqa", "mdm"), 0), (("mha", "mdm"), 1), (("mha", "ar"), 0), (("gqa", "ar"), 1)],
+    indirect=["golden"],
+)
+def test_grids_are_romes(golden, number):
     recorded = golden.tensors("causal_trace")
-    for case in golden.cases("causal_trace"):
-        prefix = f"case{case['case']}."
-        query = recorded_query(golden, case, recorded[prefix + "tokens"])
-        settings = dict(noise=case["noise"], samples=case["samples"], seed=1)
-        trace = causal_trace(golden.model, query, **settings)
-        close = dict(rtol=0, atol=1e-5)
-        torch.testing.assert_close(torch.tensor(trace.clean), recorded[prefix + "high_score"].float(), **close)
-        torch.testing.assert_close(torch.tensor(trace.corrupted), recorded[prefix + "low_score"].float(), **close)
-        torch.testing.assert_close(trace.scores, recorded[prefix + "scores.resid"], **close)
-        for window in case["windows"]:
-            for kind in ("mlp", "attn"):
-                windowed = causal_trace(golden.model, query, kind=kind, window=window, **settings).scores
-                torch.testing.assert_close(windowed, recorded[f"{prefix}scores.{kind}.window{window}"], **close)
-        for severed in ("mlp", "attn"):
-            cut = causal_trace(golden.model, query, severed=severed, **settings).scores
-            torch.testing.assert_close(cut, recorded[f"{prefix}scores.resid.severed_{severed}"], **close)
-        for corruption in ("replace", "uniform"):
-            other = causal_trace(golden.model, query, corruption=corruption, **settings).scores
-            torch.testing.assert_close(other, recorded[f"{prefix}scores.resid.{corruption}"], **close)
+    case, prefix = golden.cases("causal_trace")[number], f"case{number}."
+    assert case["case"] == number
+    query = recorded_query(golden, case, recorded[prefix + "tokens"])
+    settings = dict(noise=case["noise"], samples=case["samples"], seed=1)
+    trace = causal_trace(golden.model, query, **settings)
+    close = dict(rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(trace.clean), recorded[prefix + "high_score"].float(), **close)
+    torch.testing.assert_close(torch.tensor(trace.corrupted), recorded[prefix + "low_score"].float(), **close)
+    torch.testing.assert_close(trace.scores, recorded[prefix + "scores.resid"], **close)
+    others = {f"{kind}.window{window}": dict(kind=kind, window=window) for window in case["windows"] for kind in SITES}
+    others |= {f"resid.severed_{severed}": dict(severed=severed) for severed in SITES}
+    others |= {f"resid.{corruption}": dict(corruption=corruption) for corruption in ("replace", "uniform")}
+    for name, options in others.items():
+        scores = causal_trace(golden.model, query, **options, **settings).scores
+        torch.testing.assert_close(scores, recorded[f"{prefix}scores.{name}"], **close)
 
 
 def row_of(model, position):
@@ -232,18 +234,20 @@ def test_a_callers_hook_acts_on_every_pass(every, two_tokens, names, options):
     def mix(activation, hook):
         return activation + 0.5 * activation.flip(1)
 
+    corrupt, layers = noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), range(3) if names == MIXED else [1]
     with model.hooks(fwd_hooks=[(name, mix) for name in names]):
-        slow = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2, **options)
-        trace = causal_trace(model, two_tokens, noise=0.5, samples=2, **options)
+        slow = slow_trace(model, two_tokens, corrupt, 2, layers=layers, **options)
+        trace = causal_trace(model, two_tokens, noise=0.5, samples=2, layers=layers, **options)
     torch.testing.assert_close(trace.scores, slow.prod(2).mean(2), rtol=0, atol=1e-6)
-    plain = slow_trace(model, two_tokens, noise_by_hand(two_tokens, model.cfg.d_model, 0.5, 2, 1), 2, **options)
-    assert (plain - slow).abs().max() > 1e-5
+    plain = model(two_tokens.tokens[None])
+    with model.hooks(fwd_hooks=[(name, mix) for name in names]):
+        assert (model(two_tokens.tokens[None]) - plain).abs().max() > 1e-3
 
 
 @both_variants
 def test_a_subject_may_stand_after_what_is_read(every, query):
     model = every.model
-    for subject, position in (((5, 7), 3), ((0, 2), 8), ((6, 9), 4)):
+    for subject, position in (((5, 7), 3), ((6, 9), 4)):
         late = likeliest_answer(every, query, subject, (position,))
         slow = slow_trace(model, late, noise_by_hand(late, model.cfg.d_model, 0.5, 2, 1), 2)
         trace = causal_trace(model, late, noise=0.5, samples=2)

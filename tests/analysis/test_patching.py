@@ -47,7 +47,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5, equal_nan=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runs():
     """Two rows of three positions; the runs differ at position 1 in one row, at position 2 in the other."""
     clean = torch.tensor([[11, 22, 33], [55, 66, 77]])
@@ -73,44 +73,53 @@ def patched(model, tokens, name, positions, states):
         return model.run_with_hooks(tokens, fwd_hooks=[(name, hook_fn)])
 
 
+@pytest.fixture(scope="module")
+def grids(every, runs):
+    """The grids of every site, by position."""
+    return patch_grid(every.model, *runs, metric, list(PATCH_SITES))
+
+
+@pytest.fixture(scope="module")
+def head_grids(every, runs):
+    """The grids of every site of the heads, all positions of a head together."""
+    return patch_grid(every.model, *runs, metric, list(BY_HEAD), positions="all")
+
+
+@pytest.fixture(scope="module")
+def clean_cache(every, runs):
+    return every.model.run_with_cache(runs[0])[1]
+
+
+def transformer_lenss(every, runs, clean_cache, name):
+    with torch.no_grad():
+        return getattr(patching, f"get_act_patch_{name}")(every.model, runs[1], clean_cache, metric)
+
+
 @both_variants
 @pytest.mark.parametrize("site", BY_POSITION)
-def test_grids_are_transformer_lenss(every, runs, site):
-    grids_are_transformer_lenss(every, runs, site)
-
-
-@other_families
-def test_grids_are_transformer_lenss_in_other_families(every, runs):
-    grids_are_transformer_lenss(every, runs, "mlp_out")
-    grids_are_transformer_lenss(every, runs, "k")
-
-
-def grids_are_transformer_lenss(every, runs, site):
-    clean, corrupted = runs
-    grid = patch_grid(every.model, clean, corrupted, metric, site)
-    _, cache = every.model.run_with_cache(clean)
-    with torch.no_grad():
-        theirs = getattr(patching, f"get_act_patch_{BY_POSITION[site]}")(every.model, corrupted, cache, metric)
+def test_grids_are_transformer_lenss(every, runs, grids, clean_cache, site):
+    grid, theirs = grids[site], transformer_lenss(every, runs, clean_cache, BY_POSITION[site])
     assert grid.axes == ("layer", "pos", "head")[: grid.scores.dim()]
     close(grid.scores, theirs.transpose(1, 2) if site == "pattern" else theirs)
     assert grid.effect.abs().max() > 0.1
 
 
+@other_families
+@pytest.mark.parametrize("site", ["mlp_out", "k"])
+def test_grids_are_transformer_lenss_in_other_families(every, runs, clean_cache, site):
+    grid = patch_grid(every.model, *runs, metric, site)
+    close(grid.scores, transformer_lenss(every, runs, clean_cache, BY_POSITION[site]))
+
+
 @both_variants
 @pytest.mark.parametrize("site", BY_HEAD)
-def test_whole_heads_are_transformer_lenss(every, runs, site):
-    clean, corrupted = runs
-    grid = patch_grid(every.model, clean, corrupted, metric, site, positions="all")
-    _, cache = every.model.run_with_cache(clean)
-    with torch.no_grad():
-        theirs = getattr(patching, f"get_act_patch_{BY_HEAD[site]}")(every.model, corrupted, cache, metric)
-    assert grid.axes == ("layer", "head")
-    close(grid.scores, theirs)
+def test_whole_heads_are_transformer_lenss(every, runs, head_grids, clean_cache, site):
+    assert head_grids[site].axes == ("layer", "head")
+    close(head_grids[site].scores, transformer_lenss(every, runs, clean_cache, BY_HEAD[site]))
 
 
 @both_variants
-def test_the_stream_after_a_block_is_the_stream_before_the_next(every, runs):
-    grids = patch_grid(every.model, *runs, metric, ["resid_post", "resid_pre"])
+def test_the_stream_after_a_block_is_the_stream_before_the_next(grids):
     close(grids["resid_post"].scores[:-1], grids["resid_pre"].scores[1:])
     last = grids["resid_post"].scores[-1]
     close(last[-1], grids["resid_post"].clean)
@@ -135,8 +144,8 @@ def test_the_whole_stream_patched_is_the_clean_run(every, runs):
 
 
 @both_variants
-def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(every, runs):
-    effect = patch_grid(every.model, *runs, metric, "resid_mid").effect
+def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(every, grids):
+    effect = grids["resid_mid"].effect
     assert bool((effect[:, 0] == 0).all()) == (every.kind == "ar")
     assert effect[:2, 1:].abs().min() > 0
 
@@ -194,11 +203,13 @@ def test_pairs_shift_and_lists_go_together(either, runs):
 
 def test_a_copy_of_the_model_as_source_changes_nothing(either, runs):
     copied = copy.deepcopy(either.model)
-    for site in ("resid_mid", "v"):
-        own, other = (patch_grid(either.model, *runs, metric, site, source_model=source) for source in (None, copied))
-        assert torch.equal(own.scores, other.scores)
-        assert own.record["source"] is None
-        assert other.record["source"]["weights_sha256"] == own.record["weights_sha256"]
+    own, other = (
+        patch_grid(either.model, *runs, metric, ["resid_mid", "v"], source_model=source) for source in (None, copied)
+    )
+    for site, grid in own.items():
+        assert torch.equal(grid.scores, other[site].scores)
+        assert grid.record["source"] is None
+        assert other[site].record["source"]["weights_sha256"] == grid.record["weights_sha256"]
 
 
 @pytest.mark.parametrize(("reader", "source"), [("mdm", "ar"), ("ar", "mdm")])
