@@ -33,8 +33,9 @@ from diffusion_lens.interventions import freeze, named, zero_ablate
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
 over_nothing = pytest.mark.filterwarnings("ignore:the average has no facts:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
-DESCRIPTIONS, PEOPLE = (load().facts(trained="d2p", asked=direction)[:15:7] for direction in ("p2d", "d2p"))
-FACTS = [DESCRIPTIONS[1], *PEOPLE]  # each loop below recalls some of them, and not the same ones
+DESCRIPTIONS, PEOPLE = (load().facts(trained="d2p", asked=direction)[:22:7] for direction in ("p2d", "d2p"))
+# Each loop below recalls some of them, and not the same ones; two prompts have the same length.
+FACTS = [DESCRIPTIONS[1], *PEOPLE[1:]]
 UNTRUE = replace(FACTS[0], id="untrue", answer=DESCRIPTIONS[0].answer)
 MIXED = [FACTS[0], UNTRUE, FACTS[-1]]
 QUICK = dict(samples=1, length=LENGTH, layers=[1], roles=["prompt_last"])
@@ -144,7 +145,7 @@ def test_ids_choose_the_facts_of_both_models(tiny, recalled_by_both):
 
 
 def test_a_shard_and_a_resumed_study_denoise_only_the_batches_that_they_need(tiny, monkeypatch, tmp_path):
-    facts, batches = [*FACTS, replace(FACTS[1], id="again")], []  # two prompts have the same length
+    batches = []
 
     def counted(model, canvas, settings):
         batches.append(len(canvas.tokens))
@@ -152,36 +153,37 @@ def test_a_shard_and_a_resumed_study_denoise_only_the_batches_that_they_need(tin
 
     monkeypatch.setattr(loop_runs, "denoise", counted)
     settings = dict(loop=LoopSettings(steps=2, batch_size=2), **QUICK)
-    whole = average_indirect_effect(tiny, facts, out=tmp_path, **settings)
-    assert sum(batches) == len(facts)
+    whole = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings)
+    assert sum(batches) == len(FACTS)
     assert max(batches) == 2 < len(batches)
     batches.clear()
-    again = average_indirect_effect(tiny, facts, out=tmp_path, **settings)
+    again = average_indirect_effect(tiny, FACTS, out=tmp_path, **settings)
     assert not batches
     assert again.ids == whole.ids
-    average_indirect_effect(tiny, facts, shard=(0, len(facts)), **settings)
+    average_indirect_effect(tiny, FACTS, shard=(0, len(FACTS)), **settings)
     assert len(batches) == 1
-    parts = [average_indirect_effect(tiny, facts, shard=(i, 2), **settings) for i in range(2)]
+    parts = [average_indirect_effect(tiny, FACTS, shard=(i, 2), **settings) for i in range(2)]
     joined = merge(parts)
     assert joined.ids == whole.ids
     assert torch.equal(joined.effects.nan_to_num(7), whole.effects.nan_to_num(7))
 
 
 @over_nothing
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_another_rule_is_another_study(tiny, tmp_path):
+    base = dict(loop=LoopSettings(steps=2), out=tmp_path, **QUICK)
+    average_indirect_effect(tiny, MIXED[:2], **base)
+
+    def call(**change):
+        average_indirect_effect(tiny, MIXED[:2], **{**base, "loop": None, **change})
+
+    cases = [
         (dict(known="all"), "known: 'recalled' there, 'all' here"),
-        (dict(loop=LoopSettings(steps=3)), r"loop.steps: 2 there, 3 here"),
         (dict(known=["untrue"]), "known: 'recalled' there, 'ids' here"),
-    ],
-)
-def test_another_rule_is_another_study(tiny, tmp_path, change, message):
-    if not tiny.cfg.has_mask and "loop" in change:
-        change, message = dict(loop=LoopSettings(seed=2)), "loop.seed: 1 there, 2 here"
-    average_indirect_effect(tiny, MIXED[:2], loop=LoopSettings(steps=2), out=tmp_path, **QUICK)
-    with pytest.raises(ValueError, match=message):
-        average_indirect_effect(tiny, MIXED[:2], out=tmp_path, **{**QUICK, "loop": None, **change})
+        (dict(loop=LoopSettings(steps=2, seed=2)), "loop.seed: 1 there, 2 here"),
+    ]
+    if tiny.cfg.has_mask:
+        cases.append((dict(loop=LoopSettings(steps=3)), r"loop.steps: 2 there, 3 here"))
+    assert unrefused(call, cases) == []
 
 
 def test_bad_rules_leave_nothing_behind(tiny, tmp_path):
@@ -264,8 +266,8 @@ def test_facts_that_cannot_be_queried_are_set_aside(tiny, spoilt, tmp_path):
 def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, question, tmp_path):
     trained = dict(length=14) if tiny.cfg.has_mask else dict(length=None)
     settings = dict(samples=1, layers=[1], roles=["prompt_last"])
-    default = average_indirect_effect(tiny, FACTS[1:3], out=tmp_path, **settings, **question)
-    explicit = average_indirect_effect(tiny, FACTS[1:3], **trained, **settings, **question)
+    default = average_indirect_effect(tiny, FACTS[2:], out=tmp_path, **settings, **question)
+    explicit = average_indirect_effect(tiny, FACTS[2:], **trained, **settings, **question)
     assert default.record == explicit.record
     assert default.record["length"] == trained["length"]
     assert json.loads((tmp_path / "run.json").read_text())["length"] == trained["length"]
