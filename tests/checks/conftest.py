@@ -6,8 +6,8 @@ import pytest
 
 
 @functools.cache
-def short_page_losses():
-    """The losses of the correct models on a page that is short while this is called."""
+def known_losses(n_sentences):
+    """The losses of the correct models on a page that has so many sentences while this is called."""
     from diffusion_lens import HookedDiffusionTransformer
     from diffusion_lens.checks.page import KNOWN_LOSS, page_loss
     from diffusion_lens.checks.texts import read_page, texts_for
@@ -17,7 +17,8 @@ def short_page_losses():
 
 
 @pytest.fixture
-def short_page(monkeypatch):
-    """Eight sentences of the bundled models instead of 32, with their losses on these as the known ones."""
-    monkeypatch.setattr("diffusion_lens.checks.texts.N_SENTENCES", 8)
-    monkeypatch.setattr("diffusion_lens.checks.page.KNOWN_LOSS", short_page_losses())
+def short_page(request, monkeypatch):
+    """Four sentences of the bundled models instead of 32, or a parameter's; their losses are the known ones."""
+    n_sentences = getattr(request, "param", 4)
+    monkeypatch.setattr("diffusion_lens.checks.texts.N_SENTENCES", n_sentences)
+    monkeypatch.setattr("diffusion_lens.checks.page.KNOWN_LOSS", known_losses(n_sentences))

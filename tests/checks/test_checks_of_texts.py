@@ -21,6 +21,8 @@ from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_lo
 BRIEFLY = ("weights", "page loss", "diagnosis")
 only_tiny_ar = pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 on_short_page = pytest.mark.usefixtures("short_page")
+# The more words a page has, the nearer the first wrong row of the vocabulary is located.
+on_eight_sentences = pytest.mark.parametrize("short_page", [8], indirect=True)
 
 
 @functools.cache
@@ -121,6 +123,7 @@ def first_wrong_id(report, rows):
 
 
 @on_short_page
+@on_eight_sentences
 @only_tiny_ar
 def test_rows_of_the_head_off_from_some_id_on_are_named(tiny):
     rows = tiny.unembed.weight.detach()
@@ -140,6 +143,7 @@ def test_gate_and_up_of_one_block_exchanged_are_named(tiny):
 
 
 @on_short_page
+@on_eight_sentences
 @only_tiny_ar
 def test_rows_of_the_embedding_off_from_some_id_on_are_named_though_the_last_row_is_shifted_too(tiny):
     """In the masked model [MASK]'s row is shifted too, so no search finds the mistake there."""
