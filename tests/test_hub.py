@@ -163,7 +163,7 @@ def llada(tmp_path):
 
 
 class Hub:
-    """`snapshot_download` over a folder: what is asked for, and nothing else, comes into the cache."""
+    """`snapshot_download` over a folder: only the requested files come into the cache."""
 
     def __init__(self, source: Path, cache: Path, error: Exception | None = None):
         self.source, self.error, self.calls = source, error, []
@@ -325,17 +325,17 @@ def test_an_unknown_family_is_refused_before_its_weights_are_fetched(online, tmp
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("names", "message"),
     [
         (["config.json", "pytorch_model.bin"], r"has no model\.safetensors at its top level.*not as pickles"),
         (["pytorch_model.bin", "model.safetensors"], r"has no config\.json or lit_config\.json at its top"),
     ],
 )
-def test_what_a_repository_lacks(held, message, online, tmp_path):
+def test_what_a_repository_lacks(names, message, online, tmp_path):
     ours(tmp_path / "whole", "dream")
     (tmp_path / "whole" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "part").mkdir()
-    for name in held:
+    for name in names:
         shutil.copy(tmp_path / "whole" / name, tmp_path / "part")
     online(tmp_path / "part")
     with pytest.raises(FileNotFoundError, match=rf"huggingface\.co/owner/name {message}"):
@@ -366,7 +366,7 @@ def test_an_index_names_safetensors_beside_it(file, llada, online):
         ),
     ],
 )
-def test_the_hubs_refusals(error, kind, words, online, tmp_path):
+def test_errors_of_the_hub_are_explained(error, kind, words, online, tmp_path):
     online(tmp_path, error.__new__(error))
     with pytest.raises(kind, match=r"huggingface\.co/owner/name") as caught:
         load("owner/name", revision="v9")
@@ -377,7 +377,7 @@ def test_the_hubs_refusals(error, kind, words, online, tmp_path):
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model-00002-of-00002.safetensors"])
 @pytest.mark.parametrize("content", [b"<html>log in first</html>", "half"])
-def test_what_arrives_damaged_does_not_stay_in_the_cache(file, content, llada, online, tmp_path):
+def test_a_damaged_download_is_removed_from_the_cache(file, content, llada, online, tmp_path):
     folder, model = llada
     whole = (folder / file).read_bytes()
     (folder / file).write_bytes(whole[: len(whole) // 2] if content == "half" else content)
@@ -410,7 +410,7 @@ PAGE = b"<!DOCTYPE html>\n<html><body><script>{{ login }}</script></body></html>
         ("model-00001-of-00002.safetensors", b""),
     ],
 )
-def test_a_bad_file_of_any_kind_leaves_the_cache(file, content, llada, online):
+def test_a_bad_file_of_any_kind_is_removed_from_the_cache(file, content, llada, online):
     folder, _ = llada
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(content)
@@ -457,7 +457,7 @@ def test_a_block_diffusion_model_is_refused_before_its_weights_are_fetched(llada
     "error",
     [HfHubHTTPError.__bases__[0]("timed out"), OSError("no space left on device"), RuntimeError("CAS service error")],
 )
-def test_the_way_to_the_hub_fails(error, online, tmp_path):
+def test_a_failed_connection_is_reported(error, online, tmp_path):
     online(tmp_path, error)
     words = rf"huggingface\.co/owner/name was not fetched: {type(error).__name__} \({error}\)\. Try again.*folder"
     with pytest.raises(ConnectionError, match=words):
@@ -470,7 +470,7 @@ def test_a_name_that_no_repository_can_have(online, tmp_path):
         load("owner/na..me")
 
 
-def test_smdms_repository_is_not_taken_whole(online, tmp_path):
+def test_the_repository_of_smdm_is_not_one_model(online, tmp_path):
     hub = online(tmp_path)
     with pytest.raises(ValueError, match=r"nieshen/SMDM holds many checkpoints.*'smdm-1028m'"):
         load("nieshen/SMDM")
@@ -481,23 +481,23 @@ def test_smdms_repository_is_not_taken_whole(online, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("name", "words"),
     [
         ("llada-8b-base", ("'llada-8b-base'", "huggingface.co/GSAI-ML/LLaDA-8B-Base", "(16.0 GB)")),
         ("illada-8b-base", ("'illada-8b-base'", "huggingface.co/GSAI-ML/iLLaDA-8B-Base")),
         ("owner/name", ("huggingface.co/owner/name", "there is no file or folder 'owner/name' here")),
     ],
 )
-def test_offline_with_an_empty_cache(asked, words, tmp_path):
+def test_offline_with_an_empty_cache(name, words, tmp_path):
     with pytest.raises(FileNotFoundError, match="is not complete in the Hugging Face cache") as caught:
-        load(asked, cache_dir=tmp_path)
+        load(name, cache_dir=tmp_path)
     assert type(caught.value) is FileNotFoundError
     for word in (*words, "config.json", "*.safetensors", "index", "tokenizer", "from_pretrained('folder')"):
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("gone", ["config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"])
-def test_offline_with_a_part_of_it(gone, llada, tmp_path):
+def test_offline_with_an_incomplete_cache(gone, llada, tmp_path):
     folder, _ = llada
     (publish(folder, "owner/name", tmp_path / "cache") / gone).unlink()
     with pytest.raises(FileNotFoundError, match=r"owner/name is not complete in the Hugging Face cache"):
@@ -507,12 +507,12 @@ def test_offline_with_a_part_of_it(gone, llada, tmp_path):
 # --- what a config leaves unsaid
 
 
-def a2d(folder: Path, family: str, **said) -> None:
+def a2d(folder: Path, family: str, **settings) -> None:
     """A checkpoint as dllm publishes them: a causal model's config under another model_type."""
     theirs(folder, family, tie_word_embeddings=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": f"a2d-{family}", "block_size": None, **said})
+        json.dumps({**config, "model_type": f"a2d-{family}", "block_size": None, **settings})
     )
     words(folder, bytes_tokenizer("<|endoftext|>", "<|mask|>"), eos_token="<|endoftext|>", mask_token="<|mask|>")
 
@@ -521,8 +521,8 @@ def a2d(folder: Path, family: str, **said) -> None:
 def test_the_mask_of_dllms_models_is_their_tokenizers(family, tmp_path):
     a2d(tmp_path / "a2d", family)
     publish(tmp_path / "a2d", "owner/name", tmp_path / "cache")
-    for asked in ("owner/name", tmp_path / "a2d"):
-        model = load(asked, cache_dir=tmp_path / "cache", device="cpu")
+    for source in ("owner/name", tmp_path / "a2d"):
+        model = load(source, cache_dir=tmp_path / "cache", device="cpu")
         cfg = model.cfg
         assert (cfg.mask_token_id, cfg.attention_dir, cfg.readout) == (MASK, "bidirectional", "in_place")
         assert model.to_tokens("[MASK]").tolist() == [[MASK]]
@@ -556,12 +556,12 @@ def test_without_a_mask_anywhere_there_is_no_diffusion_model(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "base"), [(None, 10000.0), ({"rope_type": "default", "rope_theta": 77.0}, 77.0)]
 )
-def test_llama_2_says_no_rotary_base(parameters, base, tmp_path):
+def test_a_llama_2_config_without_a_rotary_base(parameters, base, tmp_path):
     theirs(tmp_path / "llama", "llama")
     config = json.loads((tmp_path / "llama" / "config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_parameters")}
-    said = {} if parameters is None else {"rope_parameters": parameters}
-    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, **said}))
+    rotary = {} if parameters is None else {"rope_parameters": parameters}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, **rotary}))
     publish(tmp_path / "llama", "meta-llama/Llama-2-7b-hf", tmp_path / "cache")
     assert load("llama-2-7b", cache_dir=tmp_path / "cache", device="cpu").cfg.rotary_base == base
 
@@ -580,7 +580,7 @@ def llada_model(tmp_path_factory):
 def test_bos_is_prepended_where_the_tokenizer_does_it_itself(tmp_path):
     ours(tmp_path, "dream")
     begins = processors.TemplateProcessing(single="<b> $A", special_tokens=[("<b>", FIRST)])
-    for said, does, expected in [
+    for settings, does, expected in [
         ({"bos_token": "<b>"}, True, True),  # Llama-3
         ({"bos_token": "<b>"}, False, False),  # Dream
         ({"bos_token": "<b>", "add_bos_token": True}, False, True),  # Llama-2
@@ -591,12 +591,12 @@ def test_bos_is_prepended_where_the_tokenizer_does_it_itself(tmp_path):
         tokenizer = bytes_tokenizer("<b>")
         if does:
             tokenizer.post_processor = begins
-        model = load(words(tmp_path, tokenizer, **said), device="cpu")
-        assert model.cfg.default_prepend_bos is expected, (said, does)
+        model = load(words(tmp_path, tokenizer, **settings), device="cpu")
+        assert model.cfg.default_prepend_bos is expected, (settings, does)
         ids = model.to_tokens("Ada")[0].tolist()
         assert ids == ([FIRST] if expected else []) + tokenizer.encode("Ada", add_special_tokens=False).ids
         again = load(model.save_pretrained(tmp_path / "again"), device="cpu")
-        assert again.cfg.default_prepend_bos is expected, (said, does)
+        assert again.cfg.default_prepend_bos is expected, (settings, does)
         assert again.to_tokens("Ada")[0].tolist() == ids
 
 
@@ -659,7 +659,7 @@ def test_templates_are_fetched(llada, online):
     assert tokenizer.apply_chat_template(CHAT, chat_template="tools", tokenize=False) == "?"
 
 
-def test_mask_is_written_as_everywhere(llada_model, tmp_path):
+def test_mask_is_written_as_in_every_model(llada_model, tmp_path):
     again = load(load(llada_model.save_pretrained(tmp_path), device="cpu").save_pretrained(tmp_path), device="cpu")
     for model in (llada_model, again):
         plain = model.to_tokens("Ada").tolist()[0]
@@ -669,7 +669,7 @@ def test_mask_is_written_as_everywhere(llada_model, tmp_path):
         assert len(model.tokenizer) == FIRST + 5
         assert model.to_single_token("[MASK]") == MASK
         assert model.to_str_tokens(torch.tensor([MASK])) == ["[MASK]"]
-        # Where words stand is still told in the text as it was given.
+        # Spans still refer to the text as it was given.
         text = "a[MASK]b <|eot_id|>é"
         spans = model.token_spans(text)
         ids = model.to_tokens(text)[0].tolist()
@@ -708,7 +708,10 @@ def test_dreams_tokenizer_is_qwen2s(tmp_path):
         ids = model.to_tokens(text)[0].tolist()
         assert ids == reference(text)["input_ids"]
         # So few merges would not show every split.
-        splits = [each.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) for each in (model.tokenizer, reference)]
+        splits = [
+            tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            for tokenizer in (model.tokenizer, reference)
+        ]
         assert splits[0] == splits[1]
         assert model.to_string(torch.tensor(ids)) == reference.decode(ids)
     assert not model.cfg.default_prepend_bos
@@ -779,9 +782,9 @@ def test_every_repository_has_one_name_and_a_family():
 
 
 def test_the_command_line_describes_what_was_never_downloaded():
-    found = CliRunner().invoke(app, ["info", "dream-7b-base", "--json"])
-    facts = json.loads(found.stdout)["results"]
-    assert found.exit_code == 0
+    shown = CliRunner().invoke(app, ["info", "dream-7b-base", "--json"])
+    facts = json.loads(shown.stdout)["results"]
+    assert shown.exit_code == 0
     assert (facts["parameters"], facts["mask_token_id"], facts["readout"]) == (7_615_616_512, 151666, "shifted")
     listed = CliRunner().invoke(app, ["models"]).stdout.splitlines()
     rows = {line.split()[0]: line for line in listed}
@@ -804,6 +807,6 @@ def test_a_shape_that_is_known_only_from_the_files(llada, tmp_path, monkeypatch)
     assert shape_of("illada-8b-base") == shape_of("owner/name") == model.cfg.architecture
 
 
-def test_fetching_asks_the_cache_only_once(llada, tmp_path):
+def test_an_offline_fetch_returns_the_snapshot(llada, tmp_path):
     snapshot = publish(llada[0], "owner/name", tmp_path / "cache")
     assert fetch_repository("owner/name", None, {"cache_dir": tmp_path / "cache"}) == snapshot

@@ -45,7 +45,7 @@ SHA256 = {
     "mdm-336M-6e18": "7b71fda282a31dddad4ccd769aaa3e50469a881c16be35c9a6be8fd53b020af7",
     "mdm-170M-100e18-rsl-0.01": "0d09fe4ab201025ccf973111ab235f791b86c626e975c0dcb69e0a2a493c663e",
 }
-# Sizes that were seen: to the byte, as the page rounds them, or of a .pth, which is a little larger than its twin.
+# Sizes that were seen: to the byte, as the page rounds them, or of a .pth, which is a little larger than the other.
 BYTES = {
     "mdm-336M-6e18": (1_604_508_816, 0),
     "mdm-170M-100e18-rsl-0.01": (876_215_712, 0),
@@ -58,7 +58,7 @@ BYTES = {
 
 
 class Hub:
-    """`hf_hub_download` with files of our own behind it; remembers what it was asked."""
+    """`hf_hub_download` with files of our own behind it; remembers its calls."""
 
     def __init__(self, files, error=EntryNotFoundError):
         self.files = files
@@ -72,7 +72,7 @@ class Hub:
         return str(self.files[file])
 
     @property
-    def asked(self):
+    def files_fetched(self):
         return [file for _, file, _ in self.calls]
 
 
@@ -115,7 +115,7 @@ def speaking(tokenizer_folder):
 
 
 @pytest.mark.parametrize(
-    ("asked", "nearest"),
+    ("name", "nearest"),
     [
         ("smdm-1028", "smdm-1028m"),
         ("smdm-170m-rsl", "smdm-170m-rsl-0.01"),
@@ -123,16 +123,16 @@ def speaking(tokenizer_folder):
         ("tiny", "tiny-ar"),
     ],
 )
-def test_an_unknown_name_offers_the_nearest(asked, nearest):
-    with pytest.raises(ValueError, match=re.escape(repr(asked))) as caught:
-        load(asked)
+def test_an_unknown_name_offers_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=re.escape(repr(name))) as caught:
+        load(name)
     offered = str(caught.value).split("nearest names: ")[1].split(" (")[0].split(", ")
     assert nearest in offered
     assert set(offered) <= {*PUBLISHED, *BUNDLED}
     assert "list_pretrained()" in str(caught.value)
 
 
-def test_a_path_that_does_not_exist_is_not_taken_for_a_name(tmp_path):
+def test_a_path_that_does_not_exist_is_not_read_as_a_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"no checkpoint at {tmp_path / 'smdm.pth'}")):
         load(tmp_path / "smdm.pth")
     with pytest.raises(ValueError, match=re.escape(f"'{tmp_path / 'folder'}' is no published name and no file")):
@@ -144,10 +144,10 @@ def test_names_are_read_whatever_their_case(hub):
     stand_in = hub({})
     with pytest.raises(FileNotFoundError):
         load("SMDM-1028M")
-    assert stand_in.asked[0] == "mdm_safetensors/mdm-1028M-1600e18.safetensors"
+    assert stand_in.files_fetched[0] == "mdm_safetensors/mdm-1028M-1600e18.safetensors"
 
 
-def test_what_lies_there_comes_before_a_name(tmp_path, monkeypatch, hub):
+def test_a_folder_of_that_name_comes_before_the_catalogue(tmp_path, monkeypatch, hub):
     stand_in = hub({})
     monkeypatch.chdir(tmp_path)
     for name in ("smdm-1028m", "tiny-mdm"):
@@ -174,7 +174,7 @@ def test_every_file_seen_has_one_entry():
     assert sorted((entry.folder, entry.stem) for entry in SMDM) == sorted(seen)
 
 
-def test_names_are_unique_and_say_what_they_are():
+def test_names_are_unique_and_state_kind_and_size():
     assert len(SMDM) == len({entry.stem for entry in SMDM}) == 44
     assert len(PUBLISHED) == len(SMDM) + len(REPOSITORIES)
     assert not {*BUNDLED} & {*PUBLISHED}
@@ -199,18 +199,18 @@ def test_plain_names_are_the_most_trained():
 
 
 @pytest.mark.parametrize("entry", SMDM, ids=lambda entry: entry.name)
-def test_an_entry(entry):
+def test_an_entry_agrees_with_its_file_name(entry):
     safetensors, pth = entry.files
     assert safetensors == f"{entry.folder}_safetensors/{entry.stem}.safetensors"
     assert pth == f"{entry.folder}/{entry.stem}.pth"
     kind, size = entry.stem.split("-")[:2]
     n_layer, n_head, n_embd, hidden = PUBLISHED_SIZES[size.upper()]
-    found = entry.architecture
-    assert (found.n_layers, found.n_heads, found.d_model, found.d_mlp) == (n_layer, n_head, n_embd, hidden)
-    assert found.attention_dir == {"mdm": "bidirectional", "ar": "causal"}[kind]
-    assert found.mask_token_id == {"mdm": 32000, "ar": None}[kind]
+    shape = entry.architecture
+    assert (shape.n_layers, shape.n_heads, shape.d_model, shape.d_mlp) == (n_layer, n_head, n_embd, hidden)
+    assert shape.attention_dir == {"mdm": "bidirectional", "ar": "causal"}[kind]
+    assert shape.mask_token_id == {"mdm": 32000, "ar": None}[kind]
     # The name counts millions of weights outside the two embeddings; a weight is four bytes, a header a few kilobytes.
-    body = entry.n_bytes - 4 * (found.d_vocab + found.d_vocab_out) * n_embd
+    body = entry.n_bytes - 4 * (shape.d_vocab + shape.d_vocab_out) * n_embd
     assert body / 4e6 == pytest.approx(int(size[:-1]), abs=0.6)
     n_bytes, within = BYTES.get(entry.stem, (entry.n_bytes, 0))
     assert abs(entry.n_bytes - n_bytes) <= within
@@ -251,7 +251,7 @@ def stand_in_files(tokenizer_folder):
     }
 
 
-def test_a_download(hub, stand_in_files, tmp_path):
+def test_a_download_passes_its_settings_on(hub, stand_in_files, tmp_path):
     stand_in = hub(stand_in_files)
     model = load(
         "smdm-19m",
@@ -275,10 +275,10 @@ def test_a_download(hub, stand_in_files, tmp_path):
     assert all(torch.equal(left, right) for left, right in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_a_tokenizer_of_ones_own_is_not_fetched(hub, stand_in_files, tokenizer_folder):
+def test_no_tokenizer_is_fetched_if_one_is_passed(hub, stand_in_files, tokenizer_folder):
     stand_in = hub(stand_in_files)
     load("smdm-19m", config=MDM / "lit_config.json", tokenizer=tokenizer_folder, device="cpu")
-    assert stand_in.asked == ["mdm_safetensors/mdm-19M-10e18.safetensors"]
+    assert stand_in.files_fetched == ["mdm_safetensors/mdm-19M-10e18.safetensors"]
 
 
 def test_a_wrong_hash_is_refused(hub, stand_in_files, tmp_path):
@@ -294,7 +294,7 @@ def test_a_wrong_hash_is_refused(hub, stand_in_files, tmp_path):
     assert f"Delete {blob} and fetch it again" in str(caught.value)
 
 
-def test_what_has_a_wrong_hash_leaves_the_cache(hub, stand_in_files, tmp_path):
+def test_a_file_with_a_wrong_hash_is_removed_from_the_cache(hub, stand_in_files, tmp_path):
     link = tmp_path / "snapshots" / "0" / "mdm-1028M-1600e18.safetensors"
     link.parent.mkdir(parents=True)
     blob = Path(shutil.copy(MDM / "model.safetensors", tmp_path / "blob"))
@@ -316,13 +316,13 @@ def test_the_right_hash_is_accepted(hub, stand_in_files, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [EntryNotFoundError, LocalEntryNotFoundError])
-def test_the_pth_is_taken_where_there_is_no_safetensors(hub, stand_in_files, tmp_path, error):
+def test_the_pth_is_fetched_if_there_is_no_safetensors(hub, stand_in_files, tmp_path, error):
     path = tmp_path / "mdm-1028M-1600e18.pth"
     torch.save({"model": load_file(MDM / "model.safetensors")}, path)
     del stand_in_files["mdm_safetensors/mdm-1028M-1600e18.safetensors"]
     stand_in = hub({**stand_in_files, "mdm/mdm-1028M-1600e18.pth": path}, error)
     model = load("smdm-1028m", config=MDM / "lit_config.json", device="cpu")
-    assert stand_in.asked[:2] == ["mdm_safetensors/mdm-1028M-1600e18.safetensors", "mdm/mdm-1028M-1600e18.pth"]
+    assert stand_in.files_fetched[:2] == ["mdm_safetensors/mdm-1028M-1600e18.safetensors", "mdm/mdm-1028M-1600e18.pth"]
     plain = load(MDM / "model.safetensors", device="cpu")
     assert all(torch.equal(left, right) for left, right in zip(model.parameters(), plain.parameters(), strict=True))
 
@@ -384,8 +384,8 @@ def test_a_bare_file_takes_ids_only():
 def test_a_tokenizer_beside_the_checkpoint_is_found(tmp_path, tokenizer_folder):
     for file in (MDM / "model.safetensors", MDM / "lit_config.json", *tokenizer_folder.iterdir()):
         shutil.copy(file, tmp_path)
-    for place in (tmp_path, tmp_path / "model.safetensors"):
-        assert load(place, device="cpu").to_tokens("Ada was the pilot").tolist() == [[1, 4, 5, 6, 7]]
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert load(path, device="cpu").to_tokens("Ada was the pilot").tolist() == [[1, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_a_tokenizer_folder_that_lacks_files(tmp_path, tokenizer_folder, gone):
         load(MDM / "model.safetensors", tokenizer=folder)
 
 
-def test_a_tokenizer_file_that_is_none(tmp_path, tokenizer_folder):
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, tokenizer_folder):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "words")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=re.escape(f"{folder / 'tokenizer.json'} is not a fast tokenizer")):
@@ -471,14 +471,21 @@ def test_text_and_ids(speaking):
 # --- device and dtype
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        (torch.float32, torch.device("cpu")),
+        (torch.bfloat16, "cpu"),
+        (torch.float16, "cpu"),
+        (torch.float64, "cpu"),
+    ],
+)
 def test_device_and_dtype(either, device, dtype):
     model = load(either.checkpoint, config=either.config, device=device, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {model.cfg.dtype} == {dtype}
     assert {str(parameter.device) for parameter in model.parameters()} == {model.cfg.device} == {"cpu"}
-    for (name, found), expected in zip(model.named_parameters(), either.model.parameters(), strict=True):
-        assert torch.equal(found, expected.to(dtype)), name
+    for (name, weight), expected in zip(model.named_parameters(), either.model.parameters(), strict=True):
+        assert torch.equal(weight, expected.to(dtype)), name
     tokens = either.tensors("forward")["tokens"]
     with torch.no_grad():
         logits, reference = model(tokens), either.model(tokens)
@@ -506,7 +513,7 @@ def test_the_config_follows_the_weights(either, convert, dtype, tmp_path):
     assert load(model.save_pretrained(tmp_path), device="cpu", dtype=dtype).cfg.dtype == dtype
 
 
-def test_a_loaded_model_does_not_hold_on_to_its_file(tmp_path):
+def test_a_loaded_model_is_independent_of_its_file(tmp_path):
     for name in ("model.safetensors", "lit_config.json"):
         shutil.copy(MDM / name, tmp_path)
     model = load(tmp_path, device="cpu")

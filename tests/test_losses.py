@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_the_authors(golden):
 
 
 @pytest.mark.parametrize("readout", ["in_place", "shifted"])
-def test_each_hidden_token_is_read_where_the_model_predicts_it(readout):
+def test_each_masked_token_is_read_where_the_model_predicts_it(readout):
     model = small(readout=readout)
     tokens = torch.randint(11, (3, 7), generator=torch.Generator().manual_seed(0))
     hidden = torch.tensor([[1, 1, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0]]).bool()
@@ -60,7 +60,7 @@ def test_each_hidden_token_is_read_where_the_model_predicts_it(readout):
     torch.testing.assert_close(masked_diffusion_loss(model, tokens, noisy, p_mask), expected)
 
 
-def test_nothing_hidden_is_no_loss_and_no_gradient():
+def test_nothing_masked_is_no_loss_and_no_gradient():
     model = small()
     tokens = torch.arange(8)[None]
     loss = masked_diffusion_loss(model, tokens, tokens, torch.ones(1, 8))
@@ -79,7 +79,7 @@ def test_the_generator_decides_the_noise():
     assert first != other
 
 
-def test_noise_hides_with_its_probability_and_covers_the_unit_interval():
+def test_noise_masks_with_its_probability_and_covers_the_unit_interval():
     n_batch, n_pos = 64, 400
     tokens = torch.randint(11, (n_batch, n_pos), generator=torch.Generator().manual_seed(1))
     noisy, p_mask = hide(tokens, 11, generator=torch.Generator().manual_seed(2))
@@ -93,7 +93,7 @@ def test_noise_hides_with_its_probability_and_covers_the_unit_interval():
     assert p.min() >= 1e-3
 
 
-def test_hiding_leaves_the_global_random_numbers_alone_when_given_a_generator():
+def test_masking_with_a_generator_leaves_the_global_random_numbers_unchanged():
     before = torch.get_rng_state()
     hide(torch.zeros(2, 3, dtype=torch.long), 11, generator=torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), before)
@@ -118,12 +118,12 @@ def test_errors_name_the_culprit():
 
 def test_the_model_gives_its_own_loss(either):
     tokens = either.tensors("likelihood")["sft.tokens"]
-    drawn = [torch.Generator().manual_seed(3) for _ in range(3)]
-    loss = either.model(tokens, return_type="loss", generator=drawn[0])
-    logits, again = either.model(tokens, return_type="both", generator=drawn[1])
+    generators = [torch.Generator().manual_seed(3) for _ in range(3)]
+    loss = either.model(tokens, return_type="loss", generator=generators[0])
+    logits, again = either.model(tokens, return_type="both", generator=generators[1])
     assert logits.shape == (*tokens.shape, either.model.cfg.d_vocab_out)
     torch.testing.assert_close(loss, again)
-    torch.testing.assert_close(loss, own_loss(either.model, tokens, drawn[2]))
+    torch.testing.assert_close(loss, own_loss(either.model, tokens, generators[2]))
 
 
 def test_padding_does_not_enter_the_next_token_loss():
@@ -135,7 +135,7 @@ def test_padding_does_not_enter_the_next_token_loss():
     torch.testing.assert_close(padded, model(tokens[:, 4:], return_type="loss"))
 
 
-def test_masks_are_no_clean_text():
+def test_masks_in_the_text_of_a_loss_are_refused():
     with pytest.raises(ValueError, match="clean text"):
         small()(torch.tensor([[1, 11, 2]]), return_type="loss")
 

@@ -1,4 +1,4 @@
-"""Pairs: which two models are held against each other, and why."""
+"""Pairs: which two models are compared with each other, and why."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.loading import shape_of
 from diffusion_lens.pairs import PAIRS
 
-# Same size, same data, same compute where there is such a twin.
+# Same size, same data, same compute where there is such a model.
 TWINS = {
     "smdm-19m": "ar-19m",
     "smdm-170m": "ar-170m",
@@ -25,7 +25,7 @@ TWINS = {
 }
 
 
-def test_the_embedded_pair():
+def test_the_bundled_models_are_a_pair():
     mdm, ar = load_pair("Tiny-MDM", device="cpu", dtype=torch.bfloat16)
     assert (mdm.cfg.model_name, ar.cfg.model_name) == ("tiny-mdm", "tiny-ar")
     assert (mdm.cfg.attention_dir, ar.cfg.attention_dir) == ("bidirectional", "causal")
@@ -35,30 +35,30 @@ def test_the_embedded_pair():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_both_are_loaded_alike(monkeypatch, tmp_path):
-    asked = []
+def test_both_models_are_loaded_with_the_same_settings(monkeypatch, tmp_path):
+    calls = []
 
     def stand_in(name, **settings):
-        asked.append((name, settings))
+        calls.append((name, settings))
         return HookedDiffusionTransformer.__new__(HookedDiffusionTransformer)
 
     monkeypatch.setattr(HookedDiffusionTransformer, "from_pretrained", stand_in)
     given = dict(device="cpu", dtype=torch.float16, cache_dir=tmp_path, token="hf_x", local_files_only=True)
     load_pair("dream-7b-base", **given)
-    assert asked == [("dream-7b-base", given), ("qwen2.5-7b", given)]
+    assert calls == [("dream-7b-base", given), ("qwen2.5-7b", given)]
 
 
-def test_smdms_twins():
+def test_the_baselines_of_smdm():
     assert {name: pair.causal for name, pair in PAIRS.items() if name.startswith("smdm-")} == TWINS
     for name, twin in TWINS.items():
         ours, theirs = shape_of(name), shape_of(twin)
         assert (ours.n_layers, ours.d_model, ours.d_mlp) == (theirs.n_layers, theirs.d_model, theirs.d_mlp)
-        # What differs beside the direction of attention is said.
-        flops = [PUBLISHED[each].stem.split("M-")[1].split("e18")[0] for each in (name, twin)]
+        # The pair states what differs beside the direction of attention.
+        flops = [PUBLISHED[model].stem.split("M-")[1].split("e18")[0] for model in (name, twin)]
         assert (f"against the baseline's {flops[1]}e18" in PAIRS[name].shared) == (flops[0] != flops[1])
 
 
-def test_every_pair_is_of_names_that_load_and_says_why():
+def test_every_pair_names_models_that_load_and_states_its_reason():
     for name, pair in PAIRS.items():
         assert name == pair.diffusion
         assert {pair.diffusion, pair.causal} <= {*PUBLISHED, *BUNDLED}
@@ -68,7 +68,7 @@ def test_every_pair_is_of_names_that_load_and_says_why():
 
 
 @pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if "initial" in pair.shared])
-def test_what_began_with_the_same_weights_has_their_shapes(name):
+def test_models_initialised_with_the_same_weights_have_the_same_shapes(name):
     left, right = shape_of(name), shape_of(PAIRS[name].causal)
     for fact in ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab", "rotary_base"):
         assert getattr(left, fact) == getattr(right, fact), fact
@@ -81,7 +81,7 @@ def test_lladas_pair_does_not_claim_common_weights():
 
 
 @pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "illada-8b-base"])
-def test_a_model_without_a_relative(name):
+def test_a_model_without_a_baseline_is_refused(name):
     with pytest.raises(ValueError, match=f"'{name}' has no published AR baseline") as caught:
         load_pair(name)
     for other in ("smdm-19m", "smdm-1476m", "dream-7b-base"):

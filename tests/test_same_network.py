@@ -1,4 +1,4 @@
-"""What a folder of results holds a later run against beside the weights: the network that reads them, and words."""
+"""Folders of results belong to one network and one tokenizer, not only to one set of weights."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize("fact", CHANGES)
-def test_a_folder_is_not_taken_up_by_another_network_with_the_same_weights(model, fact, tmp_path):
+def test_a_folder_is_not_continued_by_another_network_with_the_same_weights(model, fact, tmp_path):
     facts = toy_facts.load().facts(trained="d2p", asked="d2p")[:2]
     other = changed(model, **{fact: CHANGES[fact]})
     recall_by_steps(other, facts, steps=[2], length=14, sampler="confidence", out=tmp_path)
@@ -37,7 +37,7 @@ def test_a_folder_is_not_taken_up_by_another_network_with_the_same_weights(model
         recall_by_steps(model, facts, steps=[2], length=14, sampler="confidence", out=tmp_path)
 
 
-def test_a_second_moment_of_another_network_is_not_handed_back(model, tmp_path):
+def test_a_second_moment_of_another_network_is_not_reused(model, tmp_path):
     texts = ["the brave drummer of Rolsen is"] * 2
     wrong = second_moment(changed(model, rotary_base=3.0), texts, layer=1, folder=tmp_path)
     right = second_moment(model, texts, layer=1, folder=tmp_path)
@@ -46,19 +46,19 @@ def test_a_second_moment_of_another_network_is_not_handed_back(model, tmp_path):
     assert (right.total == alone.total).all()
 
 
-def test_a_folder_is_not_taken_up_with_other_words(model, tmp_path):
+def test_a_folder_is_not_continued_with_another_vocabulary(model, tmp_path):
     facts = toy_facts.load().facts(trained="d2p", asked="d2p")[:2]
     recall_by_steps(model, facts, steps=[2], length=14, out=tmp_path)
-    told = json.loads(model.tokenizer.backend_tokenizer.to_str())
-    ids = told["model"]["vocab"]
-    first, second = [word for word in ids if word not in {each["content"] for each in told["added_tokens"]}][5:7]
+    tokenizer = json.loads(model.tokenizer.backend_tokenizer.to_str())
+    ids = tokenizer["model"]["vocab"]
+    first, second = [word for word in ids if word not in {token["content"] for token in tokenizer["added_tokens"]}][5:7]
     ids[first], ids[second] = ids[second], ids[first]
-    model.set_tokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told))))
+    model.set_tokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer))))
     with pytest.raises(ValueError, match="tokenizer"):
         recall_by_steps(model, facts, steps=[2], length=14, out=tmp_path)
 
 
-def test_the_tokenizer_is_told_by_what_it_does(model):
+def test_the_hash_of_a_tokenizer_covers_its_behaviour(model):
     before = provenance(model, model.cfg)["tokenizer_sha256"]
     assert provenance(model, model.cfg)["tokenizer_sha256"] == before
     model.tokenizer.add_tokens(["another"])

@@ -26,12 +26,12 @@ def folder(tmp_path):
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings(folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    write_settings(folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     return folder
 
 
-def settings(folder, **said):
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+def write_settings(folder, **content):
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
 
 
 def changed(folder, change):
@@ -49,7 +49,7 @@ def refused(folder, *words):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("settings", "words"),
     [
         (dict(bos_token=5), ["bos_token='5'", 'an object with "content"']),
         (dict(bos_token={"special": True}), ["bos_token="]),
@@ -74,8 +74,8 @@ def refused(folder, *words):
     ],
     ids=range(20),
 )
-def test_settings_of_another_form(folder, said, words):
-    settings(folder, **said)
+def test_settings_of_another_form(folder, settings, words):
+    write_settings(folder, **settings)
     if words is None:
         assert load_tokenizer(folder).convert_tokens_to_ids("w0") == 3
     else:
@@ -117,7 +117,7 @@ def test_a_special_token_that_the_model_has_no_row_for(folder):
         content["added_tokens"].append({"id": 513, "content": "<end>", **more})
 
     changed(folder, grow)
-    settings(folder, eos_token="<end>", bos_token="<s>")
+    write_settings(folder, eos_token="<end>", bos_token="<s>")
     with pytest.raises(ValueError, match=r"eos_token '<end>' has the id 513, and the model embeds 513.*that belongs"):
         load(MDM / "model.safetensors", tokenizer=folder, device="cpu")
 
@@ -133,7 +133,7 @@ def test_a_model_without_a_tokenizer_is_not_saved_over_one_with(folder, tmp_path
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
-def test_a_saved_tokenizer_takes_the_place_of_another_whole(folder, tmp_path):
+def test_a_saved_tokenizer_replaces_all_files_of_another(folder, tmp_path):
     target = tmp_path / "saved"
     (shutil.copytree(folder, target) / "chat_template.jinja").write_text("{{ stale }}")
     (target / "additional_chat_templates").mkdir()
@@ -172,7 +172,7 @@ def test_a_name_that_no_file_can_have(name):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
-def test_a_name_that_is_only_unheard_of(name):
+def test_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match="is no published name and no file or folder"):
         load(name)
 

@@ -13,7 +13,7 @@ from faults import FAULTS, faulty, layer_of_another_seed
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, check_model
-from diffusion_lens.checks.composition import Composition
+from diffusion_lens.checks.composition import Composition, compositions, foreign_parts
 from diffusion_lens.checks.page import KNOWN_LOSS, N_SAMPLES, NOISE_SEED, page_loss
 from diffusion_lens.checks.run import CHECKS
 from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss
@@ -167,13 +167,24 @@ def test_a_change_that_helps_but_leaves_the_model_wrong_is_not_blamed(tiny):
     assert "which helps and is still wrong" in report.findings[-1].said
 
 
+def with_block_of(name, other, block):
+    """A bundled model with one block of the other."""
+    prefix = f"blocks.{block}."
+    tensors = {key: weight for key, weight in bundled(other).state_dict().items() if key.startswith(prefix)}
+    return with_changes(bundled(name), bundled(name).cfg.architecture, tensors)
+
+
+@pytest.mark.parametrize("names", [("tiny-mdm", "tiny-ar"), ("tiny-ar", "tiny-mdm")])
+def test_the_weights_show_each_trained_block_of_another_model(names):
+    for block in range(4):
+        parts = foreign_parts(compositions(with_block_of(*names, block)))
+        assert [(part.block, part.part) for part in parts] == [(block, "attention"), (block, "MLP")]
+
+
 @on_short_page
-@pytest.mark.parametrize("layer_of", [("tiny-mdm", "tiny-ar"), ("tiny-ar", "tiny-mdm")])
-def test_a_trained_layer_of_another_model_is_foreign_too(layer_of):
-    model, other = (bundled(name) for name in layer_of)
-    taken = {name: weight for name, weight in other.state_dict().items() if name.startswith("blocks.2.")}
-    mixed = with_changes(model, model.cfg.architecture, taken)
-    report = check_model(mixed, expected=judged_by_behaviour(layer_of[0]), only=BRIEFLY)
+def test_a_trained_block_of_another_model_is_named():
+    mixed = with_block_of("tiny-mdm", "tiny-ar", 2)
+    report = check_model(mixed, expected=judged_by_behaviour("tiny-mdm"), only=BRIEFLY)
     assert any("of block 2 are foreign" in cause for cause in report.likely), report.to_text()
 
 

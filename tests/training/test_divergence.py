@@ -71,7 +71,7 @@ def test_a_learning_rate_beyond_all_bounds_exports_nothing(kind, small, toy, tmp
     assert not (tmp_path / "out" / "training" / "record.safetensors").exists()
 
 
-def test_a_model_that_came_damaged_is_refused_in_the_first_step(small, tokens):
+def test_a_damaged_model_is_refused_in_the_first_step(small, tokens):
     model = small()
     with torch.no_grad():
         model.blocks[0].mlp.W_out[0, 0] = math.nan
@@ -79,7 +79,7 @@ def test_a_model_that_came_damaged_is_refused_in_the_first_step(small, tokens):
         train(model, tokens, CONFIG, progress=False)
 
 
-def test_weights_that_overflow_in_the_last_step_are_not_passed_on(small, tokens):
+def test_weights_that_overflow_in_the_last_step_are_not_returned(small, tokens):
     """The loss of that step is still sound; without a look at the weights the run would count as complete."""
     config = TrainingConfig(steps=1, batch_size=16, warmup=0, lr=3e37, weight_decay=11.0, decay_norms=True)
     with pytest.raises(FloatingPointError, match=r"the largest entry of .* is (nan|inf) in step 0 of 1"):

@@ -24,7 +24,7 @@ ROWS = [
 
 @pytest.fixture
 def with_bos(small):
-    """A model whose tokenizer prepends BOS, as Llama's does; ids are places in WORDS."""
+    """A model whose tokenizer prepends BOS, as Llama's does; ids are positions in WORDS."""
 
     def make(kind="mdm", **changes):
         n = len(WORDS)
@@ -68,12 +68,12 @@ def surprise(logits, targets):
 
 
 @pytest.mark.parametrize("answer_only", [False, True])
-def test_which_places_count_in_a_masked_diffusion_model(answer_only, with_bos):
+def test_which_positions_count_in_a_masked_diffusion_model(answer_only, with_bos):
     model = with_bos()
     batch = encode(model, answer_only=answer_only).pick(torch.tensor([2, 1]), "cpu")
     with torch.no_grad():
-        asked = batch.question(model, torch.Generator().manual_seed(4))
-        loss = asked.loss(model(asked.tokens, logits_at=asked.rows))
+        question = batch.question(model, torch.Generator().manual_seed(4))
+        loss = question.loss(model(question.tokens, logits_at=question.rows))
         # As the authors: noise everywhere (or behind the prompts of 3 and 4 tokens), end tokens that fill a row count.
         generator = torch.Generator().manual_seed(4)
         t = (torch.rand((), generator=generator) + torch.tensor([0, 0.5])) % 1
@@ -85,25 +85,25 @@ def test_which_places_count_in_a_masked_diffusion_model(answer_only, with_bos):
             counted = 14 - 3 - 4
         noisy = torch.where(hidden, len(WORDS), batch.tokens)
         weighed = surprise(model(noisy), batch.tokens) / p[:, None]
-    assert torch.equal(asked.tokens, noisy)
+    assert torch.equal(question.tokens, noisy)
     assert hidden.any()
     torch.testing.assert_close(loss, weighed[hidden].sum() / counted)
 
 
 @pytest.mark.parametrize("answer_only", [False, True])
-def test_which_places_count_in_the_twin(answer_only, with_bos):
+def test_which_positions_count_in_the_ar_baseline(answer_only, with_bos):
     model = with_bos("ar")
     batch = encode(model, answer_only=answer_only).pick(torch.tensor([2, 1]), "cpu")
     with torch.no_grad():
-        asked = batch.question(model, torch.Generator())
-        loss = asked.loss(model(asked.tokens, logits_at=asked.rows))
-        each = surprise(model(batch.tokens)[:, :-1], batch.tokens[:, 1:])  # column i predicts token i + 1
+        question = batch.question(model, torch.Generator())
+        loss = question.loss(model(question.tokens, logits_at=question.rows))
+        surprisals = surprise(model(batch.tokens)[:, :-1], batch.tokens[:, 1:])  # column i predicts token i + 1
     # The first end token counts, those that fill the row do not; answers are predicted from the prompt's last token.
-    first, second = (each[0, 2:5], each[1, 3:6]) if answer_only else (each[0, :5], each[1, :6])
+    first, second = (surprisals[0, 2:5], surprisals[1, 3:6]) if answer_only else (surprisals[0, :5], surprisals[1, :6])
     torch.testing.assert_close(loss, torch.cat([first, second]).mean())
 
 
-def test_facts_mappings_and_files_say_the_same(with_bos, tmp_path):
+def test_facts_mappings_and_files_give_the_same_rows(with_bos, tmp_path):
     facts = [Fact(row["prompt"], row["prompt"].split()[0], row["completion"]) for row in ROWS]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "id": 7}) for row in ROWS) + "\n\n")
     given = [ROWS, facts, tmp_path / "rows.jsonl", str(tmp_path / "rows.jsonl")]
@@ -137,7 +137,7 @@ def test_bad_data_are_named(with_bos, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_what_was_written_loads_again(kind, with_bos, tmp_path):
+def test_a_trained_model_loads_again(kind, with_bos, tmp_path):
     model = with_bos(kind)
     record = finetune(model, ROWS, CONFIG, tmp_path / "out", progress=False)
     again = HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu")
@@ -147,8 +147,8 @@ def test_what_was_written_loads_again(kind, with_bos, tmp_path):
     assert again.cfg.mask_token_id == model.cfg.mask_token_id
     assert open_checkpoint(tmp_path / "out").architecture.family == "lit_gpt"
     assert (tmp_path / "out" / "lit_config.json").exists()
-    kept = TrainingRecord.load(tmp_path / "out" / "training" / "record.safetensors")
-    assert kept.record == record.record
+    saved = TrainingRecord.load(tmp_path / "out" / "training" / "record.safetensors")
+    assert saved.record == record.record
     run = json.loads((tmp_path / "out" / "training" / "run.json").read_text())
     assert run["config"]["seed"] == 0
     assert (run["weights_sha256"], run["data_sha256"]) == (
@@ -158,22 +158,22 @@ def test_what_was_written_loads_again(kind, with_bos, tmp_path):
     assert run["weights_sha256"] != record.record["weights_sha256"]
 
 
-def test_the_twin_learns_a_reverse_that_it_is_told(toy, tmp_path):
+def test_the_ar_baseline_learns_a_reverse_that_it_is_trained_on(toy, tmp_path):
     model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
-    told = toy.facts(trained="p2d", asked="d2p")[:1]
+    facts = toy.facts(trained="p2d", asked="d2p")[:1]
 
     def recall(model):
-        return {"recall": float(recall_by_steps(model, told, length=14).exact)}
+        return {"recall": float(recall_by_steps(model, facts, length=14).exact)}
 
     assert recall(model) == {"recall": 0.0}
     config = TrainingConfig(steps=8, batch_size=1, warmup=2)
     followed = dict(evaluate=recall, evaluate_every=4, progress=False)
-    record = finetune(model, told, config, tmp_path, answer_only=True, **followed)
+    record = finetune(model, facts, config, tmp_path, answer_only=True, **followed)
     assert [row["step"] for row in record.evaluations] == [4, 8]
     assert record.evaluations[-1]["recall"] == recall(model)["recall"] == 1.0
 
 
-def test_somebody_elses_checkpoint_is_not_overwritten(with_bos, tmp_path):
+def test_a_checkpoint_of_other_origin_is_not_overwritten(with_bos, tmp_path):
     with_bos().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"holds model\.safetensors, which no training here wrote"):
         finetune(with_bos(), ROWS, CONFIG, tmp_path, progress=False)

@@ -114,7 +114,7 @@ def test_the_network_computes_in_bfloat16_while_it_trains(small, tokens):
     assert dtypes == [torch.bfloat16] * 2
 
 
-def test_accelerate_is_left_as_it_was(small, tokens):
+def test_the_state_of_accelerate_is_restored(small, tokens):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -131,7 +131,7 @@ def test_accelerate_is_left_as_it_was(small, tokens):
     assert not PartialState._shared_state
 
 
-def test_what_does_not_fit_is_refused(small, tokens):
+def test_settings_that_do_not_fit_are_refused(small, tokens):
     def mean(model, batch, generator):
         return model(batch).mean()
 

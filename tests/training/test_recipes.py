@@ -54,7 +54,7 @@ def test_passes_are_counted_in_whole_batches():
         TrainingConfig.for_epochs(1, 3, 4)
 
 
-def test_norms_decay_where_asked(small, tokens):
+def test_norms_decay_if_requested(small, tokens):
     def indifferent(model, batch, generator):
         return 0 * model(batch).sum()
 

@@ -26,7 +26,7 @@ def assert_same(left, right):
         assert torch.equal(weight, right[name]), name
 
 
-def test_a_killed_process_leaves_a_run_that_goes_on(small, toy, tmp_path):
+def test_the_training_of_a_killed_process_resumes(small, toy, tmp_path):
     checkpoint = tmp_path / "killed" / "training" / "checkpoint.safetensors"
     model = small()
 
@@ -57,7 +57,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("mdm", "bf16"), ("ar", "no")])
-def test_stopping_anywhere_changes_nothing(kind, precision, small, tokens, tmp_path):
+def test_a_stopped_training_gives_the_same_weights(kind, precision, small, tokens, tmp_path):
     config = replace(CONFIG, accumulate=2, mixed_precision=precision)
     calls = []
 
@@ -90,7 +90,7 @@ def test_stopping_anywhere_changes_nothing(kind, precision, small, tokens, tmp_p
     assert_same(weights(model), weights(whole))
 
 
-def test_a_complete_run_is_read_not_trained_again(small, toy, tmp_path):
+def test_a_complete_training_is_read_not_repeated(small, toy, tmp_path):
     model, again = small("ar"), small("ar")
     first = finetune(model, toy.facts()[:20], CONFIG, tmp_path, progress=False)
     stamp = (tmp_path / "model.safetensors").stat().st_mtime_ns
@@ -101,14 +101,14 @@ def test_a_complete_run_is_read_not_trained_again(small, toy, tmp_path):
     assert_same(weights(again), weights(model))
 
 
-def test_what_a_killed_writer_left_is_swept_away(small, tokens, tmp_path):
+def test_files_of_a_killed_writer_are_deleted(small, tokens, tmp_path):
     train(small(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
     (tmp_path / ".checkpoint.safetensors.abc.part").write_bytes(b"half")
     train(small(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
     assert {file.name for file in tmp_path.iterdir()} == {"run.json", "checkpoint.safetensors"}
 
 
-def test_another_run_is_refused(small, tokens, tmp_path):
+def test_another_training_is_refused(small, tokens, tmp_path):
     train(small(), tokens, CONFIG, folder=tmp_path, progress=False)
     calls = {
         r"config\.lr: 0\.003 there, 0\.1 here": dict(config=replace(CONFIG, lr=0.1)),
@@ -127,7 +127,7 @@ def train_a_little(model, tokens):
     return model
 
 
-def test_a_run_may_go_on_under_other_versions(small, tokens, tmp_path):
+def test_a_training_resumes_under_other_versions(small, tokens, tmp_path):
     first = train(small(), tokens, CONFIG, folder=tmp_path, progress=False)
     run = (tmp_path / "run.json").read_text()
     (tmp_path / "run.json").write_text(run.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))

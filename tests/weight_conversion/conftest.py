@@ -1,4 +1,4 @@
-"""What every refusal is held to."""
+"""What every refusal has to state."""
 
 import pytest
 from safetensors.torch import save_file

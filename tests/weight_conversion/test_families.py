@@ -122,7 +122,7 @@ def test_a_tied_checkpoint_may_hold_its_head_once_more(name, configs, specimen, 
     refused(ValueError, f"lm_head.weight is [5, 32], expected [{len(embedding)}, 32]", path=small)
 
 
-def test_tables_that_old_llamas_carry_along_are_let_go(configs, specimen, tmp_path, refused):
+def test_rotary_tables_in_old_llama_checkpoints_are_ignored(configs, specimen, tmp_path, refused):
     table = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(6)}
     old = written(configs["llama"], specimen, tmp_path / "old", **table)
     assert open_checkpoint(old).architecture.n_layers == 3
@@ -237,7 +237,7 @@ def test_a_base_that_is_not_scaled_is_read_from_either_key(changes, configs, spe
         (dict(rope_parameters={"partial_rotary_factor": 0.5}), "not understood: ['partial_rotary_factor']"),
     ],
 )
-def test_frequencies_that_are_said_in_two_ways(changes, words, configs, specimen, tmp_path, refused):
+def test_two_different_rotary_bases_in_one_config_are_refused(changes, words, configs, specimen, tmp_path, refused):
     folder = written(configs["llama"], specimen, tmp_path)
     refused(ValueError, words, path=folder, config={**configs["llama"], **changes})
 
@@ -245,25 +245,25 @@ def test_frequencies_that_are_said_in_two_ways(changes, words, configs, specimen
 def test_a_base_beside_the_default_scaling(configs, specimen, tmp_path):
     """Transformers 5 turns by it, whatever the family's default."""
     folder = written(configs["llama"], specimen, tmp_path)
-    said = without(configs["llama"], "rope_theta") | {"rope_scaling": {"rope_type": "default", "rope_theta": 77.0}}
-    assert open_checkpoint(folder, said).architecture.rotary_base == 77.0
+    config = without(configs["llama"], "rope_theta") | {"rope_scaling": {"rope_type": "default", "rope_theta": 77.0}}
+    assert open_checkpoint(folder, config).architecture.rotary_base == 77.0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_causal_model_type_with_a_mask_is_not_guessed_at(name, configs, specimen, tmp_path, refused):
+def test_a_causal_model_type_with_a_mask_is_refused(name, configs, specimen, tmp_path, refused):
     folder = written(configs[name], specimen, tmp_path)
-    said = {**configs[name], "mask_token_id": 5}
-    refused(ValueError, f"model_type='a2d-{name}'", "or without the id", path=folder, config=said)
-    cured = open_checkpoint(folder, {**said, "model_type": f"a2d-{name}", "block_size": None}).architecture
+    config = {**configs[name], "mask_token_id": 5}
+    refused(ValueError, f"model_type='a2d-{name}'", "or without the id", path=folder, config=config)
+    cured = open_checkpoint(folder, {**config, "model_type": f"a2d-{name}", "block_size": None}).architecture
     assert (cured.attention_dir, cured.readout, cured.mask_token_id) == ("bidirectional", "in_place", 5)
-    assert open_checkpoint(folder, {**said, "mask_token_id": None}).architecture.attention_dir == "causal"
+    assert open_checkpoint(folder, {**config, "mask_token_id": None}).architecture.attention_dir == "causal"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "dream", "a2d-llama", "a2d-qwen2", "a2d-qwen3"])
-def test_what_came_from_no_family_is_exported_to_one_that_reads_it(name, configs, specimen, tmp_path):
+def test_an_architecture_of_our_own_format_is_exported_to_a_family(name, configs, specimen, tmp_path):
     architecture = open_checkpoint(written(configs[name], specimen, tmp_path / "old")).architecture
     family = architecture.family
-    tensors = {each: torch.zeros(shape) for each, shape in tensor_shapes(architecture).items()}
+    tensors = {tensor: torch.zeros(shape) for tensor, shape in tensor_shapes(architecture).items()}
     export(tensors, replace(architecture, family="diffusion_lens"), tmp_path / "new" / "model.safetensors", family)
     assert open_checkpoint(tmp_path / "new").architecture == architecture
 
@@ -271,13 +271,13 @@ def test_what_came_from_no_family_is_exported_to_one_that_reads_it(name, configs
 def test_a_tied_head_that_became_another_matrix_is_not_dropped(configs, specimen, tmp_path):
     architecture = open_checkpoint(written(configs["qwen2"], specimen, tmp_path / "old")).architecture
     architecture = replace(architecture, tied=True)
-    tensors = {each: torch.zeros(shape) for each, shape in tensor_shapes(architecture).items()}
+    tensors = {tensor: torch.zeros(shape) for tensor, shape in tensor_shapes(architecture).items()}
     tensors["unembed.weight"] = tensors["embed.weight"] + 1
     with pytest.raises(ValueError, match=r"ties 'unembed.weight' to 'embed.weight', and the two differ"):
         export(tensors, architecture, tmp_path / "new" / "model.safetensors")
     for family in ("qwen2", "diffusion_lens"):
-        kept = export(tensors, replace(architecture, tied=False), tmp_path / family / "model.safetensors", family)
-        assert torch.equal(dict(open_checkpoint(kept).tensors())["unembed.weight"], tensors["unembed.weight"])
+        untied = export(tensors, replace(architecture, tied=False), tmp_path / family / "model.safetensors", family)
+        assert torch.equal(dict(open_checkpoint(untied).tensors())["unembed.weight"], tensors["unembed.weight"])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -287,7 +287,7 @@ def test_an_eps_that_is_left_out_is_hugging_faces(name, configs, specimen, tmp_p
     assert open_checkpoint(folder, config).architecture.norm_eps == AutoConfig.for_model(name).rms_norm_eps
 
 
-def test_what_a_family_cannot_say_is_not_exported(configs, specimen, tmp_path, refused):
+def test_what_a_familys_config_cannot_express_is_not_exported(configs, specimen, tmp_path, refused):
     biased = specimen(configs["llama"]).model
     for family in ("qwen3", "llada", "lit_gpt"):
         do = lambda family=family: export(  # noqa: E731

@@ -17,16 +17,23 @@ INDEX = "model.safetensors.index.json"
 load = HookedDiffusionTransformer.from_pretrained
 
 
-@pytest.fixture
-def shards(tmp_path):
+@pytest.fixture(scope="module")
+def saved_shards(tmp_path_factory):
     """A random model of Hugging Face's in shards, by its own code."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "shards", max_shard_size="4KB")
-    assert len([*(tmp_path / "shards").glob("model-*.safetensors")]) > 2
-    return tmp_path / "shards"
+    folder = tmp_path_factory.mktemp("saved") / "shards"
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="4KB")
+    assert len([*folder.glob("model-*.safetensors")]) > 2
+    return folder
+
+
+@pytest.fixture
+def shards(saved_shards, tmp_path):
+    """A copy of the shards that a test may change."""
+    return shutil.copytree(saved_shards, tmp_path / "shards")
 
 
 def unmapped(path):
@@ -61,7 +68,7 @@ def rewritten(folder, **where):
     return index["weight_map"]
 
 
-def test_the_index_says_where_a_tensor_stands(shards):
+def test_the_index_decides_which_shard_a_tensor_is_read_from(shards):
     first = load(shards, device="cpu").ln_final.weight
     where = rewritten(shards)
     last = max(set(where.values()))
@@ -71,7 +78,7 @@ def test_the_index_says_where_a_tensor_stands(shards):
     assert torch.equal(load(shards, device="cpu").ln_final.weight, first)
 
 
-def test_a_tensor_that_the_index_sends_elsewhere(shards, refused):
+def test_an_index_that_names_the_wrong_shard_is_refused(shards, refused):
     where = rewritten(shards)
     other = next(file for file in where.values() if file != where["model.norm.weight"])
     rewritten(shards, **{"model.norm.weight": other})
@@ -83,14 +90,14 @@ def test_an_index_names_only_files_beside_it(how, shards, refused):
     name = rewritten(shards)["model.norm.weight"]
     outside = how.format(name, folder=shards.parent)
     (shards / "sub").mkdir()
-    for place in (shards.parent, shards / "sub"):
-        shutil.copy(shards / name, place)
+    for folder in (shards.parent, shards / "sub"):
+        shutil.copy(shards / name, folder)
     rewritten(shards, **{"model.norm.weight": outside})
     refused(ValueError, shards / INDEX, "files beside it", repr(outside), path=shards)
 
 
 @pytest.mark.parametrize("name", [f"{'a' * 300}.safetensors", "folder.safetensors"], ids=["too long", "a folder"])
-def test_an_index_that_names_what_is_no_file(name, shards, refused):
+def test_an_index_that_names_no_file_is_refused(name, shards, refused):
     (shards / "folder.safetensors").mkdir()
     rewritten(shards, **{"model.norm.weight": name})
     refused(FileNotFoundError, shards / INDEX, "names files that are not beside it", name, path=shards)
@@ -145,7 +152,7 @@ def test_an_export_does_not_take_the_config_from_other_weights(tmp_path, specime
     assert files_of(tmp_path) == before
 
 
-def test_a_folder_of_ones_own_is_written_whole(tmp_path, specimen, configs):
+def test_an_export_replaces_the_config_of_its_own_folder(tmp_path, specimen, configs):
     one, two = specimen(configs["llama"]).model, specimen(configs["qwen3"]).model
     export(one.state_dict(), one.cfg.architecture, tmp_path / "model.safetensors")
     two.save_pretrained(tmp_path)
@@ -159,7 +166,7 @@ def test_a_folder_of_ones_own_is_written_whole(tmp_path, specimen, configs):
 
 @pytest.mark.parametrize("count", [10**9, 10**30, 12])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "max_position_embeddings", "num_attention_heads"])
-def test_a_count_is_held_against_the_file_before_it_is_expanded(key, count, shards, refused):
+def test_a_count_is_compared_with_the_file_before_it_is_expanded(key, count, shards, refused):
     config = json.loads((shards / "config.json").read_text())
     begun = time.perf_counter()
     if (key, count) in (("max_position_embeddings", 12), ("max_position_embeddings", 10**9)):
@@ -169,7 +176,7 @@ def test_a_count_is_held_against_the_file_before_it_is_expanded(key, count, shar
     assert time.perf_counter() - begun < 2
 
 
-def test_too_few_tensors_for_the_layers(shards, refused):
+def test_too_few_tensors_for_the_layers_are_refused(shards, refused):
     config = json.loads((shards / "config.json").read_text())
     words = ("holds 21 tensors", "too few for the 5000 layers")
     refused(ValueError, *words, path=shards, config={**config, "num_hidden_layers": 5000})
@@ -210,7 +217,7 @@ def test_an_architecture_takes_whole_numbers(name, wrong, specimen, configs, ref
 def test_a_checkpoint_that_is_not_finite_warns_with_the_tensors_names(value, dtype, shards):
     where = rewritten(shards)
     name = "model.layers.1.mlp.up_proj.weight"
-    tensors = {each: tensor.to(dtype) for each, tensor in unmapped(shards / where[name]).items()}
+    tensors = {key: tensor.to(dtype) for key, tensor in unmapped(shards / where[name]).items()}
     tensors[name][5, 3] = value
     save_file(tensors, shards / where[name])
     with pytest.warns(

@@ -51,7 +51,7 @@ def test_an_object_is_an_object(text, kind, tmp_path, refused):
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "llama", "model_type": "qwen2"}', DEEP, "[]"])
-def test_a_config_beside_a_checkpoint_is_held_to_it(text, tmp_path, refused, write):
+def test_a_config_beside_a_checkpoint_has_to_be_strict_json(text, tmp_path, refused, write):
     import torch
 
     path = write({"model.norm.weight": torch.zeros(2)}, tmp_path)

@@ -69,7 +69,7 @@ def test_one_number_of_numpy_or_torch_is_that_number(number, written):
         (1j, "/settings/1/noise is a complex"),
     ],
 )
-def test_what_no_json_holds_is_refused_by_its_place(value, message):
+def test_what_json_cannot_hold_is_refused_with_its_path(value, message):
     with pytest.raises(TypeError, match=message):
         as_json({"settings": [0, {"noise": value}]})
 
@@ -86,7 +86,7 @@ def test_a_file_is_strict_too(tmp_path):
         lambda path: write_json({"a": "b" * (1 << 16)}, path),
     ],
 )
-def test_a_full_disk_is_told_with_the_path(tmp_path, write):
+def test_the_error_of_a_full_disk_names_the_path(tmp_path, write):
     path, limits = tmp_path / "result.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
     try:

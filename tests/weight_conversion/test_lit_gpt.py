@@ -121,8 +121,8 @@ def test_fused_rows_are_group_by_group(folder):
                 for _ in range(n_rows):
                     expected[part].append(next(rows))
         assert next(rows, None) is None
-        for part, found in expected.items():
-            assert torch.equal(ours[f"blocks.{i}.attn.{part}.weight"], torch.stack(found)), (i, part)
+        for part, rows in expected.items():
+            assert torch.equal(ours[f"blocks.{i}.attn.{part}.weight"], torch.stack(rows)), (i, part)
 
 
 def test_every_other_tensor_is_taken_as_it_is(folder):
@@ -145,7 +145,7 @@ def test_every_other_tensor_is_taken_as_it_is(folder):
     [("gqa/mdm", 1), ("gqa/ar", 5000), ("mha/mdm", 5000), ("mha/ar", 1 << 24)],
     indirect=["folder"],
 )
-def test_pieces_put_together_are_the_tensors(folder, most_bytes):
+def test_joined_pieces_are_the_tensors(folder, most_bytes):
     checkpoint = open_checkpoint(folder / "model.safetensors")
     pieces = {}
     for name, piece in checkpoint.key_map.to_ours(checkpoint.source.read, most_bytes):
@@ -164,7 +164,7 @@ def test_convert_then_export_is_the_identity(folder, tmp_path):
     assert written.read_bytes() == source.read_bytes()
     again, _ = read(written)
     assert again == architecture
-    theirs, ours = (json.loads((place / "lit_config.json").read_text()) for place in (folder, tmp_path))
+    theirs, ours = (json.loads((config_folder / "lit_config.json").read_text()) for config_folder in (folder, tmp_path))
     # "org" means nothing to the network, and of the vocabulary it is the padded size that does.
     assert {**theirs, **ours} == {**theirs, "vocab_size": theirs["padded_vocab_size"]}
     assert ours.keys() >= theirs.keys() - {"org", "padding_multiple"}
@@ -209,14 +209,14 @@ def test_a_published_size_is_recognised_from_shapes(
     shapes = lit_shapes(n_layer, n_head, n_embd, hidden, rows)
     monkeypatch.setattr(weight_conversion.convert, "open_tensors", lambda path: ShapesOnly(shapes))
     checkpoint = open_checkpoint(tmp_path / "downloaded.safetensors")
-    found = checkpoint.architecture
+    shape = checkpoint.architecture
     assert checkpoint.key_map.their_shapes == shapes
-    assert found == published_architecture(size, kind) == published_architecture(f"Diff_LLaMA_{size}", kind)
-    assert (found.n_layers, found.n_heads, found.d_model, found.d_mlp) == (n_layer, n_head, n_embd, hidden)
-    assert (found.n_key_value_heads, found.d_head, found.n_ctx) == (n_head, n_embd // n_head, 2048)
-    assert (found.d_vocab, found.d_vocab_out) == (rows, 32000)
-    assert found.mask_token_id == (32000 if kind == "mdm" else None)
-    assert found.n_params == n_params + (rows + 32000) * n_embd == sum(map(math.prod, shapes.values()))
+    assert shape == published_architecture(size, kind) == published_architecture(f"Diff_LLaMA_{size}", kind)
+    assert (shape.n_layers, shape.n_heads, shape.d_model, shape.d_mlp) == (n_layer, n_head, n_embd, hidden)
+    assert (shape.n_key_value_heads, shape.d_head, shape.n_ctx) == (n_head, n_embd // n_head, 2048)
+    assert (shape.d_vocab, shape.d_vocab_out) == (rows, 32000)
+    assert shape.mask_token_id == (32000 if kind == "mdm" else None)
+    assert shape.n_params == n_params + (rows + 32000) * n_embd == sum(map(math.prod, shapes.values()))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_the_size_of_a_file_that_was_written(folder, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("wrap", ["flat", "model", "state_dict", "training state", "before torch 1.6"])
-def test_a_pth_says_the_same_as_the_safetensors(folder, tmp_path, wrap):
+def test_a_pth_holds_the_same_as_the_safetensors(folder, tmp_path, wrap):
     tensors = load_file(folder / "model.safetensors")
     content = {
         "model": {"model": tensors},
@@ -255,10 +255,10 @@ def test_a_pth_says_the_same_as_the_safetensors(folder, tmp_path, wrap):
     }.get(wrap, tensors)
     path = tmp_path / "model.pth"
     torch.save(content, path, _use_new_zipfile_serialization=wrap != "before torch 1.6")
-    architecture, found = read(path, folder / "lit_config.json")
+    architecture, tensors = read(path, folder / "lit_config.json")
     expected_architecture, expected = read(folder / "model.safetensors")
     assert architecture == expected_architecture
-    assert same(found, expected)
+    assert same(tensors, expected)
 
 
 @pytest.mark.parametrize("folder", ["gqa/mdm"], indirect=True)
@@ -276,16 +276,16 @@ def test_a_checkpoint_in_shards(folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for shard, held in shards.items():
-        save_file({name: tensors[name] for name in held}, tmp_path / shard)
-    where = {name: shard for shard, held in shards.items() for name in held}
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / shard)
+    where = {name: shard for shard, names in shards.items() for name in names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (tmp_path / "lit_config.json").write_bytes((folder / "lit_config.json").read_bytes())
     assert same(read(tmp_path)[1], read(folder / "model.safetensors")[1])
 
 
 @pytest.mark.parametrize("beside", [{"model_type": "llama", "hidden_size": 2048}, {"format": "diffusion_lens"}])
-def test_the_config_of_another_family_beside_the_checkpoint_is_let_be(folder, tmp_path, beside):
+def test_the_config_of_another_family_beside_the_checkpoint_is_ignored(folder, tmp_path, beside):
     for name in ("model.safetensors", "lit_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(beside))
@@ -331,10 +331,10 @@ def test_whatever_is_exported_is_read_back(architecture, seed, half, ours):
     family = "diffusion_lens" if ours else None
     with tempfile.TemporaryDirectory() as scratch:
         path = export(tensors, architecture, Path(scratch) / "model.safetensors", family)
-        for place in (path, path.parent):
-            again, found = read(place)
+        for source in (path, path.parent):
+            again, read_back = read(source)
             assert again == architecture
-            assert same(found, tensors)
+            assert same(read_back, tensors)
 
 
 def test_our_own_format_is_the_identity(either, tmp_path):

@@ -80,7 +80,7 @@ def test_a_misshapen_tensor(folder, tensors, refused, write):
     )
 
 
-def test_all_that_is_wrong_is_said_at_once(folder, tensors, refused, write):
+def test_one_error_names_all_problems(folder, tensors, refused, write):
     del tensors["lm_head.weight"]
     tensors["head.weight"] = torch.zeros(3)
     tensors["transformer.ln_f.weight"] = torch.zeros(1, 64)
@@ -123,15 +123,15 @@ def test_a_model_left_with_holes_is_refused_by_the_model_too(either, refused):
     refused(ValueError, "no weight 'blocks.9.ln1.weight'", do=lambda: build(cfg, tensors=extra.items()))
 
 
-@pytest.mark.parametrize("kept", [0, 5, 300, 100_000, -1])
-def test_a_file_cut_off(folder, kept, refused):
+@pytest.mark.parametrize("n_bytes", [0, 5, 300, 100_000, -1])
+def test_a_truncated_file(folder, n_bytes, refused):
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:n_bytes])
     refused(ValueError, path, f"{path.stat().st_size:,} bytes on disk", "fetch it again", path=path)
 
 
 @pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 64, b"<html></html>"])
-def test_what_is_no_safetensors_file(folder, content, refused):
+def test_a_file_that_is_not_safetensors_is_refused(folder, content, refused):
     path = folder / "model.safetensors"
     path.write_bytes(content)
     refused(ValueError, path, "is not a complete safetensors file", "delete it and fetch it again", path=path)
@@ -183,13 +183,13 @@ def test_a_pth_without_named_tensors(tmp_path, content, refused):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"hello", b"\x80\x02}q\x00.", b"\xff" * 50])
-def test_a_pth_that_is_none(tmp_path, content, refused):
+def test_a_file_that_is_not_a_pth_is_refused(tmp_path, content, refused):
     path = tmp_path / "model.pth"
     path.write_bytes(content)
     refused(ValueError, path, "truncated", ".safetensors", path=path)
 
 
-def test_a_pth_cut_off(tmp_path, tensors, refused):
+def test_a_truncated_pth(tmp_path, tensors, refused):
     path = tmp_path / "model.pth"
     torch.save(tensors, path)
     path.write_bytes(path.read_bytes()[:-1000])
@@ -201,7 +201,7 @@ def test_an_unknown_suffix(tmp_path, refused):
     refused(ValueError, "model.gguf", ".safetensors, .pth", path=tmp_path / "model.gguf")
 
 
-def test_nothing_there(tmp_path, refused):
+def test_a_path_that_does_not_exist(tmp_path, refused):
     refused(FileNotFoundError, tmp_path / "a.safetensors", path=tmp_path / "a.safetensors")
 
 
@@ -242,7 +242,7 @@ def test_a_shard_without_its_tensor(tmp_path, tensors, refused):
     refused(ValueError, tmp_path, *words, path=tmp_path)
 
 
-def test_no_message_carries_the_noise_of_torch(tmp_path, refused):
+def test_no_message_repeats_torchs_advice(tmp_path, refused):
     path = tmp_path / "model.pth"
     torch.save({"a": Malicious(tmp_path / "harm")}, path)
     message = refused(ValueError, "(Unsupported global: GLOBAL getattr)", path=path)

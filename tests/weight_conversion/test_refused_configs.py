@@ -134,7 +134,7 @@ def test_our_own_folder_without_its_config(either, tmp_path, refused):
         (lambda c: c.pop("architecture"), ["'architecture'", "save it again"]),
     ],
 )
-def test_our_own_config_spoilt(either, tmp_path, change, words, refused):
+def test_damaged_configs_of_our_own_format(either, tmp_path, change, words, refused):
     folder = either.model.save_pretrained(tmp_path / "saved")
     config = json.loads((folder / "config.json").read_text())
     change(config)
@@ -171,7 +171,10 @@ def test_a_config_that_is_not_there(folder, refused):
     ],
 )
 def test_a_diffusion_class_is_refused_though_its_model_type_is_that_of_a_causal_model(model_type, name, configs):
-    config = {**next(each for each in configs.values() if each["model_type"] == model_type), "architectures": [name]}
+    config = {
+        **next(config for config in configs.values() if config["model_type"] == model_type),
+        "architectures": [name],
+    }
     with pytest.raises(
         ValueError, match=f"a diffusion model under a causal model's config .its config says architectures=.*{name}"
     ):

@@ -31,23 +31,23 @@ def test_export_to_an_unknown_family(good, tmp_path, refused):
 def test_export_without_a_tensor_leaves_nothing_behind(good, tmp_path, family, refused):
     tensors, architecture = good
     do = lambda: export(tensors, architecture, tmp_path / "a.safetensors", family)  # noqa: E731
-    kept = tensors.pop("blocks.1.attn.k.weight")
+    weight = tensors.pop("blocks.1.attn.k.weight")
     refused(ValueError, "cannot export", "'blocks.1.attn.k.weight' is missing", do=do)
-    tensors["blocks.1.attn.k.weight"] = kept.T
+    tensors["blocks.1.attn.k.weight"] = weight.T
     refused(ValueError, "cannot export", "'blocks.1.attn.k.weight' is [64, 32], expected [32, 64]", do=do)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "expected"),
     [("rotary_base", 500000.0, "10000.0"), ("rotary_dtype", "float32", "'bfloat16'"), ("mask_token_id", 3, "512"),
      ("attention_dir", "causal", "'bidirectional'"), ("readout", "shifted", "'in_place'")],
 )  # fmt: skip
-def test_export_of_what_the_format_cannot_say(good, tmp_path, field, value, said, refused):
+def test_export_of_what_the_format_cannot_express(good, tmp_path, field, value, expected, refused):
     tensors, architecture = good
     other = Architecture.from_dict({**architecture.to_dict(), field: value})
     do = lambda: export(tensors, other, tmp_path / "a.safetensors")  # noqa: E731
-    refused(ValueError, f"{field}={value!r} (would become {said})", "family='diffusion_lens'", do=do)
+    refused(ValueError, f"{field}={value!r} (would become {expected})", "family='diffusion_lens'", do=do)
     assert list(tmp_path.iterdir()) == []
     written = export(tensors, other, tmp_path / "a.safetensors", family="diffusion_lens")
     assert open_checkpoint(written).architecture == other
@@ -92,16 +92,16 @@ def test_an_export_that_fails_leaves_the_old_pair(good, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_who_reads_the_old_file_goes_on_reading_it(good, tmp_path):
+def test_an_open_file_stays_readable_while_it_is_replaced(good, tmp_path):
     tensors, architecture = good
     path = export(tensors, architecture, tmp_path / "model.safetensors")
     mapped = open_checkpoint(path)
     old = path.read_bytes()
     with path.open("rb") as reader:
-        held = dict(mapped.tensors())
-        export({name: tensor + 1 for name, tensor in held.items()}, architecture, path)
+        tensors_of_file = dict(mapped.tensors())
+        export({name: tensor + 1 for name, tensor in tensors_of_file.items()}, architecture, path)
         assert reader.read() == old != path.read_bytes()
-    assert all(torch.equal(held[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(tensors_of_file[name], tensors[name]) for name in tensors)
     plain = tmp_path / "plain"
     plain.touch()
     assert path.stat().st_mode == plain.stat().st_mode  # as readable as any new file

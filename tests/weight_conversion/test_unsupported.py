@@ -53,11 +53,11 @@ BLOCKS, EXPERTS, DIT = "a block-diffusion model", "a mixture of experts", "a dif
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
 )
-def test_a_kind_is_told_by_its_config(config, words, refused):
+def test_the_config_shows_the_kind_of_a_model(config, words, refused):
     refused(ValueError, "owner/name is", *words, "not supported", do=lambda: recognise(config, {}, "owner/name"))
 
 
-def test_a_kind_is_told_by_its_tensors(tmp_path, refused, write):
+def test_the_tensors_show_the_kind_of_a_model(tmp_path, refused, write):
     sedd = {"blocks.0.adaLN_modulation.weight": torch.zeros(2, 2), "vocab_embed.embedding": torch.zeros(2, 2)}
     refused(ValueError, DIT, "it holds", path=write(sedd, tmp_path))
     moe = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)}
@@ -67,7 +67,7 @@ def test_a_kind_is_told_by_its_tensors(tmp_path, refused, write):
 @pytest.mark.parametrize(
     "name", ["Qwen3-0.6B-diffusion-bd3lm-v0.1", "OPDLM-0.6B", "models--divelab--OPDLM-0.6B/snapshots/0123"]
 )
-def test_a_kind_is_told_by_its_name_where_the_config_is_silent(name, configs, specimen, tmp_path, refused):
+def test_the_name_shows_the_kind_of_a_model_if_its_config_does_not(name, configs, specimen, tmp_path, refused):
     """dllm's block-diffusion models hold the config and the tensors of those that see the whole canvas."""
     folder = a2d(configs, specimen, tmp_path / name)
     for path in (folder, folder / "model.safetensors"):
@@ -80,7 +80,7 @@ def test_a_kind_is_told_by_its_name_where_the_config_is_silent(name, configs, sp
     refused(ValueError, BLOCKS, "block_size=4", path=folder, config={**denied, "block_size": 4})
 
 
-def test_a_name_further_up_the_path_tells_nothing(configs, specimen, tmp_path):
+def test_names_further_up_the_path_are_ignored(configs, specimen, tmp_path):
     folder = a2d(configs, specimen, tmp_path / "bd3lm" / "my-mdlm")
     assert open_checkpoint(folder).architecture.family == "qwen3"
 
@@ -91,7 +91,7 @@ def test_diffullama_does_not_load_as_the_causal_model_of_its_config(configs, tmp
     refused(ValueError, *words, do=lambda: recognise(configs["llama"], {}, source))
 
 
-def test_where_nothing_tells_a_model_made_from_a_causal_one_warns(configs, specimen, tmp_path):
+def test_a_model_made_from_a_causal_one_warns_if_nothing_shows_its_kind(configs, specimen, tmp_path):
     folder = a2d(configs, specimen, tmp_path / "mine")
     with pytest.warns(UserWarning, match=r"mine is read as a model that sees its whole canvas.*\"block_size\": null"):
         model = HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
@@ -102,14 +102,14 @@ def test_where_nothing_tells_a_model_made_from_a_causal_one_warns(configs, speci
             assert HookedDiffusionTransformer.from_pretrained(path, device="cpu").cfg.family == "qwen3"
 
 
-def test_an_unknown_family_is_told_what_was_seen(refused):
+def test_the_error_of_an_unknown_family_lists_what_was_read(refused):
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
     words = ("no known family", "model_type='gpt_neox'", "['GPTNeoXForCausalLM']", "llada")
     refused(ValueError, *words, do=lambda: recognise(config, {}, "x"))
 
 
 @pytest.mark.parametrize("passed", ["path", "mapping named in it"])
-def test_a_config_that_is_passed_tells_the_kind_by_its_own_path(passed, configs, specimen, tmp_path, refused):
+def test_a_passed_config_shows_the_kind_by_its_own_path(passed, configs, specimen, tmp_path, refused):
     folder = a2d(configs, specimen, tmp_path / "Qwen3-bd3lm")
     (weights := folder / "weights").mkdir()
     (folder / "model.safetensors").rename(weights / "model.safetensors")
@@ -123,18 +123,18 @@ def test_a_config_that_is_passed_tells_the_kind_by_its_own_path(passed, configs,
 
 @pytest.mark.parametrize("as_mapping", [False, True])
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("settings", "shown"),
     [
         ({"block_size": 4}, "block_size=4"),
         ({"architectures": "SDARForCausalLM"}, "architectures='SDARForCausalLM'"),
         ({"auto_map": {"AutoModel": "modeling_sdar.SDARForCausalLM"}}, "auto_map="),
     ],
 )
-def test_a_config_that_is_passed_tells_the_kind_as_one_beside_does(
-    as_mapping, said, shown, configs, specimen, tmp_path, refused
+def test_a_passed_config_shows_the_kind_as_one_beside_the_checkpoint_does(
+    as_mapping, settings, shown, configs, specimen, tmp_path, refused
 ):
     folder = a2d(configs, specimen, tmp_path / "mine")
-    config = {**json.loads((folder / "config.json").read_text()), **said}
+    config = {**json.loads((folder / "config.json").read_text()), **settings}
     (path := tmp_path / "passed.json").write_text(json.dumps(config))
     load = HookedDiffusionTransformer.from_pretrained
     passed = config if as_mapping else path
@@ -144,7 +144,7 @@ def test_a_config_that_is_passed_tells_the_kind_as_one_beside_does(
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])
-def test_a_config_that_is_passed_does_not_hide_the_kind_that_the_one_beside_tells(
+def test_a_passed_config_does_not_hide_the_kind_that_the_one_beside_shows(
     as_mapping, configs, specimen, tmp_path, refused
 ):
     folder = a2d(configs, specimen, tmp_path / "mine")
@@ -162,7 +162,7 @@ def test_a_config_that_is_passed_does_not_hide_the_kind_that_the_one_beside_tell
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])
-def test_a_silent_config_that_is_passed_warns(as_mapping, configs, specimen, tmp_path):
+def test_a_passed_config_that_shows_no_kind_warns(as_mapping, configs, specimen, tmp_path):
     folder = a2d(configs, specimen, tmp_path / "mine")
     config = folder / "config.json"
     with pytest.warns(UserWarning, match="mine is read as a model that sees its whole canvas"):
@@ -171,7 +171,7 @@ def test_a_silent_config_that_is_passed_warns(as_mapping, configs, specimen, tmp
         )
 
 
-def test_a_name_is_that_of_the_folder_itself(configs, specimen, tmp_path, refused, monkeypatch):
+def test_only_the_name_of_the_folder_itself_counts(configs, specimen, tmp_path, refused, monkeypatch):
     """From inside a folder, and through a link, a checkpoint is the same one."""
     folder = a2d(configs, specimen, tmp_path / "Qwen3-bd3lm")
     (tmp_path / "link").symlink_to(folder)
@@ -196,9 +196,9 @@ def test_a_name_is_that_of_the_folder_itself(configs, specimen, tmp_path, refuse
     ],
 )
 def test_a_class_of_another_model_type_is_refused(config, name, owner, configs, refused):
-    said = {**configs[config], "architectures": [name]}
-    words = ("contradicts itself", f"model_type={said['model_type']!r}", f"['{name}']", f"model_type='{owner}'")
-    refused(ValueError, *words, do=lambda: recognise(said, {}, "mine"))
+    settings = {**configs[config], "architectures": [name]}
+    words = ("contradicts itself", f"model_type={settings['model_type']!r}", f"['{name}']", f"model_type='{owner}'")
+    refused(ValueError, *words, do=lambda: recognise(settings, {}, "mine"))
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_a_class_of_another_model_type_is_refused(config, name, owner, configs, 
         ("dream", "DreamModel"),
     ],
 )
-def test_a_class_of_its_own_or_of_nobody_else_is_taken(config, name, configs):
+def test_a_class_of_its_own_or_of_no_family_is_accepted(config, name, configs):
     for classes in ([name], name):
         assert recognise({**configs[config], "architectures": classes}, {}, "mine").name in config
 
 
-def test_an_unknown_config_beside_a_checkpoint_is_told(tmp_path, refused, write):
+def test_an_unknown_config_beside_a_checkpoint_is_reported(tmp_path, refused, write):
     path = write({"gpt_neox.embed_in.weight": torch.zeros(2, 2)}, tmp_path)
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
