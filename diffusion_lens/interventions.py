@@ -235,7 +235,7 @@ class _Selection:
         return _fit(new, old, name)
 
 
-def _resolve(selected: Indices, size: int, name: str, where: str) -> Int[Tensor, "*n"]:
+def _resolve(selected: Indices, size: int, name: str, where: str) -> Int[Tensor, "*rest"]:
     """The selection as indices from 0 to `size` - 1."""
     if selected is None:
         return torch.arange(size)

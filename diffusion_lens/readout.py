@@ -17,7 +17,7 @@ class Readout(ABC):
     """Maps positions of tokens to the rows of the logits that predict them."""
 
     @abstractmethod
-    def rows(self, positions: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def rows(self, positions: Int[Tensor, "*rest"]) -> Int[Tensor, "*rest"]:
         """The row that predicts the token at each position."""
 
     def locate(
@@ -37,14 +37,14 @@ class Readout(ABC):
 class InPlace(Readout):
     """Row i predicts token i."""
 
-    def rows(self, positions: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def rows(self, positions: Int[Tensor, "*rest"]) -> Int[Tensor, "*rest"]:
         return positions
 
 
 class Shifted(Readout):
     """Row i - 1 predicts token i. No row predicts the first token; it is read in its own row (Dream's convention)."""
 
-    def rows(self, positions: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def rows(self, positions: Int[Tensor, "*rest"]) -> Int[Tensor, "*rest"]:
         return (positions - 1).clamp(min=0)
 
 

@@ -18,6 +18,8 @@ cell         cells of a grid, each a restored or patched run
 answer       tokens of an answer, in order
 entry        rows of a grid or of a list of pairs, in order
 axis         axes of a grid
+canvas       canvases of a denoising run: one before each step, and the final one
+rest         any further axes, as in `*rest`
 role         roles of tokens in a fact: first token of the subject, last token of the prompt, ...
 fact         facts of a study
 request      facts for which values are optimised

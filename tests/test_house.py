@@ -239,6 +239,23 @@ def test_only_doors_take_more_than_eight_arguments() -> None:
     assert DOORS - many == set(), "these take few arguments: they need no line in DOORS"
 
 
+def axes_of(name: str) -> Iterator[tuple[str, str]]:
+    """Every word of the shapes in a file's annotations and docstrings, with its line."""
+    for line, text in enumerate(FILES[name].read_text(encoding="utf-8").splitlines(), 1):
+        for shape in re.findall(r"\b(?:Bool|Float|Int)\[(?:Tensor, \")?([^\]\"]+)", text):
+            for word in re.findall(r"\b[a-z]\w*", shape):
+                yield word, f"{name}:{line}"
+
+
+def test_shapes_use_the_words_of_the_glossary_and_only_these() -> None:
+    doc = ast.get_docstring(tree_of("diffusion_lens.shapes"))
+    assert doc is not None
+    glossary = {word for words in re.findall(r"^(\w+(?:, \w+)*)  +", doc, re.MULTILINE) for word in words.split(", ")}
+    used = {word: place for name in FILES for word, place in axes_of(name)}
+    assert {word: place for word, place in used.items() if word not in glossary} == {}, "not in shapes.py"
+    assert glossary - used.keys() == set(), "no annotation uses these words"
+
+
 def test_only_the_command_line_prints() -> None:
     printing = {
         f"{name}:{node.lineno}"

@@ -41,7 +41,7 @@ class Patch:
     Attributes:
         block: Block of the hook point.
         point: Name of the hook point.
-        states: Float[#row pos ...], source of the states; a single row is used for all rows of the pass.
+        states: Float[#batch pos ...], source of the states; a single row is used for all rows of the pass.
         source: Positions in `states`.
         target: Positions in the pass, one for each of `source`.
         head: Head that is patched, if the activation has heads.
@@ -51,7 +51,7 @@ class Patch:
 
     block: int
     point: str
-    states: Float[Tensor, "#row pos ..."]
+    states: Float[Tensor, "#batch pos ..."]
     source: tuple[int, ...]
     target: tuple[int, ...]
     head: int | None = None

@@ -33,7 +33,7 @@ EXACT = 3 * ROUNDING
 # rises if a correct one is.
 NEARER = 0.02
 
-Parts = Float[Tensor, "*parts"]
+Parts = Float[Tensor, "*rest"]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 
 @torch.no_grad()
-def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "row pos"]:
+def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "batch pos"]:
     """The contribution of each token of clean text to the training loss, with fixed noise.
 
     Their sum is the loss in nats per token. For a masked diffusion model, each row of the text has `N_SAMPLES` rows.

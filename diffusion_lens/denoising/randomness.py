@@ -70,7 +70,7 @@ class PositionNoise:
         uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
         return uniform.gather(1, self._positions)[positions.cpu()].to(positions.device)
 
-    def by_token(self, step: int, positions: PosMask, n_tokens: int) -> Float[Tensor, "selected token"]:
+    def by_token(self, step: int, positions: PosMask, n_tokens: int) -> Float[Tensor, "selected d_vocab_out"]:
         """`n_tokens` numbers in (0, 1) for each selected position, in reading order."""
         selected = positions.cpu().nonzero().tolist()
         uniform = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in selected]

@@ -50,7 +50,7 @@ class Run:
         times: Times of all steps, `n_steps + 1` numbers; a run that begins in the middle has them all too.
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
-        script: Int[step+1 batch pos], canvases that a forced run follows; `None` for a free run.
+        script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
     """
 
     model: DiffusionTransformer
@@ -60,7 +60,7 @@ class Run:
     times: list[float]
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
-    script: Int[Tensor, "step_plus_1 batch pos"] | None = None
+    script: Int[Tensor, "canvas batch pos"] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = self.canvas.tokens

@@ -29,7 +29,7 @@ class Plan:
     """
 
     positions: PosMask
-    counts: Int[Tensor, "pools"]
+    counts: Int[Tensor, "#batch"]
     remask: PosMask | None = None
     jitter: Float[Tensor, "batch pos"] | None = None
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def linear_times(steps: int, eps: float) -> Float[Tensor, "steps_plus_1"]:
+def linear_times(steps: int, eps: float) -> Float[Tensor, "canvas"]:
     """The `steps + 1` times from 1 to `eps`."""
     return torch.linspace(1, eps, steps + 1)
 

@@ -36,7 +36,7 @@ class Trajectory:
 
     Attributes:
         tokens: Int[batch pos], the final canvas.
-        canvases: Int[step+1 batch pos], x_t before each step, and the final canvas. A position holds the mask id, or on
+        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position holds the mask id, or on
             a causal model -1, until it is revealed.
         revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked.
         confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
@@ -51,7 +51,7 @@ class Trajectory:
     """
 
     tokens: Tokens
-    canvases: Int[Tensor, "step_plus_1 batch pos"]
+    canvases: Int[Tensor, "canvas batch pos"]
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     given: PosMask

@@ -39,7 +39,7 @@ class TrajectoryDiff:
         if canvases.shape != others.shape:
             raise ValueError(
                 f"runs of different shape cannot be compared: {list(canvases.shape)} and {list(others.shape)} "
-                "(step+1, batch, pos)"
+                "[canvas batch pos]"
             )
         if not torch.equal(canvases[0], others[0]):
             raise ValueError("the two runs begin with different canvases; compare runs of the same prompt")

@@ -77,7 +77,7 @@ class _Question:
     answer: Int[Tensor, "selected"]
 
     @property
-    def tokens(self) -> Int[Tensor, "both"]:
+    def tokens(self) -> Int[Tensor, "pos"]:
         return torch.cat([self.prompt, self.answer])
 
 

@@ -14,15 +14,15 @@ class Visibility:
     """The attention pattern of one forward pass.
 
     Attributes:
-        allowed: Bool[batch_or_1 1 query key], true where a query sees a key; `None` if the fused kernel needs no mask,
+        allowed: Bool[#batch 1 query key], true where a query sees a key; `None` if the fused kernel needs no mask,
             because every position sees all positions or, with `causal`, all earlier ones.
         causal: Whether the pattern is causal; used where `allowed` is `None`.
     """
 
-    allowed: Bool[Tensor, "batch_or_1 1 query key"] | None
+    allowed: Bool[Tensor, "#batch 1 query key"] | None
     causal: bool
 
-    def dense(self, n_query: int, n_key: int, device: torch.device) -> Bool[Tensor, "batch_or_1 1 query key"]:
+    def dense(self, n_query: int, n_key: int, device: torch.device) -> Bool[Tensor, "#batch 1 query key"]:
         """The pattern as a mask, for scores that hooks see."""
         if self.allowed is not None:
             return self.allowed

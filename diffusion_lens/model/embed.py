@@ -38,5 +38,5 @@ class Unembed(nn.Module):
     def b_U(self) -> Float[Tensor, "d_vocab_out"]:
         return self.weight.new_zeros(self.weight.shape[0])
 
-    def forward(self, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_vocab_out"]:
+    def forward(self, resid: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_vocab_out"]:
         return F.linear(resid, self.weight)

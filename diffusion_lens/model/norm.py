@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         """TransformerLens's name of the weight."""
         return self.weight
 
-    def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
+    def forward(self, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest d"]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = self.hook_scale((wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
         normalized: Tensor = self.hook_normalized((wide / scale).to(x.dtype))

@@ -74,7 +74,7 @@ def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:
     return cos[batch, rows], sin[batch, rows]
 
 
-def rotate(x: Float[Tensor, "batch pos heads d_head"], tables: Tables) -> Float[Tensor, "batch pos heads d_head"]:
+def rotate(x: Float[Tensor, "batch pos head d_head"], tables: Tables) -> Float[Tensor, "batch pos head d_head"]:
     """Rotate queries or keys by their position."""
     cos, sin = tables
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))

@@ -240,7 +240,7 @@ class TextInterface(ABC):
             )
         return (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
 
-    def without_padding(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "real"]:
+    def without_padding(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "selected"]:
         """One row of tokens without the padding around them, if the tokens show it (`real_positions`)."""
         real = self.real_positions(row[None]) if len(row) else None
         return row if real is None else row[real[0]]

@@ -43,15 +43,15 @@ class TrainingRows:
     """Rows of tokens, padded on the right.
 
     Attributes:
-        tokens: Int[row pos], the token ids.
-        lengths: Int[row], the number of real tokens of each row, including the end token. Batches are cut to their
+        tokens: Int[batch pos], the token ids.
+        lengths: Int[batch], the number of real tokens of each row, including the end token. Batches are cut to their
             longest row. `None` means that every token counts, padding included.
-        answers: Int[row], the position at which each row's answer begins, if only answers count. Requires `lengths`.
+        answers: Int[batch], the position at which each row's answer begins, if only answers count. Requires `lengths`.
     """
 
-    tokens: Int[Tensor, "row pos"]
-    lengths: Int[Tensor, "row"] | None = None
-    answers: Int[Tensor, "row"] | None = None
+    tokens: Int[Tensor, "batch pos"]
+    lengths: Int[Tensor, "batch"] | None = None
+    answers: Int[Tensor, "batch"] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or not self.tokens.numel():

@@ -66,7 +66,7 @@ class TrainingRecord:
 
 def train(
     model: DiffusionTransformer,
-    tokens: Int[Tensor, "row pos"] | TrainingRows,
+    tokens: Int[Tensor, "batch pos"] | TrainingRows,
     config: TrainingConfig,
     *,
     objective: Objective | None = None,

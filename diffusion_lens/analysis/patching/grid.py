@@ -144,7 +144,7 @@ class _SweptPair:
     clean: float
     corrupted: float
     labels: list[str]
-    by_site: list[tuple[Float[Tensor, "*axes"], EstimateError | None]]
+    by_site: list[tuple[Float[Tensor, "*rest"], EstimateError | None]]
 
 
 def patch_sites(

@@ -20,7 +20,7 @@ class PatchGrid:
     """The scores of one site.
 
     Attributes:
-        scores: Float[*axes], metric of the corrupted run with one cell patched; `axes` names its axes. NaN at positions
+        scores: Float[*rest], metric of the corrupted run with one cell patched; `axes` names its axes. NaN at positions
             that are not reached yet in a step.
         axes: Those of "step", "layer", "pos" and "head" that apply. The heads of k and v are key/value heads; "pos" of
             the pattern is the query.
@@ -37,7 +37,7 @@ class PatchGrid:
             corrupted canvases.
     """
 
-    scores: Float[Tensor, "*axes"]
+    scores: Float[Tensor, "*rest"]
     axes: tuple[str, ...]
     site: str
     clean: Float[Tensor, "*step"]
@@ -48,7 +48,7 @@ class PatchGrid:
     record: dict[str, Any]
 
     @property
-    def effect(self) -> Float[Tensor, "*axes"]:
+    def effect(self) -> Float[Tensor, "*rest"]:
         """Change of the metric by the patch: scores - corrupted."""
         n_cell_axes = self.scores.dim() - self.corrupted.dim()
         return self.scores - self.corrupted.view(*self.corrupted.shape, *[1] * n_cell_axes)
