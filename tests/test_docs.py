@@ -30,7 +30,7 @@ def families() -> Iterator[None]:
     FAMILIES.update(before)
 
 
-@pytest.mark.usefixtures("families")
+@pytest.mark.usefixtures("families", "undrawn_figures")
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in RUN_BY_THE_BUILD])
 def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -50,6 +50,7 @@ def test_the_pages_that_show_the_command_line_have_sessions() -> None:
     assert WITH_SESSIONS == ["check.md", "command_line.md"]
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 @pytest.mark.parametrize("page", WITH_SESSIONS)
 def test_sessions_are_true(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of a page in order, in one folder; "..." in what it says stands for anything.

@@ -15,6 +15,7 @@ MARKDOWN = sorted(
 WITH_PYTHON = [page for page in MARKDOWN if any(block.language == "python" for block in blocks(ROOT / page))]
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
