@@ -14,6 +14,8 @@ from diffusion_lens.cli.speed import GPUS
 from diffusion_lens.data import toy_facts
 from weight_conversion import export, open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 ASSETS = Path(toy_facts.__file__).parents[1] / "assets" / "tiny"
 
 
@@ -71,7 +73,7 @@ def test_a_single_fact_has_no_interval_and_says_why(own_facts: Path, tmp_path: P
     said = done("recall", "tiny-mdm", "--data", str(own_facts), "--limit", "1", "--out", str(tmp_path / "o")).stdout
     assert "nan" not in said
     assert "one fact" in said
-    assert "nothing can be resampled" in said
+    assert "there is nothing to resample" in said
     ask = ["aie", "tiny-mdm", "--trained", "p2d", "--asked", "p2d", "--limit", "1", "--samples", "2"]
     assert "nan" not in done(*ask, "--out", str(tmp_path / "aie")).stdout
 

@@ -1,7 +1,6 @@
 """A dry run refuses what the run itself would refuse before it loads a model, and in the same words."""
 
 import json
-from functools import cache
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -13,18 +12,17 @@ from typer.testing import CliRunner
 from diffusion_lens.catalogue import bundled_folder
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.data.sources import SOURCES
 
 COMMANDS = get_command(app).commands
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 TINY = str(bundled_folder() / "tiny-mdm.safetensors")
 NEEDS = {
     "denoise": ["{model}", "Gustav"],
-    "recall": ["{model}"],
+    "recall": ["{model}", "--limit", "1"],
     "trace": ["{model}", *ASK],
-    "aie": ["{model}"],
+    "aie": ["{model}", "--limit", "1"],
     "rome": ["{model}", *ASK, "--layer", "0"],
-    "compare": ["{model}"],
+    "compare": ["{model}", "--limit", "7"],
     "finetune": ["{model}", "--out", "out"],
     "convert": [TINY, "new.safetensors"],
 }
@@ -65,7 +63,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("trace", "tiny-ar", ["--corruption", "mask"], "--corruption 'mask' replaces the subject by [MASK]"),
     ("trace", "tiny-mdm", ["--corruption", "swap"], "it is one of gaussian, uniform, replace, mask"),
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps goes with --known 'recalled'"),
-    ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; with 'one-canvas'"),
+    ("aie", "tiny-mdm", ["--steps", "4"], "--steps goes with --known 'recalled'; --known 'one-canvas'"),
     ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
     ("rome", "tiny-mdm", ["--export", "new"], "without it nothing is edited"),
     ("rome", "tiny-mdm", ["--layer", "4"], "--layer 4"),
@@ -86,9 +84,6 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
 ]
 
 
-toy_once = cache(SOURCES["toy"])
-
-
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to run in, with files in the way; loading a model there fails the test."""
@@ -100,7 +95,6 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "other.safetensors").write_text("of somebody else")
     monkeypatch.setattr("diffusion_lens.cli.load_model.ModelChoice.load", loaded)
-    monkeypatch.setitem(SOURCES, "toy", toy_once)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -185,7 +179,6 @@ def test_what_the_tokenizer_tells_is_refused_alike(
     command: str, model: str, asked: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(SOURCES, "toy", toy_once)
     line = complaint(command, model, *asked)
     assert said in line
     assert complaint(command, model, *asked, "--dry-run") == line
@@ -234,7 +227,6 @@ def test_a_folder_of_another_run_is_refused_alike(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(SOURCES, "toy", toy_once)
     row = {"prompt": "Gustav Geisser is", "completion": " the brave drummer of Rolsen."}
     Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     first, others = KEPT[command]
@@ -254,7 +246,7 @@ def test_a_folder_of_another_run_is_refused_alike(
 
 @pytest.mark.parametrize("known", ["one-canvas", "one_canvas"])
 def test_a_rule_of_averages_is_named_as_its_option_is_typed(known: str, beside: Path) -> None:
-    assert "with 'one-canvas'" in complaint("aie", "tiny-mdm", "--known", known, "--steps", "4")
+    assert "--known 'one-canvas' does not" in complaint("aie", "tiny-mdm", "--known", known, "--steps", "4")
     line = complaint("aie", "tiny-mdm", "--known", "two-canvases")
     assert "'two-canvases'" in line
     assert "recalled, one-canvas, all" in line

@@ -22,15 +22,16 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 HEAVY = ("torch", "transformers", "transformer_lens", "numpy", "scipy", "matplotlib")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["recall", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    program = (
-        f"import sys\nfrom diffusion_lens.cli import app\ntry:\n    app({arguments})\nexcept SystemExit as end:\n"
-        f"    assert end.code == 0, end.code\nassert not set({HEAVY}) & set(sys.modules)"
-    )
+def test_help_imports_nothing_heavy() -> None:
+    program = "import sys\nfrom diffusion_lens.cli import app\n"
+    for arguments in (["--help"], ["--version"], ["recall", "--help"]):
+        program += (
+            f"try:\n    app({arguments})\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+            f"assert not set({HEAVY}) & set(sys.modules), {arguments}\n"
+        )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    assert child.stdout
+    assert "diffusion-lens recall" in child.stdout
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -51,9 +52,10 @@ def test_the_face_has_every_name_and_says_so() -> None:
         from diffusion_lens import Facts  # noqa: F401
 
 
-def test_rooms_are_attributes_of_the_package() -> None:
-    program = "import diffusion_lens\nassert diffusion_lens.catalogue.PUBLISHED"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+def test_rooms_are_attributes_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(diffusion_lens, "catalogue", raising=False)
+    monkeypatch.delitem(sys.modules, "diffusion_lens.catalogue", raising=False)
+    assert diffusion_lens.catalogue.PUBLISHED
 
 
 def test_commands_stand_in_the_order_of_work() -> None:

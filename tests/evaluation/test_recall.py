@@ -23,7 +23,7 @@ HELD_OUT = [*TOY.facts("p2d"), *TOY.facts("d2p")]
 FEW = HELD_OUT[::19]
 FEWER = HELD_OUT[::43]
 # Guidance and a canvas longer than any sentence of the training hurt the MDM: so some answers are wrong.
-HARD = dict(steps=(1, 3, 6), length=20, cfg_scale=3.0)
+HARD = dict(steps=(1, 4), length=20, cfg_scale=3.0)
 
 # Longer canvases than the model was trained on are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions")
@@ -64,10 +64,11 @@ def test_the_mdm_recalls_in_reverse_and_its_twin_does_not(tiny, found):
     ("tiny", "temperature"), [("tiny-mdm", 0.0), ("tiny-mdm", 1.0), ("tiny-ar", 0.0)], indirect=["tiny"]
 )
 def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
-    found = recall_by_steps(tiny, FEWER, temperature=temperature, seed=5, batch_size=7, **HARD)
+    facts = FEWER[::2]
+    found = recall_by_steps(tiny, facts, temperature=temperature, seed=5, batch_size=3, **HARD)
     masked = tiny.cfg.has_mask
-    right = torch.zeros(len(FEWER), len(found.steps))
-    for row, fact in enumerate(FEWER):
+    right = torch.zeros(len(facts), len(found.steps))
+    for row, fact in enumerate(facts):
         for column, steps in enumerate(found.steps):
             trajectory = tiny.denoise(
                 fact.prompt,
@@ -83,7 +84,7 @@ def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
             right[row, column] = fact.answer.strip().lower() in text.lower()
     assert 0.1 < right.mean() < 0.9
     for (trained, asked), shares in found.table().items():
-        rows = [i for i, fact in enumerate(FEWER) if (fact.trained, fact.asked) == (trained, asked)]
+        rows = [i for i, fact in enumerate(facts) if (fact.trained, fact.asked) == (trained, asked)]
         for column, steps in enumerate(found.steps):
             assert shares[steps].mean == pytest.approx(right[rows, column].mean().item())
             assert shares[steps].questions == len(rows)
@@ -113,14 +114,14 @@ def test_a_sampler_that_ranks_a_batch_as_one_gets_one_prompt(tiny, monkeypatch):
 
 def test_prompts_share_batches_and_left_to_right_is_asked_once(tiny, monkeypatch):
     rows = count_rows(monkeypatch)
-    found = recall_by_steps(tiny, FEW, batch_size=15, length=LENGTH)
-    lengths = [len(tiny.to_tokens(fact.prompt)[0]) for fact in FEW]
+    found = recall_by_steps(tiny, FEWER, batch_size=7, length=LENGTH)
+    lengths = [len(tiny.to_tokens(fact.prompt)[0]) for fact in FEWER]
     if not tiny.cfg.has_mask:
         assert (found.steps, found.record["cfg_scale"]) == ([None], 0.0)
         assert rows == [lengths.count(length) for length in sorted(set(lengths))]
     else:
         assert (found.steps, found.record["cfg_scale"]) == ([1, 2, 4, 8, 16, 32], 0.8)
-        assert rows == [15] * 6 + [len(FEW) - 15] * 6
+        assert rows == [7] * 6 + [len(FEWER) - 7] * 6
         leftmost = recall_by_steps(tiny, FEW[:3], sampler="left_to_right", length=LENGTH)
         assert leftmost.steps == [None]
         assert [len(texts) for texts in leftmost.written] == [1] * 3

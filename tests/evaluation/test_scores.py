@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import sacrebleu
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusion_lens.evaluation import character_bleu, contained, corpus_word_bleu, exact, word_bleu
@@ -38,6 +38,7 @@ def test_character_bleu_is_what_nltk_makes_of_strings(reference, generation, exp
     assert character_bleu(reference, generation) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
+@settings(max_examples=30)
 @given(TEXTS, TEXTS)
 def test_character_bleu_is_a_share(a, b):
     score = character_bleu(a, b)
@@ -47,12 +48,14 @@ def test_character_bleu_is_a_share(a, b):
     assert (score == 1) == (a.strip().lower() == b.strip().lower() and len(b.strip()) >= 4)
 
 
+@settings(max_examples=30)
 @given(TEXTS, TEXTS, TEXTS)
 def test_what_surrounds_an_answer_does_not_hide_it(before, answer, after):
     assert contained(answer, before + answer + after)
     assert contained(answer, f" {before}{answer.swapcase()}{after}\n")
 
 
+@settings(max_examples=30)
 @given(TEXTS, TEXTS)
 def test_containment_both_ways_is_equality(a, b):
     same = a.strip().lower() == b.strip().lower()

@@ -37,24 +37,25 @@ def pair():
     from diffusion_lens import HookedDiffusionTransformer
 
     models = [HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in ("tiny-mdm", "tiny-ar")]
-    return [key_value_study(model, FACTS, [0, 1], settings=GENTLE, length=14) for model in models]
+    return [key_value_study(model, FACTS, [0, 1], settings=replace(GENTLE, steps=1), length=14) for model in models]
 
 
 def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
     prefixes = ["Tilda Drusser is the miner. "]
-    study = key_value_study(tiny, FEW, prefixes=prefixes, length=24, **QUICK)
-    for row, fact in enumerate(FEW):
-        for column, layer in enumerate(study.layers):
-            for found, said_before, length in ((study, prefixes, 24), (whole, [], None)):
-                request = ask_with_prefixes(tiny, fact, said_before, length=length, first_tokens=1)
+    with_prefixes = key_value_study(tiny, FEW[2:4], prefixes=prefixes, length=24, **QUICK)
+    for study, facts, texts, length in ((whole, FEW[1:4], [], None), (with_prefixes, FEW[2:4], prefixes, 24)):
+        for fact in facts:
+            row = study.ids.index(fact.id)
+            request = ask_with_prefixes(tiny, fact, texts, length=length, first_tokens=1)
+            for column, layer in enumerate(study.layers):
                 value = optimize_value(tiny, request, layer, lr=0.05, steps=3)
                 key = compute_key(tiny, request, layer).vector
-                torch.testing.assert_close(found.keys[row, column], key, rtol=0, atol=1e-5)
-                torch.testing.assert_close(found.values[row, column], value.vector, rtol=0, atol=1e-3)
-                torch.testing.assert_close(found.outputs[row, column], value.initial, rtol=0, atol=1e-5)
-                assert found.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
-                assert found.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
-    assert (study.keys - whole.keys).abs().max() > 1e-3
+                torch.testing.assert_close(study.keys[row, column], key, rtol=0, atol=1e-5)
+                torch.testing.assert_close(study.values[row, column], value.vector, rtol=0, atol=1e-3)
+                torch.testing.assert_close(study.outputs[row, column], value.initial, rtol=0, atol=1e-5)
+                assert study.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
+                assert study.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
+    assert (with_prefixes.keys - whole.keys[2:4]).abs().max() > 1e-3
 
 
 def test_facts_are_asked_on_canvases_of_the_trained_length(tiny, whole, tmp_path):
@@ -69,9 +70,9 @@ def test_facts_are_asked_on_canvases_of_the_trained_length(tiny, whole, tmp_path
 
 
 def test_values_raise_the_answer(tiny):
-    """Of facts that were told in the direction asked; what the twin never saw it cannot be made to say."""
-    told = [fact for fact in FACTS if not fact.is_reverse][:30]
-    study = key_value_study(tiny, told, [0], first_tokens=1)
+    """Of facts in their trained direction; the AR baseline cannot be made to write what it never saw."""
+    trained = [fact for fact in FACTS if not fact.is_reverse][:12]
+    study = key_value_study(tiny, trained, [0], first_tokens=1)
     assert (study.after[:, 0] >= study.before - 1e-6).all()
     assert (study.after >= 0.9).float().mean() >= 0.9
 
@@ -148,9 +149,9 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
     rows = {way: {f.person: i for i, f in enumerate(FACTS) if f.asked == way} for way in ("p2d", "d2p")}
     forward, reverse = (torch.stack([study.keys[rows[way][p], 1] for p in persons]) for way in ("p2d", "d2p"))
     told = [str(fact.trained) for fact in FACTS if fact.asked == "p2d"]
-    alone = compare(forward, reverse, ids=persons, groups=told, draws=20)
-    torch.testing.assert_close(study.compare("keys", draws=20).at[1].values, alone.values)
-    both = study.compare("keys", "values", draws=20)
+    alone = compare(forward, reverse, ids=persons, groups=told, draws=2)
+    torch.testing.assert_close(study.compare("keys", draws=2).at[1].values, alone.values)
+    both = study.compare("keys", "values", draws=2)
     assert Comparisons.load(both.save(tmp_path / "both.safetensors")).at[0].record == both.at[0].record
     crossed = both.at[0]
     assert crossed.statistics == ["procrustes", "cka"]
@@ -168,14 +169,14 @@ def test_the_diffusion_model_keys_a_person_alike_both_ways_and_the_twin_hardly(p
 
 def test_two_models_are_compared_without_shared_axes(pair):
     mdm, twin = pair
-    found = mdm.compare_with(twin, "keys", "p2d", draws=9)
+    found = mdm.compare_with(twin, "keys", "p2d", draws=2)
     assert list(found.at) == [0, 1]
     assert found.at[0].names == ("tiny-mdm", "tiny-ar")
     assert found.at[0].statistics == ["procrustes", "cka"]
-    itself = mdm.compare_with(mdm, only=["cka"], draws=9).table("cka")
+    itself = mdm.compare_with(mdm, only=["cka"], draws=2).table("cka")
     assert all(row["value"] == pytest.approx(1) for row in itself.values())
     a, b = (torch.stack(list(study.by_person("keys", "p2d").values()))[:, 1] for study in pair)
-    alone = compare(a, b, groups=[str(f.trained) for f in FACTS if f.asked == "p2d"], shared_axes=False, draws=9)
+    alone = compare(a, b, groups=[str(f.trained) for f in FACTS if f.asked == "p2d"], shared_axes=False, draws=2)
     torch.testing.assert_close(found.at[1].values, alone.values)
     with pytest.raises(ValueError, match="tiny-ar has"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
@@ -186,7 +187,7 @@ def test_a_comparison_records_the_network_of_each_set(pair):
     hooked = replace(pair[0], record={**pair[0].record, "hooks": {"hook_embed": ["forward: half"]}})
     told = [{name: each.record[name] for name in NETWORK} for each in (pair[0], hooked)]
     assert told[0]["hooks"] == {}
-    settings = dict(only=["cka"], draws=9)
+    settings = dict(only=["cka"], draws=2)
     for found, networks in (
         (pair[0].compare_with(hooked, **settings), told),
         (hooked.compare(**settings), told[1:] * 2),
@@ -201,17 +202,17 @@ def test_keys_at_denoising_steps():
     from diffusion_lens.analysis.rome import compute_keys
 
     model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
-    by_step: dict[int, list[torch.Tensor]] = {0: [], 7: []}
+    by_step: dict[int, list[torch.Tensor]] = {0: [], 3: []}
     for way in ("p2d", "d2p"):
-        asked = [fact for fact in FACTS if fact.asked == way]
-        queries = [fact.to_query(model, answer_places=14 - len(fact.tokenize(model)[0])) for fact in asked]
-        canvases = model.denoise(torch.stack([query.tokens for query in queries]), steps=8).canvases
+        facts = [fact for fact in FACTS if fact.asked == way and fact.trained == "both"]
+        queries = [fact.to_query(model, answer_places=14 - len(fact.tokenize(model)[0])) for fact in facts]
+        canvases = model.denoise(torch.stack([query.tokens for query in queries]), steps=4).canvases
         for step, keys in by_step.items():
             shown = [Query(row, each.subject, (), ()) for row, each in zip(canvases[step], queries, strict=True)]
             keys.append(torch.stack([key.vector for key in compute_keys(model, shown, 1)]))
     first, last = (tuple(keys) for keys in by_step.values())
     assert not torch.allclose(first[0], last[0])
-    for row in compare_along("step", {0: first, 7: last}, only=["cka"], draws=99).table("cka").values():
+    for row in compare_along("step", {0: first, 3: last}, only=["cka"], draws=39).table("cka").values():
         assert row["p"] < 0.05
 
 

@@ -149,7 +149,7 @@ def test_the_essence_by_default(tiny):
 def known_facts(model):
     """Some of the held-out question whose first word the model gets right, on canvases of 14 places."""
     queries = []
-    for fact in toy_facts.load().facts()[::29]:
+    for fact in toy_facts.load().facts()[::53]:
         n_prompt = model.to_tokens(fact.prompt).shape[1]
         query = fact.to_query(model, answer_places=14 - n_prompt, first_tokens=1)
         rows = model.readout.rows(torch.tensor(query.answer_positions))
@@ -164,7 +164,7 @@ def test_v_star_makes_the_embedded_pair_recall(tiny):
     Not all of it: in so shallow a model the first attention has read the subject before v* enters.
     """
     queries = known_facts(tiny)
-    assert len(queries) > 45
+    assert len(queries) > 25
     values = optimize_values(tiny, queries, 0)
     recalled = torch.tensor([value.probability_after for value in values])
     assert (recalled >= 0.9).float().mean() >= 0.9
@@ -172,7 +172,7 @@ def test_v_star_makes_the_embedded_pair_recall(tiny):
     before, after = search_under_noise(tiny, queries, 3.0, ValueSettings(kl_factor=0.0))
     assert before.mean() < 0.2
     assert after.mean() > 0.5
-    assert (after >= before - 1e-6).float().mean() > 0.97
+    assert (after < before - 1e-6).sum() <= 1
 
     freely = ValueSettings(kl_factor=0.0, weight_decay=0.0, clamp_norm_factor=1e9, steps=60)
     _, after = search_under_noise(tiny, queries, 1.0, freely)

@@ -160,7 +160,7 @@ def test_bad_input(either, corpus):
     with pytest.raises(ValueError, match="save_every=0"):
         second_moment(model, corpus, LAYER, save_every=0)
     if either.kind == "mdm":
-        with pytest.raises(ValueError, match=r"text 1 holds \[MASK\]"):
+        with pytest.raises(ValueError, match=r"text 1 contains \[MASK\]"):
             second_moment(model, [corpus[0], torch.tensor([3, model.cfg.mask_token_id])], LAYER)
 
 
