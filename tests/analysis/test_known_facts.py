@@ -31,6 +31,9 @@ from diffusion_lens.identity import name_of
 from diffusion_lens.interventions import freeze, named, zero_ablate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
+# What a study does with the facts, once a rule has chosen them, does not depend on the model.
+on_the_masked_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+on_the_causal_model = pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 over_nothing = pytest.mark.filterwarnings("ignore:the average has no facts:UserWarning")
 LENGTH = 20  # longer than the model was trained for, so that it recalls some facts and not others
 DESCRIPTIONS, PEOPLE = (load().facts(trained="d2p", asked=direction)[:22:7] for direction in ("p2d", "d2p"))
@@ -123,6 +126,7 @@ def all_likeliest(model, query):
     return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
 
 
+@on_the_causal_model
 @over_nothing
 def test_a_first_token_alone_is_read_from_one_canvas_by_default(tiny):
     one_fact, short_loop = MIXED[:1], LoopSettings(steps=2)
@@ -134,6 +138,7 @@ def test_a_first_token_alone_is_read_from_one_canvas_by_default(tiny):
     assert average_indirect_effect(tiny, one_fact, **QUICK).record["known"] == "recalled"
 
 
+@on_the_masked_model
 def test_ids_choose_the_facts_of_both_models(tiny, recalled_by_both):
     both = recalled_by_both
     assert 0 < len(both) < len(FACTS)
@@ -144,6 +149,7 @@ def test_ids_choose_the_facts_of_both_models(tiny, recalled_by_both):
     assert result.rule == f"{len(both)} of {len(FACTS)} facts, chosen by id"
 
 
+@on_the_masked_model
 def test_a_shard_and_a_resumed_study_denoise_only_the_batches_that_they_need(tiny, monkeypatch, tmp_path):
     batches = []
 
@@ -186,6 +192,7 @@ def test_another_rule_is_another_study(tiny, tmp_path):
     assert unrefused(call, cases) == []
 
 
+@on_the_masked_model
 def test_bad_rules_leave_nothing_behind(tiny, tmp_path):
     def call(**options):
         average_indirect_effect(tiny, MIXED, out=tmp_path, **QUICK, **options)
@@ -234,6 +241,7 @@ def spoilt():
     return [FACTS[0], *(replace(FACTS[0], id=name, **change) for name, (change, _) in UNUSABLE.items()), FACTS[-1]]
 
 
+@on_the_causal_model
 def test_facts_that_cannot_be_queried_are_set_aside(tiny, spoilt, tmp_path):
     result = average_indirect_effect(tiny, spoilt, known="all", out=tmp_path / "run", **QUICK)
     assert result.ids == [FACTS[0].id, FACTS[-1].id]
@@ -256,9 +264,7 @@ def test_facts_that_cannot_be_queried_are_set_aside(tiny, spoilt, tmp_path):
     ("tiny", "question"),
     [
         ("tiny-mdm", {}),
-        ("tiny-mdm", dict(first_tokens=1)),
         ("tiny-mdm", dict(first_tokens=1, known="recalled")),
-        ("tiny-ar", {}),
         ("tiny-ar", dict(first_tokens=1)),
     ],
     indirect=["tiny"],
@@ -274,6 +280,7 @@ def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, question, 
     assert torch.equal(default.effects.nan_to_num(7), explicit.effects.nan_to_num(7))
 
 
+@on_the_masked_model
 def test_answer_places_take_the_place_of_a_length(tiny):
     settings = dict(samples=1, layers=[1], roles=["prompt_last"], known="all")
     short = average_indirect_effect(tiny, FACTS[:1], answer_places=6, **settings)
@@ -304,6 +311,7 @@ def test_a_fact_beyond_the_trained_length_is_set_aside_with_the_length_that_it_n
     assert f"give length={n_positions} or more" in result.set_aside["long"]
 
 
+@on_the_causal_model
 def test_an_average_over_nothing_warns_of_it(tiny, tmp_path):
     untrue = [UNTRUE, replace(UNTRUE, id="also", answer=FACTS[-1].answer)]
     two_steps = LoopSettings(steps=2)
@@ -327,6 +335,7 @@ def test_loop_settings_must_be_numbers(monkeypatch):
     assert unrefused(LoopSettings, cases, TypeError) == []
 
 
+@on_the_masked_model
 def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     given = dict(steps=np.int64(2), cfg_scale=np.float32(0.5), temperature=1, seed=np.uint8(7), batch_size=np.int32(3))
@@ -335,6 +344,7 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
     assert {type(value) for value in kept.describe(tiny.cfg).values()} <= {dict, int, float, type(None)}
 
 
+@on_the_causal_model
 def test_without_a_fact_that_can_be_queried_there_is_no_study(tiny, spoilt, tmp_path):
     with pytest.raises(ValueError, match=r"can be queried for none of the 4 facts; 'empty': .*has no answer.*; \.\.\."):
         average_indirect_effect(tiny, spoilt[1:-1], out=tmp_path, **QUICK)
@@ -355,6 +365,7 @@ STEP_AWARE = {
 POINT = "blocks.0.hook_attn_out"
 
 
+@on_the_causal_model
 def test_a_hook_of_some_steps_does_not_decide_what_is_traced_without_it(tiny):
     passes, accepted = [], []
     cures = ("average_trajectory_effect", "attach a hook that acts outside the loop too", "known=")
@@ -372,6 +383,7 @@ def test_a_hook_of_some_steps_does_not_decide_what_is_traced_without_it(tiny):
     assert passes == []
 
 
+@on_the_masked_model
 @over_nothing
 def test_a_hook_that_acts_everywhere_or_decides_nothing_is_accepted(tiny):
     at_step = (POINT, at_steps(zero_ablate(), 0))
@@ -406,6 +418,7 @@ def test_one_canvas_is_read_with_the_hooks_under_which_the_steps_are_traced(tiny
         assert average_trajectory_effect(tiny, MIXED, **settings).ids == plain.ids
 
 
+@on_the_masked_model
 @over_nothing
 def test_hooks_on_the_loop_alone_decide_what_is_known_as_its_settings_do(tiny):
     """They never pass in a trace, at whatever steps they act."""

@@ -120,7 +120,11 @@ def test_p_answer_of_a_step_is_that_of_its_masked_positions(tiny, queries, query
     assert grid.record["cfg_scale"] == cfg_scale
 
 
-@every_answer
+@pytest.mark.parametrize(
+    ("tiny", "cfg_scale", "answer"),
+    [("tiny-mdm", 0.8, WHOLE), ("tiny-mdm", 0.0, ONE_TOKEN), ("tiny-ar", 0.0, WHOLE)],
+    indirect=["tiny"],
+)
 def test_the_stream_patched_at_a_step_is_a_free_trace_of_a_swapped_subject(tiny, queries, query, cfg_scale):
     clean, corrupted = (denoise(tiny, laid_out, cfg_scale) for laid_out in queries)
     shown, layers = queries[0].tokens, [0, 2]

@@ -26,7 +26,6 @@ every_hook = pytest.mark.parametrize(
     [
         *(("tiny-mdm", 0.8, name) for name in HOOKS),
         ("tiny-mdm", 0.0, "while_masked"),
-        ("tiny-mdm", 0.0, "at_steps"),
         ("tiny-ar", 0.0, "at_steps"),
         ("tiny-ar", 0.0, "while_masked"),
     ],

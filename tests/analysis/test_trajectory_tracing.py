@@ -71,7 +71,16 @@ def test_by_default_from_the_first_answer_token_revealed_to_the_last(query, run,
     assert [revealed[token] for token in trace.order] == sorted(revealed)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(kind="mlp", window=2), dict(severed="attn")])
+@pytest.mark.parametrize(
+    ("tiny", "options"),
+    [
+        ("tiny-mdm", dict()),
+        ("tiny-mdm", dict(kind="mlp", window=2)),
+        ("tiny-ar", dict(severed="attn")),
+        ("tiny-ar", dict(kind="mlp", window=2)),
+    ],
+    indirect=["tiny"],
+)
 def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise, options):
     options = dict(options, **noise, layers=[0, 2])
     trace = trace_trajectory(tiny, query, trajectory=run, **options)
