@@ -268,7 +268,13 @@ def test_only_the_command_line_prints() -> None:
 
 @cache
 def words_of_code(name: str) -> set[tuple[int, str]]:
-    """Every name and string of a file with its line; docstrings and comments, where sources are cited, left out."""
+    """Names and strings of a file with their lines, if its text names a family at all.
+
+    Docstrings and comments, where sources are cited, are left out.
+    """
+    text = FILES[name].read_text(encoding="utf-8")
+    if not FAMILY_NAME.search(text) and "family" not in text:
+        return set()
     cited: set[ast.AST] = set()
     for node in nodes_of(name):
         body = getattr(node, "body", None)

@@ -5,35 +5,38 @@ import torch
 
 from diffusion_lens.model.kv_cache import KeyValueCache
 
+causal = pytest.mark.parametrize("every", ["lit_gpt-ar", "llama", "qwen3"], indirect=True)
 
-@pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [4, 9, 10], [16]])
+
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_a_bidirectional_model_takes_no_cache(either):
+    with pytest.raises(ValueError, match="bidirectional"):
+        either.model(either.tokens, past_kv_cache=KeyValueCache(either.model.cfg.n_layers))
+
+
+@causal
+@pytest.mark.parametrize("cuts", [[1, 2, 3], [4, 9, 10], [16]])
 def test_pieces_give_the_logits_of_the_whole(every, cuts):
     tokens = every.tokens
     cache = KeyValueCache(every.model.cfg.n_layers)
-    if every.kind == "mdm":
-        with pytest.raises(ValueError, match="bidirectional"):
-            every.model(tokens, past_kv_cache=cache)
-        return
     pieces = [every.model(piece, past_kv_cache=cache) for piece in tokens.tensor_split(cuts, dim=1)]
     assert cache.n_pos == tokens.shape[1]
     torch.testing.assert_close(torch.cat(pieces, dim=1), every.model(tokens), rtol=1e-5, atol=5e-5)
 
 
+@causal
 def test_the_loop_uses_it_only_where_nothing_is_hooked(every):
-    if every.kind == "mdm":
-        return
     prompt, lengths = torch.tensor([[5, 6, 7]]), []
-    plain = every.model.denoise(prompt, length=12)
+    plain = every.model.denoise(prompt, length=8)
     hook = ("hook_embed", lambda a, hook: lengths.append(a.shape[1]))
-    hooked = every.model.denoise(prompt, length=12, fwd_hooks=[hook])
+    hooked = every.model.denoise(prompt, length=8, fwd_hooks=[hook])
     assert torch.equal(plain.canvases, hooked.canvases)
-    assert lengths == [12] * 9
+    assert lengths == [8] * 5
 
 
+@causal
 def test_a_partial_run_takes_up_its_own_layers_past(every):
     """Places 6 on, from layer 1 on, given what the places before them left in those layers."""
-    if every.kind == "mdm":
-        return
     model, tokens, cache = every.model, every.tokens, KeyValueCache(every.model.cfg.n_layers)
     resid = model(tokens, stop_at_layer=1)
     model(resid[:, :6], start_at_layer=1, past_kv_cache=cache)
@@ -43,9 +46,8 @@ def test_a_partial_run_takes_up_its_own_layers_past(every):
         model(tokens, past_kv_cache=cache)
 
 
+@causal
 def test_a_past_does_not_go_with_padding_or_beyond_the_context(every):
-    if every.kind == "mdm":
-        return
     padded, tokens = torch.tensor([[0, 1, 1]]), torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="cannot be used with padding"):
         every.model(tokens, past_kv_cache=KeyValueCache(every.model.cfg.n_layers), attention_mask=padded)

@@ -26,7 +26,7 @@ def whole(every):
 
 
 @pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "qwen3"], indirect=True)
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "qwen3"], indirect=True)
 def test_every_hook_point_is_sliced_by_place(every, whole, chosen):
     pos_slice, kept = chosen
     _, cache = every.model.run_with_cache(every.tokens[:1], pos_slice=pos_slice)
