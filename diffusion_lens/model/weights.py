@@ -145,7 +145,7 @@ class WeightViews(ABC):
                 total = total + self.blocks[i].mlp.b_out
         return total + self.blocks[layer].attn.b_O if mlp_input else total
 
-    def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*rest"]) -> Float[Tensor, "*rest d_model"]:
+    def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*rest"]) -> Float[Tensor, "... d_model"]:
         """The directions whose product with the normalised stream (before ln_final's weight) are the tokens' logits.
 
         They include the weight of ln_final, as TransformerLens's attribution tools assume.
