@@ -43,17 +43,17 @@ def pair():
 def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
     prefixes = ["Tilda Drusser is the miner. "]
     with_prefixes = key_value_study(tiny, FEW[2:4], prefixes=prefixes, length=24, **QUICK)
-    for study, facts, texts, length in ((whole, FEW[1:4], [], None), (with_prefixes, FEW[2:4], prefixes, 24)):
+    for result, facts, texts, length in ((whole, FEW[1:4], [], None), (with_prefixes, FEW[2:4], prefixes, 24)):
         for fact in facts:
-            row = study.ids.index(fact.id)
+            row = result.ids.index(fact.id)
             request = ask_with_prefixes(tiny, fact, texts, length=length, first_tokens=1)
-            for column, layer in enumerate(study.layers):
+            for column, layer in enumerate(result.layers):
                 value = optimize_value(tiny, request, layer, lr=0.05, steps=3)
                 key = compute_key(tiny, request, layer).vector
-                torch.testing.assert_close(study.keys[row, column], key, rtol=0, atol=1e-5)
-                torch.testing.assert_close(study.values[row, column], value.vector, rtol=0, atol=1e-3)
-                torch.testing.assert_close(study.outputs[row, column], value.initial, rtol=0, atol=1e-5)
-                assert study.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
+                torch.testing.assert_close(result.keys[row, column], key, rtol=0, atol=1e-5)
+                torch.testing.assert_close(result.values[row, column], value.vector, rtol=0, atol=1e-3)
+                torch.testing.assert_close(result.outputs[row, column], value.initial, rtol=0, atol=1e-5)
+                assert result.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
                 assert study.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
     assert (with_prefixes.keys - whole.keys[2:4]).abs().max() > 1e-3
 
