@@ -92,12 +92,11 @@ def _canvas(
     model: HookedDiffusionTransformer, fact: Fact, prompt: list[int], answer: list[int], texts: Texts
 ) -> list[int]:
     """The prompt; for a masked diffusion model followed by the masked answer and the rest of the text."""
-    mask = model.cfg.mask_token_id
-    if mask is None:
+    if not model.cfg.has_mask:
         return prompt
     tokens = [int(token) for token in model.to_tokens(fact.prompt + fact.answer + texts.ending)[0]]
     rest = tokens[len(prompt) + len(answer) :]
-    canvas = prompt + [mask] * len(answer) + rest
+    canvas = prompt + [model.cfg.blank] * len(answer) + rest
     n_end = 0 if texts.length is None else texts.length - len(canvas)
     return canvas + [int(model.tokenizer.eos_token_id)] * n_end if n_end > 0 else canvas
 

@@ -125,12 +125,12 @@ class Reference:
         changed = self.before != self.after
         if not bool(changed.any()):
             return 1.0, 1.0
-        mask = model.cfg.mask_token_id
-        canvas = self.after if mask is None else self.before
-        hidden = 1.0 if mask is None else float((self.before[changed] == mask).float().mean())
+        canvas, hidden = self.after, 1.0
+        if model.cfg.has_mask:
+            canvas, hidden = self.before, float((self.before[changed] == model.cfg.blank).float().mean())
         logits = model(canvas, logits_at=model.readout.locate(changed)).float().cpu()
-        if mask is not None and mask < logits.shape[-1]:
-            logits[:, mask] = -torch.inf
+        if model.cfg.has_mask and model.cfg.blank < logits.shape[-1]:
+            logits[:, model.cfg.blank] = -torch.inf
         return float((logits.argmax(-1) == self.after[changed]).float().mean()), hidden
 
 

@@ -106,8 +106,7 @@ def chain_rule_nll(
     _check_settings(cfg_scale, max_batch=max_batch)
     question = _question(model, prompt, answer)
     start, n_answer = len(question.prompt), len(question.answer)
-    mask = model.cfg.mask_token_id
-    if mask is None:
+    if not model.cfg.has_mask:
         if cfg_scale:
             raise ValueError(
                 f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
@@ -124,7 +123,7 @@ def chain_rule_nll(
         canvases = question.tokens.repeat(n_answer, 1)
         scored = torch.zeros_like(canvases, dtype=torch.bool)
         scored[:, start:] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
-        canvases[:, start:][torch.ones_like(scored[:, start:]).triu()] = mask
+        canvases[:, start:][torch.ones_like(scored[:, start:]).triu()] = model.cfg.blank
     return _surprisals(model, question, canvases, scored, cfg_scale, max_batch).sum()
 
 
@@ -163,12 +162,11 @@ def monte_carlo_nll(
         ValueError: `chain_rule_nll` would refuse an argument, the noise does not fit, or the model is causal.
     """
     _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
-    mask = model.cfg.mask_token_id
-    if mask is None:
+    if not model.cfg.has_mask:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    question = _question(model, prompt, answer)
+    mask, question = model.cfg.blank, _question(model, prompt, answer)
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask belong together: pass both, or neither to sample the noise")

@@ -53,8 +53,7 @@ class LoopRuns:
 
     def _shape(self, fact_id: str) -> tuple[int, int, int]:
         prompt, length = self._prompts[fact_id]
-        mask = self._model.cfg.mask_token_id
-        return length, len(prompt), 0 if mask is None else int((prompt == mask).sum())
+        return length, len(prompt), int((prompt == self._model.cfg.blank).sum())
 
 
 def refuse_step_hooks(model: DiffusionTransformer) -> None:

@@ -180,8 +180,9 @@ def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
         _require_known_padding(model, corpus)
     texts = [model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg) for text in corpus]
     rows = [model.without_padding(text[0]).cpu() for text in texts]
-    mask = model.cfg.mask_token_id
-    if mask is not None and (masked := [i for i, row in enumerate(rows) if bool((row == mask).any())]):
+    if not model.cfg.has_mask:
+        return rows
+    if masked := [i for i, row in enumerate(rows) if bool((row == model.cfg.blank).any())]:
         raise ValueError(f"text {masked[0]} contains [MASK]; give clean text, which this function masks as in training")
     return rows
 
@@ -253,10 +254,9 @@ def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tenso
 
 def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tensor:
     """A text as in training: partly masked on a masked diffusion model."""
-    mask = model.cfg.mask_token_id
-    if mask is None:
+    if not model.cfg.has_mask:
         return row
-    return hide(row[None], mask, generator=torch.Generator().manual_seed(seed))[0][0]
+    return hide(row[None], model.cfg.blank, generator=torch.Generator().manual_seed(seed))[0][0]
 
 
 def _widest(keys: Tensor) -> Tensor:

@@ -96,9 +96,8 @@ def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     subject = model.to_string(query.tokens[slice(*query.subject)]).strip()
     text = ESSENCE.format(subject)
     of_subject = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
-    mask = model.cfg.mask_token_id
     # `encode` does not warn of unknown words: the caller did not choose the words of the template.
-    tokens = [*model.encode(text), *([] if mask is None else [mask])]
+    tokens = [*model.encode(text), *([model.cfg.blank] if model.cfg.has_mask else [])]
     return Query(torch.tensor(tokens), (of_subject[0], of_subject[-1] + 1), (), ())
 
 
@@ -126,12 +125,12 @@ def _hide_only(query: Query, hidden: Sequence[int]) -> Query:
 
 
 def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
-    mask = model.cfg.mask_token_id
     positions = list(essence.answer_positions)
     if not positions:
         real = model.real_positions(essence.tokens.to(model.cfg.device)[None])
         end = len(essence.tokens) if real is None else int(real[0].nonzero().max()) + 1
-        positions = [end] if mask is None else (essence.tokens == mask).nonzero().flatten().tolist()
+        masked = (essence.tokens == model.cfg.blank).nonzero().flatten().tolist()
+        positions = masked if model.cfg.has_mask else [end]
     if not positions:
         raise ValueError(
             "the essence has no position to read: end it with a [MASK], give it answer_positions, or use "
