@@ -54,7 +54,7 @@ def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
                 torch.testing.assert_close(result.values[row, column], value.vector, rtol=0, atol=1e-3)
                 torch.testing.assert_close(result.outputs[row, column], value.initial, rtol=0, atol=1e-5)
                 assert result.after[row, column].item() == pytest.approx(value.probability_after, abs=1e-3)
-                assert study.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
+                assert result.before[row].item() == pytest.approx(value.probability_before, abs=1e-5)
     assert (with_prefixes.keys - whole.keys[2:4]).abs().max() > 1e-3
 
 
