@@ -107,6 +107,7 @@ def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     row = spans.index(max(spans))
     assert result.n_facts[column] == 1
     torch.testing.assert_close(result.aie[column], result.effects[row, column], equal_nan=True)
+    torch.testing.assert_close(result.ate[column], result.clean[row, column] - result.corrupted[row, column])
     assert result.at(result.offsets[column]).ids == [result.ids[row]]
     assert result.ate_interval()[0][column].isnan()
     last = result.offsets.index(0)

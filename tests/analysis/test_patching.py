@@ -134,7 +134,7 @@ def test_the_corrupted_run_patched_into_itself_is_itself(every, runs):
         close(grid.clean, score)
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
+@both_variants
 def test_the_whole_stream_patched_is_the_clean_run(every, runs):
     for grid in patch_grid(every.model, *runs, metric, ["resid_pre", "resid_post"], positions="all").values():
         assert grid.axes == ("layer",)

@@ -275,6 +275,7 @@ def test_a_forced_replay_keeps_its_provenance(tiny):
         temporal_effect(tiny, query_of(tiny, forced), trajectory=forced, **ONCE)
 
 
+@on_the_causal_model
 def test_a_free_replay_from_the_start_is_of_the_new_network_alone(tiny):
     free = denoise(tiny).replay(tiny, canvas="free", fwd_hooks=HOOKS)
     for first_step in (0, 2):  # all canvases of the branch were written by the replay, from whichever step it begins
@@ -285,6 +286,7 @@ def test_a_free_replay_from_the_start_is_of_the_new_network_alone(tiny):
         assert effect.clean == effect.corrupted == 1
 
 
+@on_the_masked_model
 def test_a_free_replay_from_the_middle_is_of_two_networks(tiny, tmp_path):
     plain = network(tiny)
     run = denoise(tiny).from_step(2)
@@ -320,6 +322,7 @@ def test_another_dtype_is_named_before_the_hash_of_its_weights(tiny):
         trace_trajectory(model, query_of(tiny, run), trajectory=run, **QUIET)
 
 
+@on_the_masked_model
 def test_a_warning_names_the_line_that_called(tiny):
     run = denoise(tiny)
     query = query_of(tiny, run)
@@ -373,6 +376,7 @@ def test_a_hook_that_collects_is_the_same_one_under_a_name(tiny):
                 temporal_effect(tiny, query, trajectory=run, **ONCE)
 
 
+@on_the_causal_model
 def test_an_average_over_steps_stands_on_its_own_networks_runs(tiny, tmp_path):
     with warnings.catch_warnings(), tiny.hooks(fwd_hooks=HOOKS):
         warnings.simplefilter("error")
