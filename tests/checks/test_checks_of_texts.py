@@ -14,8 +14,9 @@ from faults import FAULTS, faulty, layer_of_another_seed
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, check_model
 from diffusion_lens.checks.composition import Composition, compositions, foreign_parts
-from diffusion_lens.checks.page import KNOWN_LOSS, N_SAMPLES, NOISE_SEED, page_loss
+from diffusion_lens.checks.page import KNOWN_LOSS, N_SAMPLES, NOISE_SEED, check_page, page_loss
 from diffusion_lens.checks.run import CHECKS
+from diffusion_lens.checks.texts import Page, read_page, texts_for
 from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss
 
 BRIEFLY = ("weights", "page loss", "diagnosis")
@@ -197,6 +198,16 @@ def test_the_page_loss_is_the_training_loss():
     with torch.no_grad():
         assert page_loss(mdm, rows) == pytest.approx(float(masked_diffusion_loss(mdm, repeated, noisy, p_mask)))
         assert page_loss(ar, rows) == pytest.approx(float(autoregressive_loss(ar, rows)))
+
+
+@on_short_page
+@only_tiny_ar
+def test_a_page_on_which_the_order_of_words_does_not_matter_is_off(tiny):
+    texts = texts_for(tiny)
+    rows = read_page(tiny, texts).ordered
+    finding = check_page(tiny, texts, Page(rows, rows), None, page_loss(tiny, rows))
+    assert finding.outcome == "off"
+    assert "the order of words lowers the loss by less than 0.5 nats" in finding.said
 
 
 @on_short_page

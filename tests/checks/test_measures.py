@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.checks.measures import PageMeasure
+from diffusion_lens.checks.measures import QUIET_SHARE, PageMeasure
 
 RIGHT = (0.999, 1.001)
 N = 1000
@@ -41,3 +41,11 @@ def parts(loss, spread=0.0, few=0.0):
 def test_a_change_explains_where_it_undoes_a_mistake(before, after, verdict):
     measure = PageMeasure(torch.zeros(1, 1, dtype=torch.long), vocabulary=1000, right=RIGHT)
     assert measure.judge(before.float(), after.float()) == verdict
+
+
+@pytest.mark.parametrize(
+    ("share", "gain", "verdict"), [(QUIET_SHARE, 0.005, "same"), (QUIET_SHARE, 0.02, "explains"), (0.3, 0.02, "same")]
+)
+def test_without_a_known_loss_the_gain_has_to_be_a_share_of_the_loss(share, gain, verdict):
+    measure = PageMeasure(torch.zeros(1, 1, dtype=torch.long), vocabulary=1000, share=share)
+    assert measure.judge(parts(1.0).float(), parts(1.0 - gain).float()) == verdict
