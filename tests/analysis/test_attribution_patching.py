@@ -33,7 +33,7 @@ def nearby(model, distance):
 
 
 def test_estimates_are_transformer_lenss(either, runs):
-    """TransformerLens scores the writers of the residual stream: heads and MLPs, by place."""
+    """TransformerLens scores the writers of the residual stream: heads and MLPs, by position."""
     grids = attribute(either.model, *runs, ["z", "mlp_out"])
     theirs = attribution_patch(either.model, *runs, metric).node_scores
     for node, effect in theirs.items():
@@ -48,9 +48,9 @@ def test_estimates_are_transformer_lenss(either, runs):
 
 @pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
 def test_exact_where_the_metric_is_linear(either, runs, site):
-    """After the last block only the final norm bends what is patched; with its scale held, nothing does."""
-    held = [("ln_final.hook_scale", lambda scale, hook: torch.full_like(scale, 2.0))]
-    with either.model.hooks(fwd_hooks=held):
+    """After the last block only the final norm bends what is patched; with its scale fixed, nothing does."""
+    fixed = [("ln_final.hook_scale", lambda scale, hook: torch.full_like(scale, 2.0))]
+    with either.model.hooks(fwd_hooks=fixed):
         estimate = attribute(either.model, *runs, site, layers=[2])
         exact = patch_grid(either.model, *runs, metric, site, layers=[2])
     assert exact.effect.abs().max() > 0.1
@@ -123,7 +123,7 @@ def test_parameters_and_grad_mode_play_no_part(either, runs):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_pairs_are_estimated_place_by_place(either, runs):
+def test_pairs_are_estimated_position_by_position(either, runs):
     """A longer clean run: the estimates of a group are the sum of those of its pairs."""
     clean = torch.tensor([[7, 11, 22, 33, 44, 55]])
     grid = attribute(either.model, clean, runs[1], "v", positions=[(4, 1), (5, 2), [(4, 1), (5, 2)]])

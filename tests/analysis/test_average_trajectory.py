@@ -124,7 +124,7 @@ def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
 
 
 def test_one_step_is_the_average_over_one_canvas(tiny):
-    """A loop of one step sees the canvas before anything is written; the twin, asked for one token, does as well."""
+    """A loop of one step sees the canvas before anything is written; so does the twin that writes one token."""
     settings = {**QUICK, "loop": LoopSettings(steps=1), "first_tokens": 1}
     by_step = average_trajectory_effect(tiny, FACTS[:2], roles=["subject_last", "prompt_last"], **settings)
     del settings["loop"]

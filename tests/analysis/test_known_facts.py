@@ -339,9 +339,9 @@ def test_loop_settings_must_be_numbers(monkeypatch):
 def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     given = dict(steps=np.int64(2), cfg_scale=np.float32(0.5), temperature=1, seed=np.uint8(7), batch_size=np.int32(3))
-    kept = LoopSettings(**given)
-    assert kept == LoopSettings(steps=2, cfg_scale=0.5, temperature=1.0, seed=7, batch_size=3)
-    assert {type(value) for value in kept.describe(tiny.cfg).values()} <= {dict, int, float, type(None)}
+    plain = LoopSettings(**given)
+    assert plain == LoopSettings(steps=2, cfg_scale=0.5, temperature=1.0, seed=7, batch_size=3)
+    assert {type(value) for value in plain.describe(tiny.cfg).values()} <= {dict, int, float, type(None)}
 
 
 @on_the_causal_model
@@ -360,7 +360,7 @@ STEP_AWARE = {
     "named": named(at_steps(zero_ablate(), 0), "early"),
     "partial": partial(on_branch(zero_ablate(), "conditional")),
     "freeze": freeze(),
-    "early freeze": named(freeze(), "held"),
+    "early freeze": named(freeze(), "first value"),
 }
 POINT = "blocks.0.hook_attn_out"
 

@@ -73,8 +73,8 @@ ANALYSES = {
 def test_a_trace_takes_numpys_numbers(tiny, name, tmp_path):
     query = FACT.to_query(tiny)
     run = tiny.denoise(query.tokens[None], steps=2)
-    found, plain = (ANALYSES[name](tiny, query, run, n, **more) for n, more in ((np.int64, NUMPY), (int, PLAIN)))
-    same(found, plain, tmp_path)
+    result, plain = (ANALYSES[name](tiny, query, run, n, **more) for n, more in ((np.int64, NUMPY), (int, PLAIN)))
+    same(result, plain, tmp_path)
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
@@ -99,9 +99,9 @@ def test_places_come_in_any_container(tiny):
 
     plain = grid([1, 2])
     for positions in (np.array([1, -2]), torch.tensor([1, 2]), range(1, 3), iter([1, 2])):
-        found = grid(positions)
-        assert torch.equal(found.scores, plain.scores)
-        assert json.dumps(found.coordinates) == json.dumps(plain.coordinates)
+        result = grid(positions)
+        assert torch.equal(result.scores, plain.scores)
+        assert json.dumps(result.coordinates) == json.dumps(plain.coordinates)
     with pytest.raises(TypeError, match=r"positions in the clean run=array\(\[1, 2\]\) is a"):
         grid(np.array([[1, 2]]))
     with pytest.raises(TypeError, match=r"check=True is a bool; it must be a whole number"):
@@ -123,7 +123,7 @@ def test_a_query_takes_numpys_numbers(tiny):
     spans = tuple(getattr(query, name) for name in SPANS)
     again = unchecked(Query, tokens=query.tokens, **dict(zip(SPANS, map(np.array, spans), strict=True)))
     assert tuple(getattr(again, name) for name in SPANS) == spans
-    assert {type(each) for name in SPANS for each in getattr(again, name)} == {int}
+    assert {type(number) for name in SPANS for number in getattr(again, name)} == {int}
     with pytest.raises(TypeError, match=r"subject=0\.5 is a float; it must be a whole number"):
         unchecked(Query, tokens=query.tokens, subject=(0.5, 2), answer_positions=(), answer_tokens=())
 
@@ -132,8 +132,8 @@ def test_a_query_takes_numpys_numbers(tiny):
 def test_rome_takes_layers_from_the_end_and_numpys_numbers(tiny, tmp_path):
     query, layer, plain = FACT.to_query(tiny), np.int64(-2), 2
     same(compute_key(tiny, query, layer), compute_key(tiny, query, plain), tmp_path)
-    found = optimize_value(tiny, query, layer, steps=2, kl_factor=0.0)
-    same(found, optimize_value(tiny, query, plain, steps=2, kl_factor=0.0), tmp_path)
+    result = optimize_value(tiny, query, layer, steps=2, kl_factor=0.0)
+    same(result, optimize_value(tiny, query, plain, steps=2, kl_factor=0.0), tmp_path)
     settings = unchecked(
         ValueSettings, **{**vars(ValueSettings()), "steps": np.int64(2), "lr": np.float32(0.5), "kl_factor": 0}
     )
@@ -142,9 +142,9 @@ def test_rome_takes_layers_from_the_end_and_numpys_numbers(tiny, tmp_path):
     moment = second_moment(tiny, TEXTS, layer, seed=np.int64(1), batch_size=np.int64(2))
     same(moment, second_moment(tiny, TEXTS, plain, seed=1, batch_size=2), tmp_path)
     key = compute_key(tiny, query, -2)
-    edit = RankOneEdit(tiny, -2, key, found, moment)
-    assert edit.layer == key.layer == found.layer == moment.layer == plain
-    torch.testing.assert_close(edit.update(), RankOneEdit(tiny, plain, key, found, moment).update(), rtol=0, atol=0)
+    edit = RankOneEdit(tiny, -2, key, result, moment)
+    assert edit.layer == key.layer == result.layer == moment.layer == plain
+    torch.testing.assert_close(edit.update(), RankOneEdit(tiny, plain, key, result, moment).update(), rtol=0, atol=0)
     study = key_value_study(tiny, [FACT], [np.int64(-2)], settings=ValueSettings(steps=1), batch_size=np.int64(2))
     assert study.record["layers"] == [plain]
     json.dumps(study.record)

@@ -72,10 +72,10 @@ def test_a_grid_over_ragged_tokens_is_that_of_the_row_alone(own_pad, side, metho
 def test_a_grid_of_a_padded_query(own_pad, side):
     query = query_of(own_pad)
     other, shift = with_padding(query, side)
-    corrupted, low = (replace(original, tokens=original.tokens.clone()) for original in (query, other))
-    corrupted.tokens[1] = low.tokens[shift + 1] = 77
+    corrupted, padded_corrupted = (replace(original, tokens=original.tokens.clone()) for original in (query, other))
+    corrupted.tokens[1] = padded_corrupted.tokens[shift + 1] = 77
     own = patch_grid(own_pad, query, corrupted, answer_probability(own_pad, query), "resid_post")
-    grid = patch_grid(own_pad, other, low, answer_probability(own_pad, other), "resid_post")
+    grid = patch_grid(own_pad, other, padded_corrupted, answer_probability(own_pad, other), "resid_post")
     torch.testing.assert_close(grid.clean, own.clean, **CLOSE)
     torch.testing.assert_close(grid.scores[:, shift : shift + 6], own.scores, **CLOSE)
 

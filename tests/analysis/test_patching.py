@@ -291,9 +291,9 @@ def test_ragged_rows_of_a_trajectory_are_patched_as_they_are_alone(tiny):
     for row, (pair, reads) in enumerate(zip(texts, read, strict=True)):
         alone = [tiny.denoise(text, max_new_tokens=2, steps=2) for text in pair]
         expected = patch_grid(tiny, *alone, lambda logits: logits[0, 1, 3], "resid_mid", [1]).scores
-        found = patch_grid(tiny, *together, reads, "resid_mid", [1]).scores
-        close(found[:, :, : expected.shape[2]], expected)
-        assert row == 0 or found.shape[2] > expected.shape[2]
+        of_row = patch_grid(tiny, *together, reads, "resid_mid", [1]).scores
+        close(of_row[:, :, : expected.shape[2]], expected)
+        assert row == 0 or of_row.shape[2] > expected.shape[2]
 
 
 def test_text_tokens_and_queries_are_one_input(tiny):
@@ -485,7 +485,7 @@ def test_after_an_error_nothing_is_left(either, runs):
     assert len(calls) == 3
 
 
-def test_after_the_last_block_a_hook_of_the_callers_may_carry_a_patch_to_the_row_that_is_read(either):
+def test_after_the_last_block_a_callers_hook_may_carry_a_patch_to_the_row_that_is_read(either):
     """With a hook that mixes positions at the final norm every position's last stream matters, as patching it shows."""
     model = either.model
     clean, corrupted = either.tokens[:1, :5], either.tokens[1:2, :5]
@@ -500,7 +500,7 @@ def test_after_the_last_block_a_hook_of_the_callers_may_carry_a_patch_to_the_row
     with model.hooks(fwd_hooks=[("ln_final.hook_normalized", mix)]):
         grid = patch_grid(model, clean, corrupted, score, "resid_post", layers=[last], logits_at=[3])
         _, cache = model.run_with_cache(clean, names_filter=resid_post(last))
-        for position, found in enumerate(grid.scores[0]):
+        for position, patched_score in enumerate(grid.scores[0]):
 
             def put(stream, hook, position=position):
                 stream = stream.clone()
@@ -508,7 +508,7 @@ def test_after_the_last_block_a_hook_of_the_callers_may_carry_a_patch_to_the_row
                 return stream
 
             slow = model.run_with_hooks(corrupted, fwd_hooks=[(resid_post(last), put)])[:, 3:4]
-            close(found, score(slow).to(found.dtype))
+            close(patched_score, score(slow).to(patched_score.dtype))
     assert len({round(value, 4) for value in grid.scores[0].tolist()}) == 3
 
 

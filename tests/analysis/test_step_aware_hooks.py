@@ -223,5 +223,5 @@ def test_freeze_is_refused_and_a_cache_takes_its_place(tiny):
     prompt = tiny.to_tokens(FACTS[0].prompt)
     _, cache = tiny.denoise_with_cache(prompt, POINT, length=14, steps=4)
     with tiny.hooks(fwd_hooks=[(POINT, swap(cache, positions=[0, 1]))]):
-        kept = trace_trajectory(tiny, query, **settings)
-    torch.testing.assert_close(kept.clean, trace_trajectory(tiny, query, **settings).clean, rtol=0, atol=1e-5)
+        swapped = trace_trajectory(tiny, query, **settings)
+    torch.testing.assert_close(swapped.clean, trace_trajectory(tiny, query, **settings).clean, rtol=0, atol=1e-5)

@@ -92,7 +92,7 @@ def test_without_noise_every_branch_ends_with_the_answer(tiny, query, run):
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_with_one_step_all_that_is_read_restored_is_the_clean_text(tiny, query):
-    """On one step a branch is the whole run: restoring the read place after the last block brings its token back."""
+    """With one step a branch is the whole run: restoring the row that is read after the last block gives its token."""
     run, position = tiny.denoise(query.tokens[None], steps=1), query.answer_positions[2]
     effect = temporal_effect(
         tiny, query, trajectory=run, noise=noise_scale(tiny, [query]), samples=5, positions=[position], layers=[-1]

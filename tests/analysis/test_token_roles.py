@@ -1,4 +1,4 @@
-"""Each place has one role, and averages over roles are averages over their places."""
+"""Each position has one role, and averages over roles are averages over their positions."""
 
 import pytest
 import torch

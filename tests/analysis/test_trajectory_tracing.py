@@ -279,9 +279,9 @@ def test_bad_settings_are_refused(tiny, query, run, noise):
 
 def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
     """Restoring the row that is read after the last block, by `at_steps` in a forced replay: the clean confidence."""
-    place = query.answer_positions[0]
-    step = int(run.revealed_at[0, place])
-    row = int(tiny.readout.rows(torch.tensor(place)))
+    position = query.answer_positions[0]
+    step = int(run.revealed_at[0, position])
+    row = int(tiny.readout.rows(torch.tensor(position)))
     trace = trace_trajectory(
         tiny, query, trajectory=run, noise=0.4, samples=1, steps=[step], positions=[row], layers=[-1]
     )
@@ -302,7 +302,7 @@ def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
 
     last = resid_post(tiny.cfg.n_layers - 1)
     replayed = run.replay(tiny, fwd_hooks=[("hook_embed", corrupt), (last, at_steps(put_back, step))])
-    assert trace.token_scores[0, 0, 0, 0].item() == pytest.approx(replayed.confidence[0, place].item(), abs=1e-5)
+    assert trace.token_scores[0, 0, 0, 0].item() == pytest.approx(replayed.confidence[0, position].item(), abs=1e-5)
 
 
 def test_steps_that_show_the_network_the_same_tokens_share_one_trace(token_layers):
