@@ -90,6 +90,15 @@ def test_what_does_not_fit_is_refused(specimen, call):
         call(specimen)
 
 
+def test_every_test_checks_the_first_calls_of_a_function_anew(specimen):
+    for _ in range(type_checks.PER_TEST):
+        specimen.whole(1)
+    assert specimen.whole(2) == 2
+    type_checks.begin_test()
+    with pytest.raises(TypeCheckError):
+        specimen.whole(2)
+
+
 def test_the_checks_can_be_switched_off(specimen):
     config.update("jaxtyping_disable", True)
     try:

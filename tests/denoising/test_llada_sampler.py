@@ -253,6 +253,15 @@ def test_rows_with_other_numbers_of_blanks_and_blocks_are_independent(models):
         assert torch.equal(together.canvases[:, row], alone.canvases[:, 0])
 
 
+def test_a_single_block_holds_all_blanks_of_its_row(models):
+    prompt = torch.tensor([[1, 2, 3, 4], [5, MASK, MASK, 8]])
+    together = models["mha"].denoise(prompt, max_new_tokens=2, steps=2, sampler="llada")
+    for row in range(2):
+        alone = models["mha"].denoise(prompt[row : row + 1], max_new_tokens=2, steps=2, sampler="llada")
+        assert torch.equal(together.canvases[:, row], alone.canvases[:, 0])
+    assert torch.bincount(together.revealed_at[1, [1, 2, 4, 5]]).tolist() == [2, 2]
+
+
 def test_random_order_is_even():
     """Of 4 masked places two are revealed: each place half of the time, each pair a sixth."""
     n = 6000
