@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 
 from diffusion_lens.analysis.patching import PatchGrid, patch_grid
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
@@ -35,6 +34,8 @@ def nearby(model, distance):
 def test_estimates_are_transformer_lenss(either, runs):
     """TransformerLens scores the writers of the residual stream: heads and MLPs, by position."""
     grids = attribute(either.model, *runs, ["z", "mlp_out"])
+    from transformer_lens.tools.analysis.attribution_patching import attribution_patch  # takes a second
+
     theirs = attribution_patch(either.model, *runs, metric).node_scores
     for node, effect in theirs.items():
         if node.kind == "attn_head_out":

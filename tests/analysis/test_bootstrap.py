@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy.stats import norm
 
 from diffusion_lens.analysis import bootstrap
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
@@ -13,12 +13,12 @@ def bca_written_out(x, level, n_resamples=40000):
     """Efron 1987, equations 4.4 and 7.3, in words of numpy."""
     rng = np.random.default_rng(123)
     means = rng.choice(x, size=(n_resamples, len(x))).mean(axis=1)
-    bias = norm.ppf((means < x.mean()).mean())
+    bias = scipy.stats.norm.ppf((means < x.mean()).mean())
     without_one = np.array([np.delete(x, i).mean() for i in range(len(x))])
     pull = without_one.mean() - without_one
     acceleration = (pull**3).sum() / (6 * (pull**2).sum() ** 1.5)
-    ends = bias + norm.ppf([(1 - level) / 2, (1 + level) / 2])
-    return np.quantile(means, norm.cdf(bias + ends / (1 - acceleration * ends)))
+    ends = bias + scipy.stats.norm.ppf([(1 - level) / 2, (1 + level) / 2])
+    return np.quantile(means, scipy.stats.norm.cdf(bias + ends / (1 - acceleration * ends)))
 
 
 def test_a_large_normal_sample_has_the_textbook_interval():

@@ -6,10 +6,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import linalg, spatial
 
 from diffusion_lens.analysis.representations.similarity import (
     centred_cosine,
@@ -132,8 +132,8 @@ def test_retrieval_against_a_loop():
     dx, dy = (x - x.mean(0)).numpy(), (y - y.mean(0)).numpy()
     hits = 0
     for i in range(12):
-        hits += i == min(range(12), key=lambda j: spatial.distance.cosine(dx[i], dy[j]))
-        hits += i == min(range(12), key=lambda j: spatial.distance.cosine(dx[j], dy[i]))
+        hits += i == min(range(12), key=lambda j: scipy.spatial.distance.cosine(dx[i], dy[j]))
+        hits += i == min(range(12), key=lambda j: scipy.spatial.distance.cosine(dx[j], dy[i]))
     assert 2 < hits < 22
     assert paired(retrieval, x, y) == pytest.approx(hits / 24)
 
@@ -172,7 +172,7 @@ def test_procrustes_against_scipy_fact_by_fact():
     product = 0.0
     for i in range(12):
         others = np.arange(12) != i
-        turn, _ = linalg.orthogonal_procrustes(
+        turn, _ = scipy.linalg.orthogonal_procrustes(
             x[others] - x[others].mean(0), y[others] - y[others].mean(0), check_finite=True
         )
         product += x[i] @ turn @ y[i]
@@ -183,14 +183,14 @@ def test_procrustes_against_scipy_fact_by_fact():
 
 def test_one_minus_procrustes_squared_is_the_residual_where_one_fact_of_many_says_little():
     x, y = gaussian(600, 4), gaussian(600, 4) @ rotation(4) + 0.5 * gaussian(600, 4, seed=3)
-    _, _, disparity = spatial.procrustes(x.numpy(), y.numpy())
+    _, _, disparity = scipy.spatial.procrustes(x.numpy(), y.numpy())
     assert 0.1 < disparity < 0.4
     assert 1 - paired(partial(procrustes, rank=4), x, y) ** 2 == pytest.approx(disparity, abs=0.01)
 
 
 def test_procrustes_does_not_praise_a_turn_that_was_fitted_to_what_it_is_judged_on():
     sets = [(gaussian(14, 100, seed), gaussian(14, 100, seed + 500)) for seed in range(30)]
-    fitted = [linalg.svdvals((x.T @ y).numpy()).sum() / (x.norm() * y.norm()).item() for x, y in sets]
+    fitted = [scipy.linalg.svdvals((x.T @ y).numpy()).sum() / (x.norm() * y.norm()).item() for x, y in sets]
     assert np.mean(fitted) > 0.9
     assert abs(np.mean([paired(partial(procrustes, rank=5), x, y) for x, y in sets])) < 0.1
 
@@ -217,7 +217,7 @@ def test_overlap_is_the_mean_square_cosine_of_scipys_angles_over_the_two_halves(
     expected = []
     for half in (slice(0, None, 2), slice(1, None, 2)):
         axes = [np.linalg.svd((each[half] - each[half].mean(0)).numpy())[2][:RANK].T for each in (x, y)]
-        expected.append((np.cos(linalg.subspace_angles(*axes)) ** 2).mean())
+        expected.append((np.cos(scipy.linalg.subspace_angles(*axes)) ** 2).mean())
     assert paired(partial(subspace_overlap, rank=RANK), x, y) == pytest.approx(np.mean(expected))
 
 
