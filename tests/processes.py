@@ -1,12 +1,17 @@
-"""Child processes of the tests: copies of this one that are killed while they work, and programs that get Ctrl-C."""
+"""Child processes of the tests: copies of this one that are killed while they work, and new ones."""
 
+import json
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 
 class Stuck:
@@ -40,3 +45,28 @@ def forked(work: Callable[[], object]) -> Iterator[multiprocessing.process.BaseP
 def hears_ctrl_c() -> None:
     """For `preexec_fn`: the child of a shell's background job would ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+MEASURE = """
+import json, os, sys
+from benchmark_scripts import benchmark
+script = benchmark(sys.argv[1])
+for call in sys.argv[2:]:
+    if os.fork() == 0:
+        print(json.dumps(eval(call)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def measured_in_a_new_process(script: str, *calls: str) -> list[dict[str, float]]:
+    """Results of calls such as "script.measure(...)" of a script of `benchmarks/`, each in a copy of one new process.
+
+    In an old process, memory that was freed would hide how much a call needs.
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", MEASURE, script, *calls]
+    lines = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout.splitlines()
+    assert len(lines) == len(calls)
+    return [json.loads(line) for line in lines]

@@ -1,13 +1,11 @@
 """Loading takes the memory of the weights in the requested dtype, and hardly more."""
 
-import ctypes
-import json
 import sys
 from dataclasses import replace
 
 import pytest
 from benchmark_scripts import benchmark
-from processes import forked
+from processes import measured_in_a_new_process
 
 from weight_conversion import Architecture, export_size, open_checkpoint
 
@@ -45,45 +43,31 @@ MOST = 1.15
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The file, which is deleted after both measurements."""
-    path = load_memory.write_checkpoint(ARCHITECTURE, tmp_path_factory.mktemp("large") / "model.safetensors")
-    yield path
-    path.unlink()
+def checkpoints(tmp_path_factory):
+    """One file, and a folder of shards; deleted after the measurements."""
+    scratch = tmp_path_factory.mktemp("large")
+    file = load_memory.write_checkpoint(ARCHITECTURE, scratch / "model.safetensors")
+    (scratch / "shards").mkdir()
+    shards = load_memory.write_shards(SHARDED, scratch / "shards", most_bytes=50_000_000)
+    yield file, shards
+    for path in (file, *shards.glob("*.safetensors")):
+        path.unlink()
 
 
-def measure_forked(path, dtype, scratch):
-    """The memory for loading `path` in a copy of this process that has returned all freed memory to the system."""
-
-    def measure():
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        (scratch / "memory.json").write_text(json.dumps(load_memory.measure(path, dtype)))
-
-    with forked(measure) as child:
-        child.join(timeout=120)
-    assert child.exitcode == 0
-    return json.loads((scratch / "memory.json").read_text())
-
-
-@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_loading_takes_little_more_than_the_weights(checkpoint, dtype, width, tmp_path):
-    assert checkpoint.stat().st_size == export_size(ARCHITECTURE) > 360e6
+def test_loading_takes_little_more_than_the_weights(checkpoints):
+    file, shards = checkpoints
+    assert file.stat().st_size == export_size(ARCHITECTURE) > 360e6
+    assert len(list(shards.glob("model-*.safetensors"))) > 3
+    assert open_checkpoint(file).architecture == ARCHITECTURE
+    assert open_checkpoint(shards).architecture == SHARDED
     if sys.platform != "linux":  # only Linux publishes its count of resident pages
-        assert open_checkpoint(checkpoint).architecture == ARCHITECTURE
         return
-    measured = measure_forked(checkpoint, dtype, tmp_path)
-    assert measured["weights"] == ARCHITECTURE.n_params * width
-    assert measured["weights"] <= measured["growth"] <= MOST * measured["weights"], measured
-
-
-def test_shards_in_half_precision_take_as_little(tmp_path):
-    folder = load_memory.write_shards(SHARDED, tmp_path, most_bytes=50_000_000)
-    files = sorted(folder.glob("model-*.safetensors"))
-    assert len(files) > 3
-    assert open_checkpoint(folder).architecture == SHARDED
-    if sys.platform == "linux":
-        measured = measure_forked(folder, "bfloat16", tmp_path)
-        assert measured["weights"] == SHARDED.n_params * 2 > 180e6
-        assert measured["weights"] <= measured["growth"] <= MOST * measured["weights"], measured
-    for file in files:
-        file.unlink()
+    expected = {
+        (file, "float32"): ARCHITECTURE.n_params * 4,
+        (file, "bfloat16"): ARCHITECTURE.n_params * 2,
+        (shards, "bfloat16"): SHARDED.n_params * 2,
+    }
+    calls = [f"script.measure({str(path)!r}, {dtype!r})" for path, dtype in expected]
+    for measured, weights in zip(measured_in_a_new_process("load_memory", *calls), expected.values(), strict=True):
+        assert measured["weights"] == weights > 180e6
+        assert weights <= measured["growth"] <= MOST * weights, measured

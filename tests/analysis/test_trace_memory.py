@@ -1,15 +1,12 @@
 """A trace takes the memory of the weights and at most the budget it was given."""
 
-import json
-import os
 import re
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from processes import measured_in_a_new_process
 from torch.profiler import ProfilerActivity, profile
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
@@ -86,30 +83,14 @@ def peak_of_tensors(run):
 
 
 # One new process, whose heap has no free memory that would hide growth, and a copy of it for each variant.
-MEASURE = """
-import json, os
-from benchmark_scripts import benchmark
-script = benchmark("causal_trace")
-for variant in ("masked", "causal"):
-    if os.fork() == 0:
-        cells = dict(positions=[2, 7, 13], layers=[2, 4])
-        print(json.dumps(script.measure(script.Shape(variant, n_pos=24), 64 * 2**20, cells)), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
 def test_resident_memory_stays_within_the_budget():
     if sys.platform != "linux":  # only Linux publishes its count of resident pages
         return
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", MEASURE], env=environment, check=True, stdout=subprocess.PIPE)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    for measured in map(json.loads, lines):
+    call = "script.measure(script.Shape({!r}, n_pos=24), 64 * 2**20, dict(positions=[2, 7, 13], layers=[2, 4]))"
+    both = measured_in_a_new_process("causal_trace", call.format("masked"), call.format("causal"))
+    for measured in both:
         assert measured["weights"] > 40 * MIB
-        assert 8 * MIB < measured["growth"] <= 64 * MIB, lines
+        assert 8 * MIB < measured["growth"] <= 64 * MIB, both
 
 
 @by_variant
