@@ -17,7 +17,7 @@ demo: $(READY)  ## query the bundled models for one fact, forward and in reverse
 	$(BIN)/diffusion-lens demo
 
 test: $(READY)  ## run the tests (CPU, offline)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 DECORATOR = "__types_checked__"
 _beartype = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
-PER_TEST = 5
+PER_TEST = 2
 _checked_code: dict[types.CodeType, tuple[dict[str, Any], Any]] = {}
 _calls: dict[types.CodeType, list[int]] = {}  # calls of each function that are still to be checked in this test
 
