@@ -153,6 +153,11 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         )
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether the weights are on the CPU."""
+        return torch.device(self.device or "cpu").type == "cpu"
+
+    @property
     def blank(self) -> int:
         """The id at a position of a canvas that is not yet revealed: the id of [MASK], or `UNREACHED`.
 

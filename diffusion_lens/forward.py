@@ -178,7 +178,7 @@ class Forward(DiffusionTransformer, ABC):
             raise ValueError(
                 f"the logits are {list(logits.shape)}; of these tokens they are {[*tokens.shape, self.cfg.d_vocab_out]}"
             )
-        if not self.cfg.has_mask:
+        if self.cfg.grows:
             batch = next_token_batch(self, tokens, real=real)
         elif noisy is None or p_mask is None:
             raise ValueError(

@@ -58,8 +58,9 @@ _OF_TOOLS = frozenset(("__annotations__", "__firstlineno__", "__slotnames__", "_
 }
 _UNSEEN = frozenset(("eval", "exec", "globals", "__import__"))  # built-ins that reach values which no code names
 MODULE_HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
+ROOT_CACHES = frozenset(("_weight_digests", "is_caching", "context_level"))
 _CACHES: tuple[tuple[type, frozenset[str]], ...] = (
-    (HookedRootModule, frozenset(("_weight_digests", "is_caching", "context_level"))),
+    (HookedRootModule, ROOT_CACHES),
     (Rotary, frozenset(("_tables",))),
 )
 

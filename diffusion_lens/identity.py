@@ -28,8 +28,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformer_lens import HookedRootModule
 
-from diffusion_lens.function_digest import MODULE_HOOKS, PLAIN_KINDS, Digester, attributes
+from diffusion_lens.function_digest import MODULE_HOOKS, PLAIN_KINDS, ROOT_CACHES, Digester, attributes
 from diffusion_lens.hook_names import select_names
 from diffusion_lens.hook_naming import UNIDENTIFIED, with_gaps
 from diffusion_lens.hook_naming import name_of as name_of
@@ -44,10 +45,8 @@ OWN_MODULES = "of this library and torch"
 # Attributes of modules that are left out: the record holds them elsewhere, they belong to one call, or torch keeps its
 # hooks there.
 _LEFT_OUT = (
-    frozenset(
-        ("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict", "name", "ctx")
-    )
-    | {"fwd_hooks", "bwd_hooks", "_weight_digests", "is_caching", "context_level"}
+    frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
+    | {"name", "ctx", "fwd_hooks", "bwd_hooks"}
     | MODULE_HOOKS
 )
 _OF_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
@@ -181,12 +180,13 @@ def _digester(model: nn.Module) -> Digester:
 
 def _state(module: nn.Module, digester: Digester) -> str:
     """Class, children and attributes of one of this library's or torch's modules, without digests of plain values."""
-    kind = type(module)
-    parts = [f"{kind.__module__}.{kind.__qualname__}", *module._modules]
+    kind, values = type(module), vars(module)
+    # The class that `lend_clock` makes of a caller's hook point has no name of the library, so its code counts.
+    parts = [digester.digest(kind).sha256.hex(), *module._modules]
     if not (kind.__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
         parts.append(f"training {module.training}")
-    values = vars(module)
-    for name in sorted(values.keys() - _LEFT_OUT):
+    left_out = _LEFT_OUT | ROOT_CACHES if isinstance(module, HookedRootModule) else _LEFT_OUT
+    for name in sorted(values.keys() - left_out):
         value = values[name]
         if type(value) in PLAIN_KINDS:
             parts.append(f"{name} {value!r}")

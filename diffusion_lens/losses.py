@@ -202,7 +202,7 @@ def loss_batch(
     Without a generator, the noise is fixed in eval mode, and from torch's global generator in train mode. An
     autoregressive model has no noise, and its batch holds the tokens once.
     """
-    if not model.cfg.has_mask:
+    if model.cfg.grows:
         return next_token_batch(model, tokens, real=real)
     # As one batch, so that the samples' times are spread evenly too.
     copies = None if real is None else real.repeat(samples, 1)

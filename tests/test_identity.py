@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens import identity
 from diffusion_lens.analysis import (
@@ -25,8 +26,9 @@ from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.evaluation import Recall, recall_by_steps
-from diffusion_lens.identity import describe_hooks, fingerprint, name_of, weights_sha256
+from diffusion_lens.identity import describe_hooks, describe_modules, fingerprint, name_of, weights_sha256
 from diffusion_lens.interventions import freeze, named, steer, swap, zero_ablate
+from diffusion_lens.model.hook_points import StepHookPoint
 
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
 CELLS = dict(layers=[0], positions=[0])
@@ -158,6 +160,64 @@ def test_hooks_are_told_by_point_direction_and_name(tiny):
         **{f"blocks.{i}.hook_mlp_out": [f"forward: {HALF}"] for i in range(model.cfg.n_layers)},
     }
     assert describe_hooks(tiny) == {}
+
+
+def point_that(compute):
+    """A hook point of a user's own class, always of the same name."""
+
+    class Point(HookPoint):
+        def forward(self, x):
+            return compute(x)
+
+    Point.__qualname__ = "Point"
+    return Point()
+
+
+def scaled(x):
+    return 2 * x
+
+
+def shifted(x):
+    return x + 1
+
+
+def change_class(block):
+    block.mlp.__class__ = type("GatedMLP", (type(block.mlp),), {"__module__": type(block.mlp).__module__})
+
+
+def rename_child(block):
+    block.renamed = block.__dict__["_modules"].pop("ln2")
+
+
+MODULE_CHANGES = {
+    "class of the same name": change_class,
+    "name of a child": rename_child,
+    "training of a dropout": lambda block: block.dropout.train(),
+    "attribute": lambda block: setattr(block.ln1, "eps", 0.5),
+    "forward of a hook point": lambda block: setattr(block, "hook_own", point_that(shifted)),
+    "attribute that the root has too": lambda block: setattr(block, "is_caching", True),
+}
+
+
+@pytest.mark.parametrize("change", MODULE_CHANGES.values(), ids=MODULE_CHANGES)
+def test_a_change_of_a_module_changes_the_description(change, several):
+    def described(*changes):
+        model = copy.deepcopy(several.model)
+        block = model.blocks[0]
+        block.hook_own, block.dropout = point_that(scaled), torch.nn.Dropout(0.1).eval()
+        for apply in changes:
+            apply(block)
+        model.setup()
+        return describe_modules(model)
+
+    assert described() == described()
+    assert described(change) != described()
+
+
+def test_hook_points_outside_a_model_have_clocks_of_their_own():
+    first, second = StepHookPoint(), StepHookPoint()
+    assert first.clock is first.clock
+    assert first.clock is not second.clock
 
 
 def strong(strength):

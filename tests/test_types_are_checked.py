@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import type_checks
+from beartype.roar import BeartypeException
 from jaxtyping import TypeCheckError, config
 
 import diffusion_lens
 from diffusion_lens.losses import autoregressive_loss
 
 MODULE = """
+from typing import TYPE_CHECKING
 from collections.abc import Iterator
 from dataclasses import dataclass
 from jaxtyping import Float
@@ -37,6 +39,15 @@ class Setting:
     share: float
     def twice(self) -> "Setting":
         return Setting(2 * self.share) if self.share else "nothing"
+
+if TYPE_CHECKING:
+    from somewhere import Known
+
+def for_type_checkers(x: "Known") -> str:
+    return "fine"
+
+def misspelt(x: "Knwon") -> str:
+    return "fine"
 
 def made(base: str):
     def inner(times: int) -> str:
@@ -97,6 +108,12 @@ def test_every_test_checks_the_first_calls_of_a_function_anew(specimen):
     type_checks.begin_test()
     with pytest.raises(TypeCheckError):
         specimen.whole(2)
+
+
+def test_only_names_for_type_checkers_may_be_unknown(specimen):
+    assert specimen.for_type_checkers(1) == "fine"
+    with pytest.raises(BeartypeException, match="Knwon"):
+        specimen.misspelt(1)
 
 
 def test_the_checks_can_be_switched_off(specimen):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
@@ -24,6 +25,7 @@ from jaxtyping._storage import pop_shape_memo, push_shape_memo
 from torch.utils.hooks import RemovableHandle
 
 DECORATOR = "__types_checked__"
+FOR_TYPE_CHECKERS = "__for_type_checkers__"
 _beartype = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
 PER_TEST = 2
 _checked_code: dict[types.CodeType, tuple[dict[str, Any], Any]] = {}
@@ -45,7 +47,7 @@ def types_checked(target: Any) -> Any:
     """A function, or a dataclass, that refuses values other than its annotations say."""
     if isinstance(target, type):
         if dataclasses.is_dataclass(target) and "__init__" in vars(target):
-            _resolve(target.__init__, otherwise=Any)  # fields of other packages' classes name what only those import
+            _resolve_inherited(target)
             target.__init__ = _checked(target.__init__)  # type: ignore[misc]
         return target
     return _checked(target)
@@ -95,19 +97,35 @@ def _wrapped(function: Any, check: Any) -> Any:
     return wrapper
 
 
-def _resolve(function: Any, **unresolved: Any) -> None:
+def _resolve(function: Any) -> None:
     """Evaluates annotations that are strings, where their names are known."""
     for name, annotation in function.__annotations__.items():
         if isinstance(annotation, str):
             with contextlib.suppress(NameError):
                 function.__annotations__[name] = eval(annotation, function.__globals__)
-                continue
-            function.__annotations__[name] = unresolved.get("otherwise", annotation)
+
+
+def _resolve_inherited(cls: type) -> None:
+    """Evaluates the annotations of a dataclass's fields in the modules of the classes that define them."""
+    annotations = cls.__init__.__annotations__
+    for base in reversed(cls.__mro__[1:]):
+        for name in annotations.keys() & vars(base).get("__annotations__", {}).keys():
+            if isinstance(annotations[name], str) and name not in cls.__annotations__:
+                annotations[name] = eval(annotations[name], vars(sys.modules[base.__module__]))
+
+
+def _without_names_for_type_checkers(function: Any) -> None:
+    """Lets an annotation pass that names what only type checkers import; of any other unknown name, beartype tells."""
+    unknown = function.__globals__.get(FOR_TYPE_CHECKERS, ())
+    for name, annotation in function.__annotations__.items():
+        if isinstance(annotation, str) and any(word in unknown for word in re.findall(r"\w+", annotation)):
+            function.__annotations__[name] = Any
 
 
 def _by_beartype(function: Any) -> Any:
     """The function checked; of functions defined inside another one, the check is written once."""
-    _resolve(function, otherwise=Any)  # names for type checkers alone
+    _resolve(function)
+    _without_names_for_type_checkers(function)
     inner = "<locals>" in function.__qualname__
     annotations, checked = _checked_code.get(function.__code__, (None, None))
     if not inner or annotations != function.__annotations__:
@@ -147,12 +165,20 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:  # compiled anew: no cache may mix both forms
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
+        self.for_type_checkers = {
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for statement in node.body
+            for alias in getattr(statement, "names", ())
+        }
         _decorate(tree.body)
         return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
         vars(module)[DECORATOR] = types_checked
         super().exec_module(module)
+        vars(module)[FOR_TYPE_CHECKERS] = self.for_type_checkers
 
 
 class _Finder(MetaPathFinder):

@@ -125,8 +125,8 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
     shown = {
         position: (on_canvas.get(position, UNREACHED), token) for position, token in zip(positions, tokens, strict=True)
     }
-    if cfg.has_mask:
-        if unmasked := [position for position, (present, _) in shown.items() if present != cfg.mask_token_id]:
+    if not cfg.grows:
+        if unmasked := [position for position, (present, _) in shown.items() if present != cfg.blank]:
             raise ValueError(
                 f"the answer positions {unmasked} hold no [MASK] on the canvas of {name}: a masked diffusion model "
                 "predicts masked tokens only. Mask these positions, as Fact.to_query does, or leave their tokens out "

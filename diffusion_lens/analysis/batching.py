@@ -42,7 +42,7 @@ def rows_at_once(cfg: DiffusionConfig, n_pos: int, n_read: int, max_bytes: int) 
     takes twice as long (measured: 8 layers, d_mlp 1024, batches of 80 against 320 rows of 16 positions).
     """
     fitting = max_bytes // row_bytes(cfg, n_pos, n_read)
-    if cfg.device != "cpu" or not fitting:
+    if not cfg.is_on_cpu or not fitting:
         return fitting
     assert cfg.d_mlp is not None
     return max(1, min(fitting, CPU_TENSOR_BYTES // (n_pos * cfg.d_mlp * cfg.dtype.itemsize)))

@@ -220,8 +220,10 @@ class CellRuns:
         if not cells or not self.run.input.resumes_at_positions:
             return self.run.input.n_pos
         rows_by_position = len(cells) * self.run.input.n_rows / len({cell.first_position for cell in cells})
-        on_cpu = self.run.input.model.cfg.device == "cpu"
-        return math.ceil((ROWS_OF_A_PASS if on_cpu else ROWS_ON_AN_ACCELERATOR) / rows_by_position)
+        if self.run.input.model.cfg.is_on_cpu:
+            return math.ceil(ROWS_OF_A_PASS / rows_by_position)
+        # At most an eighth of the positions, which adds about an eighth to the work.
+        return min(math.ceil(ROWS_ON_AN_ACCELERATOR / rows_by_position), max(2, self.run.input.n_pos // 8))
 
     def _group(self, cell: Cell, positions_per_group: int) -> _Group:
         first_positions = cell.first_position // positions_per_group

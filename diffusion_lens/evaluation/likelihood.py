@@ -106,7 +106,7 @@ def chain_rule_nll(
     _check_settings(cfg_scale, max_batch=max_batch)
     question = _question(model, prompt, answer)
     start, n_answer = len(question.prompt), len(question.answer)
-    if not model.cfg.has_mask:
+    if model.cfg.grows:
         if cfg_scale:
             raise ValueError(
                 f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
@@ -162,7 +162,7 @@ def monte_carlo_nll(
         ValueError: `chain_rule_nll` would refuse an argument, the noise does not fit, or the model is causal.
     """
     _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
-    if not model.cfg.has_mask:
+    if model.cfg.grows:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )

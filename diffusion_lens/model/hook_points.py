@@ -1,7 +1,7 @@
 """A TransformerLens hook point that knows the denoising step and checks what hooks return."""
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Literal
 
 import torch
@@ -22,11 +22,14 @@ class StepHookPoint(HookPoint):
     Attaching and removing hooks is a `RuntimeError` while another thread runs the model.
     """
 
-    clock = StepClock()  # until a model lends its own
-
     def __init__(self, pos_dim: int = 1) -> None:
         super().__init__()
         self.pos_dim = pos_dim
+
+    @cached_property
+    def clock(self) -> StepClock:
+        """A clock of its own, until a model lends its clock."""
+        return StepClock()
 
     @property
     def step(self) -> StepState | None:

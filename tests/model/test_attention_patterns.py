@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
 from diffusion_lens.model.attention_patterns import AttentionPattern
 from weight_conversion import Architecture
 
@@ -69,5 +70,12 @@ def test_a_bidirectional_model_without_mask_has_uniform_noise_and_no_blank(eithe
     model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
     cfg = model.cfg
     assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.grows) == ("uniform", False, False, False)
-    with pytest.raises(ValueError, match=r"bidirectional and has no \[MASK\].*mask_token_id="):
-        model.denoise(either.tokens[:1], max_new_tokens=2)
+    for call in (
+        lambda: model.denoise(either.tokens[:1], max_new_tokens=2),
+        lambda: chain_rule_nll(model, either.tokens[0, :3], either.tokens[0, 3:5]),
+        lambda: monte_carlo_nll(model, either.tokens[0, :3], either.tokens[0, 3:5]),
+    ):
+        with pytest.raises(ValueError, match=r"bidirectional and has no \[MASK\].*mask_token_id="):
+            call()
+    with pytest.raises(ValueError, match=r"has no \[MASK\]"):
+        model(either.tokens, return_type="loss")
