@@ -52,8 +52,7 @@ _LEFT_OUT = (
 _OF_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 
-_ROW = 1 << 13  # 8-byte words in a row, which is summed into one word
-_ROWS = 1 << 10  # rows summed at once (64 MiB)
+_ROW, _ROWS = 1 << 13, 1 << 10  # 8-byte words in a row, which is summed into one; rows summed at once (64 MiB)
 _SMALL = 1 << 24  # bytes of weights below which threads cost more time than they save
 
 
@@ -146,9 +145,13 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     """
     digester = _digester(model)
     own, described = hashlib.sha256(), {}
+    # The class that `lend_clock` makes of a caller's hook point has no name of the library, so its code counts.
+    classes: dict[type, str] = {}
     for path, module in model.named_modules():
         if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
-            own.update(f"{path}\n{_state(module, digester)}\n".encode())
+            if type(module) not in classes:
+                classes[type(module)] = digester.digest(type(module)).sha256.hex()
+            own.update(f"{path}\n{classes[type(module)]}\n{_state(module, digester)}\n".encode())
         else:
             digest = digester.combine(_parts(module))
             described[path] = with_gaps(f"{type(module).__qualname__} #{digest}", digest)
@@ -179,10 +182,8 @@ def _digester(model: nn.Module) -> Digester:
 
 
 def _state(module: nn.Module, digester: Digester) -> str:
-    """Class, children and attributes of one of this library's or torch's modules, without digests of plain values."""
-    kind, values = type(module), vars(module)
-    # The class that `lend_clock` makes of a caller's hook point has no name of the library, so its code counts.
-    parts = [digester.digest(kind).sha256.hex(), *module._modules]
+    """Children and attributes of one of this library's or torch's modules, without digests of plain values."""
+    kind, values, parts = type(module), vars(module), list(module._modules)
     if not (kind.__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
         parts.append(f"training {module.training}")
     left_out = _LEFT_OUT | ROOT_CACHES if isinstance(module, HookedRootModule) else _LEFT_OUT
