@@ -67,8 +67,8 @@ class AttentionPattern:
             n_past: Number of earlier positions, whose keys come from the cache.
         """
         if n_past:
-            allowed = None if n_pos == 1 else self._between(torch.arange(n_past + n_pos, device=device))[n_past:]
-            return Visibility(None if allowed is None else allowed[None, None], causal=False)
+            together = torch.arange(n_past + n_pos, device=device)
+            return Visibility(None if n_pos == 1 else self._between(together)[None, None, n_past:], causal=False)
         if real is None:
             if self.causal or self.block_size is None or self.block_size >= n_pos:
                 return Visibility(None, self.causal)
