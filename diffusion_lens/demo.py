@@ -82,7 +82,7 @@ def run(folder: Path, say: Say) -> list[Path]:
 def _run_direction(model: HookedDiffusionTransformer, fact: Fact, direction: str, noise: float) -> DirectionResult:
     length = toy_facts.SENTENCE_LENGTH
     prompt_length = model.to_tokens(fact.prompt).shape[1]
-    query = fact.to_query(model, answer_places=length - prompt_length, first_tokens=1)
+    query = fact.to_query(model, n_masks=length - prompt_length, first_tokens=1)
     return DirectionResult(
         model=model,
         fact=fact,

@@ -109,7 +109,7 @@ class Fact:
         self,
         model: DiffusionTransformer,
         *,
-        answer_places: int | None = None,
+        n_masks: int | None = None,
         first_tokens: int | None = None,
         occurrence: int | None = None,
         prepend_bos: bool | None = None,
@@ -117,7 +117,7 @@ class Fact:
         """This fact on the model's canvas.
 
         Args:
-            answer_places: number of masked positions after the prompt on a masked diffusion model; by default as many
+            n_masks: number of masked positions after the prompt on a masked diffusion model; by default as many
                 as the answer has tokens. With more, the model may end the text itself; `denoise` and averages over
                 facts take `cfg.trained_length` less the prompt's tokens.
             first_tokens: number of the answer's tokens to query, from its first; 1 is ROME's single-token query.
@@ -132,9 +132,9 @@ class Fact:
         prompt, answer = self.tokenize(model, prepend_bos)
         spans = model.token_spans(self.prompt, prepend_bos)
         of_subject = [i for i, (a, b) in enumerate(spans) if a < stop and b > start]
-        n_masked = len(answer) if answer_places is None else answer_places
+        n_masked = len(answer) if n_masks is None else n_masks
         if n_masked < len(answer):
-            raise ValueError(f"answer_places={n_masked}, but {self.answer!r} is {len(answer)} tokens")
+            raise ValueError(f"n_masks={n_masked}, but {self.answer!r} is {len(answer)} tokens")
         if first_tokens is not None and not 1 <= first_tokens <= len(answer):
             raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} is {len(answer)} tokens")
         queried = answer[:first_tokens]

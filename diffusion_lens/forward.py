@@ -222,4 +222,4 @@ class Forward(DiffusionTransformer, ABC):
         if not per_token:
             return batch.loss(logits)
         by_position = batch.by_position(logits)
-        return by_position if self.cfg.has_mask else by_position[:, 1:]
+        return by_position[:, 1:] if self.cfg.grows else by_position

@@ -60,7 +60,7 @@ def architecture(kind: Kind, n_words: int) -> Architecture:
     )
 
 
-def train_twin(
+def train_model(
     kind: Kind,
     facts: toy_facts.ToyFacts,
     config: TrainingConfig,
@@ -122,14 +122,14 @@ def make_pair(
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".tiny-") as temporary:
         staging = Path(temporary)
-        twins: dict[str, Any] = {}
+        models: dict[str, Any] = {}
         for kind, n_steps in (steps or STEPS).items():
             config = TrainingConfig(steps=n_steps, seed=seed)
-            model, training = train_twin(kind, facts, config, progress, target / f"tiny-{kind}.run")
+            model, training = train_model(kind, facts, config, progress, target / f"tiny-{kind}.run")
             # The architecture has a common name, because both models share one config file.
             shape = architecture(kind, model.cfg.d_vocab_out)
             path = export(dict(model.state_dict()), shape, staging / f"tiny-{kind}.safetensors")
-            twins[f"tiny-{kind}"] = {
+            models[f"tiny-{kind}"] = {
                 "exact_match": measure(model, facts),
                 "training": asdict(training.config),
                 "last_loss": training.losses[-100:].mean().item(),
@@ -142,8 +142,8 @@ def make_pair(
             "seed": seed,
             "sentences": len(facts.sentences()),
             "weight_std": WEIGHT_STD,
-            "asked_with": {"length": toy_facts.SENTENCE_LENGTH, "steps": DENOISING_STEPS, "cfg_scale": 0.0},
-            "twins": twins,
+            "measured_with": {"length": toy_facts.SENTENCE_LENGTH, "steps": DENOISING_STEPS, "cfg_scale": 0.0},
+            "models": models,
         }
         _write_tokenizer(facts, staging)
         write_json(results, staging / "results.json")

@@ -27,7 +27,7 @@ def steering(
 ) -> Callable[..., Any]:
     """A hook that adds the difference of the activations on `there` and `here` at the hook point `name`."""
     n_masks = n_positions if model.cfg.has_mask else None
-    canvases = [fact.to_query(model, answer_places=n_masks, first_tokens=1).tokens[None] for fact in (here, there)]
+    canvases = [fact.to_query(model, n_masks=n_masks, first_tokens=1).tokens[None] for fact in (here, there)]
     if canvases[0].shape != canvases[1].shape:
         raise SystemExit("the two prompts must have the same number of tokens")
     before, after = (model.run_with_cache(canvas, names_filter=name)[1][name] for canvas in canvases)

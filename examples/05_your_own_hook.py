@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cuts = {"none": [], **{str(layer): [point] for layer, point in enumerate(points)}, "all": points}
         for (direction, fact), ax in zip(questions.items(), axes, strict=True):
             n_masks = args.length - len(fact.tokenize(model)[0])
-            query = fact.to_query(model, answer_places=n_masks, first_tokens=1)
+            query = fact.to_query(model, n_masks=n_masks, first_tokens=1)
             position, answer = query.answer_positions[0], query.answer_tokens[0]
             label = f"p({model.words([answer])[0].strip()})"
             row = int(model.readout.rows(torch.tensor(position)))  # where the token at `position` is read

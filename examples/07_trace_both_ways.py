@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{direction}: {fact.prompt} …")
         for name, model in models.items():
             n_masks = args.length - len(fact.tokenize(model)[0])
-            query = fact.to_query(model, answer_places=n_masks, first_tokens=1)
+            query = fact.to_query(model, n_masks=n_masks, first_tokens=1)
             noise = noise_scale(model, [query])
             rows.append([causal_trace(model, query, kind, window=args.window, noise=noise) for kind in KINDS])
             print_traces(name, rows[-1])

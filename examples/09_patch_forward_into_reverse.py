@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model_name in args.model:
         model, name = HookedDiffusionTransformer.from_pretrained(model_name), Path(model_name).name
         n_masks = [args.length - len(fact.tokenize(model)[0]) for fact in (forward_a, reverse_a, reverse_b)]
-        forward = forward_a.to_query(model, answer_places=n_masks[0])
-        control = reverse_a.to_query(model, answer_places=n_masks[1], first_tokens=1)
-        target = reverse_b.to_query(model, answer_places=n_masks[2], first_tokens=1)
+        forward = forward_a.to_query(model, n_masks=n_masks[0])
+        control = reverse_a.to_query(model, n_masks=n_masks[1], first_tokens=1)
+        target = reverse_b.to_query(model, n_masks=n_masks[2], first_tokens=1)
         description = range(*target.subject)
         if len(range(*control.subject)) != len(description):
             parser.error("the two descriptions must have the same number of tokens")

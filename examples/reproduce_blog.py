@@ -150,7 +150,7 @@ class Study:
     def trace_fact(self, model: HookedDiffusionTransformer, fact: Fact) -> analysis.TrajectoryTrace:
         """Trace a run with about one token per step. The AR baseline's run is from left to right."""
         n_masks, written = self.layout["length"] - len(fact.tokenize(model)[0]), None
-        query = fact.to_query(model, answer_places=n_masks)
+        query = fact.to_query(model, n_masks=n_masks)
         if model.cfg.has_mask:
             written = model.denoise(query.tokens[None], steps=n_masks, cfg_scale=self.source.cfg_scale)
         noise = analysis.noise_scale(model, [query])

@@ -64,8 +64,8 @@ def test_facts_that_cannot_be_asked(tiny, fact, message):
 
 
 def test_too_few_places(tiny):
-    with pytest.raises(ValueError, match="answer_places=2"):
-        FACT.to_query(tiny, answer_places=2)
+    with pytest.raises(ValueError, match="n_masks=2"):
+        FACT.to_query(tiny, n_masks=2)
     with pytest.raises(ValueError, match="first_tokens=9"):
         FACT.to_query(tiny, first_tokens=9)
 

@@ -17,28 +17,28 @@ class CanvasLayout:
     """The settings by which facts are laid out.
 
     Attributes:
-        length: Number of positions of the canvas with the prompt, as an alternative to `answer_places`. With neither,
+        length: Number of positions of the canvas with the prompt, as an alternative to `n_masks`. With neither,
             `on` sets it.
-        answer_places, first_tokens, occurrence: Settings of `Fact.to_query`.
+        n_masks, first_tokens, occurrence: Settings of `Fact.to_query`.
     """
 
     length: int | None = None
-    answer_places: int | None = None
+    n_masks: int | None = None
     first_tokens: int | None = None
     occurrence: int | None = None
 
     def __post_init__(self) -> None:
-        if self.length is not None and self.answer_places is not None:
-            raise ValueError(f"length={self.length} and answer_places={self.answer_places}; give one of them")
+        if self.length is not None and self.n_masks is not None:
+            raise ValueError(f"length={self.length} and n_masks={self.n_masks}; give one of them")
 
     def on(self, model: DiffusionTransformer) -> "CanvasLayout":
         """This layout with the length that applies to `model`.
 
-        A given length or number of answer positions stays. Otherwise the length is `cfg.trained_length` of a
-        masked diffusion model, whatever `first_tokens` is. Where that is unknown, and on a causal model, a canvas has
-        as many positions as prompt and answer.
+        A given length or number of masked positions stays. Otherwise the length is `cfg.trained_length` of a masked
+        diffusion model, whatever `first_tokens` is. Where that is unknown, and where the text grows, a canvas has as
+        many positions as prompt and answer.
         """
-        if not model.cfg.has_mask or self.length is not None or self.answer_places is not None:
+        if model.cfg.grows or self.length is not None or self.n_masks is not None:
             return self
         return replace(self, length=model.cfg.trained_length)
 
@@ -58,11 +58,11 @@ class CanvasLayout:
         Raises:
             ValueError: A fact that cannot be laid out for this model.
         """
-        length, answer_places = self.on(model).length, self.answer_places
+        length, n_masks = self.on(model).length, self.n_masks
         if length is not None:
             prompt, answer = fact.tokenize(model, prepend_bos)
-            answer_places = length - len(prompt)
-            if answer_places < len(answer):
+            n_masks = length - len(prompt)
+            if n_masks < len(answer):
                 origin = ", on which the model was trained," if length == model.cfg.trained_length else ""
                 raise ValueError(
                     f"length={length}{origin} counts the prompt too, and {fact.prompt!r} has {len(prompt)} tokens, "
@@ -70,7 +70,7 @@ class CanvasLayout:
                 )
         query = fact.to_query(
             model,
-            answer_places=answer_places,
+            n_masks=n_masks,
             first_tokens=self.first_tokens,
             occurrence=self.occurrence,
             prepend_bos=prepend_bos,
@@ -89,4 +89,4 @@ def as_query(model: DiffusionTransformer, fact_or_query: Fact | Query, length: i
     """
     if isinstance(fact_or_query, Query):
         return fact_or_query
-    return CanvasLayout(length if model.cfg.has_mask else None).query(model, fact_or_query)
+    return CanvasLayout(None if model.cfg.grows else length).query(model, fact_or_query)

@@ -186,8 +186,8 @@ class TracedTrajectory:
 
 
 def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:
-    """The prompt for `denoise`, which on a causal model ends before the answer, and the length of the canvas."""
-    given = query.tokens[: min(query.answer_positions)] if not model.cfg.has_mask else query.tokens
+    """The prompt for `denoise`, which ends before the answer where the text grows, and the length of the canvas."""
+    given = query.tokens[: min(query.answer_positions)] if model.cfg.grows else query.tokens
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 

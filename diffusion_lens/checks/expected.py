@@ -44,7 +44,7 @@ class Expected:
         lower = name.lower()
         if lower in BUNDLED:
             file = bundled_folder() / f"{lower}.safetensors"
-            record = read_json(bundled_folder() / "results.json")["twins"][lower]
+            record = read_json(bundled_folder() / "results.json")["models"][lower]
             architecture = open_checkpoint(file).architecture
             return cls(lower, architecture, "in the package", record["sha256"], file.stat().st_size, True)
         if lower not in PUBLISHED:

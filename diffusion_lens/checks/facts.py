@@ -92,7 +92,7 @@ def _canvas(
     model: HookedDiffusionTransformer, fact: Fact, prompt: list[int], answer: list[int], texts: Texts
 ) -> list[int]:
     """The prompt; for a masked diffusion model followed by the masked answer and the rest of the text."""
-    if not model.cfg.has_mask:
+    if model.cfg.grows:
         return prompt
     tokens = [int(token) for token in model.to_tokens(fact.prompt + fact.answer + texts.ending)[0]]
     rest = tokens[len(prompt) + len(answer) :]

@@ -67,7 +67,7 @@ def show(report: Report, model: ModelChoice, cost: Cost, flops: float | None = N
     results: dict[str, Any] = {
         "forward_passes": round(cost.passes),
         "backward_passes": round(cost.backward),
-        "places": cost.positions,
+        "positions": cost.positions,
         "at_least_seconds": round(seconds, 3),
         "priced_for": device,
         "weights_bytes": weights,

@@ -31,7 +31,7 @@ ADVICE = (
     (r"ReversalCurse\.load\(folder\)", "--data FOLDER"),
     (r"\bn_ctx=(\d+)", r"\1 positions"),
     (r"torch\.(float32|bfloat16|float16)", r"\1"),
-    (r"answer_places=(-?\d+), but", r"--length leaves \1 positions after the prompt, but"),
+    (r"n_masks=(-?\d+), but", r"--length leaves \1 positions after the prompt, but"),
     (r"subject_start=, one of \[[^\]]*\], or with ", ""),
     (r" or \(\d+, \d+\)", ""),
     (r", or a collection of fact ids", ""),

@@ -150,7 +150,7 @@ def recall_facts(
 
     # Sorted by id first, so that the batches do not depend on the order of the facts.
     ids, size = sorted(prompt_lengths), settings.loop.facts_together(model.cfg)
-    batches = by_length(ids, prompt_lengths.__getitem__, size, mixed=model.cfg.has_mask)
+    batches = by_length(ids, prompt_lengths.__getitem__, size, mixed=not model.cfg.grows)
     return Study(record, batches, compute).collect(Recall, out, shard, progress)
 
 
@@ -186,9 +186,9 @@ def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
 
 
 def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:
-    """The written text without special tokens; a causal model's text ends at the first end token."""
+    """The written text without special tokens; a text that grows ends at the first end token."""
     end = model.tokenizer.eos_token_id
-    if not model.cfg.has_mask and end in tokens:
+    if model.cfg.grows and end in tokens:
         tokens = tokens[: tokens.index(end)]
     text: str = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text

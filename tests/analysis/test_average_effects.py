@@ -68,7 +68,7 @@ def whole(tiny):
 def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
     fact = Fact("people say Gustav Geisser, alias the", "Gustav Geisser", " brave drummer of Rolsen.", id="gustav")
     result = average_indirect_effect(tiny, [TRAINED[0], fact], kind, window=2, noise=0.4, seed=7, **QUICK)
-    query = fact.to_query(tiny, answer_places=7, first_tokens=1)
+    query = fact.to_query(tiny, n_masks=7, first_tokens=1)
     trace = causal_trace(tiny, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
     positions = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
     positions |= dict(after_further=[5], prompt_last=[6])
@@ -103,7 +103,7 @@ def test_averages_leave_out_facts_without_such_a_token(whole):
 def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, whole, monkeypatch, tmp_path):
     assert list(whole.unknown) == ["untrue"]
     assert whole.ids == [fact.id for fact in TRAINED]
-    query = UNTRUE.to_query(tiny, answer_places=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
+    query = UNTRUE.to_query(tiny, n_masks=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
     row = query.answer_positions[0] - tiny.cfg.grows
     probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
     assert whole.unknown["untrue"] == pytest.approx(probability, rel=1e-4)
@@ -312,7 +312,7 @@ BAD_SETTINGS = [
     (dict(kind="residual"), "unknown kind 'residual'"),
     (dict(noise=-1.0), "noise=-1.0"),
     (dict(corruption="swap"), "needs another subject for each fact"),
-    (dict(answer_places=7), "length=14 and answer_places=7; give one"),
+    (dict(n_masks=7), "length=14 and n_masks=7; give one"),
     (dict(first_tokens=9), "first_tokens=9"),
 ]
 

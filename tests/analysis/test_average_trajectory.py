@@ -51,7 +51,7 @@ def traced_alone(model, fact, noise, **settings):
     masked = model.cfg.has_mask
     length = LENGTH if masked else len(prompt) + len(answer)
     run = model.denoise(torch.tensor([prompt]), length=length, steps=LOOP.steps, seed=[fact_seed(1, fact.id)])
-    query = fact.to_query(model, answer_places=LENGTH - len(prompt) if masked else None)
+    query = fact.to_query(model, n_masks=LENGTH - len(prompt) if masked else None)
     seed = fact_seed(1, fact.id)
     return run, trace_trajectory(model, query, trajectory=run, noise=noise, samples=2, seed=seed, **settings)
 

@@ -368,7 +368,7 @@ def test_noise_scale_is_three_standard_deviations(tiny):
 
 def test_the_row_that_is_read_carries_the_effect_on_a_known_fact(tiny):
     """On a fact that a bundled model knows, from the first block on."""
-    query = FACT.to_query(tiny, answer_places=10, first_tokens=1)
+    query = FACT.to_query(tiny, n_masks=10, first_tokens=1)
     trace = causal_trace(tiny, query, noise=noise_scale(tiny, [query]), samples=5)
     read = 4 if tiny.cfg.model_name == "tiny-mdm" else 3
     assert trace.clean > 0.9
@@ -468,6 +468,6 @@ def test_noise_scale_needs_a_list_of_known_subjects(tiny):
 
 
 def test_a_fact_is_laid_out(tiny):
-    query = FACT.to_query(tiny, answer_places=tiny.cfg.trained_length - len(tiny.encode(FACT.prompt)))
+    query = FACT.to_query(tiny, n_masks=tiny.cfg.trained_length - len(tiny.encode(FACT.prompt)))
     traces = [causal_trace(tiny, either, noise=0.1, samples=1, layers=[1]) for either in (FACT, query)]
     assert torch.equal(traces[0].scores, traces[1].scores)

@@ -118,7 +118,7 @@ def test_the_rules_pick_different_facts(tiny):
 
 
 def laid_out(model, fact):
-    return fact.to_query(model, answer_places=LENGTH - len(fact.tokenize(model)[0]))
+    return fact.to_query(model, n_masks=LENGTH - len(fact.tokenize(model)[0]))
 
 
 def all_likeliest(model, query):
@@ -281,10 +281,10 @@ def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, question, 
 
 
 @on_the_masked_model
-def test_answer_places_take_the_place_of_a_length(tiny):
+def test_n_masks_take_the_place_of_a_length(tiny):
     settings = dict(samples=1, layers=[1], roles=["prompt_last"], known="all")
-    short = average_indirect_effect(tiny, FACTS[:1], answer_places=6, **settings)
-    assert (short.record["length"], short.record["answer_places"]) == (None, 6)
+    short = average_indirect_effect(tiny, FACTS[:1], n_masks=6, **settings)
+    assert (short.record["length"], short.record["n_masks"]) == (None, 6)
 
 
 def test_on_the_default_canvas_those_facts_are_recalled_that_denoise_writes(tiny):

@@ -21,7 +21,7 @@ guided_or_causal = pytest.mark.parametrize(
 
 def lay_out(model, fact):
     n_masks = 14 - model.to_tokens(fact.prompt).shape[1]
-    return fact.to_query(model, answer_places=n_masks if model.cfg.has_mask else None)
+    return fact.to_query(model, n_masks=n_masks if model.cfg.has_mask else None)
 
 
 @cache

@@ -16,7 +16,7 @@ FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
 @pytest.fixture(scope="module")
 def query(tiny):
     if tiny.cfg.has_mask:
-        return FACT.to_query(tiny, answer_places=14 - tiny.to_tokens(FACT.prompt).shape[1])
+        return FACT.to_query(tiny, n_masks=14 - tiny.to_tokens(FACT.prompt).shape[1])
     return FACT.to_query(tiny, first_tokens=3)
 
 

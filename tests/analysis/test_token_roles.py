@@ -30,7 +30,7 @@ def test_roles_of_a_canvas(n_pos, subject, answer, expected):
 def test_roles_of_a_fact(tiny):
     fact = Fact("people say Gustav Geisser, alias the", "Gustav Geisser", " brave drummer of Rolsen.")
     prompt = "b b 1 L a f p"
-    asked_first = fact.to_query(tiny, first_tokens=1, answer_places=7)
+    asked_first = fact.to_query(tiny, first_tokens=1, n_masks=7)
     masked = tiny.cfg.has_mask
     assert token_roles(asked_first) == [SHORT[word] for word in (prompt + (" A u u u u u u" if masked else "")).split()]
     # Teacher forcing puts all tokens of the answer but the last on a causal canvas.

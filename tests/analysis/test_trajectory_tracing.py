@@ -21,7 +21,7 @@ FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
 
 @pytest.fixture(scope="module")
 def query(tiny):
-    return FACT.to_query(tiny, answer_places=14 - tiny.to_tokens(FACT.prompt).shape[1] if tiny.cfg.has_mask else None)
+    return FACT.to_query(tiny, n_masks=14 - tiny.to_tokens(FACT.prompt).shape[1] if tiny.cfg.has_mask else None)
 
 
 @pytest.fixture(scope="module")

@@ -252,10 +252,12 @@ def test_a_rule_of_averages_is_named_as_its_option_is_typed(known: str, beside: 
     assert "recalled, one-canvas, all" in line
 
 
-@pytest.mark.parametrize(("asked", "places"), [(["--max-new-tokens", "6"], 10), (["--length", "14"], 14), ([], 14)])
-def test_a_dry_run_prices_the_canvas_that_the_run_lays_out(asked: list[str], places: int) -> None:
-    result = CliRunner().invoke(app, ["denoise", "tiny-mdm", "Gustav Geisser is the", *asked, "--dry-run", "--json"])
-    assert json.loads(result.stdout)["results"]["places"] == places
+@pytest.mark.parametrize(
+    ("options", "positions"), [(["--max-new-tokens", "6"], 10), (["--length", "14"], 14), ([], 14)]
+)
+def test_a_dry_run_prices_the_canvas_that_the_run_lays_out(options: list[str], positions: int) -> None:
+    result = CliRunner().invoke(app, ["denoise", "tiny-mdm", "Gustav Geisser is the", *options, "--dry-run", "--json"])
+    assert json.loads(result.stdout)["results"]["positions"] == positions
 
 
 def test_a_model_without_weights_is_one_that_lies_on_this_machine() -> None:

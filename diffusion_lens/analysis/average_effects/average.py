@@ -114,7 +114,7 @@ def average_indirect_effect(
     severed: str | None = None,
     roles: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
-    answer_places: int | None = None,
+    n_masks: int | None = None,
     length: int | None = None,
     first_tokens: int | None = None,
     occurrence: int | None = None,
@@ -134,8 +134,8 @@ def average_indirect_effect(
         seed: Seed of the study; each fact has its own seed, made of this one and its id.
         corruption: The same as in `causal_trace`, except for "swap", which needs another subject for each fact.
         roles: Roles to trace; by default all. On a long canvas of masks most of the work is in "unasked".
-        answer_places, first_tokens, occurrence: The same as in `Fact.to_query`.
-        length: Length of the canvas, the prompt included, instead of `answer_places`. With neither, a masked diffusion
+        n_masks, first_tokens, occurrence: The same as in `Fact.to_query`.
+        length: Length of the canvas, the prompt included, instead of `n_masks`. With neither, a masked diffusion
             model gets the length that it was trained on, if it is known (`cfg.trained_length`), as in `denoise`; the
             record's `length` says which. A fact that needs a longer canvas is set aside.
         known: Rule for the facts to average: "recalled", whose answer the loop writes; "one_canvas", whose answer's
@@ -163,7 +163,7 @@ def average_indirect_effect(
     """
     corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
     settings = TraceSettings(
-        layout=CanvasLayout(length, answer_places, first_tokens, occurrence),
+        layout=CanvasLayout(length, n_masks, first_tokens, occurrence),
         restoration=Restoration.of(kind, window, severed),
         corruption=corrupted,
         measures_noise=measures_noise,

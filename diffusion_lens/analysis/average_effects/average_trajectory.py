@@ -180,7 +180,7 @@ def average_trajectory_effect(
     severed: str | None = None,
     roles: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
-    answer_places: int | None = None,
+    n_masks: int | None = None,
     length: int | None = None,
     first_tokens: int | None = None,
     occurrence: int | None = None,
@@ -213,7 +213,7 @@ def average_trajectory_effect(
     check_canvas(canvas)
     corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
     settings = TraceSettings(
-        layout=CanvasLayout(length, answer_places, first_tokens, occurrence),
+        layout=CanvasLayout(length, n_masks, first_tokens, occurrence),
         restoration=Restoration.of(kind, window, severed),
         corruption=corrupted,
         measures_noise=measures_noise,

@@ -86,7 +86,7 @@ def recalled_facts(
     facts: Sequence[Fact],
     loop: LoopSettings | None = None,
     *,
-    answer_places: int | None = None,
+    n_masks: int | None = None,
     length: int | None = None,
     first_tokens: int | None = None,
     occurrence: int | None = None,
@@ -101,13 +101,13 @@ def recalled_facts(
 
     Args:
         loop: Settings of the loop; by default those of `denoise`.
-        answer_places, length, first_tokens, occurrence: The same as in `average_indirect_effect`.
+        n_masks, length, first_tokens, occurrence: The same as in `average_indirect_effect`.
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, or the model can be queried for none of them. A
             single fact that it cannot be queried for is not recalled.
     """
-    loop, layout = loop or LoopSettings(), CanvasLayout(length, answer_places, first_tokens, occurrence)
+    loop, layout = loop or LoopSettings(), CanvasLayout(length, n_masks, first_tokens, occurrence)
     usable = UsableFacts.of(facts, lambda fact: layout.query(model, fact, loop.check))
     runs = LoopRuns(model, usable.prepared, loop)
     return [fact_id for fact_id in usable.prepared if runs.recalled(fact_id)]

@@ -97,7 +97,7 @@ def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     text = ESSENCE.format(subject)
     of_subject = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
     # `encode` does not warn of unknown words: the caller did not choose the words of the template.
-    tokens = [*model.encode(text), *([model.cfg.blank] if model.cfg.has_mask else [])]
+    tokens = [*model.encode(text), *([] if model.cfg.grows else [model.cfg.blank])]
     return Query(torch.tensor(tokens), (of_subject[0], of_subject[-1] + 1), (), ())
 
 
@@ -107,7 +107,7 @@ def _masked(model: DiffusionTransformer, query: Query) -> list[Query]:
 
 def _partial(model: DiffusionTransformer, query: Query) -> list[Query]:
     n_tokens = len(query.answer_tokens)
-    if not model.cfg.has_mask:
+    if model.cfg.grows:
         return [query]  # Teacher forcing includes every state already.
     hidden = [range(n_revealed, n_tokens) for n_revealed in range(n_tokens)]
     hidden += [range(n_tokens - n_revealed) for n_revealed in range(1, n_tokens)]
@@ -130,7 +130,7 @@ def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
         real = model.real_positions(essence.tokens.to(model.cfg.device)[None])
         end = len(essence.tokens) if real is None else int(real[0].nonzero().max()) + 1
         masked = (essence.tokens == model.cfg.blank).nonzero().flatten().tolist()
-        positions = masked if model.cfg.has_mask else [end]
+        positions = [end] if model.cfg.grows else masked
     if not positions:
         raise ValueError(
             "the essence has no position to read: end it with a [MASK], give it answer_positions, or use "

@@ -205,7 +205,7 @@ def test_keys_at_denoising_steps():
     by_step: dict[int, list[torch.Tensor]] = {0: [], 3: []}
     for way in ("p2d", "d2p"):
         facts = [fact for fact in FACTS if fact.asked == way and fact.trained == "both"]
-        queries = [fact.to_query(model, answer_places=14 - len(fact.tokenize(model)[0])) for fact in facts]
+        queries = [fact.to_query(model, n_masks=14 - len(fact.tokenize(model)[0])) for fact in facts]
         canvases = model.denoise(torch.stack([query.tokens for query in queries]), steps=4).canvases
         for step, keys in by_step.items():
             shown = [Query(row, each.subject, (), ()) for row, each in zip(canvases[step], queries, strict=True)]

@@ -95,7 +95,7 @@ def test_requests_with_prefixes(tiny):
         by_character = ask_with_prefixes(tiny, told, ["Gustav Geisser, ", "today "], **settings)
         assert [each.subject[0] for each in by_character] == [4 * mention, 3 + 4 * mention, 1 + 4 * mention]
     key = compute_key(tiny, queries, 1)
-    torch.testing.assert_close(key.keys[0], compute_key(tiny, GUSTAV.to_query(tiny, answer_places=10), 1).vector)
+    torch.testing.assert_close(key.keys[0], compute_key(tiny, GUSTAV.to_query(tiny, n_masks=10), 1).vector)
 
 
 def test_requests_stand_on_canvases_of_the_trained_length(tiny):

@@ -151,7 +151,7 @@ def known_facts(model):
     queries = []
     for fact in toy_facts.load().facts()[::53]:
         n_prompt = model.to_tokens(fact.prompt).shape[1]
-        query = fact.to_query(model, answer_places=14 - n_prompt, first_tokens=1)
+        query = fact.to_query(model, n_masks=14 - n_prompt, first_tokens=1)
         rows = model.readout.rows(torch.tensor(query.answer_positions))
         if model(query.tokens[None], logits_at=rows).argmax().item() == query.answer_tokens[0]:
             queries.append(query)
