@@ -19,6 +19,7 @@ from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
+from diffusion_lens.settings import naming_the_nearest
 
 
 class HookedDiffusionTransformer(Forward):
@@ -29,6 +30,7 @@ class HookedDiffusionTransformer(Forward):
     """
 
     @classmethod
+    @naming_the_nearest
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -87,6 +89,7 @@ class HookedDiffusionTransformer(Forward):
             fold_norms(model)
         return model
 
+    @naming_the_nearest
     def enable_compatibility_mode(
         self,
         disable_warnings: bool = False,
@@ -134,6 +137,7 @@ class HookedDiffusionTransformer(Forward):
         """
         return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
 
+    @naming_the_nearest
     def denoise(
         self,
         prompt: Prompt,
@@ -185,6 +189,7 @@ class HookedDiffusionTransformer(Forward):
 
     generate = denoise
 
+    @naming_the_nearest
     def denoise_with_cache(
         self,
         prompt: Prompt,

@@ -5,7 +5,7 @@ NumPy's and torch's scalars are accepted too; they are converted because results
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -18,21 +18,34 @@ Real = SupportsFloat
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_RECEIVERS = ("self", "cls")
+
 
 def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
     """Make the `TypeError` of an unknown keyword suggest the nearest one, or list all if none has a similar name."""
-    known = [name for name in signature(function).parameters if name != "self"]
-    called = "model" if function.__name__ == "forward" else function.__qualname__
+    known = keywords_of(function)
+    called = "model" if function.__name__ == "forward" else function.__name__
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if unknown := [name for name in kwargs if name not in known]:
-            near = get_close_matches(unknown[0], known, n=1)
-            hint = f"the nearest is {near[0]!r}" if near else f"it takes {', '.join(known)}"
-            raise TypeError(f"{called}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
+        check_keywords(called, kwargs, known)
         return function(*args, **kwargs)
 
     return checked
+
+
+def keywords_of(*functions: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that these functions take by keyword."""
+    parameters = [p for function in functions for p in signature(function).parameters.values()]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in _RECEIVERS]
+
+
+def check_keywords(called: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise a `TypeError` for the first unknown keyword of a call; it suggests the nearest, or lists all."""
+    if unknown := [name for name in given if name not in known]:
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f"the nearest is {near[0]!r}" if near else f"it takes {', '.join(known)}"
+        raise TypeError(f"{called}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -1,7 +1,7 @@
 """Hooking and caching as in TransformerLens, with checked names and hook points that know the denoising step."""
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, is_hooked, lend_clock
+from diffusion_lens.settings import check_keywords, keywords_of
 from diffusion_lens.step_state import StepClock
 
 
@@ -70,7 +71,12 @@ class Hooking(HookedRootModule, ABC):
         remove_batch_dim: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` selects."""
+        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` selects.
+
+        Raises:
+            TypeError: an argument that neither this method nor the model takes; the message gives the nearest.
+        """
+        self._check_keywords("run_with_cache", kwargs)
         selected = self._select(names_filter)
         silent = {name: reason for name in selected if (reason := self.why_silent(name))}
         names = [name for name in selected if name not in silent]
@@ -107,6 +113,11 @@ class Hooking(HookedRootModule, ABC):
         with self.clock.held():
             super().reset_hooks(*args, **kwargs)
 
+    def _check_keywords(self, method: str, given: Mapping[str, Any]) -> None:
+        if given:
+            own = (getattr(cls, method) for cls in (Hooking, HookedRootModule))
+            check_keywords(method, given, keywords_of(*own, self.forward))
+
     def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
         self._check_hookable(name)
         super()._enable_hook(name, hook, dir)
@@ -117,6 +128,7 @@ class Hooking(HookedRootModule, ABC):
         """As in TransformerLens; a hook that the forward pass would never reach is an error."""
         for name, _ in [*fwd_hooks, *bwd_hooks]:
             self._check_hookable(name, in_loop=False)
+        self._check_keywords("run_with_hooks", kwargs)
         return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
 
     @contextmanager

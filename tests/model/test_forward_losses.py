@@ -200,11 +200,21 @@ def test_samples_is_a_whole_number_of_any_kind_but_no_bool(either):
         either.model(tokens, return_type="both", samples=2)
 
 
-def test_a_misspelt_argument_is_told_the_nearest(tiny):
+def test_the_error_of_a_misspelt_argument_names_the_nearest(tiny):
     with pytest.raises(TypeError, match=r"argument 'stop_at_layr'; the nearest is 'stop_at_layer'"):
         tiny(torch.tensor([[1, 2]]), stop_at_layr=1)
     with pytest.raises(TypeError, match=r"argument 'atention_mask'; the nearest is 'attention_mask'"):
         tiny.run_with_hooks(torch.tensor([[1, 2]]), return_type="loss", atention_mask=None, fwd_hooks=[])
+    with pytest.raises(TypeError, match=r"run_with_cache\(\) .* argument 'names_filtr'; the nearest is 'names_filter'"):
+        tiny.run_with_cache(torch.tensor([[1, 2]]), names_filtr="hook_embed")
+    with pytest.raises(TypeError, match=r"run_with_cache\(\) .* argument 'stop_at'; the nearest is 'stop_at_layer'"):
+        tiny.run_with_cache(torch.tensor([[1, 2]]), stop_at=1)
+    with pytest.raises(TypeError, match=r"argument 'max_new_token'; the nearest is 'max_new_tokens'"):
+        tiny.generate("Gustav", max_new_token=3)
+    with pytest.raises(TypeError, match=r"argument 'step_filter'; the nearest is 'steps_filter'"):
+        tiny.denoise_with_cache("Gustav", "hook_embed", step_filter=3)
+    with pytest.raises(TypeError, match=r"from_pretrained\(\) .* argument 'fold_layer_norm'; the nearest is 'fold_ln'"):
+        type(tiny).from_pretrained("tiny-mdm", fold_layer_norm=True)
     with pytest.raises(TypeError, match=r"argument 'foo'; it takes input, return_type, .*generator"):
         tiny(torch.tensor([[1, 2]]), foo=1)
 
