@@ -229,7 +229,7 @@ def _contents(value: Any) -> Iterator[Part]:
 
 
 def _reduced(value: Any) -> Iterator[Part]:
-    """What pickle would store of an object beside its attributes; a `TypeError` if it cannot be pickled."""
+    """What pickle would store of an object besides its attributes; a `TypeError` if it cannot be pickled."""
     kind = type(value)
     if (reduce := copyreg.dispatch_table.get(kind)) is not None:
         pickled: Any = reduce(value)

@@ -177,7 +177,7 @@ def require_identified(record: Mapping[str, Any], where: str) -> None:
 
 
 def _digester(model: nn.Module) -> Digester:
-    """A `Digester` that names the model's own modules by path: the record describes them beside the hooks."""
+    """A `Digester` that names the model's own modules by path: the record describes them separately."""
     return Digester({id(module): f"the model's {path!r}" for path, module in model.named_modules()})
 
 

@@ -37,7 +37,7 @@ _PART: ContextVar[str | None] = ContextVar("_PART", default=None)
 
 
 def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
-    """Entries of every record beside the settings: model, weights, tokenizer, hooks, modules, dtype, device, versions.
+    """Entries of every record besides the settings: model, weights, tokenizer, hooks, modules, dtype, device, versions.
 
     Weights, hooks and modules are those at the beginning of the computation (`identity.begins_run`).
     """

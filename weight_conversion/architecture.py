@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def block_size(self) -> int | None:
-        """Number of neighbouring positions that see each other, beside all earlier ones; `None` for the whole text."""
+        """Number of neighbouring positions that see each other and all earlier ones; `None` for the whole text."""
         return 1 if self.attention_dir == "causal" else None
 
     @property

@@ -52,8 +52,8 @@ class RestoredRuns:
         pair: Inputs of the two runs.
         restoration: States that a cell restores.
         layers: Layers around which states are restored.
-        max_bytes: Memory to use beside the weights.
-        extra_row_bytes: Bytes that a row takes beside those of a plain forward pass.
+        max_bytes: Memory to use in addition to the weights.
+        extra_row_bytes: Bytes that a row takes in addition to those of a plain forward pass.
 
     Raises:
         ValueError: `max_bytes` does not hold the two runs and one cell; nothing has been run then.

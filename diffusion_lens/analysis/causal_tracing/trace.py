@@ -163,7 +163,7 @@ def causal_trace(
         severed: "mlp" or "attn", outputs of the restored position that keep their corrupted values in the blocks above.
         positions: Positions to restore, negative ones from the end; by default all.
         layers: Layers to restore, negative ones from the end; by default all.
-        max_bytes: Memory to use beside the weights.
+        max_bytes: Memory to use in addition to the weights.
         progress: Whether to show a progress bar.
 
     Raises:

@@ -9,7 +9,7 @@ the logits is undone (Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv
     two models, such as a masked diffusion model and its AR baseline;
     two trajectories: the canvas of step k of one is patched into the canvas of step k of the other, one grid per step.
 
-`method="attribution"` gives the first-order estimate of the same grid (see `attribution.py` beside this file).
+`method="attribution"` gives the first-order estimate of the same grid (see `attribution.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -96,7 +96,7 @@ def patch_grid(
         method: "exact", or "attribution" for an estimate by gradients.
         check: With "attribution", number of cells of each site (and step) to patch exactly as well: those with the
             largest estimates.
-        max_bytes: Memory to use beside the weights. The one backward pass of "attribution" is not counted.
+        max_bytes: Memory to use in addition to the weights. The one backward pass of "attribution" is not counted.
         progress: Whether to show a progress bar.
 
     The canvases of `steps` may have been written by another network, such as the model without its hooks, or another

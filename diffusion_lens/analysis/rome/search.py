@@ -140,16 +140,23 @@ class _Search:
         delta = torch.stack([self.deltas[i] for i in searching])
         nll, kl, log_p = (delta.new_zeros(len(searching)) for _ in range(3))
         for n, batch in enumerate(self.batches):
+            # 1. One pass from the block of the edit on. The first iteration, with δ = 0, gives the essences' reference.
             log_probs, request = batch.log_probs(self.model, self.layer, delta), batch.request
             essence, objects = batch.is_distribution, ~batch.is_distribution
             if n == len(self.before):
                 self.before.append(log_probs[essence].detach())
+
+            # 2. -log p of the object's tokens, and λ KL(essence with δ || essence before).
             scored = log_probs[objects].gather(-1, batch.token[objects, None])[:, 0]
             nll = nll.index_add(0, request[objects], -scored * batch.weight[objects])
             divergence = (log_probs[essence].exp() * (log_probs[essence] - self.before[n])).sum(dim=-1)
             kl = kl.index_add(0, request[essence], self.settings.kl_factor * divergence * batch.weight[essence])
+
+            # 3. p(object) is that of the plain canvas, without a random prefix.
             is_plain = (batch.canvas == batch.plain[request])[objects]
             log_p = log_p.index_add(0, request[objects], scored.detach() * is_plain)
+
+        # 4. The loss of each request, whose terms are recorded.
         decay = self.settings.weight_decay * delta.norm(dim=1) / self.initial[searching].norm(dim=1) ** 2
         total: Tensor = nll + kl + decay
         terms = torch.stack([total, nll, kl, decay], dim=1).detach()
