@@ -15,7 +15,7 @@ from diffusion_lens.settings import Whole, at_least, naming_the_nearest
 
 
 class Forward(DiffusionTransformer, ABC):
-    """A model that can be called, with its own loss (`loss_fn`) and the noise under which that is taken (`hide`)."""
+    """A callable model, with its training loss (`loss_fn`) and the masking that this loss uses (`hide`)."""
 
     @naming_the_nearest
     def forward(
@@ -36,28 +36,29 @@ class Forward(DiffusionTransformer, ABC):
         """Run the network.
 
         Args:
-            input: text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
+            input: Text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
             return_type: "logits"; `None` if only the hooks matter; "loss", the loss that the model is trained on; or
                 "both", (logits, loss). For a loss, a masked diffusion model masks the tokens first, as `hide` does: its
                 logits are then those of the masked sequence.
             attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
                 padded row computes what it computes alone. By default it is read off tokens that begin or end with a
-                padding token of the tokenizer's own (`model.own_pad_id`); a residual stream says nothing of padding.
-            prepend_bos: whether text begins with BOS; by default as the tokenizer does (`cfg.default_prepend_bos`).
-            start_at_layer: first block to run (negative: from the end).
-            stop_at_layer: block to stop before; the residual stream there is returned.
-            logits_at: compute the logits of these rows only. Int[selected] picks `logits[:, rows]`; a pair
+                padding token of the tokenizer's own (`model.own_pad_id`). Padding cannot be inferred from a residual
+                stream; pass the mask.
+            prepend_bos: Whether text begins with BOS; by default as the tokenizer does (`cfg.default_prepend_bos`).
+            start_at_layer: First block to run (negative: from the end).
+            stop_at_layer: Block to stop before; the residual stream there is returned.
+            logits_at: Rows whose logits are computed; by default all. Int[selected] picks `logits[:, rows]`; a pair
                 (Int[selected], Int[selected]) of batch and row indices, or Bool[batch pos], picks
                 `logits[batch, rows]`, flattened to [selected d_vocab_out].
-            past_kv_cache: on a causal model, keys and values of the positions before `input`, in the layers that run;
+            past_kv_cache: On a causal model, keys and values of the positions before `input`, in the layers that run;
                 the new ones are appended.
-            loss_per_token: return the contribution of each position instead of the mean over the positions that count:
-                of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion model
-                Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked. Positions
-                that do not count hold 0.
-            samples: number of noise samples over which a masked diffusion model's loss is averaged (as many forward
+            loss_per_token: Whether to return the contribution of each position instead of the mean over the positions
+                that count: of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion
+                model Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked.
+                Positions that do not count have the value 0.
+            samples: Number of noise samples over which a masked diffusion model's loss is averaged (as many forward
                 passes).
-            generator: random number generator of the loss's noise. By default the noise is fixed in eval mode, the same
+            generator: Random number generator of the loss's noise. By default the noise is fixed in eval mode, the same
                 for every call with tokens of one shape, so that the losses of an original and an ablated run can be
                 compared; in train mode it is from torch's global generator.
 
@@ -66,8 +67,8 @@ class Forward(DiffusionTransformer, ABC):
             `stop_at_layer`; the loss, Float[]; or `None`.
 
         Raises:
-            TypeError: an unknown argument; an argument of a similar name is suggested.
-            ValueError: tokens, layers, rows or a mask that do not fit the model, or arguments that exclude each other.
+            TypeError: An unknown argument; an argument of a similar name is suggested.
+            ValueError: Tokens, layers, rows or a mask do not fit the model, or arguments exclude each other.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
@@ -142,7 +143,8 @@ class Forward(DiffusionTransformer, ABC):
             row_logits: Any = self.run_layers(part.tokens, attention_mask=mask, logits_at=part.rows)
             total = total + self._loss(part, row_logits, loss_per_token)
 
-        # 3. The weights divide by the samples already; the contribution of a position is its mean over the samples.
+        # 3. `total` is already averaged over samples. Per-position losses are summed over samples, so divide by their
+        #    number.
         return total / len(starts) if loss_per_token else total
 
     def loss_fn(
@@ -165,13 +167,13 @@ class Forward(DiffusionTransformer, ABC):
             logits: Float[batch pos d_vocab_out]; of a masked diffusion model, its logits on `noisy`.
             tokens: Int[batch pos], the clean text.
             attention_mask: [batch pos], 1 at real tokens, 0 at padding.
-            per_token: as `loss_per_token` of the model's call.
-            noisy, p_mask: on a masked diffusion model, the masked tokens, and the probability with which each position
+            per_token: The same as `loss_per_token` of the model's call.
+            noisy, p_mask: On a masked diffusion model, the masked tokens, and the probability with which each position
                 was masked.
 
         Raises:
-            ValueError: logits of another shape, or no `noisy` on a masked diffusion model, whose logits on the clean
-                text predict nothing.
+            ValueError: The logits have another shape, or `noisy` is missing on a masked diffusion model, whose logits
+                on the clean text predict nothing.
         """
         tokens, real = self._checked(tokens, attention_mask)
         if tuple(logits.shape) != (*tokens.shape, self.cfg.d_vocab_out):
@@ -198,7 +200,7 @@ class Forward(DiffusionTransformer, ABC):
         Args:
             tokens: Int[batch pos], the clean text.
             attention_mask: [batch pos], 1 at real tokens, 0 at padding, which is never masked.
-            generator: random number generator of the noise; by default as in the model's call.
+            generator: Random number generator of the noise; by default as in the model's call.
 
         Returns:
             The masked tokens, Int[batch pos], and the probability with which each position was masked,

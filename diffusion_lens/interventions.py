@@ -255,7 +255,7 @@ def _resolve(selected: Indices, size: int, name: str, where: str) -> Int[Tensor,
 
 
 def _activation(cache: Activations, hook: Any) -> Tensor:
-    """The hook point's activation in another run; at the same step, if that run was cached by step."""
+    """Returns the hook point's activation from another run. For a cache by step, takes the current step."""
     of_run: Any = cache
     if any(isinstance(key, int) for key in cache):
         if hook.step is None:

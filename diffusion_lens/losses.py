@@ -91,7 +91,7 @@ def masked_batch(
         real: Bool[batch pos], positions that may be masked and that count; by default all.
 
     Raises:
-        ValueError: a model without [MASK], tokens that are no clean text, or `noisy` without `p_mask`.
+        ValueError: The model has no [MASK], the tokens are not clean text, or `noisy` is passed without `p_mask`.
     """
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask go together: pass both, or neither to have the noise sampled")
@@ -105,8 +105,8 @@ def masked_batch(
     text = tokens if real is None else tokens[real.to(tokens.device)]
     if not bool(model.cfg.writable(text).all()):
         raise ValueError(
-            "the tokens of a loss are clean text, and these hold [MASK], or ids that no text holds. For masked tokens "
-            "of your own take training.masked_diffusion_loss(model, tokens, noisy, p_mask)"
+            "the loss expects unmasked text, but these tokens include [MASK] or invalid ids. To supply your own "
+            "masking, call training.masked_diffusion_loss(model, tokens, noisy, p_mask)"
         )
     if noisy is None or p_mask is None:
         noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)
@@ -130,12 +130,12 @@ def next_token_batch(
         counted: Bool[batch pos], positions that count among the real ones; by default all.
 
     Raises:
-        ValueError: padding inside a row, or no token to predict.
+        ValueError: There is padding inside a row, or no token to predict.
     """
     tokens = tokens.to(model.cfg.device)
     predicted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
     if bool((predicted.long().diff(dim=1) > 0).sum(dim=1).add(predicted[:, 0].long()).gt(1).any()):
-        raise ValueError("a row's real tokens must stand together: there is padding between them")
+        raise ValueError("padding must be at the start or end of a row; this row has padding between real tokens")
     predicted = predicted & (predicted.cumsum(dim=1) > 1)
     if counted is not None:
         predicted = predicted & counted.to(tokens.device)
@@ -159,9 +159,9 @@ def masked_diffusion_loss(
 
     Args:
         noisy: `tokens` with some of them masked; by default `hide` masks them.
-        p_mask: probability with which each position was masked; goes with `noisy`.
-        generator: random number generator of `hide`; by default torch's global one.
-        eps: lowest probability of being masked.
+        p_mask: Probability with which each position was masked; goes with `noisy`.
+        generator: Random number generator of `hide`; by default torch's global one.
+        eps: Lowest probability of being masked.
     """
     batch = masked_batch(model, tokens, noisy, p_mask, generator=generator, eps=eps)
     return batch.loss(_logits(model, batch))
@@ -200,7 +200,7 @@ def loss_batch(
     """The batch of the model's own loss: `samples` copies of the tokens, each under its own noise.
 
     Without a generator, the noise is fixed in eval mode, and from torch's global generator in train mode. An
-    autoregressive model has no noise, and its batch holds the tokens once.
+    autoregressive model has no noise, and its batch contains the tokens once.
     """
     if model.cfg.grows:
         return next_token_batch(model, tokens, real=real)

@@ -113,16 +113,16 @@ class StepClock:
         self._check_thread()
         if self._passing.keys() - {get_ident()}:
             raise RuntimeError(
-                "another thread is in a forward pass of this model, which your hooks or step would affect: let the "
-                "threads take turns, or give each its own model"
+                "another thread is running a forward pass on this model. Changing its hooks or starting "
+                "the denoising loop now would change its result. Use a lock, or load a second copy"
             )
 
     def _check_thread(self) -> None:
         """Raise a `RuntimeError` if another thread holds the model."""
         if self._holder is not None and self._holder != get_ident():
             raise RuntimeError(
-                "another thread is running hooks or the denoising loop on this model, which would affect this call: "
-                "let the threads take turns, or give each its own model"
+                "another thread is running hooks or the denoising loop on this model, which would change the result of "
+                "this call. Use a lock, or load a second copy"
             )
 
     @contextmanager

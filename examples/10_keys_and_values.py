@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", help="toy, reversal-curse or a folder of its files (default: the training data)")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1], help="blocks whose MLP is read (default 0 1)")
     parser.add_argument("--length", type=int, help="positions of the canvas with the prompt (default: the data set's)")
-    parser.add_argument("--draws", type=int, default=99, help="random pairings that estimate chance (default 99)")
+    parser.add_argument("--resamples", type=int, default=99, help="random pairings that estimate chance (default 99)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures and results (default: out)")
     args = parser.parse_args(argv)
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{label}, {len(facts) // 2} people trained in {trained}, v* in blocks {blocks}")
             print_study(study)
             for pair, (vectors, against) in COMPARED.items():
-                similarities = study.compare(vectors, against, only=["cka"], draws=args.draws)
+                similarities = study.compare(vectors, against, only=["cka"], resamples=args.resamples)
                 similarities.save(folder.with_name(f"{folder.name}_{vectors}_{against}.safetensors"))
                 print_similarity(pair, similarities)
                 if trained == "both directions":

@@ -235,7 +235,7 @@ class Study:
                     lines.append(f"  {cell_name(trained, direction)}: p(answer) {before:.2f}, with v* {after:.2f}")
                 for pair, kinds in COMPARED.items():
                     comparison = study.compare(
-                        *kinds, only=["cka"], rank=2, draws=self.args.draws, seed=self.args.seed
+                        *kinds, only=["cka"], rank=2, resamples=self.args.resamples, seed=self.args.seed
                     ).at[block]
                     lines.append(f"  {pair}: {similarity(comparison)}")
                     if trained == largest and kinds[0] == kinds[1]:
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--people", type=int, help="people per group in the comparison of keys (default: all)")
     parser.add_argument("--window", type=int, default=1, help="MLPs or attention layers restored at once (default 1)")
     parser.add_argument("--first-tokens", type=int, default=1, help="first tokens of the answer to score (default 1)")
-    parser.add_argument("--draws", type=int, default=99, help="random pairings that estimate chance (default 99)")
+    parser.add_argument("--resamples", type=int, default=99, help="random pairings that estimate chance (default 99)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random number generators (default 1)")
     parser.add_argument("--out", type=Path, default=Path("study"), help="folder for the report (default: study)")
     study = Study(parser.parse_args(argv))

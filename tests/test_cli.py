@@ -33,7 +33,7 @@ QUICK = {
     "trace": ["tiny-mdm", *ASK, "--length", "14", "--first-tokens", "1", "--samples", "2"],
     "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"],
     "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
-    "compare": ["tiny-mdm", "--limit", "7", "--layer", "1", "--draws", "9"],
+    "compare": ["tiny-mdm", "--limit", "7", "--layer", "1", "--resamples", "9"],
     "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "4"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
@@ -227,7 +227,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a layer of a dry run": (["rome", "tiny-mdm", *ASK, "--layer", "9", "--dry-run"], "--layer 9"),
     "a layer to compare": (["compare", *QUICK["compare"], "--layer", "99", "--dry-run", "--out", "out"], "--layer 99"),
     "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
-    "draws": (["compare", *QUICK["compare"], "--draws", "0", "--out", "out"], "--draws 0"),
+    "resamples": (["compare", *QUICK["compare"], "--resamples", "0", "--out", "out"], "--resamples 0"),
     "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 people"),
     "a model twice": (["compare", "tiny-mdm", *QUICK["compare"], "--out", "out"], "tiny-mdm tiny-mdm"),
     "a folder to export to": (

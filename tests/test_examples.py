@@ -317,12 +317,12 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "10_keys_and_values": compares_keys_and_values,
     "reproduce_blog": reproduces_the_study,
 }
-# Fewer facts, steps and draws than by default: the claims are the same, the intervals wider.
+# Fewer facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
     "06_recall_by_steps": ["--limit", "25", "--steps", "1", "32"],
     "08_average_effect": ["--facts", "4"],
-    "10_keys_and_values": ["--layers", "1", "--draws", "29"],
-    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "2", "--people", "12", "--draws", "59"],
+    "10_keys_and_values": ["--layers", "1", "--resamples", "29"],
+    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "2", "--people", "12", "--resamples", "59"],
 }
 FILES = {
     "01_watch_a_fact": 8,

@@ -136,7 +136,7 @@ def test_padding_does_not_enter_the_next_token_loss():
 
 
 def test_masks_in_the_text_of_a_loss_are_refused():
-    with pytest.raises(ValueError, match="clean text"):
+    with pytest.raises(ValueError, match="unmasked text"):
         small()(torch.tensor([[1, 11, 2]]), return_type="loss")
 
 

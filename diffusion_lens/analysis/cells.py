@@ -213,7 +213,7 @@ class CellRuns:
         return not self.run.input.resumes_at_positions or cell.first_position <= max(self.read_positions, default=-1)
 
     def _positions_per_group(self, cells: Sequence[Cell]) -> int:
-        """Number of neighbouring positions that share passes, which begin at the first of them.
+        """Number of adjacent positions whose cells are computed in one pass. The pass starts at the first of them.
 
         A larger number means fewer passes, but more positions are computed again.
         """

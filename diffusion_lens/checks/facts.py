@@ -59,7 +59,7 @@ def check_facts(model: HookedDiffusionTransformer, texts: Texts) -> list[Finding
 def _finding(name: str, what: str, texts: list[str], right: list[bool], least: int | None) -> Finding:
     n_right = sum(right)
     said = f"{what} to {n_right} of {len(right)} questions"
-    numbers = {"right": n_right, "asked": len(right), "texts": texts, "each": right}
+    numbers = {"right": n_right, "queried": len(right), "texts": texts, "each": right}
     if least is None:
         return Finding(name, "noted", f"{said}; no number is required of so small a model", numbers=numbers)
     needed = round(least * len(right) / 10)

@@ -98,13 +98,13 @@ def _masked_batch(model: DiffusionTransformer, tokens: Tensor, mask: int) -> Los
     noisy, p_mask = hide(tokens, HIDDEN, generator=torch.Generator().manual_seed(NOISE_SEED))
     hidden = noisy == HIDDEN
     # The head has no column for tokens that are never predicted.
-    asked = hidden & (tokens < model.cfg.d_vocab_out)
+    scored = hidden & (tokens < model.cfg.d_vocab_out)
     counted = tokens.numel()
     return LossBatch(
         tokens=noisy.masked_fill(hidden, mask),
-        rows=model.readout.locate(asked),
-        targets=tokens[asked],
-        weights=1 / (p_mask[asked] * counted),
-        predicted=asked,
+        rows=model.readout.locate(scored),
+        targets=tokens[scored],
+        weights=1 / (p_mask[scored] * counted),
+        predicted=scored,
         n_counted=counted,
     )

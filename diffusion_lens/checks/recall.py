@@ -22,8 +22,8 @@ STEPS = 8
 LEVEL = 0.99
 BETWEEN_RUNS = 0.07
 HOLDS = (
-    'It has to hold facts with a prompt, a subject, an answer and two directions, "trained" and "asked" (the direction '
-    f"of the query), each p2d or d2p, and facts of all {len(CELLS)} pairs of directions"
+    'It has to contain facts with a prompt, a subject, an answer and two directions, "trained" and "asked" (the '
+    f"direction of the query), each p2d or d2p, and facts of all {len(CELLS)} pairs of directions"
 )
 OWN_DATA = "toy"
 # Recall of the bundled models, from their own results.
@@ -40,8 +40,8 @@ def open_questions(data: str) -> FactSource:
         data: Argument of `open_source`.
 
     Raises:
-        ValueError: the data hold no such facts; the message says what they have to hold.
-        FileNotFoundError: the data set is not on this machine and cannot be fetched.
+        ValueError: The data contain no such facts; the message says what they have to contain.
+        FileNotFoundError: The data set is not on this machine and cannot be fetched.
     """
     try:
         source = open_source(data)
@@ -108,7 +108,7 @@ def check_recall(
         lower, upper = binomial_interval(right, n)
         label = cell_name(*cell)
         share = known.get(cell)
-        numbers[label] = {"right": right, "asked": n, "low": lower, "high": upper, "known": share}
+        numbers[label] = {"right": right, "queried": n, "low": lower, "high": upper, "known": share}
         comparison = "nothing to compare" if share is None else f"known {share:.0%}"
         lines.append(f"{label} {right}/{n} ({100 * lower:.0f}-{100 * upper:.0f} %), {comparison}")
         if share is not None and not lower - BETWEEN_RUNS <= share <= upper + BETWEEN_RUNS:
@@ -118,7 +118,8 @@ def check_recall(
     if not wrong:
         return Finding(name, "ok" if known else "noted", said, numbers=numbers)
     cause = (
-        f"recall of {', '.join(wrong)} is not the known one: other weights, or another fine-tuning, than the name says"
+        f"recall of {', '.join(wrong)} differs from the published value: the weights or the fine-tuning do not match "
+        "the claimed model"
     )
     return Finding(name, "off", said, cause, numbers)
 

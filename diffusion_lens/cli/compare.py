@@ -32,8 +32,8 @@ def compare(
             "retrieval or subspace."
         ),
     ] = "cka",
-    draws: Annotated[
-        int, typer.Option(help="Number of random pairings that estimate chance.", callback=ranges.at_least(1))
+    resamples: Annotated[
+        int, typer.Option(help="Number of random pairings and of random subsets of facts.", callback=ranges.at_least(1))
     ] = 1000,
     length: options.Length = None,
     first_tokens: options.FirstTokens = 1,
@@ -51,7 +51,7 @@ def compare(
 
     OUT/MODEL contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
-    Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 7 --statistic cka --draws 99 --out compare
+    Example: diffusion-lens compare tiny-mdm tiny-ar --layer 0 --limit 7 --statistic cka --resamples 99 --out compare
     """
     arguments = dict(locals())
     require("pictures")
@@ -117,7 +117,7 @@ def compare(
         if shard is not None:
             n_done += len(study.ids)
             continue
-        comparisons = study.compare(vectors, against, draws=draws, progress=progress())
+        comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
         if study.record["set_aside"]:
             report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
         files[name] = comparisons.save(out / f"{name}_{vectors}.safetensors")

@@ -69,10 +69,11 @@ class Proposal:
     Attributes:
         score: Score of a position: "probability" of the proposed token; "margin" of the likeliest token over the
             second; or "entropy", the negative entropy, the sum of p · log(p + 1e-10) over the vocabulary.
-        scored_on: Distribution of which the score is taken: "model", the softmax of the logits; or "drawn", the
-            distribution that tokens are sampled from, after temperature, top-p and top-k.
-        top_p: Probability above which the likeliest tokens together are sampled from; `None` for all tokens.
-        top_k: Number of likeliest tokens to sample from; `None` for all tokens.
+        scored_on: Distribution used to compute the score: "model" (softmax of the logits) or "sampled" (after
+            temperature, top-p and top-k).
+        top_p: Nucleus sampling: sample from the smallest set of most likely tokens whose total probability reaches
+            `top_p`; `None` for all tokens.
+        top_k: Number of most likely tokens to sample from; `None` for all tokens.
         writes_mask: Whether [MASK] may be proposed, where the head has a column for it. A position where it is proposed
             counts as revealed and stays masked, so that masks can remain at the end. Otherwise the best other token is
             proposed there; the probabilities are still the model's own, in which [MASK] has its share.
@@ -87,8 +88,8 @@ class Proposal:
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r}; it is one of {', '.join(SCORES)}")
-        if self.scored_on not in ("model", "drawn"):
-            raise ValueError(f"scored_on={self.scored_on!r}; it is 'model' or 'drawn'")
+        if self.scored_on not in ("model", "sampled"):
+            raise ValueError(f"scored_on={self.scored_on!r}; it is 'model' or 'sampled'")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it is a probability above 0, or None to keep all tokens")
         if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
@@ -129,7 +130,7 @@ class Proposal:
         self, logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], temperature: float = 0.0
     ) -> Float[Tensor, "selected"]:
         """Score of each proposed token, in float64; tokens of higher score are revealed first."""
-        if self.scored_on == "drawn":
+        if self.scored_on == "sampled":
             logits = logits.double() / (temperature or 1.0)
             if self._filters:
                 logits = logits.masked_fill(~self._likeliest(logits), float("-inf"))

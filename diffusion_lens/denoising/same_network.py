@@ -105,8 +105,8 @@ def warn_of_another_network(trajectories: Mapping[str, tuple[Mapping[str, Any], 
         one = len(names) == 1
         warn_user(
             f"the {' and the '.join(names)} {'was' if one else 'were'} written by another network than {reader!r} is "
-            f"now: {difference}. The canvases and what a result says of them (`known`, `revealed_at`) are that "
-            f"network's; all scores are of the model as it is now. To use one network only, {_AGAIN}"
+            f"now: {difference}. `known`, `revealed_at` and the canvases come from the earlier network; all scores "
+            f"come from the current model. To use one network only, {_AGAIN}"
         )
 
 

@@ -179,7 +179,7 @@ def monte_carlo_nll(
         noisy, p_mask = _sample_noise(question, mask, samples, batch_size, noise_seed)
         scored = noisy != question.tokens
         batches = torch.arange(samples) // batch_size
-        record |= {"noise": "drawn", "seed": noise_seed, "batch_size": batch_size}
+        record |= {"noise": "sampled", "seed": noise_seed, "batch_size": batch_size}
     surprisals = _surprisals(model, question, noisy, scored, cfg_scale, max_batch, progress=progress)
     estimates = torch.zeros(len(noisy), dtype=torch.float64)
     estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), surprisals.cpu().double() / p_mask[scored].cpu())

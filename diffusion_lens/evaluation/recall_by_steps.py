@@ -51,14 +51,18 @@ class RecallSettings:
     loop: LoopSettings
 
     def columns(self, variant: Variant) -> list[int | None]:
-        """Columns of the table for a model of this variant; `None` is from left to right, one step per token."""
+        """Columns of the table for a model of this variant.
+
+        `None` stands for left-to-right decoding, which takes one step per token.
+        """
         return [None] if self.loop.writes_in_order(variant) else [*step_columns(self.steps)]
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """The settings for a record; without the model's shape, only those that do not depend on it.
+        """Settings for the record.
 
         Args:
-            shape: The model's shape, if it is known; the sampler and the guidance depend on it.
+            shape: The model's architecture. Pass `None` before the model is loaded to omit the settings that depend on
+                it, such as the sampler and the guidance.
         """
         if shape is None:
             return {"length": self.length, "temperature": self.loop.temperature, "seed": self.loop.seed}

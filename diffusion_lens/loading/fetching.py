@@ -94,33 +94,39 @@ def _check_pth(path: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """All JSON files that are fetched hold an object."""
+    """Raises a ValueError unless the JSON file contains an object, with the key that its reader needs."""
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:  # the file is complete; its reader raises the error
         return
     except ValueError as error:
-        raise ValueError(f"{path} is not the JSON file that it should be: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     key = _KEYS.get(path.name)
     if not isinstance(content, dict) or (key and key not in content):
-        raise ValueError(f"{path} should hold a JSON object{f' with {key!r}' if key else ''}, and does not")
+        raise ValueError(f"{path} does not contain a JSON object{f' with {key!r}' if key else ''}")
 
 
 def _check_merges(path: Path) -> None:
-    """Each line holds two pieces, after a line with the version; line ends are those of the tokenizers library."""
+    """Raises a ValueError unless each line after the version contains two pieces of text.
+
+    Line ends are those of the tokenizers library.
+    """
     lines = _text(path).removesuffix("\n").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.startswith("#version") and not re.fullmatch(r"[^ ]+ [^ ]+", line.removesuffix("\r")):
-            raise ValueError(f"{path} should hold two pieces of text a line; its line {number} is {line:.40}")
+            raise ValueError(f"{path} has to contain two pieces of text per line; its line {number} is {line:.40}")
 
 
 def _check_template(path: Path) -> None:
-    """The default template writes out a chat, so it holds a Jinja tag; additional templates may be plain text."""
+    """Raises a ValueError unless the file is a chat template.
+
+    The default template writes out a chat, so it contains a Jinja tag. Additional templates may be plain text.
+    """
     text = _text(path)
     if _PAGE.match(text):
         raise ValueError(f"{path} is a web page, not a chat template")
     if path.name == CHAT_TEMPLATE and text.strip() and not re.search(r"\{[{%]", text):
-        raise ValueError(f"{path} is not a chat template: it holds no Jinja tag")
+        raise ValueError(f"{path} is not a chat template: it contains no Jinja tag")
     check_template(path.stem, text, path)
 
 
@@ -128,7 +134,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not the text file that it should be: {error}") from error
+        raise ValueError(f"{path} is not a UTF-8 text file: {error}") from error
 
 
 _PAGE = re.compile(r"\s*<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)

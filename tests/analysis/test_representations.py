@@ -12,7 +12,7 @@ from diffusion_lens import Fact, plots
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 
 STATISTICS = ["cosine", "centred_cosine", "retrieval", "subspace", "procrustes", "cka"]
-SMALL = dict(rank=2, draws=24)
+SMALL = dict(rank=2, resamples=24)
 
 
 def gaussian(n_facts, d, seed=0):
@@ -77,7 +77,7 @@ def test_intervals_cover():
     for seed in range(30):
         x = gaussian(24, 12, seed)
         y = torch.cat([0.8 * x + 0.6 * gaussian(24, 12, seed + 500), torch.zeros(24, 1)], dim=1)
-        low, high = compare(x, y, only=["cka"], rank=2, draws=60).interval(0.9)
+        low, high = compare(x, y, only=["cka"], rank=2, resamples=60).interval(0.9)
         covered.append(bool(low[0] <= 0.64 <= high[0]))
     assert 0.75 <= np.mean(covered) < 1
 
@@ -149,7 +149,7 @@ def test_a_seed_decides():
     x, y = related()
     same(compare(x, y, **SMALL, seed=3), compare(x, y, **SMALL, seed=3))
     other = compare(x, y, **SMALL, seed=4)
-    assert {name: other.record[name] for name in ("rank", "draws", "seed")} == {**SMALL, "seed": 4}
+    assert {name: other.record[name] for name in ("rank", "resamples", "seed")} == {**SMALL, "seed": 4}
     assert torch.equal(other.values, compare(x, y, **SMALL, seed=3).values)
     assert not torch.equal(other.null, compare(x, y, **SMALL, seed=3).null)
 
@@ -295,7 +295,7 @@ def with_row(row):
         (gaussian(16, 8), gaussian(16, 8), {"rank": 5}, "16 facts .* rank=5: give at least 21, or use rank=3$"),
         (gaussian(0, 8), gaussian(0, 8), {}, "0 facts are too few"),
         (gaussian(12, 8), gaussian(12, 8), {"rank": 1}, "rank=1; it must be at least 2"),
-        (gaussian(12, 8), gaussian(12, 8), {"draws": 0}, "draws=0; it must be at least 1"),
+        (gaussian(12, 8), gaussian(12, 8), {"resamples": 0}, "resamples=0; it must be at least 1"),
     ],
 )
 def test_what_cannot_be_compared(forward, reverse, asked, message):
@@ -336,7 +336,7 @@ def test_what_groups_differ_in_is_no_similarity_of_their_members():
     apart = torch.tensor([[0.0], [6.0]]).repeat_interleave(20, dim=0)
     x, y = (torch.randn(40, 12, generator=draw) + apart for _ in range(2))
     centred = ["centred_cosine", "procrustes", "cka"]
-    mixed, within = (compare(x, y, groups=labels, only=centred, rank=2, draws=120) for labels in (None, groups))
+    mixed, within = (compare(x, y, groups=labels, only=centred, rank=2, resamples=120) for labels in (None, groups))
     assert mixed.table()["cka"]["value"] > 0.5
     assert mixed.table()["cka"]["p"] < 0.01
     for row in within.table().values():
@@ -345,7 +345,7 @@ def test_what_groups_differ_in_is_no_similarity_of_their_members():
     assert within.record["groups"] == groups
     assert (within.singular_values > 1e-6 * within.singular_values.max()).sum(dim=1).tolist() == [12, 12]
     wide = compare(
-        torch.randn(40, 90, generator=draw), torch.randn(40, 90, generator=draw), groups=groups, rank=2, draws=9
+        torch.randn(40, 90, generator=draw), torch.randn(40, 90, generator=draw), groups=groups, rank=2, resamples=9
     )
     assert wide.singular_values.shape == (2, 38)  # each group's mean is gone
     assert wide.singular_values.min() > 0.1

@@ -49,9 +49,9 @@ def paired(statistic, x, y):
     return statistic(x, y, torch.arange(len(x))[None]).item()
 
 
-def shuffles(n_facts, draws, seed=0):
+def shuffles(n_facts, resamples, seed=0):
     rng = np.random.default_rng(seed)
-    return torch.from_numpy(np.stack([rng.permutation(n_facts) for _ in range(draws)]))
+    return torch.from_numpy(np.stack([rng.permutation(n_facts) for _ in range(resamples)]))
 
 
 def noisy_pair(n_facts, d, seed=0, noise=0.5):
@@ -262,8 +262,8 @@ def test_effective_rank_counts_directions():
     assert 1 < effective_rank(torch.tensor([2.0, 0.5, 0.0])) < 2
 
 
-def subsets(n_facts, draws):
-    return shuffles(n_facts, draws)[:, : n_facts - n_facts // 3]
+def subsets(n_facts, resamples):
+    return shuffles(n_facts, resamples)[:, : n_facts - n_facts // 3]
 
 
 @pytest.mark.parametrize("n_facts", [20, 60])

@@ -204,7 +204,7 @@ def test_data_that_hold_no_such_facts_are_refused_at_once(name, content, words, 
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: --data '")
     assert words in line
-    assert "It has to hold facts with a prompt, a subject, an answer and two directions" in line
+    assert "It has to contain facts with a prompt, a subject, an answer and two directions" in line
 
 
 def test_data_that_the_model_has_no_words_for_are_refused(tmp_path):

@@ -28,7 +28,10 @@ NEEDS = {
 }
 # What no number of this option can be.
 WRONG = {
-    ("0", "-1"): "length max-new-tokens first-tokens limit steps samples window draws iterations batch-size accumulate "
+    (
+        "0",
+        "-1",
+    ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every",
     ("-1",): "occurrence prefixes ask",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",

@@ -210,7 +210,7 @@ KEPT = {
         ],
     ),
     "compare": (
-        ["--limit", "7", "--layer", "1", "--draws", "9"],
+        ["--limit", "7", "--layer", "1", "--resamples", "9"],
         [
             (["--layer", "0"], "layers: [1] there, [1, 0] here"),
             (["--first-tokens", "2"], "--first-tokens: 1 there, 2 here"),

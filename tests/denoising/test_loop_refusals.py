@@ -48,7 +48,7 @@ def test_logits_that_tell_no_token_are_refused(either, value, token):
     assert not either.model.list_hooks()
 
 
-@pytest.mark.parametrize("proposal", [Proposal(top_p=0.5), Proposal("margin", "drawn", top_k=3), Proposal("entropy")])
+@pytest.mark.parametrize("proposal", [Proposal(top_p=0.5), Proposal("margin", "sampled", top_k=3), Proposal("entropy")])
 def test_no_proposal_swallows_them(either, proposal):
     if either.kind == "ar":
         return

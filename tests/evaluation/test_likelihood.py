@@ -277,7 +277,7 @@ def test_an_estimate_survives_the_disk(tmp_path):
     model = small()
     estimate = monte_carlo_nll(model, PROMPT, ANSWER, samples=32, cfg_scale=0.5, seed=7)
     assert NLLEstimate.load(estimate.save(tmp_path / "estimate.safetensors")) == estimate
-    assert {"seed": 7, "noise": "drawn", "cfg_scale": 0.5, "model": "small"}.items() <= estimate.record.items()
+    assert {"seed": 7, "noise": "sampled", "cfg_scale": 0.5, "model": "small"}.items() <= estimate.record.items()
     assert {"weights_sha256", "versions", "prompt", "answer"} <= estimate.record.keys()
     alone = monte_carlo_nll(model, PROMPT, ANSWER, samples=1)
     assert math.isnan(NLLEstimate.load(alone.save(tmp_path / "alone.safetensors")).standard_error)

@@ -64,7 +64,11 @@ class FactTracer:
         return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
 
     def _on_trajectory(self, fact_id: str) -> TrajectoryTrace:
-        """The steps from t1 to t2. A fact whose answer is partly masked at the end has no t2, and is not averaged."""
+        """Traces the steps from t1 to t2.
+
+        If some answer positions are still masked after the last step, t2 is undefined and the fact is excluded from the
+        average.
+        """
         settings = self.settings
         assert self.runs is not None
         assert settings.canvas is not None

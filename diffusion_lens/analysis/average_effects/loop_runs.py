@@ -62,10 +62,11 @@ def refuse_step_hooks(model: DiffusionTransformer) -> None:
         for handle in () if name.startswith(loop_hook("")) else point.fwd_hooks:
             if acts_by_step(handle.user_hook):
                 raise ValueError(
-                    f"known='recalled' chooses facts by the loop, in which the hook {name_of(handle.user_hook)} at "
-                    f"{name!r} acts, and their traces run outside it, where it does nothing. Trace the loop's steps "
-                    "(average_trajectory_effect), attach a hook that acts outside the loop too, or choose facts "
-                    "without the loop (known= with their ids, 'all' or 'one_canvas')"
+                    "known='recalled' selects facts by running the denoising loop. Hook "
+                    f"{name_of(handle.user_hook)} at {name!r} acts in that loop but not in the traces, so the two "
+                    "would use different models. Trace the loop's steps (average_trajectory_effect), attach a hook "
+                    "that acts outside the loop too, or select facts without the loop (known= with their ids, 'all' "
+                    "or 'one_canvas')"
                 )
 
 

@@ -55,7 +55,7 @@ def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: TraceSett
     queries = usable.prepared
     settings.known.check_ids([*queries, *usable.set_aside])
 
-    # 3. Measure the noise; in the order of the ids, so that the order of the facts does not move its last bit.
+    # 3. Measure the noise. Sort by id so that the result is bit-identical for any order of the facts.
     if settings.measures_noise and "noise" in settings.corruption.describe():
         settings = settings.with_noise(noise_scale(model, [queries[fact_id] for fact_id in sorted(queries)]))
     settings.corruption.hooks(model, next(iter(queries.values())))  # refuses a corruption that this model cannot have

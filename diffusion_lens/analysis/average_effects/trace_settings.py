@@ -67,10 +67,11 @@ class TraceSettings:
         return replace(self, corruption=replace(self.corruption, noise=noise), measures_noise=False)
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """The settings for a record; without the model's shape, only those that do not depend on it.
+        """Settings for the record.
 
         Args:
-            shape: The model's shape, if it is known; the layers and the sampler depend on it.
+            shape: The model's architecture. Pass `None` before the model is loaded to omit the settings that depend on
+                it, such as the layers and the sampler.
         """
         settings = {
             **self.restoration.describe(),

@@ -37,7 +37,7 @@ class RunPair:
     subject: tuple[int, int]
 
     def needed(self) -> "RunPair":
-        """The pair without a causal model's last positions that no row read can see and no corruption touches."""
+        """Drops trailing positions that affect neither the rows read nor the corruption (causal models only)."""
         if not self.corrupted.resumes_at_positions or not self.corrupted.rows:
             return self
         n_pos = max(max(self.corrupted.rows) + 1, self.subject[1])

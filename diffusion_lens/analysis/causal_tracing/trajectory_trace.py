@@ -183,7 +183,7 @@ def _corrupted_canvases(run: TracedTrajectory, step: int, free: Trajectory | Non
 def _run_pair(
     run: TracedTrajectory, step: int, corrupted: Tokens, rows: Sequence[int], corruption: Corruption
 ) -> RunPair:
-    """The inputs of the clean and the corrupted run at a step, of which these rows of the logits are read."""
+    """Builds the clean and corrupted inputs for one step. `rows` are the logit rows to read."""
     clean, hooks = run.canvas(step)[None], corruption.hooks(run.model, run.query)
     return RunPair(
         clean=NetworkInput(run.model, run.seen(clean), rows, step=run.state(step, clean)),

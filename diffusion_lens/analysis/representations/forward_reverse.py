@@ -50,7 +50,7 @@ def compare(
     shared_axes: bool = True,
     only: Sequence[str] | None = None,
     rank: int = 5,
-    draws: int = 1000,
+    resamples: int = 1000,
     seed: int = 0,
     source: Mapping[str, Any] | None = None,
 ) -> Comparison:
@@ -68,7 +68,7 @@ def compare(
             Without shared axes, or if the widths differ, only "procrustes" and "cka" are computed.
         only: Statistics to compute, such as ["cka"]; by default all, of which "procrustes" takes most of the time.
         rank: Number of principal components that "subspace" and "procrustes" use, at least 2.
-        draws: Number of random pairings, and of random subsets of the facts.
+        resamples: Number of random pairings, and of random subsets of the facts.
         seed: Seed of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
         source: Origin of the vectors, e.g. {"model": ..., "layer": 3, "site": ...}. It is part of the record, and
             titles show model, layer and step.
@@ -80,8 +80,8 @@ def compare(
     ids = [str(row) for row in range(len(forward))] if ids is None else list(ids)
     if len(set(ids)) != len(ids):
         raise ValueError(f"two facts have the same id: {next(name for name in ids if ids.count(name) > 1)!r}")
-    if draws < 1:
-        raise ValueError(f"draws={draws}; it must be at least 1; 1000 gives p-values down to 0.001")
+    if resamples < 1:
+        raise ValueError(f"resamples={resamples}; it must be at least 1; 1000 gives p-values down to 0.001")
     sets = [_as_matrix(vectors, name, ids) for vectors, name in zip((forward, reverse), names, strict=True)]
     widths = [vectors.shape[1] for vectors in sets]
     members = _members(groups, len(ids))
@@ -92,10 +92,10 @@ def compare(
 
     n_facts, rng = len(ids), np.random.default_rng(seed)
     paired = torch.arange(n_facts)[None]
-    orders = paired.repeat(draws, 1)
+    orders = paired.repeat(resamples, 1)
     for group in members:
-        orders[:, group] = torch.from_numpy(rng.permuted(group.expand(draws, -1).numpy(), axis=1))
-    subsets = torch.from_numpy(rng.permuted(paired.expand(draws, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
+        orders[:, group] = torch.from_numpy(rng.permuted(group.expand(resamples, -1).numpy(), axis=1))
+    subsets = torch.from_numpy(rng.permuted(paired.expand(resamples, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
     selected = _selected(statistics(rank, one_space), only)
     coordinates, explained = _shared_components(x, y) if one_space else (None, None)
     return Comparison(
@@ -111,7 +111,7 @@ def compare(
         names=names,
         record={
             "rank": rank,
-            "draws": draws,
+            "resamples": resamples,
             "seed": seed,
             "groups": None if groups is None else list(groups),
             "widths": widths,

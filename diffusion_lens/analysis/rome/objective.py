@@ -7,7 +7,7 @@ masked object may fail as soon as the first token of the object is revealed.
     masked    no token of the object is revealed
     partial   the same, and its first 1, 2, … tokens revealed, and its last 1, 2, … tokens; equal weights for all states
 
-The essence, other knowledge about the subject, is read on one more canvas, "{subject} is a".
+A further prompt, "{subject} is a", measures how much other knowledge about the subject changes (the essence).
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,9 @@ class ValueObjective:
 
 
 def default_essence(model: DiffusionTransformer, query: Query) -> Query:
-    """ "{subject} is a", followed by a [MASK], at which it is read, on a model that has one.
+    """Builds the prompt "{subject} is a".
+
+    On a model with a [MASK] token, a [MASK] is appended and the prediction is read there.
 
     Raises:
         ValueError: The model has no tokenizer.

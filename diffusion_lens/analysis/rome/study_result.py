@@ -140,7 +140,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
             against: Vectors of the queries from description to name; by default the same. Keys and values have no
                 common axes: for them "procrustes" and "cka" are computed.
             progress: Whether to show a progress bar.
-            settings: rank, draws and seed of `representations.compare`.
+            settings: rank, resamples and seed of `representations.compare`.
 
         Raises:
             ValueError: `by_person` refuses an argument, or too few persons were queried in both directions.

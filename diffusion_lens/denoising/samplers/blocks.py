@@ -32,8 +32,8 @@ class Blocks(Sampler):
         block_length: Number of blanks of a block; `None` makes one block.
         order: Order within a block: "confidence" reveals the positions of the highest confidence first, "random" any.
         masks_in_prompt: "counted" treats masks in the prompt as blanks like the others. "uncounted", as in LLaDA's
-            code, divides only the last unbroken series of blanks into blocks; the masks before it compete for the turns
-            of that series, so that as many masks as there were in the prompt remain at the end.
+            code, divides only the last unbroken series of blanks into blocks. Earlier masks compete with this series
+            for the same number of reveals. As many positions as the prompt had masks therefore stay masked.
         proposal: Rule by which tokens are proposed and scored.
     """
 

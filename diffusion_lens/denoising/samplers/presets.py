@@ -92,7 +92,7 @@ def dream(
     """
     if alg != "origin" and alg not in _SCORES:
         raise ValueError(f"alg={alg!r}; it is one of origin, {', '.join(_SCORES)}")
-    proposal = Proposal(_SCORES.get(alg, "probability"), "drawn", top_p, top_k, writes_mask=as_published)
+    proposal = Proposal(_SCORES.get(alg, "probability"), "sampled", top_p, top_k, writes_mask=as_published)
     if alg == "origin":
         if alg_temp:
             raise ValueError(

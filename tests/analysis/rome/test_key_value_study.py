@@ -149,9 +149,9 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
     rows = {way: {f.person: i for i, f in enumerate(FACTS) if f.asked == way} for way in ("p2d", "d2p")}
     forward, reverse = (torch.stack([study.keys[rows[way][p], 1] for p in persons]) for way in ("p2d", "d2p"))
     told = [str(fact.trained) for fact in FACTS if fact.asked == "p2d"]
-    alone = compare(forward, reverse, ids=persons, groups=told, draws=2)
-    torch.testing.assert_close(study.compare("keys", draws=2).at[1].values, alone.values)
-    both = study.compare("keys", "values", draws=2)
+    alone = compare(forward, reverse, ids=persons, groups=told, resamples=2)
+    torch.testing.assert_close(study.compare("keys", resamples=2).at[1].values, alone.values)
+    both = study.compare("keys", "values", resamples=2)
     assert Comparisons.load(both.save(tmp_path / "both.safetensors")).at[0].record == both.at[0].record
     crossed = both.at[0]
     assert crossed.statistics == ["procrustes", "cka"]
@@ -159,7 +159,7 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
 
 
 def test_the_diffusion_model_keys_a_person_alike_both_ways_and_the_twin_hardly(pair):
-    cka = [study.compare("keys", only=["cka"], draws=200).table("cka") for study in pair]
+    cka = [study.compare("keys", only=["cka"], resamples=200).table("cka") for study in pair]
     for layer in (0, 1):
         mdm, twin = (each[layer] for each in cka)
         assert mdm["p"] < 0.01
@@ -169,14 +169,14 @@ def test_the_diffusion_model_keys_a_person_alike_both_ways_and_the_twin_hardly(p
 
 def test_two_models_are_compared_without_shared_axes(pair):
     mdm, twin = pair
-    found = mdm.compare_with(twin, "keys", "p2d", draws=2)
+    found = mdm.compare_with(twin, "keys", "p2d", resamples=2)
     assert list(found.at) == [0, 1]
     assert found.at[0].names == ("tiny-mdm", "tiny-ar")
     assert found.at[0].statistics == ["procrustes", "cka"]
-    itself = mdm.compare_with(mdm, only=["cka"], draws=2).table("cka")
+    itself = mdm.compare_with(mdm, only=["cka"], resamples=2).table("cka")
     assert all(row["value"] == pytest.approx(1) for row in itself.values())
     a, b = (torch.stack(list(study.by_person("keys", "p2d").values()))[:, 1] for study in pair)
-    alone = compare(a, b, groups=[str(f.trained) for f in FACTS if f.asked == "p2d"], shared_axes=False, draws=2)
+    alone = compare(a, b, groups=[str(f.trained) for f in FACTS if f.asked == "p2d"], shared_axes=False, resamples=2)
     torch.testing.assert_close(found.at[1].values, alone.values)
     with pytest.raises(ValueError, match="tiny-ar has"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
@@ -187,7 +187,7 @@ def test_a_comparison_records_the_network_of_each_set(pair):
     hooked = replace(pair[0], record={**pair[0].record, "hooks": {"hook_embed": ["forward: half"]}})
     told = [{name: each.record[name] for name in NETWORK} for each in (pair[0], hooked)]
     assert told[0]["hooks"] == {}
-    settings = dict(only=["cka"], draws=2)
+    settings = dict(only=["cka"], resamples=2)
     for found, networks in (
         (pair[0].compare_with(hooked, **settings), told),
         (hooked.compare(**settings), told[1:] * 2),
@@ -212,7 +212,7 @@ def test_keys_at_denoising_steps():
             keys.append(torch.stack([key.vector for key in compute_keys(model, shown, 1)]))
     first, last = (tuple(keys) for keys in by_step.values())
     assert not torch.allclose(first[0], last[0])
-    for row in compare_along("step", {0: first, 3: last}, only=["cka"], draws=39).table("cka").values():
+    for row in compare_along("step", {0: first, 3: last}, only=["cka"], resamples=39).table("cka").values():
         assert row["p"] < 0.05
 
 
