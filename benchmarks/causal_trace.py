@@ -29,11 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_reference import everything_visible, hugging_face_llama
 from load_memory import peak_bytes
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaForCausalLM
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import CausalTrace, causal_trace
@@ -121,7 +119,10 @@ class Plain:
     """The straightforward implementation on Llama with the weights of a model."""
 
     def __init__(self, model: HookedDiffusionTransformer, shape: Shape) -> None:
-        self.llama: LlamaForCausalLM = hugging_face_llama(model)
+        from hf_reference import everything_visible, hugging_face_llama  # Slow to import, and `measure` needs neither.
+
+        self.llama = hugging_face_llama(model)
+        self.visible = everything_visible if shape.masked else None
         self.shape = shape
         noise = np.random.RandomState(SEED).randn(shape.samples, SUBJECT[1] - SUBJECT[0], shape.d_model)
         self.noise = torch.from_numpy(NOISE * noise).float()
@@ -149,7 +150,7 @@ class Plain:
             hooks.enter_context(self.llama.model.embed_tokens.register_forward_hook(add_noise))
             for module in restored[kind]:
                 hooks.enter_context(module.register_forward_hook(restore))
-            logits = self.llama(tokens, attention_mask=everything_visible(tokens) if self.shape.masked else None).logits
+            logits = self.llama(tokens, attention_mask=self.visible and self.visible(tokens)).logits
         return float(logits[1:, -1].softmax(dim=-1).mean(dim=0)[query.answer_tokens[0]])
 
 

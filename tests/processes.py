@@ -50,8 +50,8 @@ def hears_ctrl_c() -> None:
 MEASURE = """
 import json, os, sys
 from benchmark_scripts import benchmark
-script = benchmark(sys.argv[1])
-for call in sys.argv[2:]:
+load_memory, causal_trace = benchmark("load_memory"), benchmark("causal_trace")
+for call in sys.argv[1:]:
     if os.fork() == 0:
         print(json.dumps(eval(call)), flush=True)
         os._exit(0)
@@ -59,14 +59,14 @@ for call in sys.argv[2:]:
 """
 
 
-def measured_in_a_new_process(script: str, *calls: str) -> list[dict[str, float]]:
-    """Results of calls such as "script.measure(...)" of a script of `benchmarks/`, each in a copy of one new process.
+def measured_in_a_new_process(*calls: str) -> list[dict[str, float]]:
+    """Results of calls such as "load_memory.measure(...)" of a script of `benchmarks/`, each in a copy of a new process.
 
     In an old process, memory that was freed would hide how much a call needs.
     """
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, sys.path)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", MEASURE, script, *calls]
+    command = [sys.executable, "-c", MEASURE, *calls]
     lines = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout.splitlines()
     assert len(lines) == len(calls)
     return [json.loads(line) for line in lines]

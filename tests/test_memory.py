@@ -1,4 +1,4 @@
-"""Loading takes the memory of the weights in the requested dtype, and hardly more."""
+"""Loading takes hardly more memory than the weights in the requested dtype; a trace takes at most its budget."""
 
 import sys
 from dataclasses import replace
@@ -40,6 +40,7 @@ SHARDED = replace(
     mask_token_id=31999,
 )
 MOST = 1.15
+BUDGET = 64 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,8 @@ def checkpoints(tmp_path_factory):
         path.unlink()
 
 
-def test_loading_takes_little_more_than_the_weights(checkpoints):
+def test_loading_takes_little_more_than_the_weights_and_a_trace_at_most_its_budget(checkpoints):
+    """Both are measured in one new process, because such a process takes long to start."""
     file, shards = checkpoints
     assert file.stat().st_size == export_size(ARCHITECTURE) > 360e6
     assert len(list(shards.glob("model-*.safetensors"))) > 3
@@ -67,7 +69,14 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
         (file, "bfloat16"): ARCHITECTURE.n_params * 2,
         (shards, "bfloat16"): SHARDED.n_params * 2,
     }
-    calls = [f"script.measure({str(path)!r}, {dtype!r})" for path, dtype in expected]
-    for measured, weights in zip(measured_in_a_new_process("load_memory", *calls), expected.values(), strict=True):
+    load = [f"load_memory.measure({str(path)!r}, {dtype!r})" for path, dtype in expected]
+    trace = "causal_trace.measure(causal_trace.Shape({!r}, n_pos=24), {}, dict(positions=[2, 7, 13], layers=[2, 4]))"
+    *loads, masked, causal = measured_in_a_new_process(
+        *load, *(trace.format(variant, BUDGET) for variant in ("masked", "causal"))
+    )
+    for measured, weights in zip(loads, expected.values(), strict=True):
         assert measured["weights"] == weights > 180e6
         assert weights <= measured["growth"] <= MOST * weights, measured
+    for measured in (masked, causal):
+        assert measured["weights"] > 0.6 * BUDGET
+        assert BUDGET / 8 < measured["growth"] <= BUDGET, measured

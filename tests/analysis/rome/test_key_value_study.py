@@ -6,18 +6,29 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens import Fact
-from diffusion_lens.analysis import Comparisons, KeyValueStudy, compare, compute_key, key_value_study, optimize_value
+from diffusion_lens import Fact, Query, load_pair
+from diffusion_lens.analysis import (
+    Comparisons,
+    KeyValueStudy,
+    compare,
+    compare_along,
+    compute_key,
+    key_value_study,
+    optimize_value,
+)
 from diffusion_lens.analysis.resumable import FactFolder
-from diffusion_lens.analysis.rome import FactVectors, ValueSettings, ask_with_prefixes, study
+from diffusion_lens.analysis.rome import FactVectors, ValueSettings, ask_with_prefixes, compute_keys, study
 from diffusion_lens.data import toy_facts
 from diffusion_lens.records import NETWORK
 
 GENTLE = ValueSettings(lr=0.05, steps=3)  # steps small enough that round-off stays small
 FACTS = [fact for fact in toy_facts.load().facts() if fact.id.endswith("-held-out-0")]
 FEW = FACTS[:3] + FACTS[160:162]
+PERSONS = [fact for first in range(0, len(FACTS), 10) for fact in FACTS[first : first + 2]]  # every fifth, both ways
 QUICK = dict(layers=[0, 2], settings=GENTLE, first_tokens=1, batch_size=2)
 STACKED = ("keys", "outputs", "deltas", "before", "after")
+# What files hold and which calls are refused does not depend on the model.
+on_one_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 
 
 def assert_same(study, other):
@@ -32,18 +43,21 @@ def whole(tiny):
 
 
 @pytest.fixture(scope="module")
-def pair():
-    """Both models, and every toy person asked for once in either direction."""
-    from diffusion_lens import HookedDiffusionTransformer
+def models():
+    """Both bundled models at once."""
+    return load_pair("tiny-mdm", device="cpu")
 
-    models = [HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in ("tiny-mdm", "tiny-ar")]
-    return [key_value_study(model, FACTS, [0, 1], settings=replace(GENTLE, steps=1), length=14) for model in models]
+
+@pytest.fixture(scope="module")
+def pair(models):
+    """A study of each model, of some persons queried once in either direction."""
+    return [key_value_study(model, PERSONS, [0, 1], settings=replace(GENTLE, steps=1), length=14) for model in models]
 
 
 def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
     prefixes = ["Tilda Drusser is the miner. "]
     with_prefixes = key_value_study(tiny, FEW[2:4], prefixes=prefixes, length=24, **QUICK)
-    for result, facts, texts, length in ((whole, FEW[1:4], [], None), (with_prefixes, FEW[2:4], prefixes, 24)):
+    for result, facts, texts, length in ((whole, FEW[1:3], [], None), (with_prefixes, FEW[2:4], prefixes, 24)):
         for fact in facts:
             row = result.ids.index(fact.id)
             request = ask_with_prefixes(tiny, fact, texts, length=length, first_tokens=1)
@@ -58,15 +72,15 @@ def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
     assert (with_prefixes.keys - whole.keys[2:4]).abs().max() > 1e-3
 
 
-def test_facts_are_asked_on_canvases_of_the_trained_length(tiny, whole, tmp_path):
+def test_facts_are_queried_on_canvases_of_the_trained_length(tiny, whole, tmp_path):
     trained = tiny.cfg.trained_length if tiny.cfg.has_mask else None
     assert whole.record["length"] == trained
     assert_same(key_value_study(tiny, FEW, length=trained, **QUICK), whole)
-    told = next(row for row, fact in enumerate(FEW) if not fact.is_reverse)
-    assert whole.before[told] > 0.5
+    in_the_trained_direction = next(row for row, fact in enumerate(FEW) if not fact.is_reverse)
+    assert whole.before[in_the_trained_direction] > 0.5
     long = replace(FEW[0], id="long", answer=FEW[0].answer * 3)
-    found = key_value_study(tiny, [long, *FEW[:2]], out=tmp_path, **QUICK)
-    assert ("length=14, on which the model was trained," in found.set_aside.get("long", "")) == (trained is not None)
+    with_long = key_value_study(tiny, [long, FEW[0]], out=tmp_path, **QUICK)
+    assert ("length=14, on which the model was trained," in with_long.set_aside.get("long", "")) == (trained is not None)
 
 
 def test_values_raise_the_answer(tiny):
@@ -91,7 +105,8 @@ def stop_at(monkeypatch, number):
     return calls
 
 
-def test_a_run_that_was_stopped_goes_on(tiny, whole, tmp_path, monkeypatch):
+@on_one_model
+def test_a_study_that_was_stopped_goes_on(tiny, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_at(patch, 3)
         with pytest.raises(KeyboardInterrupt):
@@ -106,35 +121,38 @@ def test_a_run_that_was_stopped_goes_on(tiny, whole, tmp_path, monkeypatch):
         key_value_study(tiny, FEW, out=tmp_path, **{**QUICK, "first_tokens": 2})
 
 
+@on_one_model
 def test_shards_are_the_whole(tiny, whole, tmp_path):
     for shard in ("0/2", "1/2"):
         key_value_study(tiny, FEW, out=tmp_path / shard[0], shard=shard, **QUICK)
     with pytest.raises(ValueError, match="2 of 5 facts are missing"):
         KeyValueStudy.merge([tmp_path / "0"])
     assert_same(KeyValueStudy.merge([tmp_path / "1", tmp_path / "0"]), whole)
-    found = FactVectors.load(FactFolder.open(tmp_path / "0").file(whole.ids[0]))
-    FactFolder.open(tmp_path / "1").save(whole.ids[0], replace(found, before=found.before + 1e-3))
+    vectors = FactVectors.load(FactFolder.open(tmp_path / "0").file(whole.ids[0]))
+    FactFolder.open(tmp_path / "1").save(whole.ids[0], replace(vectors, before=vectors.before + 1e-3))
     with pytest.raises(ValueError, match="has another result in"):
         KeyValueStudy.merge([tmp_path / "0", tmp_path / "1"])
 
 
-def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
+@on_one_model
+def test_facts_that_cannot_be_queried_are_set_aside(tiny, tmp_path):
     nobody = replace(FEW[0], id="nobody", subject="Nobody")
-    found = key_value_study(tiny, [nobody, *FEW[:2]], out=tmp_path, **QUICK)
-    assert_same(found, key_value_study(tiny, FEW[:2], **QUICK))
-    assert list(found.set_aside) == ["nobody"]
-    assert "'Nobody' is not in the prompt" in found.set_aside["nobody"]
-    assert KeyValueStudy.load(tmp_path).set_aside == found.set_aside
+    with_nobody = key_value_study(tiny, [nobody, *FEW[:2]], out=tmp_path, **QUICK)
+    assert_same(with_nobody, key_value_study(tiny, FEW[:2], **QUICK))
+    assert list(with_nobody.set_aside) == ["nobody"]
+    assert "'Nobody' is not in the prompt" in with_nobody.set_aside["nobody"]
+    assert KeyValueStudy.load(tmp_path).set_aside == with_nobody.set_aside
     with pytest.raises(ValueError, match="can be queried for none of the 1 facts; 'nobody': the subject 'Nobody'"):
         key_value_study(tiny, [nobody], **QUICK)
 
 
+@on_one_model
 def test_saved_and_loaded(whole, tmp_path):
     assert_same(KeyValueStudy.load(whole.save(tmp_path / "study.safetensors")), whole)
 
 
 def test_the_directions_are_paired_person_by_person(pair, tmp_path):
-    twice = replace(FACTS[0], id="again")
+    twice = replace(PERSONS[0], id="again")
     study = pair[0]
     again = replace(
         study,
@@ -142,42 +160,65 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
         ids=[*study.ids, "again"],
         record={**study.record, "facts": {**study.record["facts"], "again": vars(twice)}},
     )
-    by_person = again.by_person("keys", FACTS[0].asked)
-    torch.testing.assert_close(by_person[FACTS[0].person], study.keys[0] + 1)
+    by_person = again.by_person("keys", PERSONS[0].asked)
+    torch.testing.assert_close(by_person[PERSONS[0].person], study.keys[0] + 1)
 
-    persons = [fact.person for fact in FACTS if fact.asked == "p2d"]
-    rows = {way: {f.person: i for i, f in enumerate(FACTS) if f.asked == way} for way in ("p2d", "d2p")}
+    persons = [fact.person for fact in PERSONS if fact.asked == "p2d"]
+    rows = {way: {f.person: i for i, f in enumerate(PERSONS) if f.asked == way} for way in ("p2d", "d2p")}
     forward, reverse = (torch.stack([study.keys[rows[way][p], 1] for p in persons]) for way in ("p2d", "d2p"))
-    told = [str(fact.trained) for fact in FACTS if fact.asked == "p2d"]
-    alone = compare(forward, reverse, ids=persons, groups=told, resamples=2)
-    torch.testing.assert_close(study.compare("keys", resamples=2).at[1].values, alone.values)
-    both = study.compare("keys", "values", resamples=2)
+    trained = [str(fact.trained) for fact in PERSONS if fact.asked == "p2d"]
+    assert len(set(trained)) == 3
+    alone = compare(forward, reverse, ids=persons, groups=trained, draws=2)
+    torch.testing.assert_close(study.compare("keys", draws=2).at[1].values, alone.values)
+    both = study.compare("keys", "values", draws=2)
     assert Comparisons.load(both.save(tmp_path / "both.safetensors")).at[0].record == both.at[0].record
     crossed = both.at[0]
     assert crossed.statistics == ["procrustes", "cka"]
     assert crossed.names == ("keys, name to description", "values, description to name")
 
 
-def test_the_diffusion_model_keys_a_person_alike_both_ways_and_the_twin_hardly(pair):
-    cka = [study.compare("keys", only=["cka"], resamples=200).table("cka") for study in pair]
-    for layer in (0, 1):
-        mdm, twin = (each[layer] for each in cka)
-        assert mdm["p"] < 0.01
-        assert mdm["value"] - mdm["chance"] > 2 * (twin["value"] - twin["chance"])
-        assert twin["value"] < 0.025 < mdm["low"]
+def test_the_diffusion_model_keys_a_person_alike_both_ways_at_all_steps_and_the_twin_hardly(models):
+    """A step's canvas is a query like any other; the keys of both directions stay alike while the answer appears."""
+    trained = [str(fact.trained) for fact in FACTS if fact.asked == "p2d"]
+    settings = dict(groups=trained, only=["cka"], draws=100)
+    queried = {way: [fact for fact in FACTS if fact.asked == way] for way in ("p2d", "d2p")}
+
+    def laid_out(model, fact):
+        n_masks = 14 - len(fact.tokenize(model)[0])
+        return fact.to_query(model, answer_places=n_masks if model.cfg.has_mask else None)
+
+    def keys_of(model, queries):
+        return torch.stack([key.vector for key in compute_keys(model, queries, 1)])
+
+    def at_step_3(model, queries):
+        canvases = model.denoise(torch.stack([query.tokens for query in queries]), steps=4).canvases[3]
+        return [Query(canvas, query.subject, (), ()) for canvas, query in zip(canvases, queries, strict=True)]
+
+    queries = [[[laid_out(model, fact) for fact in facts] for facts in queried.values()] for model in models]
+    sets, of_twin = (tuple(keys_of(model, way) for way in ways) for model, ways in zip(models, queries, strict=True))
+    later = tuple(keys_of(models[0], at_step_3(models[0], way)) for way in queries[0])
+    mdm, twin = (compare(*both, **settings).table()["cka"] for both in (sets, of_twin))
+    assert mdm["p"] < 0.01
+    assert mdm["value"] - mdm["chance"] > 2 * (twin["value"] - twin["chance"])
+    assert twin["value"] < 0.025 < mdm["low"]
+    assert not torch.allclose(sets[0], later[0])
+    along = compare_along("step", {0: sets, 3: later}, **settings).table("cka")
+    assert along[0] == mdm
+    assert along[3]["p"] < 0.05
 
 
 def test_two_models_are_compared_without_shared_axes(pair):
     mdm, twin = pair
-    found = mdm.compare_with(twin, "keys", "p2d", resamples=2)
-    assert list(found.at) == [0, 1]
-    assert found.at[0].names == ("tiny-mdm", "tiny-ar")
-    assert found.at[0].statistics == ["procrustes", "cka"]
-    itself = mdm.compare_with(mdm, only=["cka"], resamples=2).table("cka")
+    compared = mdm.compare_with(twin, "keys", "p2d", draws=2)
+    assert list(compared.at) == [0, 1]
+    assert compared.at[0].names == ("tiny-mdm", "tiny-ar")
+    assert compared.at[0].statistics == ["procrustes", "cka"]
+    itself = mdm.compare_with(mdm, only=["cka"], draws=2).table("cka")
     assert all(row["value"] == pytest.approx(1) for row in itself.values())
     a, b = (torch.stack(list(study.by_person("keys", "p2d").values()))[:, 1] for study in pair)
-    alone = compare(a, b, groups=[str(f.trained) for f in FACTS if f.asked == "p2d"], shared_axes=False, resamples=2)
-    torch.testing.assert_close(found.at[1].values, alone.values)
+    trained = [str(fact.trained) for fact in PERSONS if fact.asked == "p2d"]
+    alone = compare(a, b, groups=trained, shared_axes=False, draws=2)
+    torch.testing.assert_close(compared.at[1].values, alone.values)
     with pytest.raises(ValueError, match="tiny-ar has"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
 
@@ -185,35 +226,14 @@ def test_two_models_are_compared_without_shared_axes(pair):
 def test_a_comparison_records_the_network_of_each_set(pair):
     """Two studies of one model under other hooks or weights have one name."""
     hooked = replace(pair[0], record={**pair[0].record, "hooks": {"hook_embed": ["forward: half"]}})
-    told = [{name: each.record[name] for name in NETWORK} for each in (pair[0], hooked)]
-    assert told[0]["hooks"] == {}
-    settings = dict(only=["cka"], resamples=2)
-    for found, networks in (
-        (pair[0].compare_with(hooked, **settings), told),
-        (hooked.compare(**settings), told[1:] * 2),
+    networks = [{name: study.record[name] for name in NETWORK} for study in (pair[0], hooked)]
+    assert networks[0]["hooks"] == {}
+    settings = dict(only=["cka"], draws=2)
+    for compared, expected in (
+        (pair[0].compare_with(hooked, **settings), networks),
+        (hooked.compare(**settings), networks[1:] * 2),
     ):
-        assert [found.at[layer].record["source"]["networks"] for layer in (0, 1)] == [networks] * 2
-
-
-def test_keys_at_denoising_steps():
-    """A step's canvas is a query like any other; the keys of both directions stay alike while the answer appears."""
-    from diffusion_lens import HookedDiffusionTransformer, Query
-    from diffusion_lens.analysis import compare_along
-    from diffusion_lens.analysis.rome import compute_keys
-
-    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
-    by_step: dict[int, list[torch.Tensor]] = {0: [], 3: []}
-    for way in ("p2d", "d2p"):
-        facts = [fact for fact in FACTS if fact.asked == way and fact.trained == "both"]
-        queries = [fact.to_query(model, n_masks=14 - len(fact.tokenize(model)[0])) for fact in facts]
-        canvases = model.denoise(torch.stack([query.tokens for query in queries]), steps=4).canvases
-        for step, keys in by_step.items():
-            shown = [Query(row, each.subject, (), ()) for row, each in zip(canvases[step], queries, strict=True)]
-            keys.append(torch.stack([key.vector for key in compute_keys(model, shown, 1)]))
-    first, last = (tuple(keys) for keys in by_step.values())
-    assert not torch.allclose(first[0], last[0])
-    for row in compare_along("step", {0: first, 3: last}, only=["cka"], resamples=39).table("cka").values():
-        assert row["p"] < 0.05
+        assert [compared.at[layer].record["source"]["networks"] for layer in (0, 1)] == [expected] * 2
 
 
 def test_the_picture(pair):
@@ -222,6 +242,7 @@ def test_the_picture(pair):
     assert ax.get_ylim()[1] > 1
 
 
+@on_one_model
 def test_what_does_not_fit(tiny, whole):
     for wrong, message in (
         (dict(at="object"), "at='object' is unknown"),
@@ -247,6 +268,7 @@ def test_what_does_not_fit(tiny, whole):
     assert plain.plot().get_lines()[0].get_label() == "all facts"
 
 
+@on_one_model
 def test_parts_are_folders_files_or_results(tiny, whole, tmp_path):
     parts = [key_value_study(tiny, FEW, shard=(i, 2), **QUICK) for i in range(2)]
     nothing = key_value_study(tiny, FEW, shard="90/100", **QUICK)
