@@ -60,7 +60,7 @@ for call in sys.argv[1:]:
 
 
 def measured_in_a_new_process(*calls: str) -> list[dict[str, float]]:
-    """Results of calls such as "load_memory.measure(...)" of a script of `benchmarks/`, each in a copy of a new process.
+    """Results of calls of scripts of `benchmarks/`, such as "load_memory.measure(...)", in copies of one new process.
 
     In an old process, memory that was freed would hide how much a call needs.
     """

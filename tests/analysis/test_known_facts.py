@@ -67,12 +67,11 @@ def recalled_by_both(the_pair):
 
 
 LOOPS = {
-    "default": (LoopSettings(), {}),
     "two steps": (LoopSettings(steps=2, batch_size=3), dict(steps=2)),
-    "guided": (LoopSettings(steps=4, cfg_scale=0.8), dict(steps=4, cfg_scale=0.8)),
-    "ancestral": (LoopSettings(steps=4, sampler=Ancestral(), seed=3), dict(steps=4, sampler=Ancestral(), seed=3)),
-    "warm": (LoopSettings(steps=4, temperature=1.0), dict(steps=4, temperature=1.0)),
-    "pooled": (LoopSettings(steps=4, sampler="smdm"), dict(steps=4, sampler=Confidence(scope="batch"))),
+    "guided": (LoopSettings(steps=3, cfg_scale=0.8), dict(steps=3, cfg_scale=0.8)),
+    "ancestral": (LoopSettings(steps=3, sampler=Ancestral(), seed=3), dict(steps=3, sampler=Ancestral(), seed=3)),
+    "warm": (LoopSettings(steps=3, temperature=1.0), dict(steps=3, temperature=1.0)),
+    "pooled": (LoopSettings(steps=3, sampler="smdm"), dict(steps=3, sampler=Confidence(scope="batch"))),
 }
 
 
@@ -261,7 +260,7 @@ def test_facts_that_cannot_be_queried_are_set_aside(tiny, spoilt, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tiny", "question"),
+    ("tiny", "rule"),
     [
         ("tiny-mdm", {}),
         ("tiny-mdm", dict(first_tokens=1, known="recalled")),
@@ -269,11 +268,11 @@ def test_facts_that_cannot_be_queried_are_set_aside(tiny, spoilt, tmp_path):
     ],
     indirect=["tiny"],
 )
-def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, question, tmp_path):
+def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, rule, tmp_path):
     trained = dict(length=14) if tiny.cfg.has_mask else dict(length=None)
     settings = dict(samples=1, layers=[1], roles=["prompt_last"])
-    default = average_indirect_effect(tiny, FACTS[2:], out=tmp_path, **settings, **question)
-    explicit = average_indirect_effect(tiny, FACTS[2:], **trained, **settings, **question)
+    default = average_indirect_effect(tiny, FACTS[3:], out=tmp_path, **settings, **rule)
+    explicit = average_indirect_effect(tiny, FACTS[3:], **trained, **settings, **rule)
     assert default.record == explicit.record
     assert default.record["length"] == trained["length"]
     assert json.loads((tmp_path / "run.json").read_text())["length"] == trained["length"]
@@ -281,21 +280,21 @@ def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, question, 
 
 
 @on_the_masked_model
-def test_n_masks_take_the_place_of_a_length(tiny):
+def test_answer_places_replace_a_length(tiny):
     settings = dict(samples=1, layers=[1], roles=["prompt_last"], known="all")
     short = average_indirect_effect(tiny, FACTS[:1], n_masks=6, **settings)
     assert (short.record["length"], short.record["n_masks"]) == (None, 6)
 
 
 def test_on_the_default_canvas_those_facts_are_recalled_that_denoise_writes(tiny):
-    facts = load().facts(trained="both", asked="d2p")[:60:15]
+    facts = load().facts(trained="both", asked="d2p")[:45:15]
     written = []
     for fact in facts:
         prompt, answer = fact.tokenize(tiny)
         length = {} if tiny.cfg.trained_length else dict(length=len(prompt) + len(answer))
         run = tiny.denoise(fact.prompt, **length)
         written += [fact.id] * (run.tokens[0, len(prompt) : len(prompt) + len(answer)].tolist() == answer)
-    assert len(written) > 2
+    assert len(written) > 1
     assert recalled_facts(tiny, facts) == written
     quick = dict(samples=1, layers=[1], roles=["prompt_last"])
     assert average_indirect_effect(tiny, facts[:1], **quick).ids == [facts[0].id]
@@ -405,7 +404,7 @@ def test_a_hook_that_acts_everywhere_or_decides_nothing_is_accepted(tiny):
 @over_nothing
 @pytest.mark.parametrize(("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"])
 def test_one_canvas_is_read_with_the_hooks_under_which_the_steps_are_traced(tiny, cfg_scale):
-    settings = dict(QUICK, known="one_canvas", loop=LoopSettings(steps=3, cfg_scale=cfg_scale), noise=0.1)
+    settings = dict(QUICK, known="one_canvas", loop=LoopSettings(steps=2, cfg_scale=cfg_scale), noise=0.1)
     plain = average_trajectory_effect(tiny, MIXED, **settings)
     everywhere = [(f"blocks.{block}.hook_attn_out", zero_ablate()) for block in range(tiny.cfg.n_layers)]
     in_the_loop = [(point, on_branch(hook, "conditional")) for point, hook in everywhere]

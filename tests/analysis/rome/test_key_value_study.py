@@ -80,7 +80,9 @@ def test_facts_are_queried_on_canvases_of_the_trained_length(tiny, whole, tmp_pa
     assert whole.before[in_the_trained_direction] > 0.5
     long = replace(FEW[0], id="long", answer=FEW[0].answer * 3)
     with_long = key_value_study(tiny, [long, FEW[0]], out=tmp_path, **QUICK)
-    assert ("length=14, on which the model was trained," in with_long.set_aside.get("long", "")) == (trained is not None)
+    assert ("length=14, on which the model was trained," in with_long.set_aside.get("long", "")) == (
+        trained is not None
+    )
 
 
 def test_values_raise_the_answer(tiny):

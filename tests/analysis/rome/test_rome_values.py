@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmark_scripts import benchmark
+from refusals import unrefused
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis import noise_scale
@@ -40,18 +41,27 @@ def request_of(model, seed, answer=(31, 32, 33), prefixes=(0, 3, 5)):
 
 
 @pytest.fixture
-def asked(every):
+def request_and_essence(every):
     return request_of(every.model, seed=0)
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_the_plain_procedure_finds_the_same(every, asked, layer):
+both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+# A masked model read in place, one with the shifted readout, and a causal model: with the first and the last layer.
+readouts_and_layers = pytest.mark.parametrize(
+    ("every", "layer"),
+    [("lit_gpt-mdm", 0), ("lit_gpt-mdm", 2), ("dream", 0), ("llama", 0), ("lit_gpt-ar", 2)],
+    indirect=["every"],
+)
+
+
+@readouts_and_layers
+def test_the_plain_procedure_finds_the_same(every, request_and_essence, layer):
     """The whole network and all logits in every iteration, as ROME's code runs it."""
-    losses, vector = benchmark("rome").plain_search(every.model, *asked, layer, ValueSettings(**GENTLE))
-    value = optimize_value(every.model, asked[0], layer, essence=asked[1], **GENTLE)
+    losses, vector = benchmark("rome").plain_search(every.model, *request_and_essence, layer, ValueSettings(**GENTLE))
+    value = optimize_value(every.model, request_and_essence[0], layer, essence=request_and_essence[1], **GENTLE)
     torch.testing.assert_close(value.losses, losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(value.vector, vector, rtol=1e-3, atol=1e-4)
-    if layer == 2:  # the last: nothing carries δ to the places that are read
+    if layer == 2:  # the last: nothing carries δ to the positions that are read
         assert (value.losses[:, 2:] == 0).all()
         assert torch.equal(value.vector, value.initial)
     else:
@@ -59,54 +69,59 @@ def test_the_plain_procedure_finds_the_same(every, asked, layer):
         assert value.losses[-1, 1] < value.losses[0, 1]
 
 
-def test_loss_is_the_mean_over_prompts_each_run_alone(every, asked):
+def test_loss_is_the_mean_over_prompts_each_run_alone(several):
     """No prompt sees another's padding, with δ and without."""
-    model, (queries, essence), layer = every.model, asked, 1
+    model, (queries, essence), layer = several.model, request_of(several.model, seed=0), 1
     value = optimize_value(model, queries, layer, essence=essence, **GENTLE)
     for row, delta in ((0, torch.zeros_like(value.delta)), (-1, value.delta)):
-        said = []
+        log_p = []
         for query in queries:
 
-            def edit(out, hook, place=query.subject[1] - 1, delta=delta):
+            def edit(out, hook, position=query.subject[1] - 1, delta=delta):
                 out = out.clone()
-                out[:, place] += delta
+                out[:, position] += delta
                 return out
 
             logits = model.run_with_hooks(query.tokens[None], fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", edit)])
-            rows = [place - (model.cfg.readout == "shifted") for place in query.answer_positions]
-            said.append(logits.detach()[0].log_softmax(-1)[rows, query.answer_tokens])
-        assert value.losses[row, 1].item() == pytest.approx(-torch.stack(said).mean().item(), abs=1e-5)
+            rows = [position - (model.cfg.readout == "shifted") for position in query.answer_positions]
+            log_p.append(logits.detach()[0].log_softmax(-1)[rows, query.answer_tokens])
+        assert value.losses[row, 1].item() == pytest.approx(-torch.stack(log_p).mean().item(), abs=1e-5)
         probability = value.probability_after if row else value.probability_before
-        assert probability == pytest.approx(said[0].sum().exp().item(), rel=1e-4)
+        assert probability == pytest.approx(log_p[0].sum().exp().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("worth_a_pass", [0, 1000])
+@pytest.mark.parametrize(("either", "worth_a_pass"), [("mdm", 0), ("ar", 0), ("mdm", 1000)], indirect=["either"])
 def test_requests_together_are_requests_alone(either, monkeypatch, worth_a_pass):
     """Some are done early; the others go on as if nothing had happened. So with essences in a batch of their own."""
     monkeypatch.setattr("diffusion_lens.analysis.rome.search._PADDING_PER_PASS", worth_a_pass)
     model = either.model
     requests, essences = zip(*(request_of(model, seed, (31 + seed,)) for seed in range(3)), strict=True)
-    alone = [
-        optimize_value(model, request, 1, essence=essence, lr=0.05, steps=8)
-        for request, essence in zip(requests, essences, strict=True)
-    ]
+
+    def alone(**settings):
+        return [
+            optimize_value(model, request, 1, essence=essence, lr=0.05, steps=6, **settings)
+            for request, essence in zip(requests, essences, strict=True)
+        ]
+
     # The request that begins lowest is done in the middle of its descent, another later or never.
-    lowest = min(alone, key=lambda value: float(value.losses[0, 0]))
-    settings = ValueSettings(lr=0.05, steps=8, stop_below=float(lowest.losses[3:5, 0].mean()))
+    lowest = min(alone(), key=lambda value: float(value.losses[0, 0]))
+    settings = ValueSettings(lr=0.05, steps=6, stop_below=float(lowest.losses[3:5, 0].mean()))
     together = optimize_values(model, requests, 1, essences=essences, settings=settings)
     packed = optimize_values(model, requests, 1, essences=essences, settings=settings, max_batch=1)
     assert len({len(value.losses) for value in together}) > 1
-    for request, essence, one, other in zip(requests, essences, together, packed, strict=True):
-        same = optimize_value(model, request, 1, essence=essence, lr=0.05, steps=8, stop_below=settings.stop_below)
-        for value in (one, other):
+    for same, *others in zip(alone(stop_below=settings.stop_below), together, packed, strict=True):
+        for value in others:
             torch.testing.assert_close(value.losses, same.losses, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(value.vector, same.vector, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(value.key, same.key, rtol=1e-4, atol=1e-5)
             assert value.probability_after == pytest.approx(same.probability_after, rel=1e-3)
 
 
-def test_delta_stays_in_its_ball(every, asked):
-    value = optimize_value(every.model, asked[0], 1, essence=asked[1], lr=5.0, steps=3, clamp_norm_factor=0.5)
+@both_variants
+def test_delta_stays_in_its_ball(every, request_and_essence):
+    value = optimize_value(
+        every.model, request_and_essence[0], 1, essence=request_and_essence[1], lr=5.0, steps=3, clamp_norm_factor=0.5
+    )
     assert value.delta.norm().item() == pytest.approx(0.5 * value.initial.norm().item(), rel=1e-4)
 
 
@@ -119,14 +134,16 @@ def test_partial_states_of_an_object(either):
     if either.kind == "ar":
         assert torch.equal(partial.losses, masked.losses)
         return
-    said = []
+    log_p = []
     for shown in ((), (0,), (0, 1), (2,), (1, 2)):
         canvas, hidden = queries[0].tokens.clone(), [i for i in range(3) if i not in shown]
         for i in shown:
             canvas[queries[0].answer_positions[i]] = queries[0].answer_tokens[i]
-        places, tokens = ([each[i] for i in hidden] for each in (queries[0].answer_positions, queries[0].answer_tokens))
-        said.append(model(canvas[None]).detach()[0].log_softmax(-1)[places, tokens].mean())
-    assert partial.losses[0, 1].item() == pytest.approx(-sum(said).item() / 5, abs=1e-5)
+        positions, tokens = (
+            [span[i] for i in hidden] for span in (queries[0].answer_positions, queries[0].answer_tokens)
+        )
+        log_p.append(model(canvas[None]).detach()[0].log_softmax(-1)[positions, tokens].mean())
+    assert partial.losses[0, 1].item() == pytest.approx(-sum(log_p).item() / 5, abs=1e-5)
     assert partial.probability_before == pytest.approx(masked.probability_before, rel=1e-5)
 
 
@@ -147,9 +164,9 @@ def test_the_essence_by_default(tiny):
 
 
 def known_facts(model):
-    """Some of the held-out question whose first word the model gets right, on canvases of 14 places."""
+    """Some of the held-out question whose first word the model gets right, on canvases of 14 positions."""
     queries = []
-    for fact in toy_facts.load().facts()[::53]:
+    for fact in toy_facts.load().facts()[::85]:
         n_prompt = model.to_tokens(fact.prompt).shape[1]
         query = fact.to_query(model, n_masks=14 - n_prompt, first_tokens=1)
         rows = model.readout.rows(torch.tensor(query.answer_positions))
@@ -158,13 +175,13 @@ def known_facts(model):
     return queries
 
 
-def test_v_star_makes_the_embedded_pair_recall(tiny):
+def test_v_star_makes_the_bundled_models_recall(tiny):
     """With its subject in place, p(o) is at least 0.9. With noise on all of the subject one vector brings back a part.
 
     Not all of it: in so shallow a model the first attention has read the subject before v* enters.
     """
     queries = known_facts(tiny)
-    assert len(queries) > 25
+    assert len(queries) > 15
     values = optimize_values(tiny, queries, 0)
     recalled = torch.tensor([value.probability_after for value in values])
     assert (recalled >= 0.9).float().mean() >= 0.9
@@ -172,7 +189,7 @@ def test_v_star_makes_the_embedded_pair_recall(tiny):
     before, after = search_under_noise(tiny, queries, 3.0, ValueSettings(kl_factor=0.0))
     assert before.mean() < 0.2
     assert after.mean() > 0.5
-    assert (after < before - 1e-6).sum() <= 1
+    assert (after >= before - 1e-6).all()
 
     freely = ValueSettings(kl_factor=0.0, weight_decay=0.0, clamp_norm_factor=1e9, steps=60)
     _, after = search_under_noise(tiny, queries, 1.0, freely)
@@ -191,21 +208,24 @@ def search_under_noise(model, queries, deviations, settings):
         row[: query.subject[0]] = row[query.subject[1] :] = 0
     noise *= noise_scale(model, queries) * deviations / 3
     with model.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: embedding + noise)]):
-        found = optimize_values(model, queries, 0, settings=settings)
-    probabilities = [(value.probability_before, value.probability_after) for value in found]
+        values = optimize_values(model, queries, 0, settings=settings)
+    probabilities = [(value.probability_before, value.probability_after) for value in values]
     before, after = torch.tensor(probabilities).T
     return before, after
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-def test_in_half_precision(every, asked):
+@both_variants
+def test_in_half_precision(every, request_and_essence):
     """bfloat16 weights: finite, and near float32. Its eight bits of mantissa leave relative errors of a few percent."""
     from diffusion_lens import HookedDiffusionTransformer
 
     half = HookedDiffusionTransformer.from_pretrained(
         every.checkpoint, config=every.config, device="cpu", dtype=torch.bfloat16
     )
-    full, low = (optimize_value(m, asked[0], 1, essence=asked[1], **GENTLE) for m in (every.model, half))
+    full, low = (
+        optimize_value(m, request_and_essence[0], 1, essence=request_and_essence[1], **GENTLE)
+        for m in (every.model, half)
+    )
     assert low.vector.dtype == torch.float32
     assert low.vector.isfinite().all()
     torch.testing.assert_close(low.losses[0], full.losses[0], rtol=0.03, atol=0.03)
@@ -213,14 +233,14 @@ def test_in_half_precision(every, asked):
     assert (low.vector - full.vector).norm() < 0.05 * full.vector.norm()
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+@both_variants
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_grad_mode_and_flags_are_left_as_they_were(every, asked, mode):
+def test_grad_mode_and_flags_are_left_as_they_were(every, request_and_essence, mode):
     model = every.model
     frozen = model.blocks[0].attn.q.weight.requires_grad_(False)
     try:
         with mode():
-            value = optimize_value(model, asked[0], 1, essence=asked[1], **GENTLE)
+            value = optimize_value(model, request_and_essence[0], 1, essence=request_and_essence[1], **GENTLE)
             assert not torch.is_grad_enabled()
         assert not frozen.requires_grad
         assert all(weight.requires_grad for weight in model.parameters() if weight is not frozen)
@@ -231,8 +251,8 @@ def test_grad_mode_and_flags_are_left_as_they_were(every, asked, mode):
     assert not value.vector.requires_grad
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-def test_a_loss_that_is_no_number(every, asked):
+@both_variants
+def test_a_loss_that_is_no_number(every, request_and_essence):
     model = every.model
 
     def spoil(resid, hook):
@@ -243,7 +263,7 @@ def test_a_loss_that_is_no_number(every, asked):
         torch.no_grad(),
         model.hooks(fwd_hooks=[("blocks.2.hook_resid_post", spoil)]),
     ):
-        optimize_value(model, asked[0], 1, essence=asked[1])
+        optimize_value(model, request_and_essence[0], 1, essence=request_and_essence[1])
     assert all(weight.requires_grad for weight in model.parameters())
 
 
@@ -261,31 +281,26 @@ def test_save_load_and_plot(tiny, tmp_path):
     torch.testing.assert_close(torch.tensor(lines[0].get_ydata()), value.losses[:, 0], check_dtype=False)
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+@both_variants
+def test_bad_settings_are_refused(every, request_and_essence):
+    def call(**settings):
+        optimize_value(every.model, request_and_essence[0], 1, essence=request_and_essence[1], **settings)
+
+    cases = [
         (dict(steps=0), "steps=0"),
         (dict(lr=float("nan")), "lr=nan"),
         (dict(kl_factor=-1.0), "kl_factor=-1.0"),
         (dict(essence_at="end"), "essence_at='end' is unknown; it is one of readout, subject_last"),
         (dict(over_states="some"), "over_states='some' is unknown; it is one of masked, partial"),
-    ],
-)
-def test_bad_settings(every, asked, settings, message):
-    with pytest.raises(ValueError, match=message):
-        optimize_value(every.model, asked[0], 1, essence=asked[1], **settings)
-
-
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-def test_an_unknown_setting(every, asked):
+    ]
+    assert unrefused(call, cases) == []
     with pytest.raises(TypeError, match="unexpected keyword argument 'weigth_decay'"):
-        optimize_value(every.model, asked[0], 1, essence=asked[1], weigth_decay=0.1)
+        call(weigth_decay=0.1)
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-def test_bad_requests(every, asked):
-    model, (queries, essence) = every.model, asked
+@both_variants
+def test_bad_requests(every, request_and_essence):
+    model, (queries, essence) = every.model, request_and_essence
     with pytest.raises(ValueError, match="layer=3 is not one of the layers 0 to 2"):
         optimize_value(model, queries, 3, essence=essence)
     with pytest.raises(ValueError, match=r"has no tokenizer to write '\{\} is a' with"):
