@@ -143,6 +143,7 @@ def two_tokens(every, query):
     return likeliest_answer(every, query, query.subject, (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n))
 
 
+RESTORATIONS = [
     ("lit_gpt-mdm", dict(kind="resid")),
     ("lit_gpt-mdm", dict(kind="resid", severed="mlp")),
     ("lit_gpt-mdm", dict(kind="mlp", window=2)),
@@ -154,6 +155,7 @@ def two_tokens(every, query):
 ]
 
 
+@pytest.mark.parametrize(("every", "options"), RESTORATIONS, indirect=["every"])
 def test_every_cell_equals_a_whole_pass_with_ordinary_hooks(every, two_tokens, options):
     trace = assert_every_cell_equals_ordinary_hooks(every.model, two_tokens, options)
     narrow = causal_trace(

@@ -49,15 +49,16 @@ def forward_passes(model):
 
 
 @pytest.mark.parametrize(
-    ("site", "logits_at", "n_cells"),
+    ("either", "site", "logits_at", "n_cells"),
     [
-        ("z", None, 1),
-        ("z", [2], 3),
-        ("pattern", None, 3),
-        ("pattern", [2], 1),
-        ("resid_post", None, 3),
-        ("resid_post", [2], 1),
+        ("mdm", "z", None, 1),
+        ("ar", "z", [2], 3),
+        ("ar", "pattern", None, 3),
+        ("mdm", "pattern", [2], 1),
+        ("mdm", "resid_post", None, 3),
+        ("ar", "resid_post", [2], 1),
     ],
+    indirect=["either"],
 )
 def test_no_more_cells_go_together_than_the_budget_holds(either, runs, site, n_cells, logits_at):
     given, more = (*runs, metric, site), dict(logits_at=logits_at, layers=[0, 2])
@@ -108,7 +109,8 @@ def test_more_rows_to_read_and_patterns_written_out_take_more_memory(either, run
 def test_a_causal_model_runs_only_positions_from_the_patched_one_on(either, runs, site):
     """A cell at a time, the runs differing at every position; and whatever rows are read, in whatever order."""
     clean, corrupted = runs
-    some = dict(layers=[0, 2])
+    heads = {"heads": [1]} if site in ("z", "q", "k", "v", "pattern") else {}
+    some = dict(layers=[0, 2], **heads)
     kept, cell = needed_bytes(either.model, clean, corrupted, metric, site, **some)
     with forward_passes(either.model) as shapes:
         grid = patch_grid(either.model, clean, corrupted, metric, site, max_bytes=kept + cell, **some)
@@ -123,9 +125,10 @@ def test_a_causal_model_runs_only_positions_from_the_patched_one_on(either, runs
     def two_rows(logits):
         return logits[0, 1, 3] - logits[1, 0, 3].square()
 
-    rows = dict(logits_at=[-1, 0, 2], max_bytes=kept + cell, layers=[1])
-    grid = patch_grid(either.model, clean, corrupted, two_rows, site, **rows)
-    whole = patch_grid(either.model, clean, corrupted, lambda logits: two_rows(logits[:, [2, 0, 2]]), site, layers=[1])
+    rows = dict(logits_at=[-1, 0, 2], max_bytes=kept + cell)
+    some = dict(layers=[1], **heads)
+    grid = patch_grid(either.model, clean, corrupted, two_rows, site, **rows, **some)
+    whole = patch_grid(either.model, clean, corrupted, lambda logits: two_rows(logits[:, [2, 0, 2]]), site, **some)
     close(grid.scores, whole.scores)
 
 

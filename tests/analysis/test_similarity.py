@@ -67,7 +67,7 @@ def test_the_same_set_is_1(name, d):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_rotated_copy_is_the_same_only_to_those_that_ask_for_no_axes(name):
+def test_a_rotated_copy_is_the_same_only_to_statistics_without_axes(name):
     x = decaying(20, 60)
     value = paired(ALL[name], x, x @ rotation(60))
     assert value == pytest.approx(1, abs=1e-9) if name in ANYWHERE else value < 0.6
@@ -93,7 +93,7 @@ def test_facts_have_no_order(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_both_sets_are_asked_alike(name):
+def test_both_sets_count_alike(name):
     x, y = noisy_pair(16, 24)
     assert paired(ALL[name], y, x) == pytest.approx(paired(ALL[name], x, y), abs=1e-9)
 
@@ -102,9 +102,9 @@ def test_both_sets_are_asked_alike(name):
 def test_orders_are_other_pairings(name):
     x, y = noisy_pair(14, 24)
     orders = shuffles(14, 5)
-    each = torch.tensor([paired(ALL[name], x, y[order]) for order in orders], dtype=torch.float64)
-    torch.testing.assert_close(ALL[name](x, y, orders), each)
-    assert each.unique().numel() > 1
+    one_by_one = torch.tensor([paired(ALL[name], x, y[order]) for order in orders], dtype=torch.float64)
+    torch.testing.assert_close(ALL[name](x, y, orders), one_by_one)
+    assert one_by_one.unique().numel() > 1
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -113,7 +113,7 @@ def test_the_true_pairing_of_unrelated_sets_is_one_of_many(name):
     ranks = []
     for seed in range(60):
         x, y = decaying(14, 20, seed), decaying(14, 20, seed + 500)
-        above = ALL[name](x, y, shuffles(14, 19, seed)) - paired(ALL[name], x, y)
+        above = ALL[name](x, y, shuffles(14, 9, seed)) - paired(ALL[name], x, y)
         ties = above.abs() < 1e-12
         ranks.append(((above > 0) & ~ties).double().mean().item() + ties.double().mean().item() / 2)
     assert np.mean(ranks) == pytest.approx(0.5, abs=0.1)
@@ -189,7 +189,7 @@ def test_one_minus_procrustes_squared_is_the_residual_where_one_fact_of_many_say
 
 
 def test_procrustes_does_not_praise_a_turn_that_was_fitted_to_what_it_is_judged_on():
-    sets = [(gaussian(14, 100, seed), gaussian(14, 100, seed + 500)) for seed in range(30)]
+    sets = [(gaussian(14, 60, seed), gaussian(14, 60, seed + 500)) for seed in range(20)]
     fitted = [scipy.linalg.svdvals((x.T @ y).numpy()).sum() / (x.norm() * y.norm()).item() for x, y in sets]
     assert np.mean(fitted) > 0.9
     assert abs(np.mean([paired(partial(procrustes, rank=5), x, y) for x, y in sets])) < 0.1
@@ -202,7 +202,7 @@ def test_widths_may_differ_where_axes_do_not_matter():
         assert paired(ALL[name], x, wider) == pytest.approx(1, abs=1e-9)
 
 
-def test_a_planted_subspace_is_found_whoever_is_paired_with_whom():
+def test_a_shared_subspace_overlaps_whatever_the_pairing():
     shared = rotation(80)[:, :RANK]
     x, y = (gaussian(30, RANK, seed) @ shared.T + 0.02 * gaussian(30, 80, seed + 9) for seed in (0, 1))
     assert principal_angles(x, y, RANK).max() < 0.1
@@ -216,7 +216,7 @@ def test_overlap_is_the_mean_square_cosine_of_scipys_angles_over_the_two_halves(
     x, y = noisy_pair(16, 40)
     expected = []
     for half in (slice(0, None, 2), slice(1, None, 2)):
-        axes = [np.linalg.svd((each[half] - each[half].mean(0)).numpy())[2][:RANK].T for each in (x, y)]
+        axes = [np.linalg.svd((rows[half] - rows[half].mean(0)).numpy())[2][:RANK].T for rows in (x, y)]
         expected.append((np.cos(scipy.linalg.subspace_angles(*axes)) ** 2).mean())
     assert paired(partial(subspace_overlap, rank=RANK), x, y) == pytest.approx(np.mean(expected))
 
@@ -269,15 +269,15 @@ def subsets(n_facts, resamples):
 @pytest.mark.parametrize("n_facts", [20, 60])
 def test_a_mean_deviates_by_its_standard_error(n_facts):
     x, y = noisy_pair(n_facts, 40)
-    each = torch.nn.functional.cosine_similarity(x, y)
-    spread = deviations(cosine, x, y, subsets(n_facts, 2000))
+    cosines = torch.nn.functional.cosine_similarity(x, y)
+    spread = deviations(cosine, x, y, subsets(n_facts, 1200))
     assert spread.mean().abs() < 1e-12
-    assert spread.std().item() == pytest.approx(each.std().item() / math.sqrt(n_facts), rel=0.06)
+    assert spread.std().item() == pytest.approx(cosines.std().item() / math.sqrt(n_facts), rel=0.06)
 
 
 @pytest.mark.parametrize("name", ["centred_cosine", "retrieval", "subspace", "procrustes", "cka"])
 def test_deviations_are_as_wide_as_other_facts_would_make_them(name):
-    sets = [noisy_pair(30, 30, seed, noise=0.8) for seed in range(60)]
+    sets = [noisy_pair(30, 30, seed, noise=0.8) for seed in range(40)]
     values = torch.tensor([paired(ALL[name], *pair) for pair in sets])
-    spreads = [deviations(ALL[name], *pair, subsets(30, 60)).std().item() for pair in sets[:8]]
+    spreads = [deviations(ALL[name], *pair, subsets(30, 40)).std().item() for pair in sets[:4]]
     assert 0.75 < np.mean(spreads) / values.std().item() < 2

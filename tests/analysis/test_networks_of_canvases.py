@@ -99,7 +99,7 @@ def put_in_a_module(model):
 
 
 CHANGES = [hook_now, edit_weights, change_a_norm, put_in_a_module]
-# Whose canvases they are is decided before the model's variant matters: each change is tried on one model.
+# Which network wrote the canvases is decided before the model's variant matters: each change is tried on one model.
 every_change = pytest.mark.parametrize(
     ("tiny", "change"), list(zip(["tiny-mdm", "tiny-ar"] * 2, CHANGES, strict=True)), indirect=["tiny"]
 )
@@ -150,12 +150,13 @@ def test_a_grid_on_another_networks_canvases_says_so_and_records_both(tiny, chan
     difference = change(model)
     new = denoise(model, FACTS[1])
     both = "the clean trajectory and the corrupted trajectory were"
-    for runs, sides, words in (
+    cases = [
         ((old, new), ["clean"], "the clean trajectory was"),
         ((new, old), ["corrupted"], "the corrupted trajectory was"),
         ((old, old), ["clean", "corrupted"], both),
         ((old, also_old), ["clean", "corrupted"], both),
-    ):
+    ]
+    for runs, sides, words in cases if change is hook_now else cases[:1]:
         with pytest.warns(UserWarning, match=difference) as warned:
             grid = patch_grid(
                 model, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0, 2], layers=[0], positions=[1]
