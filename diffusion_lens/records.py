@@ -30,7 +30,7 @@ PART = "diffusion_lens.part"
 NOT_COMPARED = ("device", "versions")
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 
-_installed_version = cache(version)  # which reads and parses a file
+installed_version = cache(version)  # which reads and parses a file
 _START_AGAIN = "Delete the files in this folder and start again, or name another folder"
 _TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 _PART: ContextVar[str | None] = ContextVar("_PART", default=None)
@@ -52,8 +52,8 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
         "dtype": str(cfg.dtype).removeprefix("torch."),
         "device": str(cfg.device),
         "versions": {
-            "diffusion-lens": _installed_version("diffusion-lens"),
-            "transformer-lens": _installed_version("transformer-lens"),
+            "diffusion-lens": installed_version("diffusion-lens"),
+            "transformer-lens": installed_version("transformer-lens"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

@@ -280,7 +280,7 @@ def test_the_default_canvas_is_as_long_as_those_of_the_training(tiny, rule, tmp_
 
 
 @on_the_masked_model
-def test_answer_places_replace_a_length(tiny):
+def test_n_masks_replace_a_length(tiny):
     settings = dict(samples=1, layers=[1], roles=["prompt_last"], known="all")
     short = average_indirect_effect(tiny, FACTS[:1], n_masks=6, **settings)
     assert (short.record["length"], short.record["n_masks"]) == (None, 6)

@@ -19,7 +19,6 @@ meaningful.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from diffusion_lens.analysis.representations.similarity import (
     principal_angles,
     statistics,
 )
+from diffusion_lens.records import installed_version
 
 ROUND_OFF = torch.finfo(torch.float32).eps
 
@@ -116,7 +116,7 @@ def compare(
             "groups": None if groups is None else list(groups),
             "widths": widths,
             "source": dict(source or {}),
-            "versions": {name: version(name) for name in ("diffusion-lens", "torch", "numpy", "scipy")},
+            "versions": {name: installed_version(name) for name in ("diffusion-lens", "torch", "numpy", "scipy")},
         },
     )
 

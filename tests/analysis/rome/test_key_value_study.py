@@ -187,7 +187,7 @@ def test_the_diffusion_model_keys_a_person_alike_both_ways_at_all_steps_and_the_
 
     def laid_out(model, fact):
         n_masks = 14 - len(fact.tokenize(model)[0])
-        return fact.to_query(model, answer_places=n_masks if model.cfg.has_mask else None)
+        return fact.to_query(model, n_masks=n_masks if model.cfg.has_mask else None)
 
     def keys_of(model, queries):
         return torch.stack([key.vector for key in compute_keys(model, queries, 1)])
