@@ -156,7 +156,7 @@ def test_a_seed_decides():
     x, y = related()
     same(compare(x, y, **SMALL), usual())
     other = compare(x, y, **SMALL, seed=4)
-    assert {name: other.record[name] for name in ("rank", "draws", "seed")} == {**SMALL, "seed": 4}
+    assert {name: other.record[name] for name in ("rank", "resamples", "seed")} == {**SMALL, "seed": 4}
     assert torch.equal(other.values, usual().values)
     assert not torch.equal(other.null, usual().null)
 

@@ -170,9 +170,9 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
     forward, reverse = (torch.stack([study.keys[rows[way][p], 1] for p in persons]) for way in ("p2d", "d2p"))
     trained = [str(fact.trained) for fact in PERSONS if fact.asked == "p2d"]
     assert len(set(trained)) == 3
-    alone = compare(forward, reverse, ids=persons, groups=trained, draws=2)
-    torch.testing.assert_close(study.compare("keys", draws=2).at[1].values, alone.values)
-    both = study.compare("keys", "values", draws=2)
+    alone = compare(forward, reverse, ids=persons, groups=trained, resamples=2)
+    torch.testing.assert_close(study.compare("keys", resamples=2).at[1].values, alone.values)
+    both = study.compare("keys", "values", resamples=2)
     assert Comparisons.load(both.save(tmp_path / "both.safetensors")).at[0].record == both.at[0].record
     crossed = both.at[0]
     assert crossed.statistics == ["procrustes", "cka"]
@@ -182,7 +182,7 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
 def test_the_diffusion_model_keys_a_person_alike_both_ways_at_all_steps_and_the_twin_hardly(models):
     """A step's canvas is a query like any other; the keys of both directions stay alike while the answer appears."""
     trained = [str(fact.trained) for fact in FACTS if fact.asked == "p2d"]
-    settings = dict(groups=trained, only=["cka"], draws=100)
+    settings = dict(groups=trained, only=["cka"], resamples=100)
     queried = {way: [fact for fact in FACTS if fact.asked == way] for way in ("p2d", "d2p")}
 
     def laid_out(model, fact):
@@ -211,15 +211,15 @@ def test_the_diffusion_model_keys_a_person_alike_both_ways_at_all_steps_and_the_
 
 def test_two_models_are_compared_without_shared_axes(pair):
     mdm, twin = pair
-    compared = mdm.compare_with(twin, "keys", "p2d", draws=2)
+    compared = mdm.compare_with(twin, "keys", "p2d", resamples=2)
     assert list(compared.at) == [0, 1]
     assert compared.at[0].names == ("tiny-mdm", "tiny-ar")
     assert compared.at[0].statistics == ["procrustes", "cka"]
-    itself = mdm.compare_with(mdm, only=["cka"], draws=2).table("cka")
+    itself = mdm.compare_with(mdm, only=["cka"], resamples=2).table("cka")
     assert all(row["value"] == pytest.approx(1) for row in itself.values())
     a, b = (torch.stack(list(study.by_person("keys", "p2d").values()))[:, 1] for study in pair)
     trained = [str(fact.trained) for fact in PERSONS if fact.asked == "p2d"]
-    alone = compare(a, b, groups=trained, shared_axes=False, draws=2)
+    alone = compare(a, b, groups=trained, shared_axes=False, resamples=2)
     torch.testing.assert_close(compared.at[1].values, alone.values)
     with pytest.raises(ValueError, match="tiny-ar has"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
@@ -230,7 +230,7 @@ def test_a_comparison_records_the_network_of_each_set(pair):
     hooked = replace(pair[0], record={**pair[0].record, "hooks": {"hook_embed": ["forward: half"]}})
     networks = [{name: study.record[name] for name in NETWORK} for study in (pair[0], hooked)]
     assert networks[0]["hooks"] == {}
-    settings = dict(only=["cka"], draws=2)
+    settings = dict(only=["cka"], resamples=2)
     for compared, expected in (
         (pair[0].compare_with(hooked, **settings), networks),
         (hooked.compare(**settings), networks[1:] * 2),
