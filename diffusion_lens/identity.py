@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 
 from diffusion_lens.function_digest import MODULE_HOOKS, PLAIN_KINDS, ROOT_CACHES, Digester, attributes
+from diffusion_lens.hook_identity import UNIDENTIFIED, with_gaps
+from diffusion_lens.hook_identity import name_of as name_of
+from diffusion_lens.hook_identity import named as named
+from diffusion_lens.hook_identity import named_after as named_after
 from diffusion_lens.hook_names import select_names
-from diffusion_lens.hook_naming import UNIDENTIFIED, with_gaps
-from diffusion_lens.hook_naming import name_of as name_of
-from diffusion_lens.hook_naming import named as named
-from diffusion_lens.hook_naming import named_after as named_after
 from diffusion_lens.model.hook_points import hooked_modules
 
 P = ParamSpec("P")

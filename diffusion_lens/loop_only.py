@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
+from diffusion_lens.hook_identity import hook_within
 from diffusion_lens.hook_names import Hook
-from diffusion_lens.hook_naming import hook_within
 
 _MARK = "acts_by_step"  # an attribute of the function, which `functools.wraps` copies
 

@@ -47,7 +47,7 @@ HTML = {"img": '<p><img src="{1}" alt=""><br>{0}</p>', "a": '<p><a href="{1}">{0
 STYLE = "body {max-width: 64rem; margin: auto; font-family: sans-serif} pre {overflow: auto} img {max-width: 100%}"
 
 
-class Study:
+class Reproduction:
     """Models, facts and settings of the study, and the blocks of its report."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -169,7 +169,7 @@ class Study:
         settings: dict[str, Any] = {**self.layout, "window": self.args.window, "seed": self.args.seed}
         steps: dict[str, Any] = {"length": self.layout["length"], "seed": self.args.seed, "roles": AT_STEPS}
         steps["loop"] = loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
-        settings |= {"roles": [role for role in ROLES if role != "unasked"], "known": "recalled", "loop": loop}
+        settings |= {"roles": [role for role in ROLES if role != "other_masks"], "known": "recalled", "loop": loop}
         warnings.filterwarnings("ignore", "the average has no facts")  # The report says so.
         blocks: dict[str, int] = {}
         for name, model in self.models.items():
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--resamples", type=int, default=99, help="random pairings that estimate chance (default 99)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random number generators (default 1)")
     parser.add_argument("--out", type=Path, default=Path("study"), help="folder for the report (default: study)")
-    study = Study(parser.parse_args(argv))
+    study = Reproduction(parser.parse_args(argv))
     study.add("h1", f"Trained direction and reverse: {' and '.join(study.models)} on {study.source.name}")
     study.add(
         "p",

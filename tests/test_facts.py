@@ -63,7 +63,7 @@ def test_facts_that_cannot_be_asked(tiny, fact, message):
         fact.to_query(tiny)
 
 
-def test_too_few_places(tiny):
+def test_too_few_positions(tiny):
     with pytest.raises(ValueError, match="n_masks=2"):
         FACT.to_query(tiny, n_masks=2)
     with pytest.raises(ValueError, match="first_tokens=9"):

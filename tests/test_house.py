@@ -39,7 +39,7 @@ ROOMS = (
     "diffusion_lens.forward",
     "diffusion_lens.code_names",
     "diffusion_lens.function_digest",
-    "diffusion_lens.hook_naming",
+    "diffusion_lens.hook_identity",
     "diffusion_lens.loop_only",
     "diffusion_lens.identity",
     "diffusion_lens.records",

@@ -94,7 +94,7 @@ def test_only_what_is_named_changes(data):
     assert torch.equal(added, slow(x, x + 1, each_place, each_head))
 
 
-def test_each_row_may_have_its_own_places():
+def test_each_row_may_have_its_own_positions():
     x, other = torch.randn(2, 3, 6, 4)
     own = torch.tensor([[0, 5], [2, 1], [-1, -2]])
     together = swap({"resid": other}, own)(x, hook=point("resid"))
@@ -103,7 +103,7 @@ def test_each_row_may_have_its_own_places():
         assert torch.equal(together[row : row + 1], alone)
 
 
-def test_restore_puts_back_one_place_of_each_row():
+def test_restore_replaces_one_position_of_each_row():
     x, value = torch.randn(3, 6, 2, 4), torch.randn(6, 2, 4)
     back = restore(value, torch.tensor([4, 0, 4]))(x, hook=point("attn.hook_z"))
     one_head = restore(value, torch.tensor([4, 0, 4]), heads=1)(x, hook=point("attn.hook_z"))
@@ -200,7 +200,7 @@ def test_one_clean_row_serves_a_whole_batch(either, clean, corrupted):
         close(patched, logits.expand_as(patched), rtol=1e-5, atol=1e-5)
 
 
-def test_states_move_to_aligned_places(either, clean):
+def test_states_move_to_aligned_positions(either, clean):
     """The same words four places later: patched over, what is read there is what the short canvas reads."""
     short = clean[:, 4:]
     _, cache = either.model.run_with_cache(short, names_filter=RESID)
@@ -250,7 +250,7 @@ def test_a_block_without_its_outputs_passes_the_stream_on(either, clean):
     assert torch.equal(cache[RESID], cache["blocks.1.hook_resid_pre"])
 
 
-def test_the_mean_is_over_rows_and_places_of_the_other_run(either, clean):
+def test_the_mean_is_over_rows_and_positions_of_the_other_run(either, clean):
     _, cache = either.model.run_with_cache(clean[:2, :9], names_filter=[RESID, Z])
     with either.model.hooks(fwd_hooks=[(RESID, mean_ablate(cache, [1, 4])), (Z, mean_ablate(cache, 3, heads=[0, 2]))]):
         _, ablated = either.model.run_with_cache(clean, names_filter=[RESID, Z])

@@ -50,7 +50,7 @@ def open_questions(data: str) -> FactSource:
         raise ValueError(f"data={data!r} cannot be used to check recall: {error}. {HOLDS}") from error
 
 
-def require_askable(model: HookedDiffusionTransformer, questions: FactSource) -> None:
+def require_known_words(model: HookedDiffusionTransformer, questions: FactSource) -> None:
     """Raise a `ValueError` unless the model's tokenizer knows the words of at least one question."""
     refused = ""
     for fact in questions.facts:

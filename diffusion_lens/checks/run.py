@@ -18,7 +18,7 @@ from diffusion_lens.checks.facts import check_facts
 from diffusion_lens.checks.finding import COMPUTED, CheckReport, Finding
 from diffusion_lens.checks.measures import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure
 from diffusion_lens.checks.page import check_page, page_losses, right_loss
-from diffusion_lens.checks.recall import check_recall, open_questions, require_askable
+from diffusion_lens.checks.recall import check_recall, open_questions, require_known_words
 from diffusion_lens.checks.reference import Reference, check_reference
 from diffusion_lens.checks.texts import read_page, texts_for
 from diffusion_lens.checks.weights import check_weights
@@ -62,7 +62,7 @@ def check_model(
         reference.check_fits(model.cfg.architecture)
     questions = None if data is None else open_questions(data)
     if questions is not None and model.tokenizer is not None:
-        require_askable(model, questions)
+        require_known_words(model, questions)
     run = _CheckRun(model, expected, only)
     run.guard("hash", lambda: [check_hash(expected, file)])
     run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])

@@ -64,7 +64,7 @@ def lay_out(
         length: Number of positions in all, the prompt included (SMDM's meaning); a batch of texts of different lengths
             fills each up to it. Without it, and without [MASK]s in the prompt, the length that the model was trained
             on, if it is known.
-        max_new_tokens: Number of blanks after the prompt, instead of `length`.
+        max_new_tokens: Number of positions to write after the prompt, instead of `length`.
         attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.checked_real_positions(prompt)`.
         prepend_bos: Whether texts begin with BOS; by default as the tokenizer does.
 
@@ -121,10 +121,15 @@ def lay_out(
             f"the prompt of row {empty[0]} is all [MASK]: give at least one token to start from, such as BOS"
         )
     if not bool((inside & (canvas == blank)).any()):
-        raise ValueError(
-            "there is nothing to fill: give length= (positions in all) or max_new_tokens=, or put [MASK]s in the prompt"
-        )
+        masks = "" if model.cfg.grows else ", or put [MASK]s in the prompt"
+        raise ValueError(f"there is nothing to fill: give {_lengths(model)}{masks}")
     return Canvas(canvas, given, None if bool(inside.all()) else inside, blank, model.cfg.grows)
+
+
+def _lengths(model: DiffusionTransformer) -> str:
+    """The two arguments that set the length of a canvas, for errors."""
+    written = "new tokens" if model.cfg.grows else "masked positions"
+    return f"length= (positions in all) or max_new_tokens= ({written} after the prompt)"
 
 
 def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:
@@ -133,7 +138,7 @@ def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:
     if trained is not None and longest >= trained:
         raise ValueError(
             f"the prompt has {longest} tokens, and {model.cfg.model_name!r} was trained on texts of {trained}, so the "
-            "length has no default: give length= (positions in all) or max_new_tokens= (blanks after the prompt)"
+            f"length has no default: give {_lengths(model)}"
         )
     return trained
 
@@ -152,7 +157,7 @@ def _totals(
 ) -> Tensor:
     """Int[batch], the number of positions of each row."""
     if length is not None and max_new_tokens is not None:
-        raise ValueError("give length= (positions in all) or max_new_tokens= (blanks after the prompt), not both")
+        raise ValueError(f"give {_lengths(model)}, not both")
     if max_new_tokens is not None:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")

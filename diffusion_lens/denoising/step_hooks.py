@@ -10,8 +10,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from diffusion_lens.hook_identity import named_after
 from diffusion_lens.hook_names import Hook
-from diffusion_lens.hook_naming import named_after
 from diffusion_lens.loop_only import acts_by_step as acts_by_step
 from diffusion_lens.loop_only import in_loop_only
 from diffusion_lens.settings import whole_numbers

@@ -73,7 +73,7 @@ def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
     positions = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
     positions |= dict(after_further=[5], prompt_last=[6])
     if tiny.cfg.has_mask:
-        positions |= dict(answer=[7], unasked=list(range(8, 14)))
+        positions |= dict(answer=[7], other_masks=list(range(8, 14)))
     for role, row in zip(result.roles, result.effects[1], strict=True):
         if role in positions:
             by_position = [trace.scores[position, [1, 3]].numpy() - trace.corrupted for position in positions[role]]

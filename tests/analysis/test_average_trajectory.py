@@ -83,7 +83,7 @@ def test_rows_are_traces_averaged_by_hand(tiny, whole):
             positions = {
                 "answer_revealed": shown,
                 "answer": [position for position in answer if position not in shown and masked],
-                "unasked": [position for position in range(answer[-1] + 1, LENGTH) if masked],
+                "other_masks": [position for position in range(answer[-1] + 1, LENGTH) if masked],
                 "subject_last": [trace.subject[1] - 1],
             }
             for role, own in positions.items():

@@ -40,7 +40,7 @@ def test_roles_of_a_fact(tiny):
 
 def test_means_by_role():
     values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [5.0, 50.0]])
-    means = mean_by_role(values, ["unasked", "answer", "unasked"], ["answer", "prompt_last", "unasked"])
+    means = mean_by_role(values, ["other_masks", "answer", "other_masks"], ["answer", "prompt_last", "other_masks"])
     assert means[0].tolist() == [2, 20]
     assert means[1].isnan().all()
     assert means[2].tolist() == [3, 30]

@@ -65,7 +65,7 @@ def test_every_canvas(model, name, monkeypatch):
         assert torch.equal(model.denoise(prompt, **asked).canvases, expected)
 
 
-def test_logits_stand_at_the_place_they_predict(model):
+def test_logits_are_at_the_position_they_predict(model):
     prompt, asked = ask("maskgit_plus_steps4")
     seen = []
     model.denoise(prompt, **asked, fwd_hooks=[("denoise.hook_logits", lambda a, hook: seen.append(a.clone()))])
@@ -230,7 +230,7 @@ def test_one_token_to_draw_from_is_the_likeliest(model):
         assert (at["confidence"] == 1).all()
 
 
-def test_places_are_drawn_without_replacement():
+def test_positions_are_sampled_without_replacement():
     """Two of four places by softmax(confidence / temperature), the second among the three that remain."""
     n, heat = 6000, 0.4
     confidence = torch.tensor([0.1, 0.3, 0.5, 0.9], dtype=torch.float64)
@@ -253,7 +253,7 @@ def test_a_vanishing_choice_temperature_is_none(model):
     assert torch.equal(cold.canvases, model.denoise(prompt, **asked).canvases)
 
 
-def test_origin_reveals_each_place_with_its_chance(model):
+def test_origin_reveals_each_position_with_its_probability(model):
     run = model.denoise(torch.tensor([[5]]).expand(60, -1), max_new_tokens=40, steps=4, sampler="dream", seed=3)
     times = np.linspace(1, 1e-3, 5)
     for step in range(3):

@@ -204,7 +204,7 @@ def test_looked_at_replayed_and_branched_it_is_the_same_run(models, layout, data
         same(branch.replay(models["gqa"], canvas=canvas), branch)
 
 
-def test_a_place_that_a_hook_holds_back_stays_a_candidate(models):
+def test_a_position_that_a_hook_withholds_stays_a_candidate(models):
     def hold(reveal, hook):
         reveal = reveal.clone()
         reveal[:, 4] &= hook.step.index >= 5
@@ -307,14 +307,14 @@ def test_settings_are_recorded():
     [
         (
             dict(max_new_tokens=10, steps=4, sampler=llada(4)),
-            r"10 blanks of row 0: blocks of 1, 2, 5, 10 fit.* 8 or 12",
+            r"10 masked positions of row 0: use blocks of 1, 2, 5, 10, or 8 or 12",
         ),
         (
             dict(max_new_tokens=12, steps=8, sampler=llada(4)),
-            "steps=8 cannot be shared evenly by 3 blocks.*6 or 9 steps can",
+            "steps=8 cannot be divided evenly among 3 blocks.*use 6 or 9 steps",
         ),
-        (dict(max_new_tokens=12, steps=2, sampler=llada(4)), "block_length=4: 3 steps can"),
-        (dict(max_new_tokens=3, steps=1, sampler=llada(4)), "blocks of 1, 3 fit, or make it 4 blanks"),
+        (dict(max_new_tokens=12, steps=2, sampler=llada(4)), "block_length=4: use 3 steps"),
+        (dict(max_new_tokens=3, steps=1, sampler=llada(4)), "use blocks of 1, 3, or 4 masked positions"),
     ],
 )
 def test_blocks_that_do_not_divide(models, asked, message):

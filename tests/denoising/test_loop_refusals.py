@@ -85,7 +85,7 @@ def test_single_tokens_may_be_forbidden(either):
     assert ((run.confidence > 0) & (run.confidence <= 1)).all()
 
 
-def test_places_where_nothing_is_proposed_may_hold_anything(either):
+def test_positions_without_a_proposal_may_have_any_id(either):
     plain = either.model.denoise(PROMPT, length=6, steps=3)
     run = either.model.denoise(PROMPT, length=6, steps=3, fwd_hooks=put(NAN, place=1))
     assert torch.equal(run.tokens, plain.tokens)

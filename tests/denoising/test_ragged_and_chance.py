@@ -10,7 +10,7 @@ from diffusion_lens.denoising.samplers import Ancestral
 SHORT, LONG = "Gustav Geisser is the", "people say Gustav Geisser was the"
 
 
-def test_texts_with_new_places_each_give_what_they_give_alone(tiny):
+def test_a_batch_of_texts_gives_what_each_text_gives_alone(tiny):
     together = tiny.denoise([SHORT, LONG], max_new_tokens=6, steps=4)
     for row, text in enumerate((SHORT, LONG)):
         alone = tiny.denoise(text, max_new_tokens=6, steps=4)
@@ -77,7 +77,7 @@ def test_a_lower_temperature_sharpens(either):
     assert draws[0].unique().numel() < draws[1].unique().numel()
 
 
-def test_ancestral_reveals_each_place_with_its_chance(either):
+def test_ancestral_reveals_each_position_with_its_probability(either):
     """After k of n equal steps a place is revealed with probability 1 - t_k."""
     if either.kind == "ar":
         return

@@ -46,7 +46,7 @@ def test_an_in_place_model_reads_its_own_row():
     assert torch.equal(seen[0][0, 3], mask_row)
 
 
-def test_behind_padding_the_first_place_keeps_its_own_row():
+def test_behind_padding_the_first_position_keeps_its_own_row():
     """The row before it is padding's, whatever the padding holds."""
     model = copying_model("bidirectional", "shifted")
     alone = model.denoise(torch.tensor([[11, 3, 11]]), steps=1)

@@ -85,7 +85,7 @@ def test_confidence_changes_the_order(several, run):
     assert order == sorted(order, reverse=several.kind == "mdm")
 
 
-def test_reveal_holds_a_place_back(several, run):
+def test_hook_reveal_can_keep_a_position_masked(several, run):
     position = 10
 
     def hold_back(reveal, hook):

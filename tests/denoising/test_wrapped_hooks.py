@@ -27,7 +27,7 @@ def test_on_branch(either):
     assert seen == ["unconditional"] * (4 if either.kind == "mdm" else 0)
 
 
-def test_while_masked_acts_on_masked_places_only(either):
+def test_while_masked_acts_on_masked_positions_only(either):
     before, after = [], []
     fwd_hooks = [
         (RESID, lambda a, hook: before.append((a, hook.step.masked))),

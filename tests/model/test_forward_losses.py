@@ -85,7 +85,7 @@ def test_more_samples_come_closer_to_one_another(either, tokens):
     assert many < few
 
 
-def test_the_mean_of_the_loss_by_place_is_the_loss(either, tokens):
+def test_loss_is_the_mean_of_the_losses_per_position(either, tokens):
     by_position = either.model(tokens, return_type="loss", loss_per_token=True)
     n_pos = tokens.shape[1] - (either.kind == "ar")  # of the first token an autoregressive model has no prediction
     assert by_position.shape == (tokens.shape[0], n_pos)
@@ -97,7 +97,7 @@ def test_the_mean_of_the_loss_by_place_is_the_loss(either, tokens):
         torch.testing.assert_close(by_position.flatten(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_adds_nothing_by_place(either, tokens):
+def test_padding_contributes_no_loss(either, tokens):
     real = torch.ones_like(tokens)
     real[0, -5:] = 0
     by_position = either.model(tokens, return_type="loss", loss_per_token=True, attention_mask=real)

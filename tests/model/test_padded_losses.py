@@ -10,7 +10,7 @@ from diffusion_lens.losses import masked_batch
 DREAM = Path(__file__).parents[1] / "golden" / "dream"
 
 
-def test_a_hidden_first_place_is_not_read_in_padding():
+def test_a_masked_first_position_is_not_read_in_padding():
     model = HookedDiffusionTransformer.from_pretrained(DREAM, device="cpu")
     mask = model.cfg.mask_token_id
     tokens = torch.tensor([[3, 40, 5, 60, 7]])

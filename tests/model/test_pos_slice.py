@@ -27,7 +27,7 @@ def whole(every):
 
 @pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
 @pytest.mark.parametrize("every", ["lit_gpt-mdm", "qwen3"], indirect=True)
-def test_every_hook_point_is_sliced_by_place(every, whole, chosen):
+def test_pos_slice_slices_every_hook_point(every, whole, chosen):
     pos_slice, kept = chosen
     _, cache = every.model.run_with_cache(every.tokens[:1], pos_slice=pos_slice)
     assert set(cache.keys()) == set(whole.keys())
@@ -36,7 +36,7 @@ def test_every_hook_point_is_sliced_by_place(every, whole, chosen):
 
 
 @pytest.mark.parametrize("every", ["lit_gpt-mdm", "qwen3"], indirect=True)
-def test_without_the_batch_axis_places_are_sliced_all_the_same(every, whole):
+def test_pos_slice_works_without_the_batch_axis(every, whole):
     _, cache = every.model.run_with_cache(every.tokens[:1], pos_slice=slice(2, 5), remove_batch_dim=True)
     wrong = [name for name in whole if not torch.equal(cache[name], by_hand(name, whole[name], [2, 3, 4])[0])]
     assert wrong == []
@@ -57,7 +57,7 @@ def test_hooks_that_cache_slice_activations_and_gradients(either):
     torch.testing.assert_close(cache[f"{name}_grad"], gradients[0][:, :2])
 
 
-def test_the_cache_of_the_loop_slices_by_place(either):
+def test_pos_slice_works_in_the_cache_of_the_loop(either):
     model = either.model
     names = [f"blocks.1.attn.hook_{point}" for point in ("rot_q", "pattern")] + ["denoise.hook_tokens"]
     options = dict(length=9, steps=2, steps_filter=[0])
@@ -70,13 +70,13 @@ def test_the_cache_of_the_loop_slices_by_place(either):
             assert torch.equal(cache[0, name], by_hand(name, whole[0, name], kept))
 
 
-def test_a_place_outside_is_named(either):
+def test_a_position_out_of_range_is_named_in_the_error(either):
     with pytest.raises(IndexError, match=r"pos_slice=\[20\] reaches outside the 17 positions of 'hook_embed'"):
         either.model.run_with_cache(either.tokens, pos_slice=20)
 
 
 @pytest.mark.parametrize("chosen", [slice(20, 30), (17, 18), slice(3, 3)])
-def test_a_slice_without_a_place_is_refused(either, chosen):
+def test_an_empty_slice_is_refused(either, chosen):
     with pytest.raises(
         IndexError, match=r"pos_slice=slice\(\d+, \d+, None\) selects none of the 17 positions of 'hook_embed'"
     ):

@@ -76,7 +76,7 @@ def test_hooks_that_would_never_fire_are_refused(several, tokens):
             caching("hook_embd")
 
 
-def test_a_tuple_of_places_picks_rows(several, tokens):
+def test_a_tuple_of_positions_selects_rows(several, tokens):
     batch = tokens.expand(8, -1)
     whole = several.model(batch)
     torch.testing.assert_close(several.model(batch, logits_at=(4,)), whole[:, [4]], rtol=1e-5, atol=2e-5)

@@ -133,7 +133,7 @@ def average_indirect_effect(
         noise: Scale of the noise; by default `noise_scale` over the subjects of all facts, whatever the shard.
         seed: Seed of the study; each fact has its own seed, made of this one and its id.
         corruption: The same as in `causal_trace`, except for "swap", which needs another subject for each fact.
-        roles: Roles to trace; by default all. On a long canvas of masks most of the work is in "unasked".
+        roles: Roles to trace; by default all. On a long canvas of masks most of the work is in "other_masks".
         n_masks, first_tokens, occurrence: The same as in `Fact.to_query`.
         length: Length of the canvas, the prompt included, instead of `n_masks`. With neither, a masked diffusion
             model gets the length that it was trained on, if it is known (`cfg.trained_length`), as in `denoise`; the

@@ -95,9 +95,9 @@ def recalled_facts(
 
     To average two models over the facts that both recall:
 
-        both = set(recalled_facts(model, facts, loop)) & set(recalled_facts(twin, facts, loop))
+        both = set(recalled_facts(model, facts, loop)) & set(recalled_facts(baseline, facts, loop))
         average_indirect_effect(model, facts, known=both)
-        average_indirect_effect(twin, facts, known=both)
+        average_indirect_effect(baseline, facts, known=both)
 
     Args:
         loop: Settings of the loop; by default those of `denoise`.

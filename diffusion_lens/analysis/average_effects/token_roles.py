@@ -8,7 +8,7 @@
     after_further    the others of the prompt
     prompt_last      the last token of the prompt, which a causal model reads the answer from
     answer           the positions of the answer: masked, or on a causal canvas the tokens that are there already
-    unasked          masked positions that are no part of the answer
+    other_masks      masked positions that are no part of the answer
 
 and at a denoising step
 
@@ -38,7 +38,7 @@ ROLES = (
     "after_further",
     "prompt_last",
     "answer",
-    "unasked",
+    "other_masks",
 )
 STEP_ROLES = (*ROLES, "answer_revealed")
 
@@ -50,7 +50,7 @@ def token_roles(query: Query) -> list[str]:
     end = min([position for position in query.answer_positions if position >= stop], default=n_pos)
     # A later line of this table overrules an earlier one.
     painted: tuple[tuple[str, Sequence[int]], ...] = (
-        ("unasked", range(end, n_pos)),
+        ("other_masks", range(end, n_pos)),
         ("before_subject", range(start)),
         ("after_further", range(stop, end)),
         ("after_first", range(stop, end)[:1]),

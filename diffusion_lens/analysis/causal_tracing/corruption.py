@@ -6,7 +6,7 @@
     mask       the embedding of [MASK] instead of each
     swap       the embeddings of another subject with the same number of tokens
 
-The noise is drawn as in ROME's code, with `numpy.random.RandomState(seed)`, so that published traces are reproduced
+The noise is sampled as in ROME's code, with `numpy.random.RandomState(seed)`, so that published traces are reproduced
 exactly; it is scaled by `noise`. "mask" and "swap" are deterministic, so they need one sample only. All corruptions act
 on the embeddings: in the denoising loop the canvas keeps its subject.
 """

@@ -23,17 +23,17 @@ Counts = Int[Tensor, "batch"]
 
 @dataclass(frozen=True)
 class Blocks(Sampler):
-    """Divides the blanks of a row, in reading order, into blocks of `block_length`, and the steps evenly among these.
+    """Divides the masks of a row, in reading order, into blocks of `block_length`, and the steps evenly among these.
 
     The steps left to the current block share the masks up to its end evenly; the first of them take the remainder. A
     block is therefore full when the next begins, also where a hook filled some of it.
 
     Attributes:
-        block_length: Number of blanks of a block; `None` makes one block.
+        block_length: Number of masked positions of a block; `None` makes one block.
         order: Order within a block: "confidence" reveals the positions of the highest confidence first, "random" any.
-        masks_in_prompt: "counted" treats masks in the prompt as blanks like the others. "uncounted", as in LLaDA's
-            code, divides only the last unbroken series of blanks into blocks. Earlier masks compete with this series
-            for the same number of reveals. As many positions as the prompt had masks therefore stay masked.
+        masks_in_prompt: "counted" treats masks in the prompt like the other masks. "uncounted", as in LLaDA's code,
+            divides only the last unbroken series of masks into blocks. Earlier masks compete with this series for the
+            same number of reveals. As many positions as the prompt had masks therefore stay masked.
         proposal: Rule by which tokens are proposed and scored.
     """
 
@@ -52,10 +52,10 @@ class Blocks(Sampler):
             raise ValueError(f"masks_in_prompt={self.masks_in_prompt!r}; it is 'counted' or 'uncounted'")
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
-        """Number of steps of the run; by default one for each blank of the longest row.
+        """Number of steps of the run; by default one for each masked position of the row that has most.
 
         Raises:
-            ValueError: Blanks of a row that are not whole blocks, or blocks that cannot share the steps evenly.
+            ValueError: The masked positions of a row are not whole blocks, or blocks cannot share the steps evenly.
         """
         lengths = self._in_blocks(blanks).sum(dim=1).tolist()
         steps = max(1, *lengths) if steps is None else steps
@@ -64,7 +64,8 @@ class Blocks(Sampler):
         return steps
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        # 1. Divide the blanks of each row into blocks. Padding is neither masked nor revealed, so it is in no block.
+        # 1. Divide the masked positions of each row into blocks. Padding is neither masked nor revealed, so it is in no
+        #    block.
         in_blocks = self._in_blocks((step.masked | ~confidence.isnan()) & ~step.given)
         lengths = in_blocks.sum(dim=1)
         size = lengths.clamp(min=1) if self.block_length is None else torch.full_like(lengths, self.block_length)
@@ -92,10 +93,10 @@ class Blocks(Sampler):
         return Plan(positions, counts)
 
     def _in_blocks(self, blanks: PosMask) -> PosMask:
-        """Bool[batch pos], the blanks that are divided into blocks."""
+        """Bool[batch pos], the masked positions that are divided into blocks."""
         if self.masks_in_prompt == "counted":
             return blanks
-        # Blanks without another token between them share a number; the last series has the highest.
+        # Masks without another token between them share a number; the last series has the highest.
         series = (~blanks).cumsum(dim=1)
         return blanks & (series == series.masked_fill(~blanks, -1).amax(dim=1, keepdim=True))
 
@@ -119,14 +120,14 @@ def _check(lengths: Sequence[int], block_length: int, steps: int) -> None:
         if length % block_length:
             fits = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
             raise ValueError(
-                f"block_length={block_length} does not divide the {length} blanks of row {row}: blocks of {fits} fit, "
-                f"or make it {_multiples(length, block_length)} blanks"
+                f"block_length={block_length} does not divide the {length} masked positions of row {row}: use blocks "
+                f"of {fits}, or {_multiples(length, block_length)} masked positions"
             )
     shared = lcm(*(max(length // block_length, 1) for length in lengths))
     if steps % shared:
         raise ValueError(
-            f"steps={steps} cannot be shared evenly by {shared} blocks of block_length={block_length}: "
-            f"{_multiples(steps, shared)} steps can"
+            f"steps={steps} cannot be divided evenly among {shared} blocks of block_length={block_length}: use "
+            f"{_multiples(steps, shared)} steps"
         )
 
 

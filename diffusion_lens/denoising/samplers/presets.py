@@ -19,13 +19,13 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
 
     It reveals blocks from left to right. Within a block its steps share the masks evenly, and the first of them take
     the remainder. Tokens are sampled with Gumbel noise in float64; their confidence is the softmax of the logits
-    without noise, after guidance. The number of blanks must be a multiple of `block_length`, and `steps` a multiple of
-    the number of blocks; by default there are as many steps as blanks.
+    without noise, after guidance. The number of masks must be a multiple of `block_length`, and `steps` a multiple of
+    the number of blocks; by default there are as many steps as masks.
 
     Differences from the authors' code:
 
-    - Masks inside the prompt are blanks like the others. The authors' code fills them without counting them, so that as
-      many masks remain at the end (`as_published=True`).
+    - Masks inside the prompt are treated like the others. The authors' code fills them without counting them, so that
+      as many masks remain at the end (`as_published=True`).
     - [MASK] is never written. In the authors' code it may be proposed; the position then counts as revealed and stays
       masked (`as_published=True`).
     - Confidence is compared in float64. The authors' code compares it in the dtype of the model, in which near-certain
@@ -36,7 +36,7 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
     - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:
-        block_length: Number of blanks of a block; `None` makes one block.
+        block_length: Number of masked positions of a block; `None` makes one block.
         remasking: "low_confidence" reveals the positions of the highest confidence first, "random" any.
         as_published: Whether to follow the authors' code in the first two differences.
     """
