@@ -1,7 +1,7 @@
 """`DiffusionConfig`: TransformerLens's config with the fields that a masked diffusion model adds."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -170,21 +170,26 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             return UNREACHED
         raise ValueError(
             f"{self.model_name!r} is bidirectional and has no [MASK], so no id marks positions still to be written. If "
-            "its checkpoint has a [MASK], give its id: from_pretrained(..., mask_token_id=)"
+            'its checkpoint has a [MASK], add its id to the config as "mask_token_id" (within "architecture" in a '
+            "config that save_pretrained wrote), and pass this config to from_pretrained(..., config=)"
         )
 
     def writable(self, tokens: Tensor) -> Tensor:
         """True at ids that the model can predict: those with a column in the head, except [MASK]."""
         known = (tokens >= 0) & (tokens < self.d_vocab_out)
-        return known if self.mask_token_id is None else known & (tokens != self.mask_token_id)
+        return known & (tokens != self.blank) if self.has_mask else known
 
     def __repr__(self) -> str:
         return super().__repr__().replace("TransformerLensConfig", "DiffusionConfig", 1)
 
 
-def reached(canvas: Tensor) -> Tensor:
-    """Positions of a canvas that hold a token or [MASK]; the others are positions that the text has not reached."""
-    return canvas != UNREACHED
+@overload
+def reached(tokens: int) -> bool: ...
+@overload
+def reached(tokens: Tensor) -> Tensor: ...
+def reached(tokens: int | Tensor) -> bool | Tensor:
+    """Whether a position of a canvas holds a token or [MASK]; false where the text has not reached the position."""
+    return tokens != UNREACHED
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

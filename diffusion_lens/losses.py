@@ -96,10 +96,12 @@ def masked_batch(
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask go together: pass both, or neither to have the noise sampled")
     if not model.cfg.has_mask:
-        raise ValueError(
-            f"{model.cfg.model_name!r} has no [MASK], so none of its tokens can be masked: the loss of an "
-            "autoregressive model is autoregressive_loss"
+        instead = (
+            "the loss of an autoregressive model is autoregressive_loss"
+            if model.cfg.grows
+            else "it is bidirectional, so its noise replaces tokens by other tokens, and there is no loss of such noise"
         )
+        raise ValueError(f"{model.cfg.model_name!r} has no [MASK], so none of its tokens can be masked: {instead}")
     mask = model.cfg.blank
     tokens = tokens.to(model.cfg.device)
     text = tokens if real is None else tokens[real.to(tokens.device)]

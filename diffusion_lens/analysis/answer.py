@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.config import UNREACHED
+from diffusion_lens.config import reached
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -113,7 +113,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
         )
     if twice := sorted({position for position in positions if positions.count(position) > 1}):
         raise ValueError(f"{name} names the answer positions {twice} twice; each holds one token")
-    if cfg.is_causal and 0 in positions:
+    if cfg.grows and 0 in positions:
         raise ValueError("nothing precedes position 0, so a causal model has no probability for an answer there")
     rows = model.readout.rows(torch.tensor(positions)).tolist()
     if unread := [position for position, row in zip(positions, rows, strict=True) if row >= len(query.tokens)]:
@@ -121,18 +121,17 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
             f"the answer positions {unread} are outside the {len(query.tokens)} positions of the canvas of {name}: "
             f"{cfg.model_name!r} has no row that predicts them"
         )
-    on_canvas = dict(enumerate(query.tokens.tolist()))
-    shown = {
-        position: (on_canvas.get(position, UNREACHED), token) for position, token in zip(positions, tokens, strict=True)
-    }
+    on_canvas = {position: token for position, token in enumerate(query.tokens.tolist()) if reached(token)}
     if not cfg.grows:
-        if unmasked := [position for position, (present, _) in shown.items() if present != cfg.blank]:
+        if unmasked := [position for position in positions if on_canvas.get(position) != cfg.blank]:
             raise ValueError(
                 f"the answer positions {unmasked} hold no [MASK] on the canvas of {name}: a masked diffusion model "
                 "predicts masked tokens only. Mask these positions, as Fact.to_query does, or leave their tokens out "
                 "of the answer"
             )
-    elif others := [position for position, (present, token) in shown.items() if present not in (token, UNREACHED)]:
+    elif others := [
+        position for position, token in zip(positions, tokens, strict=True) if on_canvas.get(position, token) != token
+    ]:
         raise ValueError(
             f"the answer positions {others} hold other tokens than the answer's on the canvas of {name}: a causal "
             "model must read the answer's own tokens. End the canvas before the answer, or continue it with the answer "

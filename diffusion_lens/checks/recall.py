@@ -91,13 +91,7 @@ def check_recall(
     except (FileNotFoundError, OSError) as error:
         return Finding(name, "not run", f"the facts are not on this machine, name them with --data: {error}")
     # 2. The model's recall in each cell.
-    settings: dict[str, Any] = {
-        "length": source.length or model.cfg.trained_length or 52,
-        "cfg_scale": source.cfg_scale,
-    }
-    if not model.cfg.has_mask:
-        settings["cfg_scale"] = 0.0
-    recall = recall_by_steps(model, source.facts, [STEPS], **settings)
+    recall = recall_by_steps(model, source.facts, [STEPS], length=source.length, cfg_scale=source.cfg_scale)
     counts: dict[DirectionPair, tuple[int, int]] = {}
     for cell, rows in recall.cells.items():
         counts[cell] = (int(recall.contained[rows, 0].sum()), len(rows))
@@ -113,7 +107,7 @@ def check_recall(
         lines.append(f"{label} {right}/{n} ({100 * lower:.0f}-{100 * upper:.0f} %), {comparison}")
         if share is not None and not lower - BETWEEN_RUNS <= share <= upper + BETWEEN_RUNS:
             wrong.append(label)
-    how = f"in {STEPS} steps" if model.cfg.has_mask else "from left to right"
+    how = "from left to right" if model.cfg.grows else f"in {STEPS} steps"
     said = f"{how}: " + "; ".join(lines)
     if not wrong:
         return Finding(name, "ok" if known else "noted", said, numbers=numbers)

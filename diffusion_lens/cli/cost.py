@@ -26,7 +26,7 @@ class Cost:
         rows: Largest number of rows in one batch.
         backward: Number of passes that also have a backward pass.
         copies: Copies of the weights in memory: 1 for inference, 4 for training in float32.
-        cached: Whether a pass computes one position only and caches the others (generation by a causal model).
+        cached: Whether a pass computes one position only and caches the others (generation of a text that grows).
     """
 
     passes: int | float
@@ -40,8 +40,9 @@ class Cost:
 def denoising(
     model: ModelChoice, steps: Iterable[int], length: int, cfg_scale: float, facts: int = 1, rows: int = 1
 ) -> Cost:
-    """Cost of denoising each fact at each number of steps, in batches of `rows`. A causal model generates by token."""
-    if model.shape().is_causal:
+    """Cost of denoising each fact at each number of steps, in batches of `rows`. A text that grows takes its tokens one
+    by one, with a key/value cache."""
+    if model.shape().grows:
         return Cost(facts * length, length, rows, cached=True)
     branches = 2 if cfg_scale else 1
     return Cost(facts * sum(steps) * branches, length, rows * branches)

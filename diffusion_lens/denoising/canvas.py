@@ -81,7 +81,7 @@ def lay_out(
         real = model.checked_real_positions(tokens) if attention_mask is None else None
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-        if real is not None and model.cfg.is_causal and bool((real.long().diff(dim=1) < 0).any()):
+        if real is not None and model.cfg.grows and bool((real.long().diff(dim=1) < 0).any()):
             raise ValueError("a causal model continues from the position before: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:

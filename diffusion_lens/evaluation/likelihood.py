@@ -210,9 +210,9 @@ def _surprisals(
         rows = slice(start, start + max_batch)
         logits_at, attention_mask = model.readout.locate(scored[rows]), model.all_real(canvases[rows])
         logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at).to(dtype)
-        if cfg_scale and (mask := model.cfg.mask_token_id) is not None:
+        if cfg_scale and model.cfg.has_mask:
             unprompted = canvases[rows].clone()
-            unprompted[:, : len(question.prompt)] = mask
+            unprompted[:, : len(question.prompt)] = model.cfg.blank
             unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at).to(dtype)
             logits = guide(logits, unconditional, cfg_scale)
         require_logits(logits, scored[rows])

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from tokenizers import AddedToken
 from torch import Tensor
 
-from diffusion_lens.config import UNREACHED, DiffusionConfig
+from diffusion_lens.config import DiffusionConfig, reached
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.user_warnings import warn_user
@@ -141,8 +141,7 @@ class TextInterface(ABC):
             ids = ids[None]
         if ids.dim() == 2:
             return [self.to_string(row) for row in ids]
-        reached = [int(i) for i in ids if int(i) != UNREACHED]
-        return self._require_tokenizer().decode(reached, clean_up_tokenization_spaces=False)
+        return self._require_tokenizer().decode(ids[reached(ids)].tolist(), clean_up_tokenization_spaces=False)
 
     def to_str_tokens(
         self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None
@@ -180,7 +179,7 @@ class TextInterface(ABC):
         return [(0, 0), *spans] if self._prepends_bos(prepend_bos) else spans
 
     def _word(self, token: int) -> str:
-        if token == UNREACHED:
+        if not reached(token):
             return ""
         if token == self.cfg.mask_token_id:
             return MASK_TEXT
@@ -263,7 +262,7 @@ class TextInterface(ABC):
             at_edge = filler[:, column].any(dim=1)
             if bool(at_edge.any()) and not bool(at_edge.all()):
                 row, other = int(at_edge.long().argmax()), int((~at_edge).long().argmax())
-                side = " (with padding_side='left' before a continuation)" * self.cfg.is_causal
+                side = " (with padding_side='left' before a continuation)" * self.cfg.grows
                 raise ValueError(
                     f"row {row} of the tokens {edge} with {self._word(self.pad_id)!r} and row {other} does not, and "
                     "the tokenizer has no padding token that is not also text: the tokens alone do not show what is "

@@ -1,14 +1,16 @@
 """Who sees whom: attention by blocks, of which causal and bidirectional attention are the two ends."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import causal_trace
 from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
 from diffusion_lens.model.attention_patterns import AttentionPattern
-from weight_conversion import Architecture
+from weight_conversion import Architecture, export
 
 N_POS, SIZE = 11, 4
 
@@ -65,9 +67,14 @@ def test_padding_on_the_left_shifts_no_block(network, tokens, size):
     torch.testing.assert_close(network(size, padded, real)[:, 2:], network(size, tokens), rtol=1e-5, atol=1e-6)
 
 
+def variant(model, **changes):
+    """A random model of the same size with another attention direction, readout or [MASK]."""
+    architecture = replace(model.cfg.architecture, **changes)
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=0)
+
+
 def test_a_bidirectional_model_without_mask_has_uniform_noise_and_no_blank(either):
-    architecture = replace(either.model.cfg.architecture, attention_dir="bidirectional", mask_token_id=None)
-    model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+    model = variant(either.model, attention_dir="bidirectional", mask_token_id=None)
     cfg = model.cfg
     assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.grows) == ("uniform", False, False, False)
     for call in (
@@ -75,7 +82,59 @@ def test_a_bidirectional_model_without_mask_has_uniform_noise_and_no_blank(eithe
         lambda: chain_rule_nll(model, either.tokens[0, :3], either.tokens[0, 3:5]),
         lambda: monte_carlo_nll(model, either.tokens[0, :3], either.tokens[0, 3:5]),
     ):
-        with pytest.raises(ValueError, match=r"bidirectional and has no \[MASK\].*mask_token_id="):
+        with pytest.raises(ValueError, match=r"bidirectional and has no \[MASK\].*add its id to the config as"):
             call()
-    with pytest.raises(ValueError, match=r"has no \[MASK\]"):
+    with pytest.raises(ValueError, match=r"has no \[MASK\].*replaces tokens by other tokens"):
         model(either.tokens, return_type="loss")
+
+
+def test_the_config_may_be_passed_with_the_id_of_mask(either, tmp_path):
+    """As the refusal of a bidirectional model without [MASK] says: our own config, and one in Hugging Face's format."""
+    ours = variant(either.model, attention_dir="bidirectional", readout="in_place", mask_token_id=None)
+    ours.save_pretrained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    configs = {"ours": {**config, "architecture": {**config["architecture"], "mask_token_id": 7}}}
+
+    theirs = replace(ours.cfg.architecture, rotary_dtype="float32", rotation="activation", qkv_bias=True)
+    theirs = replace(theirs, family="qwen2", d_vocab_out=theirs.d_vocab, mask_token_id=7)
+    network = HookedDiffusionTransformer(DiffusionConfig.from_architecture(theirs, device="cpu"), seed=0)
+    export(network.state_dict(), theirs, tmp_path / "theirs" / "model.safetensors")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (config["model_type"], config.pop("mask_token_id")) == ("a2d-qwen2", 7)
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="pass the config with that id as a mapping"):
+        HookedDiffusionTransformer.from_pretrained(tmp_path / "theirs", device="cpu")
+    configs["theirs"] = {**config, "mask_token_id": 7}
+
+    for folder, config in configs.items():
+        loaded = HookedDiffusionTransformer.from_pretrained(tmp_path / folder, config=config, device="cpu")
+        assert loaded.cfg.blank == 7
+        assert (loaded.denoise(either.tokens[:1], max_new_tokens=2).tokens != 7).all()
+
+
+@pytest.mark.parametrize("readout", ["in_place", "shifted"])
+def test_a_causal_model_with_mask_reveals_in_any_order(either, readout):
+    """Its attention is causal, and its text does not grow: canvas, sampler and loss are those of a masked model."""
+    mask = either.model.cfg.d_vocab - 1
+    model = variant(either.model, attention_dir="causal", mask_token_id=mask, readout=readout)
+    cfg = model.cfg
+    assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.grows) == ("absorbing", True, True, False)
+
+    prompt = torch.tensor([[3, 5, 8], [4, 6, 9]])
+    run = model.denoise(prompt, max_new_tokens=5, steps=3)
+    assert run.record["sampler"]["name"] == "confidence"
+    assert run.n_steps == run.forward_passes == 3
+    assert (run.canvases[0, :, 3:] == mask).all()
+    assert (run.tokens != mask).all()
+    assert cfg.writable(run.tokens).all()
+    assert torch.equal(run.replay(model).canvases, run.canvases)
+    for settings in (dict(sampler="ancestral"), dict(sampler="left_to_right"), dict(cfg_scale=0.5)):
+        assert (model.denoise(prompt, max_new_tokens=5, steps=3, **settings).tokens != mask).all()
+
+    # Padding on the right is no gap before its blanks, which are read in their own rows if need be.
+    real = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert (model.denoise(prompt, attention_mask=real, max_new_tokens=5).tokens[:, 3:] != mask).all()
+
+    assert model(prompt, return_type="loss", samples=8).isfinite()
+    answer = Query(torch.tensor([mask, 4, mask]), (1, 2), (0, 2), (3, 5))
+    assert 0 < causal_trace(model, answer, corruption="mask").clean < 1

@@ -66,12 +66,12 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
         TypeError: as for `named_sampler`.
     """
     if sampler is None:
-        sampler = "left_to_right" if variant.is_causal else "confidence"
+        sampler = "left_to_right" if variant.grows else "confidence"
     sampler = named_sampler(sampler)
-    if variant.is_causal and not isinstance(sampler, LeftToRight):
+    if variant.grows and not isinstance(sampler, LeftToRight):
         raise ValueError(
-            f"the sampler {sampler.name!r} reveals positions in any order, and a causal model predicts each from those "
-            "before it; use 'left_to_right'"
+            f"the sampler {sampler.name!r} reveals positions in any order, and the text of a causal model without "
+            "[MASK] grows at its end only; use 'left_to_right'"
         )
     return sampler
 
