@@ -30,12 +30,14 @@ _beartype = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
 PER_TEST = 2
 _checked_code: dict[types.CodeType, tuple[dict[str, Any], Any]] = {}
 _calls: dict[types.CodeType, list[int]] = {}  # calls of each function that are still to be checked in this test
+_called: list[list[int]] = []  # those of the functions that this test has called
 
 
 def begin_test() -> None:
     """Check the next calls of every function again."""
-    for left in _calls.values():
+    for left in _called:
         left[0] = PER_TEST
+    _called.clear()
 
 
 def check_package(package: str) -> None:
@@ -77,6 +79,8 @@ class _Check(RemovableHandle):
 
 def _begin(check: Any) -> Any:
     """The checked function, written when it is first called. Axes have one length each from here to `pop`."""
+    if check.left[0] == PER_TEST:
+        _called.append(check.left)
     check.left[0] -= 1
     if check.call is None:
         check.call = _by_beartype(check.function)

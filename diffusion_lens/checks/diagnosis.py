@@ -7,12 +7,13 @@ shifted from some id on, gate and up exchanged in one block, and a block that is
 weights show, or an improvement without it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from diffusion_lens.checks.alternatives import (
     Alternative,
@@ -165,8 +166,9 @@ def _try(
 ) -> list[Trial]:
     """Measure the model under each alternative in order, until an exact measure finds the explanation."""
     trials = []
+    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
     for alternative in candidates:
-        after = _measured_under(model, alternative, measure.of)
+        after = _measured_under(model, tensors, alternative, measure.of)
         trials.append(Trial(alternative.name, float(after.sum()), measure.judge(before, after), alternative.cause))
         if measure.exact and trials[-1].verdict == "explains":
             break
@@ -175,10 +177,12 @@ def _try(
 
 @torch.no_grad()
 def _measured_under(
-    model: DiffusionTransformer, alternative: Alternative, measure: Callable[[DiffusionTransformer], Parts]
+    model: DiffusionTransformer,
+    tensors: Mapping[str, Tensor],
+    alternative: Alternative,
+    measure: Callable[[DiffusionTransformer], Parts],
 ) -> Parts:
-    """The measure of the model under an alternative."""
-    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
+    """The measure of the model, which has these weights, under an alternative."""
     changed = alternative.change(tensors, alternative.architecture)
     with lent_weights(model, _config(model.cfg, alternative), changed):
         return measure(model)

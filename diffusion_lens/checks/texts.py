@@ -7,6 +7,7 @@ bundled models' does not, the texts are training sentences and facts of the bund
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
 import torch
@@ -86,14 +87,7 @@ def texts_for(model: HookedDiffusionTransformer) -> Texts:
     ids = _ids(model, page)
     if ids.count(model.tokenizer.unk_token_id) < MOST_UNKNOWN * len(ids):
         return Texts('the opening of "Pride and Prejudice"', (page,), facts, ".", None)
-    toy = toy_facts.load()
-    sentences = toy.sentences()
-    # Both bundled models know facts that are queried in the trained direction. First names differ, so answers do too.
-    people = {fact.person.split()[0]: fact for fact in toy.facts(trained="d2p", asked="d2p")[::5]}
-    facts = tuple(people.values())[: len(CAPITALS)]
-    stride = len(sentences) // N_SENTENCES - 1  # not a multiple of the 20 templates, so that all of them occur
-    pieces = tuple(sentences[::stride][:N_SENTENCES])
-    return Texts(f"{N_SENTENCES} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
+    return _bundled_texts(N_SENTENCES)
 
 
 def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
@@ -102,6 +96,19 @@ def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
     n_pos = min(ordered.shape[1], shuffled.shape[1])
     n_row = min(len(ordered), len(shuffled))
     return Page(ordered[:n_row, :n_pos], shuffled[:n_row, :n_pos])
+
+
+@cache
+def _bundled_texts(n_sentences: int) -> Texts:
+    """Training sentences and facts of the bundled models."""
+    toy = toy_facts.load()
+    sentences = toy.sentences()
+    # Both bundled models know facts that are queried in the trained direction. First names differ, so answers do too.
+    people = {fact.person.split()[0]: fact for fact in toy.facts(trained="d2p", asked="d2p")[::5]}
+    facts = tuple(people.values())[: len(CAPITALS)]
+    stride = len(sentences) // n_sentences - 1  # not a multiple of the 20 templates, so that all of them occur
+    pieces = tuple(sentences[::stride][:n_sentences])
+    return Texts(f"{n_sentences} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
 
 
 def _rows(model: HookedDiffusionTransformer, pieces: Sequence[str], length: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A short page of text, for what does not depend on the length of the page."""
+"""A short page and few questions, for what does not depend on their number."""
 
 import functools
 
@@ -18,7 +18,9 @@ def known_losses(n_sentences):
 
 @pytest.fixture
 def short_page(request, monkeypatch):
-    """Four sentences of the bundled models instead of 32, or a parameter's; their losses are the known ones."""
+    """Four sentences of the bundled models instead of 32, or a parameter's, whose losses are the known ones; three
+    questions of recall for each pair of directions instead of ten."""
     n_sentences = getattr(request, "param", 4)
     monkeypatch.setattr("diffusion_lens.checks.texts.N_SENTENCES", n_sentences)
     monkeypatch.setattr("diffusion_lens.checks.page.KNOWN_LOSS", known_losses(n_sentences))
+    monkeypatch.setattr("diffusion_lens.checks.recall.A_CELL", 3)

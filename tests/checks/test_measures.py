@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.checks.measures import QUIET_SHARE, PageMeasure
+from diffusion_lens.checks.measures import PageMeasure
 
 RIGHT = (0.999, 1.001)
 N = 1000
@@ -32,6 +32,9 @@ def parts(loss, spread=0.0, few=0.0):
         (parts(1.002), parts(1.0005), "explains"),
         # A few tokens carry all of it, so no error of the mean tells; but it is much.
         (parts(1.05, few=0.05), parts(1.0), "explains"),
+        # Less than the noise of the page: it has to be a hundredth.
+        (parts(1.0125, spread=1.0), parts(1.0005), "explains"),
+        (parts(1.009, spread=1.0), parts(1.0005), "same"),
         # Likelier than the right model finds it, and likelier still.
         (parts(0.99), parts(0.9), "same"),
         (parts(0.99), parts(1.5), "worse"),
@@ -44,7 +47,7 @@ def test_a_change_explains_where_it_undoes_a_mistake(before, after, verdict):
 
 
 @pytest.mark.parametrize(
-    ("share", "gain", "verdict"), [(QUIET_SHARE, 0.005, "same"), (QUIET_SHARE, 0.02, "explains"), (0.3, 0.02, "same")]
+    ("share", "gain", "verdict"), [(0.01, 0.009, "same"), (0.01, 0.011, "explains"), (0.3, 0.011, "same")]
 )
 def test_without_a_known_loss_the_gain_has_to_be_a_share_of_the_loss(share, gain, verdict):
     measure = PageMeasure(torch.zeros(1, 1, dtype=torch.long), vocabulary=1000, share=share)
