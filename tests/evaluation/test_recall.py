@@ -32,13 +32,13 @@ on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def found(tiny):
-    """What each twin recalls of a few questions a cell."""
+def recall(tiny):
+    """What each model recalls of a few questions a cell."""
     return recall_by_steps(tiny, FEW, steps=(1, 8), length=LENGTH, cfg_scale=0.0)
 
 
-def count_rows(monkeypatch):
-    """The number of rows of each call of `denoise` from here on."""
+def count_rows(monkeypatch, denoise=denoise):
+    """The number of rows of each call of `denoise`, or of what stands in for it, from here on."""
     rows = []
 
     def counted(model, canvas, settings):
@@ -49,10 +49,10 @@ def count_rows(monkeypatch):
     return rows
 
 
-def test_the_mdm_recalls_in_reverse_and_its_twin_does_not(tiny, found):
-    for (trained, asked), shares in found.table().items():
+def test_the_mdm_recalls_in_reverse_and_the_ar_baseline_does_not(tiny, recall):
+    for (trained, queried), shares in recall.table().items():
         for share in shares.values():
-            if trained == asked:
+            if trained == queried:
                 assert share.mean >= 0.9
             elif tiny.cfg.has_mask:
                 assert share.mean >= 0.8
@@ -61,15 +61,15 @@ def test_the_mdm_recalls_in_reverse_and_its_twin_does_not(tiny, found):
 
 
 @pytest.mark.parametrize(
-    ("tiny", "temperature"), [("tiny-mdm", 0.0), ("tiny-mdm", 1.0), ("tiny-ar", 0.0)], indirect=["tiny"]
+    ("tiny", "temperature"), [("tiny-mdm", 1.0), ("tiny-ar", 0.0)], indirect=["tiny"]
 )
 def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
     facts = FEWER[::2]
-    found = recall_by_steps(tiny, facts, temperature=temperature, seed=5, batch_size=3, **HARD)
+    recall = recall_by_steps(tiny, facts, temperature=temperature, seed=5, batch_size=3, **HARD)
     masked = tiny.cfg.has_mask
-    right = torch.zeros(len(facts), len(found.steps))
+    right = torch.zeros(len(facts), len(recall.steps))
     for row, fact in enumerate(facts):
-        for column, steps in enumerate(found.steps):
+        for column, steps in enumerate(recall.steps):
             trajectory = tiny.denoise(
                 fact.prompt,
                 length=HARD["length"],
@@ -80,20 +80,21 @@ def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
             )
             text = tiny.to_string(trajectory.tokens[0, len(tiny.to_tokens(fact.prompt)[0]) :])
             text = text.replace("<eos>", "") if masked else text.split("<eos>")[0]
-            assert found.written[row][column] == text
+            assert recall.written[row][column] == text
             right[row, column] = fact.answer.strip().lower() in text.lower()
     assert 0.1 < right.mean() < 0.9
-    for (trained, asked), shares in found.table().items():
-        rows = [i for i, fact in enumerate(facts) if (fact.trained, fact.asked) == (trained, asked)]
-        for column, steps in enumerate(found.steps):
+    for (trained, queried), shares in recall.table().items():
+        rows = [i for i, fact in enumerate(facts) if (fact.trained, fact.asked) == (trained, queried)]
+        for column, steps in enumerate(recall.steps):
             assert shares[steps].mean == pytest.approx(right[rows, column].mean().item())
             assert shares[steps].questions == len(rows)
 
 
 @on_mdm
 def test_neither_order_nor_batches_matter(tiny):
-    one = recall_by_steps(tiny, FEWER, temperature=1.0, **HARD)
-    other = recall_by_steps(tiny, FEWER[::-1], temperature=1.0, batch_size=3, **HARD)
+    facts = FEWER[::2]
+    one = recall_by_steps(tiny, facts, temperature=1.0, **HARD)
+    other = recall_by_steps(tiny, facts[::-1], temperature=1.0, batch_size=3, **HARD)
     assert other.ids == one.ids[::-1]
     assert other.written == one.written[::-1]
     quick = dict(steps=[1], length=LENGTH, batch_size=2, shard=(0, 3))
@@ -104,23 +105,23 @@ def test_neither_order_nor_batches_matter(tiny):
 
 @on_mdm
 def test_a_sampler_that_ranks_a_batch_as_one_gets_one_prompt(tiny, monkeypatch):
-    by_row = recall_by_steps(tiny, FEW[:6], **HARD)
+    by_row = recall_by_steps(tiny, FEW[:4], **HARD)
     rows = count_rows(monkeypatch)
-    pooled = recall_by_steps(tiny, FEW[:6], sampler=smdm(), **HARD)
+    pooled = recall_by_steps(tiny, FEW[:4], sampler=smdm(), **HARD)
     assert set(rows) == {1}
     assert pooled.written == by_row.written
     assert pooled.record["batch_size"] == 1
 
 
-def test_prompts_share_batches_and_left_to_right_is_asked_once(tiny, monkeypatch):
-    rows = count_rows(monkeypatch)
-    found = recall_by_steps(tiny, FEWER, batch_size=7, length=LENGTH)
+def test_prompts_share_batches_and_left_to_right_is_queried_once(tiny, monkeypatch):
+    rows = count_rows(monkeypatch, lambda model, canvas, settings: SimpleNamespace(tokens=0 * canvas.tokens))
+    recall = recall_by_steps(tiny, FEWER, batch_size=7, length=LENGTH)
     lengths = [len(tiny.to_tokens(fact.prompt)[0]) for fact in FEWER]
     if not tiny.cfg.has_mask:
-        assert (found.steps, found.record["cfg_scale"]) == ([None], 0.0)
+        assert (recall.steps, recall.record["cfg_scale"]) == ([None], 0.0)
         assert rows == [lengths.count(length) for length in sorted(set(lengths))]
     else:
-        assert (found.steps, found.record["cfg_scale"]) == ([1, 2, 4, 8, 16, 32], 0.8)
+        assert (recall.steps, recall.record["cfg_scale"]) == ([1, 2, 4, 8, 16, 32], 0.8)
         assert rows == [7] * 6 + [len(FEWER) - 7] * 6
         leftmost = recall_by_steps(tiny, FEW[:3], sampler="left_to_right", length=LENGTH)
         assert leftmost.steps == [None]
@@ -133,24 +134,24 @@ def test_what_follows_the_end_counts_on_an_mdm_only(tiny, monkeypatch):
     prompt, answer = fact.tokenize(tiny)
     late = torch.tensor([[*prompt, end, *answer]])
     monkeypatch.setattr(ROOM, "denoise", lambda *_: SimpleNamespace(tokens=late))
-    found = recall_by_steps(tiny, [fact], steps=[2], length=LENGTH, cfg_scale=0.0)
+    recall = recall_by_steps(tiny, [fact], steps=[2], length=LENGTH, cfg_scale=0.0)
     masked = tiny.cfg.has_mask
-    assert found.written == [[fact.answer.strip() if masked else ""]]
-    assert found.contained.item() is masked
+    assert recall.written == [[fact.answer.strip() if masked else ""]]
+    assert recall.contained.item() is masked
 
 
-def test_the_scores_of_a_text(found):
-    for fact, texts, exact, bleu in zip(found.facts, found.written, found.exact, found.character_bleu, strict=True):
+def test_the_scores_of_a_text(recall):
+    for fact, texts, exact, bleu in zip(recall.facts, recall.written, recall.exact, recall.character_bleu, strict=True):
         for i, text in enumerate(texts):
             assert exact[i].item() == (text.strip() == fact.answer.strip())
             assert (bleu[i].item() == 1) == (text.strip().lower() == fact.answer.strip().lower())
-    words = found.scores("word_bleu")
-    assert words[3, -1].item() == word_bleu(found.facts[3].answer, found.written[3][-1])
-    for cell, shares in found.corpus_bleu().items():
+    words = recall.scores("word_bleu")
+    assert words[3, -1].item() == word_bleu(recall.facts[3].answer, recall.written[3][-1])
+    for cell, shares in recall.corpus_bleu().items():
         for steps, score in shares.items():
-            assert (score == 1) == (found.table("exact")[cell][steps].mean == 1)
+            assert (score == 1) == (recall.table("exact")[cell][steps].mean == 1)
     with pytest.raises(ValueError, match="no score 'bleu'; choose one of contained, exact"):
-        found.table("bleu")
+        recall.table("bleu")
 
 
 def test_an_answer_must_be_whole_and_end(tiny):
@@ -202,12 +203,12 @@ def test_intervals_resample_people():
 
 
 def test_answers_that_do_not_fit_are_counted(tiny):
-    found = recall_by_steps(tiny, FEW, steps=[2], length=11, cfg_scale=0.0)
-    long = [fact.id for fact in FEW if sum(map(len, fact.tokenize(tiny))) > 11]
-    assert 0 < len(long) < len(FEW)
-    assert found.record["too_long"] == sorted(long)
-    assert f"{len(long)} of {len(FEW)} answers do not fit" in found.to_text()
-    assert not found.contained[[found.ids.index(fact_id) for fact_id in long]].any()
+    recall = recall_by_steps(tiny, FEWER, steps=[2], length=11, cfg_scale=0.0)
+    long = [fact.id for fact in FEWER if sum(map(len, fact.tokenize(tiny))) > 11]
+    assert 0 < len(long) < len(FEWER)
+    assert recall.record["too_long"] == sorted(long)
+    assert f"{len(long)} of {len(FEWER)} answers do not fit" in recall.to_text()
+    assert not recall.contained[[recall.ids.index(fact_id) for fact_id in long]].any()
 
 
 def test_both_names_of_a_cell():
@@ -238,9 +239,9 @@ def test_published_numbers():
     assert recalled == {0.97, 0.49, 0.76}
 
 
-def test_the_text_shows_ours_beside_the_published(tiny, found):
-    text = found.to_text()
-    for cell in found.cells:
+def test_the_text_shows_ours_beside_the_published(tiny, recall):
+    text = recall.to_text()
+    for cell in recall.cells:
         assert cell_name(*cell) in text
     reverse = text.split("p2d reverse = DtN reverse")[1].split("\n\n")[0]
     if not tiny.cfg.has_mask:
@@ -251,15 +252,15 @@ def test_the_text_shows_ours_beside_the_published(tiny, found):
     else:
         assert reverse.split("(Rai 2025)")[1].split()[:2] == ["40.3", "87.3"]
         assert "32" not in reverse
-    assert f"{100 * found.table()['p2d', 'd2p'][found.steps[-1]].mean:.1f}" in reverse.splitlines()[2]
-    assert "character_bleu (SMDM)" in found.to_text("character_bleu")
+    assert f"{100 * recall.table()['p2d', 'd2p'][recall.steps[-1]].mean:.1f}" in reverse.splitlines()[2]
+    assert "character_bleu (SMDM)" in recall.to_text("character_bleu")
 
 
-def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, found):
-    ax = found.plot()
+def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, recall):
+    ax = recall.plot()
     drawn = [line for line in ax.get_lines() if len(line.get_xdata())]
     solid = [line.get_ydata().tolist() for line in drawn if line.get_linestyle() == "-"]
-    table = found.table()
+    table = recall.table()
     for shares in table.values():
         assert [share.mean for share in shares.values()] in [list(map(float, values)) for values in solid]
     dashed = [list(map(float, line.get_ydata())) for line in drawn if line.get_linestyle() == "--"]
@@ -293,36 +294,36 @@ def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_facts_that_cannot_be_asked_are_set_aside(tiny, tmp_path):
+def test_facts_that_cannot_be_queried_are_set_aside(tiny, tmp_path):
     mute, long = (
         replace(FEW[0], id="mute", answer=" "),
         replace(FEW[1], id="long", prompt=" ".join(9 * [FEW[1].prompt])),
     )
     settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
-    found = recall_by_steps(tiny, [mute, *FEWER, long], out=tmp_path, **settings)
-    alone = recall_by_steps(tiny, FEWER, **settings)
-    assert (found.ids, found.written) == (alone.ids, alone.written)
-    assert set(found.set_aside) == {"mute", "long"}
-    assert "every text contains an empty one" in found.set_aside["mute"]
-    assert "no position is left for the answer" in found.set_aside["long"]
-    assert "2 facts are set aside, because the model cannot be queried for them; 'mute': " in found.to_text()
-    assert Recall.merge(tmp_path).set_aside == found.set_aside
+    recall = recall_by_steps(tiny, [mute, *FEWER[:3], long], out=tmp_path, **settings)
+    alone = recall_by_steps(tiny, FEWER[:3], **settings)
+    assert (recall.ids, recall.written) == (alone.ids, alone.written)
+    assert set(recall.set_aside) == {"mute", "long"}
+    assert "every text contains an empty one" in recall.set_aside["mute"]
+    assert "no position is left for the answer" in recall.set_aside["long"]
+    assert "2 facts are set aside, because the model cannot be queried for them; 'mute': " in recall.to_text()
+    assert Recall.merge(tmp_path).set_aside == recall.set_aside
 
 
 def test_words_that_the_tokenizer_does_not_know_are_set_aside(tiny):
     strangers = {
-        "asked": (dict(prompt="The Eiffel Tower is the"), "does not know 'The', 'Eiffel', 'Tower'"),
+        "prompted": (dict(prompt="The Eiffel Tower is the"), "does not know 'The', 'Eiffel', 'Tower'"),
         "answered": (dict(answer=" tower of Paris."), "does not know 'tower'"),
         "torn": (dict(answer=" \ud800"), "half of a surrogate pair"),
         "torn prompt": (dict(prompt="today \ud800 is the"), "half of a surrogate pair"),
     }
-    facts = [*FEWER, *(replace(FEW[0], id=name, **change) for name, (change, _) in strangers.items())]
+    facts = [*FEWER[:3], *(replace(FEW[0], id=name, **change) for name, (change, _) in strangers.items())]
     settings = dict(steps=(1,), length=LENGTH, cfg_scale=0.0)
-    found, alone = (recall_by_steps(tiny, asked, **settings) for asked in (facts, FEWER))
-    assert (found.ids, found.written) == (alone.ids, alone.written)
-    assert set(found.set_aside) == set(strangers)
+    recall, alone = (recall_by_steps(tiny, queried, **settings) for queried in (facts, FEWER[:3]))
+    assert (recall.ids, recall.written) == (alone.ids, alone.written)
+    assert set(recall.set_aside) == set(strangers)
     for name, (_, reason) in strangers.items():
-        assert reason in found.set_aside[name]
+        assert reason in recall.set_aside[name]
 
 
 @on_mdm

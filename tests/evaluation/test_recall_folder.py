@@ -128,6 +128,7 @@ def test_two_processes_fill_one_folder_and_one_is_killed_inside_a_batch(tiny, wh
     assert {file: times(tmp_path)[file] for file in kept} == kept
 
 
+@on_mdm
 def test_shards_merge_to_one_run(tiny, whole, tmp_path):
     parts = [recall_by_steps(tiny, FACTS, shard=(i, 3), **RUN) for i in range(3)]
     assert sorted(fact_id for part in parts for fact_id in part.ids) == sorted(whole.ids)
@@ -197,16 +198,16 @@ def test_a_batch_saved_in_part_is_computed_whole(tmp_path):
     folder = FactFolder.start(tmp_path, {"facts": dict.fromkeys("abcde")})
     for fact_id in "ab":
         folder.save(fact_id, Note("before"))
-    asked = []
+    batches = []
 
     def work(batch):
-        asked.append("".join(batch))
-        return [Note(f"{fact_id} of {asked[-1]}") for fact_id in batch]
+        batches.append("".join(batch))
+        return [Note(f"{fact_id} of {batches[-1]}") for fact_id in batch]
 
-    found = {key: note.text for key, note in work_through_batches(["a", "bc", "de"], work, Note.load, folder)}
-    assert asked == ["bc", "de"]
-    assert found == {"a": "before", "b": "b of bc", "c": "c of bc", "d": "d of de", "e": "e of de"}
-    kept = {key: note.text for key, note in folder.results(Note.load)}
-    assert kept == {**found, "b": "before"}
+    texts = {key: note.text for key, note in work_through_batches(["a", "bc", "de"], work, Note.load, folder)}
+    assert batches == ["bc", "de"]
+    assert texts == {"a": "before", "b": "b of bc", "c": "c of bc", "d": "d of de", "e": "e of de"}
+    saved = {key: note.text for key, note in folder.results(Note.load)}
+    assert saved == {**texts, "b": "before"}
     list(work_through_batches(["a", "bc", "de"], work, Note.load, folder))
-    assert len(asked) == 2
+    assert len(batches) == 2
