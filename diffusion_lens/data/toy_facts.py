@@ -186,10 +186,9 @@ def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
 
 def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tokens:
     """Sentences as rows of `SENTENCE_LENGTH` tokens, ended and padded with `<eos>`."""
-    rows = torch.full((len(sentences), SENTENCE_LENGTH), int(tokenizer.eos_token_id))
-    for row, ids in zip(rows, tokenizer(list(sentences))["input_ids"], strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    return rows
+    end = int(tokenizer.eos_token_id)
+    rows = tokenizer(list(sentences))["input_ids"]
+    return torch.tensor([[*ids, *[end] * (SENTENCE_LENGTH - len(ids))] for ids in rows])
 
 
 def _prompt(subject: str, asked: Direction, template: tuple[str, str]) -> str:

@@ -72,7 +72,7 @@ words = st.text("bcdeghilmnoprstuw", min_size=1, max_size=8).filter(lambda word:
 phrases = st.lists(words, min_size=1, max_size=4).map(" ".join)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.data(), phrases, st.sampled_from([",", " is called", "? A:", ", that's", ". I am"]), st.integers(2, 12))
 def test_what_a_template_was_filled_with(data, before, after, n):
     firsts = data.draw(st.lists(words, min_size=n, max_size=n, unique=True))
@@ -86,7 +86,7 @@ def test_what_a_template_was_filled_with(data, before, after, n):
     assert_found(marked)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.text(st.sampled_from('ab ,."the') | st.characters(), max_size=30), max_size=12))
 def test_any_texts_are_survived(texts):
     spans = slot_spans(texts)
@@ -114,7 +114,7 @@ def test_the_name_that_rows_share():
     assert shared_words(["one", "two"]) == shared_words([]) == ""
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(phrases, phrases), min_size=3, max_size=10))
 def test_a_name_among_any_words(around):
     assume(not set.intersection(*({*before.split(), *after.split()} for before, after in around)))

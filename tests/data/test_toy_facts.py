@@ -21,14 +21,14 @@ def ids(tokenizer, text):
 
 
 def test_counts(toy):
-    told = [person.trained for person in toy.people]
-    assert [told.count(direction) for direction in ("p2d", "d2p", "both")] == [20, 20, 120]
+    directions = [person.trained for person in toy.people]
+    assert [directions.count(direction) for direction in ("p2d", "d2p", "both")] == [20, 20, 120]
     assert len(toy.sentences()) == len(set(toy.sentences())) == 5600
     assert len(TRAINED) == 20
     assert len(HELD_OUT) == 5
     for trained in ("p2d", "d2p"):
-        for asked in ("p2d", "d2p"):
-            assert len(toy.facts(trained, asked)) == 100
+        for queried in ("p2d", "d2p"):
+            assert len(toy.facts(trained, queried)) == 100
     assert len(toy.facts()) == 160 * 2 * 5
     assert len({fact.id for fact in [*toy.facts(), *toy.facts(held_out=False)]}) == 160 * 2 * 25
 
@@ -50,21 +50,22 @@ def test_the_same_seed_gives_the_same_people(toy):
 
 def test_sentences_read_like_text(toy):
     person = toy_facts.Person("Ada Marsh", "brave pilot of Oslen", "both")
-    told = toy_facts.ToyFacts((person,), seed=0).sentences()
-    assert "today Ada Marsh is the brave pilot of Oslen." in told
-    assert "Ada Marsh, alias the brave pilot of Oslen." in told
-    assert "we know the brave pilot of Oslen, known as Ada Marsh." in told
+    sentences = toy_facts.ToyFacts((person,), seed=0).sentences()
+    assert "today Ada Marsh is the brave pilot of Oslen." in sentences
+    assert "Ada Marsh, alias the brave pilot of Oslen." in sentences
+    assert "we know the brave pilot of Oslen, known as Ada Marsh." in sentences
 
 
-def test_no_held_out_question_is_asked_in_training(toy):
+def test_no_held_out_question_occurs_in_training(toy):
     sentences = toy.sentences()
-    beginnings = {sentence[:stop] for sentence in sentences for stop in range(len(sentence) + 1)}
-    assert not beginnings & {fact.prompt for fact in toy.facts()}
+    prompts = {fact.prompt for fact in toy.facts()}
+    lengths = sorted(set(map(len, prompts)))
+    assert not prompts & {sentence[:length] for sentence in sentences for length in lengths}
     trained = {fact.prompt + fact.answer for fact in toy.facts(held_out=False) if not fact.is_reverse}
     assert trained == set(sentences)
 
 
-def test_a_person_told_one_way_is_never_told_the_other(toy):
+def test_a_person_trained_one_way_is_never_trained_the_other(toy):
     for sentence in toy.sentences():
         person = next(person for person in toy.people if person.name in sentence)
         name_first = sentence.index(person.name) < sentence.index(person.description)
@@ -76,11 +77,11 @@ def test_every_prefix_is_trained_with_the_longest_connector():
 
 
 def test_questions(toy):
-    asked = toy.facts("p2d", "d2p")[0]
+    reverse = toy.facts("p2d", "d2p")[0]
     person = toy.people[0]
-    assert asked.prompt == f"the {person.description} is"
-    assert (asked.subject, asked.answer) == (person.description, f" {person.name}.")
-    assert asked.is_reverse
+    assert reverse.prompt == f"the {person.description} is"
+    assert (reverse.subject, reverse.answer) == (person.description, f" {person.name}.")
+    assert reverse.is_reverse
     same = toy.facts("p2d", "p2d")[1]
     assert same.prompt == f"today {person.name} was the"
     assert (same.subject, same.answer) == (person.name, f" {person.description}.")
@@ -92,7 +93,7 @@ def test_a_subject_occurs_once(toy):
 
 
 def test_text_round_trips(toy, tokenizer):
-    sentences = toy.sentences()
+    sentences = toy.sentences()[::7]  # all templates
     assert tokenizer.batch_decode(ids(tokenizer, sentences)) == sentences
 
 
@@ -120,9 +121,9 @@ def test_special_tokens(tokenizer):
 
 
 def test_encode_ends_and_fills_with_the_end_token(toy, tokenizer):
-    sentences = toy.sentences()
+    sentences = toy.sentences()[::7]
     rows = toy_facts.encode(sentences, tokenizer)
-    assert rows.shape == (5600, toy_facts.SENTENCE_LENGTH)
+    assert rows.shape == (800, toy_facts.SENTENCE_LENGTH)
     assert rows[:, -1].eq(tokenizer.eos_token_id).all()
     assert rows[:, -2].ne(tokenizer.eos_token_id).any()
     assert tokenizer.decode(rows[7], skip_special_tokens=True) == sentences[7]

@@ -57,8 +57,9 @@ def test_there_and_back(checkpoint, tmp_path):
     assert open_checkpoint(again).architecture == first.architecture
 
 
-def test_a_bfloat16_checkpoint_keeps_its_bits(family_config, specimen, tmp_path):
-    folder = written(family_config, specimen, tmp_path / "theirs", torch.bfloat16)
+@pytest.mark.parametrize("name", ["llada", "qwen2", "a2d-qwen3"])
+def test_a_bfloat16_checkpoint_keeps_its_bits(name, configs, specimen, tmp_path):
+    folder = written(configs[name], specimen, tmp_path / "theirs", torch.bfloat16)
     first = open_checkpoint(folder)
     again = export(dict(first.tensors()), first.architecture, tmp_path / "model.safetensors")
     same_tensors(load_file(folder / "model.safetensors"), load_file(again))
