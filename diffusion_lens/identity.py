@@ -125,11 +125,10 @@ def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) 
         return {}
     points: Mapping[str, Any] = getattr(model, "hook_dict", {})
     names = {id(point): name for name, point in points.items()}
-    digester = _digester(model)
+    modules = dict(model.named_modules())
+    digester = _digester(modules)
     described = {
-        names.get(id(module), path): _attached(module, digester)
-        for path, module in model.named_modules()
-        if module in hooked
+        names.get(id(module), path): _attached(module, digester) for path, module in modules.items() if module in hooked
     }
     for name, hook in fwd_hooks:
         for point in select_names(name, points):
@@ -143,11 +142,12 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     One digest covers all modules whose class is this library's or torch's. Any other module is described by its path,
     its class and a digest of its own. Hooks and the config are recorded elsewhere.
     """
-    digester = _digester(model)
+    modules = dict(model.named_modules())
+    digester = _digester(modules)
     own, described = hashlib.sha256(), {}
     # The class that `lend_clock` makes of a caller's hook point has no name of the library, so its code counts.
     classes: dict[type, str] = {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
             if type(module) not in classes:
                 classes[type(module)] = digester.digest(type(module)).sha256.hex()
@@ -176,9 +176,9 @@ def require_identified(record: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _digester(model: nn.Module) -> Digester:
+def _digester(modules: Mapping[str, nn.Module]) -> Digester:
     """A `Digester` that names the model's own modules by path: the record describes them separately."""
-    return Digester({id(module): f"the model's {path!r}" for path, module in model.named_modules()})
+    return Digester({id(module): f"the model's {path!r}" for path, module in modules.items()})
 
 
 def _state(module: nn.Module, digester: Digester) -> str:

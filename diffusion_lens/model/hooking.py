@@ -216,8 +216,9 @@ class Hooking(HookedRootModule, ABC):
 
     def require_set_up(self) -> None:
         """Raise a `RuntimeError` if a hook is at a hook point added since `setup`, which would not know the step."""
-        for name, point in self.named_modules():
-            if isinstance(point, HookPoint) and is_hooked(point) and vars(point).get("clock") is not self.clock:
+        for point in hooked_modules(self):
+            if isinstance(point, HookPoint) and vars(point).get("clock") is not self.clock:
+                name = next(name for name, module in self.named_modules() if module is point)
                 raise RuntimeError(
                     f"the hook at {name!r} would not know the step, because its hook point was added after the last "
                     "call of model.setup(): call model.setup()"

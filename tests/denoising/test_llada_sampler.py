@@ -13,14 +13,10 @@ from safetensors.torch import load_file
 from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.samplers import Blocks, Confidence, describe_sampler, llada, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.identity import run_of
 from diffusion_lens.step_state import StepState
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llada"
-CASES = [
-    (heads, name) for heads in ("mha", "gqa") for name in json.loads((GOLDEN / heads / "trajectories.json").read_text())
-]
-# Attention with grouped heads is recorded too; what the sampler does with its logits is told by two of these runs.
-CASES = [case for case in CASES if case[0] == "mha" or case[1] in ("steps4_block8_cfg1.5", "steps8_block4_cfg0")]
 LEFT_WITH_MASKS = ("edge_mask_id_can_win", "edge_mask_inside_prompt", "edge_mask_inside_prompt_cfg")
 MASK = 500
 relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -39,28 +35,28 @@ def recordings(heads):
     return json.loads((folder / "trajectories.json").read_text()), load_file(folder / "trajectories.safetensors")
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """A recorded run: its prompt, settings, canvases; numbers that the authors' code drew are drawn again."""
+def recorded(heads, name):
+    """A recorded run: what is known of it, its tensors, and the settings that repeat it."""
+    cases, tensors = recordings(heads)
+    case = cases[name]
+    run = {key.removeprefix(f"{name}/"): x for key, x in tensors.items() if key.startswith(f"{name}/")}
+    options = dict(
+        attention_mask=run.get("prompt_attention_mask"),
+        max_new_tokens=case["gen_length"],
+        steps=case["steps"],
+        cfg_scale=case["cfg_scale"],
+        temperature=case["temperature"],
+        fwd_hooks=bias(case) if "logit_bias" in case else [],
+    )
+    return case, run, options
 
-    def read(heads, name):
-        settings_of, tensors = recordings(heads)
-        case = settings_of[name]
-        run = {key.removeprefix(f"{name}/"): x for key, x in tensors.items() if key.startswith(f"{name}/")}
-        if "draws" in run:
-            drawn = run["draws"].double()
-            monkeypatch.setattr(PositionNoise, "by_position", lambda self, step, places: drawn[step][places])
-            monkeypatch.setattr(PositionNoise, "by_token", lambda self, step, places, n: drawn[step][places])
-        asked = dict(
-            attention_mask=run.get("prompt_attention_mask"),
-            max_new_tokens=case["gen_length"],
-            steps=case["steps"],
-            cfg_scale=case["cfg_scale"],
-            temperature=case["temperature"],
-        )
-        return case, run, asked
 
-    return read
+def draw_again(run, patch):
+    """Let the loop draw the numbers that the authors' code drew, if it drew any."""
+    if "draws" in run:
+        samples = run["draws"].double()
+        patch.setattr(PositionNoise, "by_position", lambda self, step, positions: samples[step][positions])
+        patch.setattr(PositionNoise, "by_token", lambda self, step, positions, n: samples[step][positions])
 
 
 def bias(case):
@@ -81,46 +77,53 @@ def same(a, b):
     torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("heads", "name"), [case for case in CASES if case[1] not in LEFT_WITH_MASKS])
-def test_every_canvas(models, recorded, heads, name):
-    """As published or not where guidance, padding or a remainder could tell them apart."""
-    case, run, asked = recorded(heads, name)
-    for as_published in (False, True) if name.startswith("edge") or name == "steps8_block4_cfg1.5" else (False,):
-        sampler = llada(case["block_length"], case.get("remasking", "low_confidence"), as_published=as_published)
-        trajectory = models[heads].denoise(run["prompt"], sampler=sampler, **asked)
-        assert torch.equal(trajectory.canvases, torch.cat([run["x_init"][None], run["x_steps"]]))
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+def test_every_canvas_of_every_recorded_run(models, heads, monkeypatch):
+    """As published and not, where the masks that are left, guidance, padding or a remainder could tell them apart."""
+    with run_of(models[heads]):  # identified once
+        for name in recordings(heads)[0]:
+            case, run, options = recorded(heads, name)
+            ways = (False, True) if name.startswith("edge") or name == "steps8_block4_cfg1.5" else (False,)
+            for as_published in (True,) if name in LEFT_WITH_MASKS else ways:
+                sampler = llada(
+                    case["block_length"], case.get("remasking", "low_confidence"), as_published=as_published
+                )
+                with monkeypatch.context() as patch:
+                    draw_again(run, patch)
+                    trajectory = models[heads].denoise(run["prompt"], sampler=sampler, **options)
+                assert torch.equal(trajectory.canvases[1:], run["x_steps"]), (name, as_published)
+                assert torch.equal(trajectory.canvases[0], run["x_init"]), (name, as_published)
 
 
-@pytest.mark.parametrize(("heads", "name"), [case for case in CASES if case[1] in LEFT_WITH_MASKS])
-def test_runs_that_end_with_masks(models, recorded, heads, name):
+@pytest.mark.parametrize("name", LEFT_WITH_MASKS)
+def test_runs_that_end_with_masks(models, name):
     """As published they end with the very masks of the authors' code; otherwise with none."""
-    case, run, asked = recorded(heads, name)
-    asked["fwd_hooks"] = bias(case) if "logit_bias" in case else []
+    heads = "mha"
+    case, run, options = recorded(heads, name)
     sampler = llada(case["block_length"], as_published=True)
-    published = models[heads].denoise(run["prompt"], sampler=sampler, **asked)
-    assert torch.equal(published.canvases[1:], run["x_steps"])
+    published = models[heads].denoise(run["prompt"], sampler=sampler, **options)
     left = published.tokens == MASK
     assert left.sum() == case["masks_left_at_end"] > 0
     assert (published.revealed_at[left] == -1).all()
     assert (published.confidence[left] == 0).all()
-    hooks = asked["fwd_hooks"]
+    hooks = options["fwd_hooks"]
     same(published.replay(models[heads], fwd_hooks=hooks), published)
     same(published.replay(models[heads], fwd_hooks=hooks, canvas="free"), published)
-    filled = models[heads].denoise(run["prompt"], sampler=llada(), **asked)
+    filled = models[heads].denoise(run["prompt"], sampler=llada(), **options)
     assert (filled.tokens != MASK).all()
     assert (filled.confidence > 0).all()
 
 
-def test_the_mask_is_passed_over_for_the_next_likeliest(models, recorded):
-    case, run, asked = recorded("mha", "edge_mask_id_can_win")
+def test_the_mask_is_passed_over_for_the_next_likeliest(models):
+    case, run, options = recorded("mha", "edge_mask_id_can_win")
     seen = {}
 
     def look(x, hook):
         seen.setdefault(hook.step.index, {})[hook.name] = x.clone()
 
     names = ("denoise.hook_logits", "denoise.hook_candidates", "denoise.hook_confidence")
-    hooks = [*bias(case), *[(name, look) for name in names]]
-    trajectory = models["mha"].denoise(run["prompt"], sampler="llada", fwd_hooks=hooks, **asked)
+    options["fwd_hooks"] = [*bias(case), *[(name, look) for name in names]]
+    trajectory = models["mha"].denoise(run["prompt"], sampler="llada", **options)
     passed_over = 0
     for step, at in seen.items():
         masked = trajectory.canvases[step] == MASK
@@ -162,8 +165,8 @@ def start(layout, n_batch=1):
 @relaxed
 @given(layout=layouts)
 def test_blocks_fill_one_after_another_by_the_even_schedule(models, layout):
-    prompt, asked = start(layout, n_batch=2)
-    trajectory = models["gqa"].denoise(prompt, **asked)
+    prompt, options = start(layout, n_batch=2)
+    trajectory = models["gqa"].denoise(prompt, **options)
     length, steps = layout["block_length"], layout["steps_a_block"]
     even = [length // steps + (1 if i < length % steps else 0) for i in range(steps)]
     for row in trajectory.revealed_at[:, prompt.shape[1] :]:
@@ -171,20 +174,20 @@ def test_blocks_fill_one_after_another_by_the_even_schedule(models, layout):
             at = row[block * length : (block + 1) * length] - block * steps
             assert torch.bincount(at, minlength=steps).tolist() == even
     assert (trajectory.tokens != MASK).all()
-    assert torch.equal(trajectory.canvases[:, :, : prompt.shape[1]], prompt.expand(asked["steps"] + 1, -1, -1))
+    assert torch.equal(trajectory.canvases[:, :, : prompt.shape[1]], prompt.expand(options["steps"] + 1, -1, -1))
 
 
 @relaxed
 @given(layout=layouts, pad=st.integers(1, 3))
 def test_rows_are_independent_also_padded(models, layout, pad):
     """A row of a batch, padded on the left and beside one with other blanks, runs as it runs alone."""
-    prompt, asked = start(layout, n_batch=2)
+    prompt, options = start(layout, n_batch=2)
     padded = torch.cat([torch.full((2, pad), 498), prompt], dim=1)
     real = torch.ones_like(padded)
     real[1, :pad] = 0
-    together = models["gqa"].denoise(padded, attention_mask=real, **asked)
-    first = models["gqa"].denoise(padded[:1], **asked)
-    second = models["gqa"].denoise(prompt[1:], **{**asked, "seed": [together.record["seeds"][1]]})
+    together = models["gqa"].denoise(padded, attention_mask=real, **options)
+    first = models["gqa"].denoise(padded[:1], **options)
+    second = models["gqa"].denoise(prompt[1:], **{**options, "seed": [together.record["seeds"][1]]})
     assert torch.equal(together.canvases[:, 0], first.canvases[:, 0])
     assert torch.equal(together.canvases[:, 1, pad:], second.canvases[:, 0])
 
@@ -192,14 +195,16 @@ def test_rows_are_independent_also_padded(models, layout, pad):
 @relaxed
 @given(layout=layouts, data=st.data())
 def test_looked_at_replayed_and_branched_it_is_the_same_run(models, layout, data, tmp_path_factory):
-    prompt, asked = start(layout, n_batch=2)
-    run, steps = models["gqa"].denoise(prompt, **asked), []
-    looked = models["gqa"].denoise(prompt, **asked, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step))])
+    prompt, options = start(layout, n_batch=2)
+    run, steps = models["gqa"].denoise(prompt, **options), []
+    looked = models["gqa"].denoise(
+        prompt, **options, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step))]
+    )
     assert torch.equal(looked.canvases, run.canvases)
     branches = 2 if layout["cfg_scale"] else 1
-    assert [step.index for step in steps] == [i for i in range(asked["steps"]) for _ in range(branches)]
+    assert [step.index for step in steps] == [i for i in range(options["steps"]) for _ in range(branches)]
     loaded = Trajectory.load(run.save(tmp_path_factory.mktemp("runs") / "run.safetensors"))
-    branch = loaded.from_step(data.draw(st.integers(0, asked["steps"] - 1)))
+    branch = loaded.from_step(data.draw(st.integers(0, options["steps"] - 1)))
     for canvas in ("forced", "free"):
         same(branch.replay(models["gqa"], canvas=canvas), branch)
 
@@ -244,12 +249,12 @@ def test_masks_inside_the_prompt_are_blanks_like_the_others(models):
 
 def test_rows_with_other_numbers_of_blanks_and_blocks_are_independent(models):
     prompt = torch.tensor([[5, MASK, MASK, 8, MASK, MASK, 11], [1, 2, 3, 4, 5, 6, 7]])
-    asked = dict(max_new_tokens=4, steps=4, sampler=llada(4))
-    together = models["mha"].denoise(prompt, **asked)
+    options = dict(max_new_tokens=4, steps=4, sampler=llada(4))
+    together = models["mha"].denoise(prompt, **options)
     assert together.revealed_at[1, 7:].sort().values.tolist() == [0, 1, 2, 3]
     assert (together.revealed_at[0, :6].max() < together.revealed_at[0, 7:].min()).all()
     for row in range(2):
-        alone = models["mha"].denoise(prompt[row : row + 1], **asked)
+        alone = models["mha"].denoise(prompt[row : row + 1], **options)
         assert torch.equal(together.canvases[:, row], alone.canvases[:, 0])
 
 
@@ -263,7 +268,7 @@ def test_a_single_block_holds_all_blanks_of_its_row(models):
 
 
 def test_random_order_is_even():
-    """Of 4 masked places two are revealed: each place half of the time, each pair a sixth."""
+    """Of 4 masked positions two are revealed: each position half of the time, each pair a sixth."""
     n = 6000
     masked = torch.tensor([[False, True, True, True, True]]).expand(n, -1)
     step = StepState(0, 2, 1.0, 0.5, torch.where(masked, MASK, 7), masked, ~masked)
@@ -282,8 +287,8 @@ def test_steps_by_default_are_one_a_blank(models):
 def test_one_block_and_one_step_reveal_everything_at_once(models):
     prompt = torch.tensor([[5, 6, 7]])
     blocks, pool = (
-        models["mha"].denoise(prompt, max_new_tokens=6, steps=1, sampler=each).tokens
-        for each in ("llada", Confidence())
+        models["mha"].denoise(prompt, max_new_tokens=6, steps=1, sampler=sampler).tokens
+        for sampler in ("llada", Confidence())
     )
     assert torch.equal(blocks, pool)
 
@@ -303,7 +308,7 @@ def test_settings_are_recorded():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         (
             dict(max_new_tokens=10, steps=4, sampler=llada(4)),
@@ -317,9 +322,9 @@ def test_settings_are_recorded():
         (dict(max_new_tokens=3, steps=1, sampler=llada(4)), "use blocks of 1, 3, or 4 masked positions"),
     ],
 )
-def test_blocks_that_do_not_divide(models, asked, message):
+def test_blocks_that_do_not_divide(models, options, message):
     with pytest.raises(ValueError, match=message):
-        models["mha"].denoise(torch.tensor([[5, 6]]), **asked)
+        models["mha"].denoise(torch.tensor([[5, 6]]), **options)
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,11 @@ def test_seeds_share_no_row(either, sampler):
     prompt = torch.tensor([[5, 6]]).expand(6, -1)
     runs_ = [
         either.model.denoise(prompt, length=8, steps=3, temperature=3.0, sampler=sampler, seed=seed)
-        for seed in range(3)
+        for seed in range(2)
     ]
     rows = {tuple(row) for run in runs_ for row in run.tokens.tolist()}
-    assert len(rows) == 18
-    assert len({seed for run in runs_ for seed in run.record["seeds"]}) == 18
+    assert len(rows) == 12
+    assert len({seed for run in runs_ for seed in run.record["seeds"]}) == 12
 
 
 def test_one_seed_a_row_is_used_as_it_is(either):
@@ -231,6 +231,6 @@ def test_save_and_load(tiny, tmp_path):
 
 def test_texts_of_different_lengths_fill_what_is_left(tiny):
     texts = ["Gustav Geisser is the", "people say Gustav Geisser was the"]
-    together = tiny.denoise(texts, length=14, steps=8)
-    alone = [tiny.denoise(text, length=14, steps=8).text[0] for text in texts]
+    together = tiny.denoise(texts, length=14, steps=4)
+    alone = [tiny.denoise(text, length=14, steps=4).text[0] for text in texts]
     assert together.text == alone

@@ -155,19 +155,19 @@ def test_what_is_revealed_is_a_mask(either):
         either.model.denoise(PROMPT, length=6, steps=3, fwd_hooks=hooks)
 
 
-@pytest.mark.parametrize("steps", [[1.5], [True], ["1"]], ids=str)
-def test_analyses_by_step_ask_for_whole_steps(unchecked, steps):
-    from diffusion_lens import Fact, HookedDiffusionTransformer
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_analyses_by_step_take_whole_steps(unchecked, tiny):
+    from diffusion_lens import Fact
     from diffusion_lens.analysis import patch_grid, trace_trajectory
 
-    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
     fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
-    query = fact.to_query(model)
-    run = model.denoise(query.tokens[None], length=len(query.tokens), steps=4)
-    with pytest.raises(TypeError, match="it must be a whole number"):
-        trace_trajectory(model, query, trajectory=run, steps=steps, noise=0.1, samples=1)
-    with pytest.raises(TypeError, match="it must be a whole number"):
-        patch_grid(model, run, run, query, "resid_pre", steps)
+    query = fact.to_query(tiny)
+    run = tiny.denoise(query.tokens[None], length=len(query.tokens), steps=4)
+    for steps in ([1.5], [True], ["1"]):
+        with pytest.raises(TypeError, match="it must be a whole number"):
+            trace_trajectory(tiny, query, trajectory=run, steps=steps, noise=0.1, samples=1)
+        with pytest.raises(TypeError, match="it must be a whole number"):
+            patch_grid(tiny, run, run, query, "resid_pre", steps)
 
 
 def test_ids_of_other_widths_are_taken(either):

@@ -28,9 +28,9 @@ def test_the_pairs_length_is_that_of_its_sentences(tiny: Any) -> None:
 
 
 def test_text_without_a_length_takes_it(tiny: Any) -> None:
-    asked = tiny.denoise(PROMPT, steps=8)
-    given = tiny.denoise(PROMPT, length=14, steps=8)
-    assert torch.equal(asked.canvases, given.canvases)
+    without_length = tiny.denoise(PROMPT, steps=2)
+    with_length = tiny.denoise(PROMPT, length=14, steps=2)
+    assert torch.equal(without_length.canvases, with_length.canvases)
 
 
 def test_a_prompt_as_long_as_the_training_texts_needs_a_length(tiny: Any) -> None:
@@ -49,7 +49,7 @@ def test_masks_in_the_prompt_are_all_that_is_filled() -> None:
     assert model.denoise(canvas, steps=2).tokens.shape == (1, 7)
 
 
-def test_recall_without_a_length_asks_at_it(tiny: Any) -> None:
+def test_recall_without_a_length_has_that_length(tiny: Any) -> None:
     facts = toy_facts.load().facts(trained="p2d", asked="p2d")[:2]
     assert recall_by_steps(tiny, facts, (1,), cfg_scale=0.0).record["length"] == 14
 
@@ -65,6 +65,7 @@ def test_our_own_folders_keep_it_and_other_formats_do_not(tiny: Any, tmp_path: P
     assert trained_length_of(elsewhere) is None
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_a_fine_tuned_folder_keeps_it_whatever_its_format(tiny: Any, tmp_path: Path) -> None:
     model = HookedDiffusionTransformer.from_pretrained(tiny.cfg.model_name, device="cpu")
     facts = toy_facts.load().facts(trained="p2d", asked="p2d")[:4]

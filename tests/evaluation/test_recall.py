@@ -60,9 +60,7 @@ def test_the_mdm_recalls_in_reverse_and_the_ar_baseline_does_not(tiny, recall):
                 assert share.mean <= 0.1
 
 
-@pytest.mark.parametrize(
-    ("tiny", "temperature"), [("tiny-mdm", 1.0), ("tiny-ar", 0.0)], indirect=["tiny"]
-)
+@pytest.mark.parametrize(("tiny", "temperature"), [("tiny-mdm", 1.0), ("tiny-ar", 0.0)], indirect=["tiny"])
 def test_it_is_what_one_prompt_at_a_time_gives(tiny, temperature):
     facts = FEWER[::2]
     recall = recall_by_steps(tiny, facts, temperature=temperature, seed=5, batch_size=3, **HARD)

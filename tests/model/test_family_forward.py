@@ -144,7 +144,15 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("masked", [False, True])
+# The diffusion model reads the same weights: one case of each type, and the one with all that differs.
+MASKED = ("llama, biased, of wide heads", "qwen2", "qwen3, of wide heads", "qwen3, biased, tied")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "masked"),
+    [*((case, False) for case in CASES), *((case, True) for case in MASKED)],
+    indirect=["theirs"],
+)
 def test_logits_are_hugging_faces(theirs, tokens, masked):
     """Of a row padded on the left, one padded on the right and one without padding, which also runs alone."""
     real = torch.ones_like(tokens, dtype=torch.bool)

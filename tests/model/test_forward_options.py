@@ -51,14 +51,15 @@ def test_negative_layers_count_from_the_end(several):
     assert torch.equal(several.model(tokens, stop_at_layer=-1), several.model(tokens, stop_at_layer=2))
 
 
-def test_picked_rows_are_rows_of_the_whole(every, tokens):
-    whole = every.model(tokens)
+def test_picked_rows_are_rows_of_the_whole(several):
+    tokens = several.tokens
+    whole = several.model(tokens)
     close = dict(rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(every.model(tokens, logits_at=[3, -1]), whole[:, [3, -1]], **close)
+    torch.testing.assert_close(several.model(tokens, logits_at=[3, -1]), whole[:, [3, -1]], **close)
     mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.3
-    torch.testing.assert_close(every.model(tokens, logits_at=mask), whole[mask], **close)
+    torch.testing.assert_close(several.model(tokens, logits_at=mask), whole[mask], **close)
     batch, rows = torch.tensor([2, 0]), torch.tensor([16, 5])
-    torch.testing.assert_close(every.model(tokens, logits_at=(batch, rows)), whole[batch, rows], **close)
+    torch.testing.assert_close(several.model(tokens, logits_at=(batch, rows)), whole[batch, rows], **close)
 
 
 @relaxed

@@ -56,8 +56,11 @@ def test_another_module_may_stand_where_scores_and_patterns_pass(either, model, 
     assert torch.equal(model(PROMPT), halved)
 
 
-@pytest.mark.parametrize("name", POINTS)
-@pytest.mark.parametrize("picked", [lambda name: name, lambda name: lambda other: True], ids=["by name", "all"])
+@pytest.mark.parametrize(
+    ("name", "picked"),
+    [*((name, lambda name: name) for name in POINTS), ("blocks.1.hook_resid_post", lambda name: lambda other: True)],
+    ids=[*POINTS, "all"],
+)
 def test_hooks_at_a_point_that_was_replaced_ask_for_setup(either, model, name, picked):
     put(model, name, HookPoint())
     for attempt in (

@@ -35,8 +35,16 @@ def test_the_last_entry_of_the_logit_lens_is_the_model(every, tokens):
     assert lens is not None
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
-@pytest.mark.parametrize("tool", ["get_act_patch_resid_pre", "get_act_patch_attn_out", "get_act_patch_mlp_out"])
+@pytest.mark.parametrize(
+    ("every", "tool"),
+    [
+        ("lit_gpt-mdm", "get_act_patch_resid_pre"),
+        ("lit_gpt-ar", "get_act_patch_resid_pre"),
+        ("lit_gpt-mdm", "get_act_patch_attn_out"),
+        ("dream", "get_act_patch_mlp_out"),
+    ],
+    indirect=["every"],
+)
 def test_patching_everything_clean_at_the_first_layer_is_the_clean_run(every, tokens, tool):
     """At layer 0 resid_pre, the corrupted position restored is the clean run; elsewhere nothing changes."""
     model, corrupted = every.model, tokens.clone()
