@@ -13,7 +13,7 @@ from transformer_lens.utilities.slice import Slice
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
-from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, is_hooked, lend_clock
+from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, lend_clock
 from diffusion_lens.settings import check_keywords, keywords_of
 from diffusion_lens.step_state import StepClock
 
