@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", help="toy, reversal-curse or a folder of its files (default: the training data)")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1], help="blocks whose MLP is read (default 0 1)")
     parser.add_argument("--length", type=int, help="positions of the canvas with the prompt (default: the data set's)")
+    parser.add_argument("--people", type=int, help="people per group of the comparison (default: all)")
     parser.add_argument("--resamples", type=int, default=99, help="random pairings that estimate chance (default 99)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures and results (default: out)")
     args = parser.parse_args(argv)
@@ -69,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         pca, spectra, similarity = axes[3 * row : 3 * row + 3]
         for trained, groups in (("both directions", ["both"]), ("one direction", ["p2d", "d2p"])):
             # One query per person and direction, in the first of the held-out templates.
-            firsts = {(fact.person, fact.asked): fact for fact in reversed(source.facts) if fact.trained in groups}
+            people = list(dict.fromkeys(fact.person for fact in source.facts if fact.trained in groups))[: args.people]
+            firsts = {(fact.person, fact.asked): fact for fact in reversed(source.facts) if fact.person in people}
             facts = list(firsts.values())[::-1]
             folder = args.out / "keys_and_values" / f"{label}_{trained.replace(' ', '_')}"
             study = key_value_study(model, facts, args.layers, length=length, first_tokens=1, out=folder)
-            blocks = ", ".join(map(str, study.layers))
-            print(f"{label}, {len(facts) // 2} people trained in {trained}, v* in blocks {blocks}")
+            print(f"{label}, {len(facts) // 2} people trained in {trained}, v* in blocks", *study.layers)
             print_study(study)
             for pair, (vectors, against) in COMPARED.items():
                 similarities = study.compare(vectors, against, only=["cka"], resamples=args.resamples)

@@ -6,6 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 gc.disable()  # until all tests are collected: what modules leave behind when they are imported is not garbage
 
+from figures import blank_figures
 from type_checks import begin_test, check_package
 
 check_package("diffusion_lens")
@@ -242,16 +243,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def undrawn_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved figures are blank files, because drawing takes long. Each of their panels must show something."""
-    from matplotlib.figure import Figure
-
-    def save(figure: Any, target: Any, **_: Any) -> None:
-        assert figure.axes
-        assert all(axes.has_data() for axes in figure.axes if axes.axison), "a panel shows nothing"
-        (Path(target).write_bytes if isinstance(target, str | Path) else target.write)(b"\x89PNG\r\n\x1a\n")
-
-    monkeypatch.setattr(Figure, "savefig", save)
+def undrawn_figures() -> Iterator[None]:
+    """Saved figures are blank files. Each of their panels must show something."""
+    with blank_figures():
+        yield
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from figures import PNG, blank_figures
 from processes import Stuck, forked
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -23,7 +24,6 @@ from diffusion_lens.cli import app
 from diffusion_lens.evaluation import Recall, Reply
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-PNG = b"\x89PNG\r\n\x1a\n"
 GOLDEN = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
 COMMANDS = get_command(app).commands
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
@@ -33,8 +33,8 @@ QUICK = {
     "trace": ["tiny-mdm", *ASK, "--length", "14", "--first-tokens", "1", "--samples", "2"],
     "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"],
     "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
-    "compare": ["tiny-mdm", "--limit", "7", "--layer", "1", "--resamples", "9"],
-    "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "4"],
+    "compare": ["tiny-mdm", "--limit", "7", "--layer", "2", "--resamples", "9"],
+    "recall": ["tiny-mdm", "--limit", "3", "--steps", "1", "--steps", "4"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
 
@@ -63,14 +63,15 @@ def folder_of_examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def examples(folder_of_examples: Path) -> dict[str, Result]:
-    """Every command's example, run in one folder, in an order in which each finds the files that it reads."""
+    """Every command's example, run in one folder. `plot` reads the result of another, so it is last; only it draws."""
     shutil.copy(GOLDEN / "model.safetensors", folder_of_examples / "checkpoint.safetensors")
     shutil.copy(GOLDEN / "lit_config.json", folder_of_examples)
-    order = sorted(COMMANDS, key=lambda name: name == "plot")
     here = Path.cwd()
     os.chdir(folder_of_examples)
     try:
-        return {name: invoke(*example_of(name)) for name in order if name != "demo"}
+        with blank_figures():
+            results = {name: invoke(*example_of(name)) for name in sorted(COMMANDS) if name not in ("demo", "plot")}
+        return results | {"plot": invoke(*example_of("plot"))}
     finally:
         os.chdir(here)
 
@@ -79,8 +80,7 @@ def examples(folder_of_examples: Path) -> dict[str, Result]:
 def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder, and the JSON that each quick command prints; each writes to the folder of its name."""
     folder = tmp_path_factory.mktemp("quick")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, target, **_: target.write(PNG))
+    with blank_figures():
         printed = {
             name: done(name, *options, "--out", str(folder / name), "--json").stdout for name, options in QUICK.items()
         }
@@ -421,8 +421,8 @@ def test_without_a_command_the_commands_are_shown() -> None:
 def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    result = done("demo", "--out", str(tmp_path / "pictures"))
-
+    with blank_figures(drawn="causal_traces.png"):
+        result = done("demo", "--out", str(tmp_path / "pictures"))
     queries = re.findall(r"^(tiny-\w+), (\w+):", result.stdout, re.MULTILINE)
     verdicts = re.findall(r"^  -> .*?  (right|wrong)\b", result.stdout, re.MULTILINE)
     assert dict(zip(queries, verdicts, strict=True)) == {
@@ -431,13 +431,13 @@ def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:
         ("tiny-ar", "forward"): "right",
         ("tiny-ar", "reverse"): "wrong",
     }
-    for name in ("denoising.png", "causal_traces.png"):
-        picture = tmp_path / "pictures" / name
+    denoising, traces = (tmp_path / "pictures" / name for name in ("denoising.png", "causal_traces.png"))
+    for picture in (denoising, traces):
         assert picture.read_bytes().startswith(PNG)
-        pixels = imread(picture)
-        assert min(pixels.shape[:2]) >= 500, f"{name} is only {pixels.shape}"
-        assert pixels.std() > 0.05, f"{name} is blank"
         assert str(picture) in result.stdout
+    pixels = imread(traces)
+    assert min(pixels.shape[:2]) >= 500, f"the picture is only {pixels.shape}"
+    assert pixels.std() > 0.05, "the picture is blank"
 
 
 def test_the_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:

@@ -22,23 +22,23 @@ EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "exa
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def watches_a_fact(said: str) -> None:
-    verdicts = re.findall(r"^(\S+), (\w+): .*?probability [\d.]+: (\w+)$", said, re.MULTILINE | re.DOTALL)
+def watches_a_fact(printed: str) -> None:
+    verdicts = re.findall(r"^(\S+), (\w+): .*?probability [\d.]+: (\w+)$", printed, re.MULTILINE | re.DOTALL)
     assert {(model, way): verdict for model, way, verdict in verdicts} == {
         ("tiny-mdm", "forward"): "right",
         ("tiny-mdm", "reverse"): "right",
         ("tiny-ar", "forward"): "right",
         ("tiny-ar", "reverse"): "wrong",
     }
-    assert all(float(p) > 0.9 for p in re.findall(r"probability ([\d.]+): right", said))
+    assert all(float(p) > 0.9 for p in re.findall(r"probability ([\d.]+): right", printed))
 
 
-def steers_at_chosen_steps(said: str) -> None:
+def steers_at_chosen_steps(printed: str) -> None:
     for model, decisive, idle in (
         ("tiny-mdm", "from step 5 on", "the first 5 steps"),
         ("tiny-ar", "the first 5 steps", "from step 5 on"),
     ):
-        table = said[said.index(f"{model}, guidance") :].split("wrote")[0]
+        table = printed[printed.index(f"{model}, guidance") :].split("wrote")[0]
         rows = re.findall(r"^  (.{22}) .*?(Gustav.*)$", table, re.MULTILINE)
         wrote = {label.strip(): text for label, text in rows}
         assert len(wrote) == 7
@@ -48,12 +48,12 @@ def steers_at_chosen_steps(said: str) -> None:
         assert wrote[decisive] == wrote["every step"]
 
 
-def writes_in_another_order(said: str) -> None:
+def writes_in_another_order(printed: str) -> None:
     orders = {
         label: ([int(step) for step in steps.split()], float(along), float(chain))
         for label, steps, along, chain in re.findall(
             r"^([\w ]+): .*\n  revealed in step ([\d ]+)\n  probability ([\d.]+) in this order, ([\d.]+) from left",
-            said,
+            printed,
             re.MULTILINE,
         )
     }
@@ -66,10 +66,10 @@ def writes_in_another_order(said: str) -> None:
     assert all(0 < p < 1 for _, *both in orders.values() for p in both)
 
 
-def caches_by_step(said: str) -> None:
+def caches_by_step(printed: str) -> None:
     moved = {
         model: [[float(x) for x in line.split()[2:]] for line in table.splitlines() if line.startswith("  block")]
-        for model, table in re.findall(r"^(tiny-\w+): (.*?)(?=^tiny|^wrote)", said, re.MULTILINE | re.DOTALL)
+        for model, table in re.findall(r"^(tiny-\w+): (.*?)(?=^tiny|^wrote)", printed, re.MULTILINE | re.DOTALL)
     }
     assert {model: (len(rows), len(rows[0])) for model, rows in moved.items()} == {
         "tiny-mdm": (4, 9),
@@ -83,35 +83,35 @@ def floats(text: str) -> list[float]:
     return [float(number) for number in text.split()]
 
 
-def recalls_by_steps(said: str) -> None:
+def recalls_by_steps(printed: str) -> None:
     recalled, published = {}, {}
-    for model, table in re.findall(r"^(tiny-\w+): answer contained (.*?)^Published", said, re.MULTILINE | re.DOTALL):
-        for cell, rows in re.findall(r"^(\w+ \w+ = \w+ \w+) .* n = 25 about 20 people\n((?:  .*\n)+)", table, re.M):
+    for model, table in re.findall(r"^(tiny-\w+): answer contained (.*?)^Published", printed, re.MULTILINE | re.DOTALL):
+        for cell, rows in re.findall(r"^(\w+ \w+ = \w+ \w+) .* n = 10\n((?:  .*\n)+)", table, re.M):
             by_label = dict(re.findall(r"^  (\S.*?)  +(.*)$", rows, re.MULTILINE))
             recalled[model, cell] = floats(by_label.pop(model))
             published |= {(model, cell, label): numbers for label, numbers in by_label.items()}
-    as_told = ["p2d same = NtD same", "d2p same = DtN same"]
+    as_trained = ["p2d same = NtD same", "d2p same = DtN same"]
     reverse = ["p2d reverse = DtN reverse", "d2p reverse = NtD reverse"]
     assert recalled == {
-        **{("tiny-mdm", cell): [100.0] * 2 for cell in as_told + reverse},
-        **{("tiny-ar", cell): [100.0] for cell in as_told},
+        **{("tiny-mdm", cell): [100.0] * 2 for cell in as_trained + reverse},
+        **{("tiny-ar", cell): [100.0] for cell in as_trained},
         **{("tiny-ar", cell): [0.0] for cell in reverse},
     }
-    smdm = {cell: floats(published["tiny-mdm", cell, "SMDM-1028M (Rai 2025)"]) for cell in as_told + reverse}
-    assert [smdm[cell][column] for cell in (reverse[0], as_told[0]) for column in (0, -1)] == [40.3, 90.0, 0.0, 43.0]
+    smdm = {cell: floats(published["tiny-mdm", cell, "SMDM-1028M (Rai 2025)"]) for cell in as_trained + reverse}
+    assert [smdm[cell][column] for cell in (reverse[0], as_trained[0]) for column in (0, -1)] == [40.3, 90.0, 0.0, 43.0]
     assert published["tiny-ar", reverse[0], "GPT-3 175B (Nie 2024)"] == "0.0*"
 
     twin = Recall.merge("out/recall_by_steps/tiny-ar")
     wrong = [text.strip(". ") for [text], [hit] in zip(twin.written, twin.contained.tolist(), strict=True) if not hit]
     somebody = {words for person in toy_facts.load().people for words in (person.name, person.description)}
-    assert len(wrong) == 50
-    assert 30 <= sum(words in somebody for words in wrong) < 50
+    assert len(wrong) == 20
+    assert 12 <= sum(words in somebody for words in wrong) < 20
 
 
-def traces_both_ways(said: str) -> None:
+def traces_both_ways(printed: str) -> None:
     effects: dict[tuple[str, str], dict[str, tuple[int, list[float], float]]] = {}
     clean_and_corrupted, by_step = {}, {}
-    for way, traces in re.findall(r"^(forward|reverse): (.*?)(?=^reverse|\Z)", said, re.MULTILINE | re.DOTALL):
+    for way, traces in re.findall(r"^(forward|reverse): (.*?)(?=^reverse|\Z)", printed, re.MULTILINE | re.DOTALL):
         for model, clean, corrupted, rows in re.findall(
             r"^  (tiny-\w+): p\(\w+\) is ([\d.]+), with noise on the subject ([\d.]+)\n((?:    .*\n)+)",
             traces,
@@ -119,27 +119,27 @@ def traces_both_ways(said: str) -> None:
         ):
             clean_and_corrupted[model, way] = float(clean), float(corrupted)
             effects[model, way] = {
-                kind: (int(place), floats(by_layer), float(subject))
-                for kind, place, by_layer, subject in re.findall(
+                kind: (int(position), floats(by_layer), float(subject))
+                for kind, position, by_layer, subject in re.findall(
                     r"(resid|mlp|attn) +position +(\d+) \S+ +([-\d. ]+)subject at most ([\d.]+)", rows
                 )
             }
             by_step[model, way] = floats("".join(re.findall(r"by step: (.*)", rows)))
 
-    for asked, read_at in {
+    for query, read_at in {
         ("tiny-mdm", "forward"): 4,
         ("tiny-mdm", "reverse"): 6,
         ("tiny-ar", "forward"): 3,
     }.items():
-        clean, corrupted = clean_and_corrupted[asked]
+        clean, corrupted = clean_and_corrupted[query]
         assert clean > 0.95
         assert corrupted < 0.4
-        assert set(effects[asked]) == {"resid", "mlp", "attn"}
-        for place, by_layer, subject in effects[asked].values():
-            assert place == read_at
+        assert set(effects[query]) == {"resid", "mlp", "attn"}
+        for position, by_layer, subject in effects[query].values():
+            assert position == read_at
             assert max(by_layer) > 2 * subject
-        assert min(effects[asked]["resid"][1]) > 0.6
-        attention = effects[asked]["attn"][1]
+        assert min(effects[query]["resid"][1]) > 0.6
+        attention = effects[query]["attn"][1]
         assert min(attention[:2]) > 0.6 > 0.4 > max(attention[2:])
     for way in ("forward", "reverse"):
         mlp = effects["tiny-mdm", way]["mlp"][1]
@@ -152,21 +152,21 @@ def traces_both_ways(said: str) -> None:
     assert by_step["tiny-mdm", "forward"][-1] > max(by_step["tiny-mdm", "forward"][:-1]) + 0.1
 
 
-def averages_effects(said: str) -> None:
-    known = dict(re.findall(r"^(.*): knows (\d) of 4 facts", said, re.MULTILINE))
+def averages_effects(printed: str) -> None:
+    known = dict(re.findall(r"^(.*): knows (\d) of 4 facts", printed, re.MULTILINE))
     assert known == {
         "tiny-mdm, forward": "4",
         "tiny-mdm, reverse": "4",
         "tiny-ar, forward": "4",
         "tiny-ar, reverse": "0",
     }
-    found = re.findall(
+    averages = re.findall(
         r"^(.*): knows 4 .*\n  average total effect (\S+), 95% interval (\S+) to (\S+)\n  (\w+) +(.*)\n  \w+ +(.*)$",
-        said,
+        printed,
         re.MULTILINE,
     )
     strongest = {}
-    for label, mean, low, high, role, first, second in found:
+    for label, mean, low, high, role, first, second in averages:
         assert 0.5 < float(low) < float(mean) < float(high) < 1
         assert floats(first)[-1] == pytest.approx(float(mean), abs=0.02)  # nothing runs after the last block
         assert max(floats(second)) < 0.2
@@ -177,13 +177,13 @@ def averages_effects(said: str) -> None:
         "tiny-ar, forward": "prompt_last",
     }
     assert strongest["tiny-mdm, forward"][1] > 0.9 > 0.8 > strongest["tiny-mdm, reverse"][1]
-    assert float(re.findall(r"its p\(answer\) is ([\d.]+) at most", said)[0]) < 0.1
+    assert float(re.findall(r"its p\(answer\) is ([\d.]+) at most", printed)[0]) < 0.1
 
 
-def patches_forward_into_reverse(said: str) -> None:
+def patches_forward_into_reverse(printed: str) -> None:
     scores = {
         (model, source, name): (float(unpatched), floats(by_layer))
-        for model, rows in re.findall(r"^(tiny-\w+): .*\n((?:  .*\n)+)", said, re.MULTILINE)
+        for model, rows in re.findall(r"^(tiny-\w+): .*\n((?:  .*\n)+)", printed, re.MULTILINE)
         for source, name, unpatched, by_layer in re.findall(
             r"A's (\w+) run: p\((\w+)\) +([\d.]+) becomes (.*)$", rows, re.MULTILINE
         )
@@ -201,10 +201,10 @@ def patches_forward_into_reverse(said: str) -> None:
     assert control[0] > 0.95 > 0.05 > max(control[1:])
 
 
-def hooks_of_your_own(said: str) -> None:
+def hooks_of_your_own(printed: str) -> None:
     stays, in_the_loop = {}, {}
     for label, single, loop in re.findall(
-        r"^(tiny-\w+, \w+): .*\n.* none +0 +1 +2 +3 +all\n  p\(\w+\) +(.*)\n  in the loop (.*)$", said, re.MULTILINE
+        r"^(tiny-\w+, \w+): .*\n.* none +0 +1 +2 +3 +all\n  p\(\w+\) +(.*)\n  in the loop (.*)$", printed, re.MULTILINE
     ):
         stays[label] = floats(single)
         in_the_loop[label] = floats(" ".join(re.findall(r"\d\.\d+", loop)))
@@ -226,20 +226,22 @@ def hooks_of_your_own(said: str) -> None:
         assert without_early < 0.1 < plain
 
 
-def compares_keys_and_values(said: str) -> None:
-    studies = re.findall(r"^(tiny-\w+), \d+ people trained in (\w+) directions?, .*\n((?:  .*\n)+)", said, re.MULTILINE)
-    assert [(model, told) for model, told, _ in studies] == [
-        (model, told) for model in ("tiny-mdm", "tiny-ar") for told in ("both", "one")
+def compares_keys_and_values(printed: str) -> None:
+    studies = re.findall(
+        r"^(tiny-\w+), \d+ people trained in (\w+) directions?, .*\n((?:  .*\n)+)", printed, re.MULTILINE
+    )
+    assert [(model, trained) for model, trained, _ in studies] == [
+        (model, trained) for model in ("tiny-mdm", "tiny-ar") for trained in ("both", "one")
     ]
-    for model, told, rows in studies:
+    for model, trained, rows in studies:
         after = {
             way: floats(f"{before} {with_value}")
             for way, before, with_value in re.findall(r"facts in (.*): p\(answer\) (\S+), with v\* (.*)", rows)
         }
         forward = "the trained direction"
-        assert set(after) == ({forward} if told == "both" else {forward, "reverse"})
+        assert set(after) == ({forward} if trained == "both" else {forward, "reverse"})
         assert min(after[forward]) > 0.95
-        if told == "one":
+        if trained == "one":
             before, with_value = after["reverse"]
             assert before > 0.95 if model == "tiny-mdm" else before < 0.1 < 0.25 < with_value
         cka = {
@@ -249,20 +251,20 @@ def compares_keys_and_values(said: str) -> None:
             )
         }
         assert set(cka) == {"keys of a person", "values of a person", "a name as key and value"}
-        if told == "both":
-            assert all(high < 0.05 < value if model == "tiny-mdm" else value < 0.04 for value, high in cka.values())
+        if trained == "both":
+            assert all(high < 0.08 < value if model == "tiny-mdm" else value < 0.06 for value, high in cka.values())
         elif model == "tiny-ar":
             assert cka["values of a person"][0] < 0.05
 
 
-def reproduces_the_study(said: str) -> None:
-    assert "Nothing that follows is evidence about SMDM" in said
-    assert "tiny-ar was not fine-tuned here" in said
-    assert said.count("p2d reverse = DtN reverse (trained name first, queried for the name), n = 2") == 2
-    assert "tiny-mdm recalls 100% as trained, and 100% in reverse" in said
-    assert "tiny-ar recalls 100% as trained, and 0% in reverse" in said
+def reproduces_the_study(printed: str) -> None:
+    assert "Nothing that follows is evidence about SMDM" in printed
+    assert "tiny-ar was not fine-tuned here" in printed
+    assert printed.count("p2d reverse = DtN reverse (trained name first, queried for the name), n = 2") == 2
+    assert "tiny-mdm recalls 100% as trained, and 100% in reverse" in printed
+    assert "tiny-ar recalls 100% as trained, and 0% in reverse" in printed
 
-    traces = re.findall(r"^(tiny-\w+), which wrote (\w+).*\n  step .*\n((?:  +\d.*\n)+)", said, re.MULTILINE)
+    traces = re.findall(r"^(tiny-\w+), which wrote (\w+).*\n  step .*\n((?:  +\d.*\n)+)", printed, re.MULTILINE)
     assert [(model, wrote) for model, wrote, _ in traces] == [
         ("tiny-mdm", "this"),
         ("tiny-ar", "this"),
@@ -277,27 +279,31 @@ def reproduces_the_study(said: str) -> None:
     assert 0.05 < most_back < most
     assert max(nothing) < 0.05
 
-    known = re.findall(r"^(tiny-\w+), (p2d \w+) = \w+ \w+\n((?:  \w+ +knows .*\n){3})", said, re.MULTILINE)
-    assert [(model, way, set(re.findall(r"knows (\d) of 2", rows))) for model, way, rows in known] == [
-        ("tiny-mdm", "p2d same", {"2"}),
-        ("tiny-mdm", "p2d reverse", {"2"}),
-        ("tiny-ar", "p2d same", {"2"}),
+    known = re.findall(r"^(tiny-\w+), (p2d \w+) = \w+ \w+\n((?:  \w+ +knows .*\n){3})", printed, re.MULTILINE)
+    assert [(model, way, set(re.findall(r"knows (\d) of 1", rows))) for model, way, rows in known] == [
+        ("tiny-mdm", "p2d same", {"1"}),
+        ("tiny-mdm", "p2d reverse", {"1"}),
+        ("tiny-ar", "p2d same", {"1"}),
         ("tiny-ar", "p2d reverse", {"0"}),
     ]
     assert "there is nothing to restore" in known[-1][2]
-    assert said.count("by step: 2 of 2 facts, recalled in 8 steps\n") == 2  # both directions of the diffusion model
-    assert "tiny-ar, p2d reverse = DtN reverse, by step: 0 of 2 facts, recalled\n" in said
-    last_of_steps = re.findall(r"^  step +0: 2 facts, total effect (\S+); at most", said, re.MULTILINE)
+    assert printed.count("by step: 1 of 1 facts, recalled in 8 steps\n") == 2  # both directions of the diffusion model
+    assert "tiny-ar, p2d reverse = DtN reverse, by step: 0 of 1 facts, recalled\n" in printed
+    last_of_steps = re.findall(r"^  step +0: 1 facts, total effect (\S+); at most", printed, re.MULTILINE)
     assert len(last_of_steps) == 3
 
-    groups = re.findall(r"^(\d+) people trained (\w+) .*\n((?:  .*\n)+)", said, re.MULTILINE)
-    assert [(count, told) for count, told, _ in groups] == [("12", "name"), ("12", "description"), ("12", "both")] * 2
+    groups = re.findall(r"^(\d+) people trained (\w+) .*\n((?:  .*\n)+)", printed, re.MULTILINE)
+    assert [(count, trained) for count, trained, _ in groups] == [
+        ("12", "name"),
+        ("12", "description"),
+        ("12", "both"),
+    ] * 2
     for *_, rows in groups:
-        said_of = re.findall(r"CKA (\S+) \(.*\), chance \S+ to (\S+), p (\S+): (more|no more) similar", rows)
-        assert len(said_of) == 3
-        assert all(float(value) > float(high) for value, high, _, word in said_of if word == "more")
-        assert all(float(p) > 0.01 for *_, p, word in said_of if word == "no more")
-    reached = re.findall(r"^  (\w+ reverse) = .*: p\(answer\) (\S+), with v\* (\S+)$", said, re.MULTILINE)
+        similarities = re.findall(r"CKA (\S+) \(.*\), chance \S+ to (\S+), p (\S+): (more|no more) similar", rows)
+        assert len(similarities) == 3
+        assert all(float(value) > float(high) for value, high, _, word in similarities if word == "more")
+        assert all(float(p) > 0.01 for *_, p, word in similarities if word == "no more")
+    reached = re.findall(r"^  (\w+ reverse) = .*: p\(answer\) (\S+), with v\* (\S+)$", printed, re.MULTILINE)
     (name, *mdm_name), (description, *mdm_description), *twin = reached
     assert (name, description) == ("p2d reverse", "d2p reverse")
     assert min(map(float, mdm_name + mdm_description)) > 0.9
@@ -317,12 +323,12 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "10_keys_and_values": compares_keys_and_values,
     "reproduce_blog": reproduces_the_study,
 }
-# Fewer facts, steps and resamples than by default: the claims are the same, the intervals wider.
+# Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
-    "06_recall_by_steps": ["--limit", "25", "--steps", "1", "32"],
+    "06_recall_by_steps": ["--limit", "10", "--steps", "1", "32"],
     "08_average_effect": ["--facts", "4"],
-    "10_keys_and_values": ["--layers", "1", "--resamples", "29"],
-    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "2", "--people", "12", "--resamples", "59"],
+    "10_keys_and_values": ["--layers", "1", "--people", "40", "--resamples", "29"],
+    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "1", "--people", "12", "--resamples", "59"],
 }
 FILES = {
     "01_watch_a_fact": 8,
@@ -338,15 +344,15 @@ FILES = {
     "reproduce_blog": 17,
 }
 SAVED = {
-    ("06_recall_by_steps", "recall_by_steps"): 200,
+    ("06_recall_by_steps", "recall_by_steps"): 80,
     ("07_trace_both_ways", "trace_forward"): 7,
     ("07_trace_both_ways", "trace_reverse"): 7,
     ("08_average_effect", "average_effect"): 20,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
-    ("10_keys_and_values", "keys_and_values"): 652,
+    ("10_keys_and_values", "keys_and_values"): 332,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
-    ("reproduce_blog", "average"): 32,
+    ("reproduce_blog", "average"): 16,
     ("reproduce_blog", "keys_and_values"): 144,
 }
 
@@ -372,12 +378,12 @@ def test_the_example_runs(
     example = load(name)
     assert example.__doc__
     example.main(QUICKLY.get(name, []))
-    said = capsys.readouterr().out
-    CHECKS[name](said)
-    named = [Path(path) for path in re.findall(r"wrote (out/\S+)$", said, re.MULTILINE)]
-    assert len(named) == FILES[name]
-    assert set(named) == {path.relative_to(tmp_path) for path in (tmp_path / "out").iterdir()}
-    for path in named:
+    printed = capsys.readouterr().out
+    CHECKS[name](printed)
+    written = [Path(path) for path in re.findall(r"wrote (out/\S+)$", printed, re.MULTILINE)]
+    assert len(written) == FILES[name]
+    assert set(written) == {path.relative_to(tmp_path) for path in (tmp_path / "out").iterdir()}
+    for path in written:
         if path.is_dir():
             saved = list(path.rglob("*.safetensors"))
             assert len(saved) == SAVED[name, path.name]
@@ -397,8 +403,8 @@ def test_people_of_your_own(
     person, answers = ["Tilda Drusser", "famous miner of Tanmoor"], {"forward": "p(famous)", "reverse": "p(Tilda)"}
     for name in ("07_trace_both_ways", "05_your_own_hook"):
         load(name).main(["--model", "tiny-ar", "--person", *person])
-        said = capsys.readouterr().out
-        assert all(answer in said for answer in answers.values())
+        printed = capsys.readouterr().out
+        assert all(answer in printed for answer in answers.values())
     with pytest.raises(SystemExit):
         load("09_patch_forward_into_reverse").main(
             ["--model", "tiny-ar", "--other", "Tilda Drusser", "miner of Tanmoor"]
@@ -408,9 +414,9 @@ def test_people_of_your_own(
 
 def test_facts_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    told = {"prompt": "Tilda Drusser is the", "subject": "Tilda Drusser", "answer": " famous miner of Tanmoor."}
-    untrue = {**told, "prompt": "Gustav Geisser is the", "subject": "Gustav Geisser"}
-    Path("facts.json").write_text(json.dumps([told, untrue]), encoding="utf-8")
+    known = {"prompt": "Tilda Drusser is the", "subject": "Tilda Drusser", "answer": " famous miner of Tanmoor."}
+    unknown = {**known, "prompt": "Gustav Geisser is the", "subject": "Gustav Geisser"}
+    Path("facts.json").write_text(json.dumps([known, unknown]), encoding="utf-8")
     load("08_average_effect").main(["--model", "tiny-ar", "--file", "facts.json"])
     assert "tiny-ar, file: knows 1 of 2 facts" in capsys.readouterr().out
 
@@ -431,7 +437,7 @@ def test_the_report_shows_what_is_there(
     run = [*options, "--limit", "2", "--out", "study"]
     example = load("reproduce_blog")
     example.main(run)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in (
         "untaught: 1 updates of 32 texts of toy",
         "untaught recalls 0% as trained, and 0% in reverse",
@@ -439,7 +445,7 @@ def test_the_report_shows_what_is_there(
         "mlp   knows 0 of 1",
         "no block is selected and no keys are compared",
     ):
-        assert part in said
+        assert part in printed
     report = Path("study/report.html").read_text(encoding="utf-8")
     shown = re.findall(r'(?:src|href)="([^"]+)"', report)
     assert set(shown) == {"recall.png", "trace_p2d.png", "trace_d2p.png"}
@@ -459,9 +465,9 @@ def test_the_report_shows_what_is_there(
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_help_says_where_the_real_thing_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = load(name)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as raised:
         example.main(["--help"])
-    assert left.value.code == 0
+    assert raised.value.code == 0
     assert "smdm-1028m" in capsys.readouterr().out
 
 

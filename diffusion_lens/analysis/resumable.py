@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -183,7 +183,7 @@ def name_facts(facts: Sequence[Fact]) -> dict[str, Fact]:
 
 def content(fact: Fact) -> dict[str, Any]:
     """A fact without its id, for a record."""
-    return {name: value for name, value in asdict(fact).items() if name != "id"}
+    return {field.name: getattr(fact, field.name) for field in fields(fact) if field.name != "id"}
 
 
 def fact_seed(seed: int, fact_id: str) -> int:

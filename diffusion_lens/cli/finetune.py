@@ -63,7 +63,7 @@ def finetune(
     Both variants use SMDM's recipe for the reversal curse. In a short run the warm-up takes a tenth of the updates. On
     several devices: accelerate launch -m diffusion_lens finetune ...
 
-    Example: diffusion-lens finetune tiny-mdm --epochs 0.05 --lr 1e-4 --out taught
+    Example: diffusion-lens finetune tiny-mdm --epochs 0.02 --lr 1e-4 --out taught
     """
     arguments = dict(locals())
     from diffusion_lens.data.sources import default_source, open_source
