@@ -1,17 +1,17 @@
-"""Child processes of the tests: copies of this one that are killed while they work, and new ones."""
+"""Child processes of the tests, which are copies of this one."""
 
-import json
+import ctypes
 import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Stuck:
@@ -47,26 +47,20 @@ def hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-MEASURE = """
-import json, os, sys
-from benchmark_scripts import benchmark
-load_memory, causal_trace = benchmark("load_memory"), benchmark("causal_trace")
-for call in sys.argv[1:]:
-    if os.fork() == 0:
-        print(json.dumps(eval(call)), flush=True)
-        os._exit(0)
-    os.wait()
-"""
+def measured_apart(*measurements: Callable[[], T]) -> list[T]:
+    """The results of functions that measure the growth of resident memory, each called in a copy of this process.
 
-
-def measured_in_a_new_process(*calls: str) -> list[dict[str, float]]:
-    """Results of calls of scripts of `benchmarks/`, such as "load_memory.measure(...)", in copies of one new process.
-
-    In an old process, memory that was freed would hide how much a call needs.
+    The copy first returns free memory to the system, because memory that is used again hides how much a call needs.
     """
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", MEASURE, *calls]
-    lines = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout.splitlines()
-    assert len(lines) == len(calls)
-    return [json.loads(line) for line in lines]
+    results = []
+    for measure in measurements:
+        receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+        def work(measure: Callable[[], T] = measure, sender: Connection = sender) -> None:
+            ctypes.CDLL(None).malloc_trim(0)
+            sender.send(measure())
+
+        with forked(work):
+            assert receiver.poll(timeout=120)
+            results.append(receiver.recv())
+    return results
