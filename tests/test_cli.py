@@ -34,7 +34,7 @@ QUICK = {
     "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"],
     "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
     "compare": ["tiny-mdm", "--limit", "7", "--layer", "2", "--resamples", "9"],
-    "recall": ["tiny-mdm", "--limit", "3", "--steps", "1", "--steps", "4"],
+    "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "4"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
 
