@@ -129,6 +129,7 @@ def test_without_noise_there_is_no_effect(tiny):
     assert result.effects.nan_to_num().abs().max() < 1e-6
 
 
+@on_one_model
 def test_seeds_belong_to_facts_so_order_only_permutes_rows(tiny, whole):
     order = [4, 2, 0, 1, 5, 3]
     other = average_indirect_effect(tiny, [FACTS[i] for i in order], **QUICK)
@@ -139,6 +140,7 @@ def test_seeds_belong_to_facts_so_order_only_permutes_rows(tiny, whole):
     assert other.record["noise"] == whole.record["noise"]
 
 
+@on_one_model
 def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
     """Sums of other devices depend on the order of what is summed; this stand-in shows any order."""
 
@@ -150,6 +152,7 @@ def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
     assert results[0].record["noise"] == results[1].record["noise"]
 
 
+@on_one_model
 def test_shards_share_the_noise_of_all_facts_and_merge_to_one_result(tiny, whole, tmp_path):
     parts = [average_indirect_effect(tiny, FACTS, shard=(i, 3), **QUICK) for i in range(3)]
     assert [part.ids for part in parts] == [[f.id for f in FACTS[i::3] if f.id != "untrue"] for i in range(3)]

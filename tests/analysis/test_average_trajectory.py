@@ -153,7 +153,8 @@ def test_shards_and_folders_merge_to_one_result(tiny, whole, tmp_path):
         AverageTrajectoryEffect.merge(parts[:2])
 
 
-def test_rules_and_facts_that_cannot_be_queried(tiny, whole):
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_rules_and_facts_that_cannot_be_queried(tiny):
     nobody = replace(FACTS[0], id="nobody", subject="Nobody")
     quick = {**QUICK, "roles": ["subject_last"], "layers": [1]}
     chosen = average_trajectory_effect(tiny, [*ALL, nobody], known=["untrue"], **quick)
@@ -174,6 +175,7 @@ def test_rules_and_facts_that_cannot_be_queried(tiny, whole):
         average_trajectory_effect(tiny, FACTS, **{**quick, "roles": ["answer_reveal"]})
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
     ax = whole.plot()
     assert whole.rule in ax.get_title()

@@ -134,7 +134,7 @@ def test_a_trace_gives_up_when_one_cell_does_not_fit(either, monkeypatch):
         causal_trace(model, a_query(model), noise=0.5, samples=samples)
 
 
-def test_the_reserve_grows_with_the_places_and_with_the_rows_read(either):
+def test_the_reserve_grows_with_the_positions_and_with_the_rows_read(either):
     cfg = either.model.cfg
     assert row_bytes(cfg, 40, 1) == 2 * row_bytes(cfg, 20, 1)
     assert row_bytes(cfg, 4, 400) == pytest.approx(2 * row_bytes(cfg, 4, 200), rel=0.02)

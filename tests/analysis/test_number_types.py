@@ -90,7 +90,7 @@ def test_a_grid_takes_numpys_numbers(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_places_come_in_any_container(tiny):
+def test_positions_come_in_any_container(tiny):
     clean, corrupted = (tiny.to_tokens(FACT.prompt) for _ in range(2))
     corrupted[0, 1] = 7
 
@@ -195,7 +195,7 @@ def on_a_short_run(analysis, model, **settings):
     return analysis(model, query, [0], trajectory=run, **settings)
 
 
-@pytest.mark.parametrize("canvas", ["forced", "free"])
+@pytest.mark.parametrize(("doubled", "canvas"), [("tiny-mdm", "free"), ("tiny-ar", "forced")], indirect=["doubled"])
 def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
     settings = dict(noise=0.3, samples=1, layers=[2], positions=[1, 3])
     wide, narrow = (on_a_short_run(trace_trajectory, model, canvas=canvas, **settings) for model in doubled)

@@ -22,8 +22,7 @@ from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 PAD, N_PAD = 2, 4
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
-# A bidirectional model read in place, one with the shifted readout, and a causal one; or one of each direction.
-READOUTS = pytest.mark.parametrize("own_pad", ["llada", "dream", "llama"], indirect=True)
+# A bidirectional model and a causal one; "dream" below is bidirectional with the shifted readout.
 DIRECTIONS = pytest.mark.parametrize("own_pad", ["llada", "llama"], indirect=True)
 
 
@@ -47,8 +46,17 @@ def with_padding(query, side):
     return replace(query, tokens=tokens, subject=subject, answer_positions=positions), shift
 
 
-@READOUTS
-@pytest.mark.parametrize(("method", "side"), [("exact", "left"), ("exact", "right"), ("attribution", "left")])
+@pytest.mark.parametrize(
+    ("own_pad", "method", "side"),
+    [
+        ("llada", "exact", "left"),
+        ("llada", "attribution", "left"),
+        ("dream", "exact", "right"),
+        ("llama", "exact", "left"),
+        ("llama", "exact", "right"),
+    ],
+    indirect=["own_pad"],
+)
 def test_a_grid_over_ragged_tokens_is_that_of_the_row_alone(own_pad, side, method):
     short, long = (" ".join(f"w{i}" for i in words) for words in (range(20, 25), range(30, 39)))
     clean = own_pad.to_tokens([short, long], padding_side=side)
@@ -83,28 +91,32 @@ def test_a_grid_of_a_padded_query(own_pad, side):
 RESTORATIONS = [dict(kind="resid", severed="mlp"), dict(kind="mlp", window=2), dict(kind="attn")]
 
 
-@READOUTS
 @pytest.mark.parametrize(
-    ("side", "hooked", "settings"),
+    ("own_pad", "side", "hooked", "settings"),
     [
-        ("left", False, RESTORATIONS[0]),
-        ("right", False, RESTORATIONS[1]),
-        ("left", False, RESTORATIONS[2]),
-        ("right", True, RESTORATIONS[0]),
-        ("left", True, RESTORATIONS[1]),
+        ("llada", "left", False, RESTORATIONS[0]),
+        ("llada", "right", True, RESTORATIONS[0]),
+        ("llada", "right", False, RESTORATIONS[1]),
+        ("dream", "left", False, RESTORATIONS[2]),
+        ("dream", "left", True, RESTORATIONS[1]),
+        ("llama", "left", False, RESTORATIONS[0]),
+        ("llama", "right", False, RESTORATIONS[1]),
+        ("llama", "left", False, RESTORATIONS[2]),
+        ("llama", "right", True, RESTORATIONS[0]),
     ],
+    indirect=["own_pad"],
 )
 def test_a_trace_of_a_padded_query(own_pad, side, settings, hooked):
     query = query_of(own_pad)
     other, shift = with_padding(query, side)
     hooks = [("blocks.1.hook_attn_out", lambda activation, hook: 0.5 * activation)] if hooked else []
     with own_pad.hooks(fwd_hooks=hooks):
-        own, trace = (causal_trace(own_pad, posed, noise=0.5, samples=2, **settings) for posed in (query, other))
-        unharmed = causal_trace(own_pad, other, noise=0.0, samples=1, **settings)
+        own, trace = (causal_trace(own_pad, laid_out, noise=0.5, samples=2, **settings) for laid_out in (query, other))
+        without_noise = causal_trace(own_pad, other, noise=0.0, samples=1, **settings)
     assert (trace.clean, trace.corrupted) == pytest.approx((own.clean, own.corrupted), rel=1e-4)
     torch.testing.assert_close(trace.scores[shift : shift + 6], own.scores, **CLOSE)
     assert bool((trace.scores - own.corrupted).abs()[[*range(shift), *range(shift + 6, 10)]].max() < 1e-6)
-    torch.testing.assert_close(unharmed.scores, torch.full_like(unharmed.scores, own.clean), **CLOSE)
+    torch.testing.assert_close(without_noise.scores, torch.full_like(without_noise.scores, own.clean), **CLOSE)
 
 
 @DIRECTIONS

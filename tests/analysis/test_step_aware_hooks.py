@@ -24,7 +24,7 @@ guided_or_causal = pytest.mark.parametrize(
 every_hook = pytest.mark.parametrize(
     ("tiny", "cfg_scale", "name"),
     [
-        *(("tiny-mdm", 0.8, name) for name in HOOKS),
+        *(("tiny-mdm", 0.8, name) for name in ("at_steps", "on_branch")),
         ("tiny-mdm", 0.0, "while_masked"),
         ("tiny-ar", 0.0, "at_steps"),
         ("tiny-ar", 0.0, "while_masked"),
@@ -78,20 +78,20 @@ class Witness:
 def assert_states_equal_the_loops(states, loop, same_canvas):
     assert states
     for state in states:
-        seen = loop[state.index, state.branch]
-        assert (state.n_steps, state.t, state.s) == (seen.n_steps, seen.t, seen.s)
-        assert (state.given == seen.given).all()
+        of_loop = loop[state.index, state.branch]
+        assert (state.n_steps, state.t, state.s) == (of_loop.n_steps, of_loop.t, of_loop.s)
+        assert (state.given == of_loop.given).all()
         assert not (state.masked & state.given).any()
         if same_canvas:
-            assert (state.tokens == seen.tokens).all()
-            assert (state.masked == seen.masked).all()
+            assert (state.tokens == of_loop.tokens).all()
+            assert (state.masked == of_loop.masked).all()
 
 
 @every_hook
 def test_clean_scores_are_those_of_the_loop_under_the_same_hook(tiny, name, cfg_scale):
     with tiny.hooks(fwd_hooks=[(POINT, HOOKS[name])]):
         run, query = denoise(tiny, FACTS[0], cfg_scale)
-        trace = trace_trajectory(tiny, query, trajectory=run, noise=0.0, samples=2, layers=[0, 3], positions=[1, 3])
+        trace = trace_trajectory(tiny, query, trajectory=run, noise=0.0, samples=2, layers=[1], positions=[1, 3])
     for token, (position, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
         score = trace.clean_token_scores[trace.steps.index(step), token]
         assert score.item() == pytest.approx(run.confidence[0, position].item(), abs=1e-5)
@@ -122,7 +122,7 @@ def test_every_pass_of_a_trace_reads_its_step(tiny, canvas, cfg_scale):
     loop, witness = Witness().of_loop(tiny, run), Witness()
     with tiny.hooks(fwd_hooks=watching(witness)):
         trace = trace_trajectory(
-            tiny, query, canvas=canvas, trajectory=run, noise=1.0, samples=3, layers=[0, 2], positions=[1, 3]
+            tiny, query, canvas=canvas, trajectory=run, noise=1.0, samples=3, layers=[1], positions=[1, 3]
         )
     assert_states_equal_the_loops(witness.states, loop, same_canvas=canvas == "forced")
     assert {state.index for state in witness.states} >= set(trace.steps)
@@ -144,7 +144,8 @@ def test_without_noise_no_cell_of_a_temporal_effect_differs(tiny, cfg_scale):
 def test_every_pass_of_a_grid_reads_its_step(tiny, cfg_scale, method):
     (clean, _), (corrupted, query) = (denoise(tiny, fact, cfg_scale, watching()) for fact in (FACTS[0], FACTS[5]))
     loops = [Witness().of_loop(tiny, run) for run in (clean, corrupted)]
-    for metric in (answer_probability(tiny, query), lambda logits: logits[0, -1, 7]):
+    metrics = [lambda logits: logits[0, -1, 7], answer_probability(tiny, query)]
+    for metric in metrics if method == "exact" else metrics[:1]:
         witness = Witness()
         with tiny.hooks(fwd_hooks=watching(witness)):
             patch_grid(tiny, clean, corrupted, metric, "mlp_out", [0, 2], positions=[1, 2], layers=[0], method=method)
@@ -212,7 +213,7 @@ def test_the_step_is_taken_back_after_an_exception(tiny):
 
 
 @on_another_networks_canvases
-def test_freeze_is_refused_and_a_cache_takes_its_place(tiny):
+def test_freeze_is_refused_and_a_cache_replaces_it(tiny):
     run, query = denoise(tiny, FACTS[0])
     settings = dict(trajectory=run, noise=0.0, samples=1, layers=[0], positions=[1])
     with (

@@ -28,7 +28,7 @@ def learned(model, fact, layer=LAYER, **settings):
 
 @pytest.fixture(scope="module")
 def moment(tiny):
-    return second_moment(tiny, toy_facts.load().sentences()[::20], LAYER)
+    return second_moment(tiny, toy_facts.load().sentences()[::40], LAYER)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_everything_in_half_precision(tiny, gustav, moment):
     key, value, query = gustav
     half = HookedDiffusionTransformer.from_pretrained(tiny.cfg.model_name, device="cpu", dtype=torch.bfloat16)
     half_key, half_value, _ = learned(half, GUSTAV)
-    half_moment = second_moment(half, toy_facts.load().sentences()[::20], LAYER)
+    half_moment = second_moment(half, toy_facts.load().sentences()[::40], LAYER)
     edit, half_edit = (
         RankOneEdit(tiny, LAYER, key, value, moment),
         RankOneEdit(half, LAYER, half_key, half_value, half_moment),

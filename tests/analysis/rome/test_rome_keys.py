@@ -18,7 +18,7 @@ def query(tokens, subject):
 
 @pytest.fixture
 def prompts():
-    """Three lengths; the subject at other places."""
+    """Three lengths; the subject at other positions."""
     return [
         query([51, 20, 21, 11, 12], (1, 3)),
         query([40, 41, 42, 51, 20, 21, 11, 12], (4, 6)),
@@ -70,6 +70,7 @@ def test_prefixes_are_the_models_own(tiny):
         assert prefixes[i][:-2].split() == run.text[0].replace("<eos>", " ").split()
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_seeds_share_no_prefix_by_construction(tiny):
     """Five seeds of 20 texts are 100 draws; with sums of seeds they were 24, each text but the first met again."""
     drawn = [sample_prefixes(tiny, (6,) * 20, start="today", temperature=3.0, seed=seed) for seed in range(5)]
@@ -90,10 +91,12 @@ def test_requests_with_prefixes(tiny):
     settings = dict(first_tokens=1, length=18)
     for mention in (0, 1):
         queries_of_mention = ask_with_prefixes(tiny, again, ["Gustav Geisser, "], occurrence=mention, **settings)
-        assert [each.subject[0] for each in queries_of_mention] == [4 * mention, 3 + 4 * mention]
-        told = replace(again, subject_start=again.prompt.index("Gustav", mention))  # counted in the fact's own prompt
-        by_character = ask_with_prefixes(tiny, told, ["Gustav Geisser, ", "today "], **settings)
-        assert [each.subject[0] for each in by_character] == [4 * mention, 3 + 4 * mention, 1 + 4 * mention]
+        assert [query.subject[0] for query in queries_of_mention] == [4 * mention, 3 + 4 * mention]
+        at_character = replace(
+            again, subject_start=again.prompt.index("Gustav", mention)
+        )  # counted in the fact's own prompt
+        by_character = ask_with_prefixes(tiny, at_character, ["Gustav Geisser, ", "today "], **settings)
+        assert [query.subject[0] for query in by_character] == [4 * mention, 3 + 4 * mention, 1 + 4 * mention]
     key = compute_key(tiny, queries, 1)
     torch.testing.assert_close(key.keys[0], compute_key(tiny, GUSTAV.to_query(tiny, n_masks=10), 1).vector)
 
@@ -131,7 +134,7 @@ def test_bad_requests(either, prompts):
         compute_key(either.model, prompts, 1, max_batch=0)
 
 
-def test_facts_that_cannot_be_asked(tiny):
+def test_facts_that_cannot_be_queried(tiny):
     with pytest.raises(ValueError, match="the subject 'Ada Marsh' is not in the prompt"):
         ask_with_prefixes(tiny, Fact("Gustav Geisser is the", "Ada Marsh", " brave"), ["today "])
     with pytest.raises(ValueError, match="lengths is empty"):

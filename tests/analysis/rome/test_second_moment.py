@@ -64,11 +64,11 @@ def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monk
     whole = second_moment(model, corpus, LAYER, batch_size=2)
     passed = []
 
-    def give_out(*asked):
+    def give_out(*request):
         passed.append(1)
         if len(passed) == 3:
             raise KeyboardInterrupt
-        return keys_everywhere(*asked)
+        return keys_everywhere(*request)
 
     monkeypatch.setattr(covariance, "keys_everywhere", give_out)
     with pytest.raises(KeyboardInterrupt):
@@ -83,16 +83,16 @@ def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monk
         assert moment.record == whole.record
 
 
-def test_what_is_there_is_read(either, corpus, tmp_path, monkeypatch):
-    kept = second_moment(either.model, corpus, LAYER, folder=tmp_path)
+def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
+    saved = second_moment(either.model, corpus, LAYER, folder=tmp_path)
 
-    def refuse(*asked):
+    def refuse(*request):
         raise AssertionError("the network ran")
 
     monkeypatch.setattr(covariance, "keys_everywhere", refuse)
     again = second_moment(either.model, corpus, LAYER, folder=tmp_path)
     monkeypatch.undo()
-    assert torch.equal(again.total, kept.total)
+    assert torch.equal(again.total, saved.total)
     # Another layer, corpus or (where there is noise) seed has another name.
     second_moment(either.model, corpus, 0, folder=tmp_path)
     second_moment(either.model, corpus[:5], LAYER, folder=tmp_path)
@@ -100,6 +100,7 @@ def test_what_is_there_is_read(either, corpus, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == (4 if either.kind == "mdm" else 3)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_the_error_is_what_samples_differ_by(tiny):
     """Disjoint samples of sentences scatter around one another as the estimate says."""
     sentences = random.Random(0).sample(toy_facts.load().sentences(), 720)
