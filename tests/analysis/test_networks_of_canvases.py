@@ -129,7 +129,7 @@ def test_hooks_of_the_run_that_are_gone_are_named(tiny, cfg_scale):
 
 
 @every_change
-def test_a_trace_on_another_networks_canvases_says_so_and_records_both(tiny, change):
+def test_a_trace_on_another_networks_canvases_warns_and_records_both(tiny, change):
     model = copy.deepcopy(tiny)
     run, wrote = denoise(model), network(model)
     query, difference = query_of(model, run), change(model)
@@ -144,7 +144,7 @@ def test_a_trace_on_another_networks_canvases_says_so_and_records_both(tiny, cha
 
 
 @every_change
-def test_a_grid_on_another_networks_canvases_says_so_and_records_both(tiny, change):
+def test_a_grid_on_another_networks_canvases_warns_and_records_both(tiny, change):
     model = copy.deepcopy(tiny)
     old, also_old, wrote = denoise(model), denoise(model, FACTS[1]), network(model)
     difference = change(model)

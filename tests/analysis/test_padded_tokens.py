@@ -179,7 +179,7 @@ def test_the_second_moment_leaves_padding_out(own_pad, side):
 
 
 @pytest.mark.parametrize("own_pad", ["llada"], indirect=True)
-def test_a_corpus_of_which_nobody_can_say_what_is_padding(own_pad):
+def test_a_corpus_whose_padding_is_ambiguous_is_refused(own_pad):
     tokenizer = own_pad.tokenizer
     try:
         tokenizer.pad_token = tokenizer.eos_token

@@ -18,12 +18,12 @@ from diffusion_lens.interventions import named
 LAYER = 1
 
 
-def ask(model, prompt, answer, subject=(1, 3)):
+def lay_out(model, prompt, answer, subject=(1, 3)):
     """A prompt in tokens and its answer on this model's canvas."""
     mask = model.cfg.mask_token_id
     canvas = answer[:-1] if mask is None else [mask] * len(answer)
-    places = range(len(prompt), len(prompt) + len(answer))
-    return Query(torch.tensor(prompt + canvas), subject, tuple(places), tuple(answer))
+    positions = range(len(prompt), len(prompt) + len(answer))
+    return Query(torch.tensor(prompt + canvas), subject, tuple(positions), tuple(answer))
 
 
 def by_hand(model, query):
@@ -35,7 +35,7 @@ def by_hand(model, query):
 
 @pytest.fixture(scope="module")
 def edit(either):
-    query = ask(either.model, [51, 20, 21, 11], [31])
+    query = lay_out(either.model, [51, 20, 21, 11], [31])
     value = optimize_value(either.model, query, LAYER, kl_factor=0.0, steps=40, clamp_norm_factor=20.0)
     return RankOneEdit(either.model, LAYER, compute_key(either.model, query, LAYER), value)
 
@@ -43,17 +43,17 @@ def edit(either):
 @pytest.fixture(scope="module")
 def probes(either):
     model = either.model
-    plain = ask(model, [51, 20, 21, 11], [31])
+    plain = lay_out(model, [51, 20, 21, 11], [31])
     odds = model(plain.tokens[None])[0, -1].softmax(-1)
     old = int(odds.where(odds > 2 * odds[31], 1).argmin())  # the least likely of those well ahead of the new object
     return {
-        "efficacy": [Probe(plain, ask(model, [51, 20, 21, 11], [old]))],
-        "paraphrase": [ask(model, [52, 20, 21, 11, 12], [31])],
+        "efficacy": [Probe(plain, lay_out(model, [51, 20, 21, 11], [old]))],
+        "paraphrase": [lay_out(model, [52, 20, 21, 11, 12], [31])],
         "neighbourhood": [
-            Probe(ask(model, [51, 60, 61, 11], [32, 33]), ask(model, [51, 60, 61, 11], [31])),
-            Probe(ask(model, [51, 70, 71, 11], [31]), ask(model, [51, 70, 71, 11], [34, 35, 36])),
+            Probe(lay_out(model, [51, 60, 61, 11], [32, 33]), lay_out(model, [51, 60, 61, 11], [31])),
+            Probe(lay_out(model, [51, 70, 71, 11], [31]), lay_out(model, [51, 70, 71, 11], [34, 35, 36])),
         ],
-        "reverse": [ask(model, [53, 31, 54], [20, 21])],
+        "reverse": [lay_out(model, [53, 31, 54], [20, 21])],
     }
 
 
@@ -106,9 +106,9 @@ def test_bad_probes(either, edit, probes):
 
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
-def test_mask_is_nobodys_first_choice(specimen, configs, name):
+def test_mask_is_never_the_first_choice(specimen, configs, name):
     model = specimen(configs[name]).model
-    query = ask(model, [51, 20, 21, 11], [31])
+    query = lay_out(model, [51, 20, 21, 11], [31])
     rows = model.readout.rows(torch.tensor(query.answer_positions))
     _, cache = model.run_with_cache(query.tokens[None], names_filter="ln_final.hook_normalized")
     likeliest = cache["ln_final.hook_normalized"][0, rows][0].detach()
@@ -120,11 +120,11 @@ def test_mask_is_nobodys_first_choice(specimen, configs, name):
     )
     assert model(query.tokens[None])[0, rows].argmax() == model.cfg.mask_token_id
     assert edit_success(model, edit, {"efficacy": [query]}).wins[0].item() == 1
-    other = ask(model, [51, 20, 21, 11], [32])
+    other = lay_out(model, [51, 20, 21, 11], [32])
     assert edit_success(model, edit, {"efficacy": [other]}).wins[0].item() == 0
 
 
-def test_the_report_says_by_what_network_each_part_of_the_edit_was_taken(either, edit, probes):
+def test_the_report_names_the_network_from_which_each_part_was_taken(either, edit, probes):
     """They may be older than the weights that are edited, as in nested edits."""
     model, request = either.model, probes["efficacy"][0].query
     with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named(lambda out, hook: out / 2, "half"))]):

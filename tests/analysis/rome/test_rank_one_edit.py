@@ -146,7 +146,7 @@ def test_an_exception_comes_out_and_the_weight_returns_whatever_was_done_to_it_i
     assert torch.equal(edit.weight, before)
 
 
-def test_a_weight_changed_inside_is_said_and_undone(tiny, gustav):
+def test_a_weight_changed_inside_is_reported_and_undone(tiny, gustav):
     edit = RankOneEdit(tiny, LAYER, *gustav[:2])
     before = edit.weight.detach().clone()
     with pytest.raises(ValueError, match="the weight of layer 1 was changed inside the `with` of this edit"):  # noqa: SIM117
