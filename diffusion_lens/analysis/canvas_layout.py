@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class CanvasLayout:
     occurrence: int | None = None
 
     def __post_init__(self) -> None:
+        for name, least in (("length", 1), ("n_masks", 1), ("first_tokens", 1), ("occurrence", 0)):
+            if (number := getattr(self, name)) is not None:
+                object.__setattr__(self, name, at_least(least, name, number))
         if self.length is not None and self.n_masks is not None:
             raise ValueError(f"length={self.length} and n_masks={self.n_masks}; give one of them")
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diffusion_lens.settings import Whole, pick_indices, whole_number
+from diffusion_lens.settings import Whole, pick_indices, whole_numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Selection:
     """The rows and columns of a grid.
 
@@ -15,22 +15,44 @@ class Selection:
         layers: Layers, negative ones from the end; `None` selects all of them.
     """
 
-    positions: tuple[int, ...] | None = None
-    layers: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None
+    layers: tuple[int, ...] | None
+
+    def __init__(self, positions: Iterable[Whole] | None = None, layers: Iterable[Whole] | None = None) -> None:
+        """Check the indices, which may be any iterables of whole numbers, NumPy's and torch's among them.
+
+        Raises:
+            ValueError: A selection is empty, or names an index twice.
+            TypeError: An index is not a whole number.
+        """
+        vars(self).update(positions=unique_indices("positions", positions), layers=unique_indices("layers", layers))
 
     @classmethod
     def of(cls, positions: Iterable[Whole] | None = None, layers: Iterable[Whole] | None = None) -> "Selection":
-        """From any iterables of whole numbers, NumPy's and torch's among them."""
-        return cls(_indices("positions", positions), _indices("layers", layers))
+        """The same as `Selection(positions, layers)`."""
+        return cls(positions, layers)
 
     def within(self, n_pos: int, n_layers: int) -> tuple[list[int], list[int]]:
         """The selected positions and layers, counted from 0, of a canvas and a model of these sizes.
 
         Raises:
-            ValueError: An index out of range, one that is named twice, or an empty selection.
+            ValueError: An index out of range, or one that is named from both ends.
         """
         return pick_indices("positions", self.positions, n_pos), pick_indices("layers", self.layers, n_layers)
 
 
-def _indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] | None:
-    return None if given is None else tuple(whole_number(name, index) for index in given)
+def unique_indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] | None:
+    """Indices as plain numbers, each given once; `None` stays `None`.
+
+    Raises:
+        ValueError: There is no index, or one is given twice.
+        TypeError: An index is not a whole number.
+    """
+    if given is None:
+        return None
+    numbers = whole_numbers(name, given)
+    if not numbers:
+        raise ValueError(f"{name}=[]; give one index or more, or leave {name}= out to select all")
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{name}={numbers} names one twice; give each once")
+    return tuple(numbers)

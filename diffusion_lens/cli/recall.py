@@ -65,7 +65,6 @@ def recall(
         RecallSettings,
         prompt_length,
         recall_facts,
-        step_columns,
     )
     from diffusion_lens.evaluation.scores import check_score
     from diffusion_lens.records import require_same_settings
@@ -76,9 +75,8 @@ def recall(
     facts = source.pick(trained, asked, limit)
     length = chosen.length(length, source.length) or LENGTH
     cfg_scale = source.cfg_scale if cfg_scale is None else cfg_scale
-    columns = step_columns(steps or source.steps)
     loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed)
-    settings = RecallSettings(columns, length, loop)
+    settings = RecallSettings(steps or source.steps, length, loop)
     described = {**settings.describe(chosen.known_shape()), "dtype": dtype}
     n_facts = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["replies"])
@@ -86,10 +84,16 @@ def recall(
         if dry_run and (outline := chosen.without_weights()) is not None:
             described |= describe_facts(outline, facts, lambda fact: prompt_length(outline, fact, length))
         require_same_settings(out / "replies", described)
-    effective = {"data": source.name, "facts": len(facts), "steps": columns, "length": length, "cfg_scale": cfg_scale}
+    effective = {
+        "data": source.name,
+        "facts": len(facts),
+        "steps": list(settings.steps),
+        "length": length,
+        "cfg_scale": cfg_scale,
+    }
     report = Report("recall", {**arguments, **effective}, out, json)
     if dry_run:
-        work = cost.denoising(chosen, columns, length, cfg_scale, n_facts, rows=32)
+        work = cost.denoising(chosen, settings.steps, length, cfg_scale, n_facts, rows=32)
         cost.show(report, chosen, work, flops)
 
     if merge:

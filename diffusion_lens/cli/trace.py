@@ -166,7 +166,6 @@ def aie(
     from diffusion_lens.analysis import AverageEffect, LoopSettings
     from diffusion_lens.analysis.average_effects.known import Known, default_rule
     from diffusion_lens.analysis.average_effects.study import average_facts
-    from diffusion_lens.analysis.average_effects.token_roles import pick_roles
     from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings, corruption_of_facts
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.restoration import Restoration
@@ -185,7 +184,6 @@ def aie(
         restoration=Restoration.of(kind, window),
         corruption=corruption,
         measures_noise=measures_noise,
-        roles=pick_roles(None),
         known=Known.of(default_rule(first_tokens) if known is None else {"one-canvas": "one_canvas"}.get(known, known)),
         loop=None if steps is None else LoopSettings(steps=steps),
     )

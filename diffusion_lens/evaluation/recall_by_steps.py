@@ -28,7 +28,7 @@ from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import whole_numbers
+from diffusion_lens.settings import at_least, whole_numbers
 from weight_conversion import Architecture, Variant
 
 STEPS = (1, 2, 4, 8, 16, 32)
@@ -44,18 +44,28 @@ class RecallSettings:
         length: Length of the canvas, the prompt included; `None` is the length that the model was trained on, or SMDM's
             52.
         loop: Settings of the loop other than the number of steps.
+
+    Raises:
+        ValueError: A setting is out of range, a number of steps is given twice, or the loop has one of its own.
     """
 
     steps: Sequence[int]
     length: int | None
     loop: LoopSettings
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", step_columns(self.steps))
+        if self.length is not None:
+            object.__setattr__(self, "length", at_least(1, "length", self.length))
+        if self.loop.steps is not None:
+            raise ValueError(f"loop has steps={self.loop.steps}, but steps= has the numbers of steps; leave that out")
+
     def columns(self, variant: Variant) -> list[int | None]:
         """Columns of the table for a model of this variant.
 
         `None` stands for left-to-right decoding, which takes one step per token.
         """
-        return [None] if self.loop.writes_in_order(variant) else [*step_columns(self.steps)]
+        return [None] if self.loop.writes_in_order(variant) else [*self.steps]
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
         """Settings for the record.
@@ -158,12 +168,12 @@ def recall_facts(
     return Study(record, batches, compute).collect(Recall, out, shard, progress)
 
 
-def step_columns(steps: Sequence[int]) -> list[int]:
+def step_columns(steps: Sequence[int]) -> tuple[int, ...]:
     """The checked numbers of steps of a table, in the given order."""
     columns = whole_numbers("steps", steps)
     if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
         raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
-    return list(columns)
+    return tuple(columns)
 
 
 def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:

@@ -1,25 +1,100 @@
 """Settings may be given as objects or as keywords, and mean the same."""
 
+import json
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from jaxtyping import config
 from refusals import unrefused
 
 from diffusion_lens.analysis import (
     Corruption,
+    LoopSettings,
     Restoration,
     Selection,
     causal_trace,
     temporal_effect,
     trace_trajectory,
 )
+from diffusion_lens.analysis.average_effects.known import Known
+from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.rome import ValueSettings
+from diffusion_lens.analysis.rome.study import KeyValueSettings
 from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising import DenoiseSettings
+from diffusion_lens.evaluation.recall_by_steps import RecallSettings
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
 MLP = Restoration("mlp", window=2)
 NOISE = Corruption("uniform", noise=0.5, samples=2, seed=3)
 ANALYSES = [causal_trace, trace_trajectory, temporal_effect]
+TRACES = dict(layout=CanvasLayout(), restoration=MLP, corruption=NOISE, measures_noise=False, known=Known("all"))
+RECALL = dict(steps=[1, 4], length=20, loop=LoopSettings())
+
+# Settings that every constructor refuses: (class, arguments, message of the error).
+OUT_OF_RANGE = [
+    (Restoration, dict(kind="residual"), "unknown kind 'residual'"),
+    (Restoration, dict(kind="mlp", window=0), "window=0; it must be at least 1"),
+    (Restoration, dict(severed="resid"), "severed='resid'"),
+    (Restoration, dict(kind="mlp", severed="attn"), "goes with kind='resid'"),
+    (Corruption, dict(kind="gausian"), "nearest is gaussian"),
+    (Corruption, dict(), "needs noise="),
+    (Corruption, dict(noise=float("inf")), "noise=inf; it must be a finite number"),
+    (Corruption, dict(kind="mask", noise=-1), "noise=-1.0; it must be"),
+    (Corruption, dict(noise=1.0, samples=0), "samples=0; it must be at least 1"),
+    (Corruption, dict(noise=1.0, seed=-1), "seed=-1; it must be at least 0"),
+    (Corruption, dict(kind="swap"), "goes with swap="),
+    (Corruption, dict(kind="swap", swap=[-1]), "swap=-1"),
+    (Corruption, dict(kind="mask", swap=[1]), "swap= with nothing else"),
+    (Selection, dict(positions=(1, 1)), r"positions=\[1, 1\] names one twice"),
+    (Selection, dict(layers=[]), r"layers=\[\]; give one index or more"),
+    (CanvasLayout, dict(length=-4, first_tokens=0), "length=-4; it must be at least 1"),
+    (CanvasLayout, dict(first_tokens=0), "first_tokens=0; it must be at least 1"),
+    (CanvasLayout, dict(n_masks=0), "n_masks=0; it must be at least 1"),
+    (CanvasLayout, dict(occurrence=-1), "occurrence=-1; it must be at least 0"),
+    (CanvasLayout, dict(length=9, n_masks=3), "give one of them"),
+    (RecallSettings, RECALL | dict(steps=[0, 0]), r"steps=\[0, 0\]; give one or more"),
+    (RecallSettings, RECALL | dict(length=-3), "length=-3; it must be at least 1"),
+    (RecallSettings, RECALL | dict(loop=LoopSettings(steps=99)), "loop has steps=99"),
+    (Known, dict(rule="zzz"), "known='zzz'"),
+    (Known, dict(rule="ids"), "or a collection of fact ids"),
+    (TraceSettings, TRACES | dict(roles=["nonsense"]), "there is no role 'nonsense'"),
+    (TraceSettings, TRACES | dict(roles=["answer_revealed"]), "there is no role 'answer_revealed'"),
+    (TraceSettings, TRACES | dict(layers=[1, 1]), r"layers=\[1, 1\] names one twice"),
+    (TraceSettings, TRACES | dict(canvas="frced"), "canvas='frced'"),
+    (KeyValueSettings, dict(layers=[0, 0]), r"layers=\[0, 0\] names one twice"),
+    (KeyValueSettings, dict(batch_size=0), "batch_size=0; it must be at least 1"),
+    (KeyValueSettings, dict(at="subject"), "at='subject' is unknown"),
+    (LoopSettings, dict(batch_size=0), "batch_size=0; it must be at least 1"),
+    (ValueSettings, dict(steps=0), "steps=0; it must be at least 1"),
+    (DenoiseSettings, dict(steps=0), "steps=0; it must be at least 1"),
+]
+OF_ANOTHER_TYPE = [
+    (Restoration, dict(kind="mlp", window=2.5), "window=2.5 is a float"),
+    (Restoration, dict(window=True), "window=True is a bool"),
+    (Corruption, dict(noise=True), "noise=True is a bool"),
+    (Corruption, dict(noise="1"), "noise='1' is a str"),
+    (Corruption, dict(noise=1.0, samples=True), "samples=True is a bool"),
+    (Corruption, dict(noise=1.0, seed="x"), "seed='x' is a str"),
+    (Corruption, dict(kind="swap", swap=[0.5]), "swap=0.5 is a float"),
+    (Selection, dict(positions=[0, 0.5]), "positions=0.5 is a float"),
+    (Selection, dict(layers=[True]), "layers=True is a bool"),
+    (CanvasLayout, dict(length=9.0), "length=9.0 is a float"),
+    (RecallSettings, RECALL | dict(steps=[1.5]), "steps=1.5 is a float"),
+    (TraceSettings, TRACES | dict(layers=[0.5]), "layers=0.5 is a float"),
+    (KeyValueSettings, dict(layers=["0"]), "layers='0' is a str"),
+]
+# Settings from any numbers and containers, and the same from plain ones.
+NORMALISED = [
+    (Restoration("mlp", window=np.int64(2)), MLP),
+    (Corruption("uniform", np.float32(0.5), np.int32(2), torch.tensor(3)), NOISE),
+    (Corruption("swap", swap=[1, 2]), Corruption("swap", swap=(1, 2))),
+    (Selection(torch.tensor([0, -1]), np.array([2])), Selection((0, -1), (2,))),
+]
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
@@ -45,6 +120,43 @@ def test_an_object_beside_its_own_keywords_is_refused(tiny):
         (dict(kind=MLP, corruption=NOISE, noise=0.1), "corruption= is a Corruption"),
     ]
     assert unrefused(partial(causal_trace, tiny, FACT), cases) == []
+
+
+@pytest.mark.parametrize(("cases", "error"), [(OUT_OF_RANGE, ValueError), (OF_ANOTHER_TYPE, TypeError)])
+def test_every_constructor_refuses_wrong_settings(cases, error, monkeypatch):
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # as when users call the library
+    offenders = [
+        f"{cls.__name__}: {offender}"
+        for cls, arguments, message in cases
+        for offender in unrefused(cls, [(arguments, message)], error)
+    ]
+    assert offenders == []
+
+
+def test_settings_are_normalised_hashable_and_plain(monkeypatch):
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    with_lists = TraceSettings(**TRACES, roles=["answer", "unasked"], layers=[np.int64(1)])
+    recall = RecallSettings([1, 4], np.int64(20), LoopSettings(seed=np.uint8(3)))
+    study = KeyValueSettings(layers=[np.int64(1)], prefixes=["a "])
+    pairs = [
+        *NORMALISED,
+        (CanvasLayout(np.int64(9)), CanvasLayout(9)),
+        (with_lists, TraceSettings(**TRACES, roles=("unasked", "answer"), layers=(1,))),
+        (recall, RecallSettings((1, 4), 20, LoopSettings(seed=3))),
+        (study, KeyValueSettings((1,), ("a ",))),
+        (Known("ids", ["a"]), Known.of({"a"})),
+    ]
+    assert [given for given, plain in pairs if given != plain or hash(given) != hash(plain)] == []
+    plain_json = [json.dumps(restored.describe()) for restored in (MLP, NOISE)]
+    assert [json.dumps(given.describe()) for given, _ in NORMALISED[:2]] == plain_json
+    json.dumps([with_lists.describe(None), recall.describe(None), study.describe(None)])
+
+
+def test_settings_of_the_loop_are_made_once():
+    loop = LoopSettings(steps=3, seed=5)
+    assert loop.denoise is loop.denoise
+    assert loop.denoise == DenoiseSettings(steps=3, seed=5)
+    assert replace(loop, steps=4).denoise.steps == 4
 
 
 def test_a_selection_counts_from_the_end_and_is_checked_against_the_model():

@@ -27,7 +27,6 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.average_effects.fact_average import FactAverage
 from diffusion_lens.analysis.average_effects.known import Known, default_rule
 from diffusion_lens.analysis.average_effects.study import average_facts
-from diffusion_lens.analysis.average_effects.token_roles import pick_roles
 from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings, corruption_of_facts
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
@@ -167,9 +166,9 @@ def average_indirect_effect(
         restoration=Restoration.of(kind, window, severed),
         corruption=corrupted,
         measures_noise=measures_noise,
-        roles=pick_roles(roles),
         known=Known.of(default_rule(first_tokens) if known is None else known),
-        layers=None if layers is None else list(layers),
+        roles=roles,
+        layers=layers,
         loop=loop,
         max_bytes=max_bytes,
     )

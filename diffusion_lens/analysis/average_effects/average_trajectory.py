@@ -28,14 +28,12 @@ from diffusion_lens.analysis.average_effects.average import AverageEffect
 from diffusion_lens.analysis.average_effects.fact_average import FactAverage
 from diffusion_lens.analysis.average_effects.known import Known
 from diffusion_lens.analysis.average_effects.study import average_facts
-from diffusion_lens.analysis.average_effects.token_roles import STEP_ROLES, pick_roles
 from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings, corruption_of_facts
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
@@ -210,16 +208,15 @@ def average_trajectory_effect(
     Warns:
         UserWarning: The rule leaves out all facts, so that nothing is averaged.
     """
-    check_canvas(canvas)
     corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
     settings = TraceSettings(
         layout=CanvasLayout(length, n_masks, first_tokens, occurrence),
         restoration=Restoration.of(kind, window, severed),
         corruption=corrupted,
         measures_noise=measures_noise,
-        roles=pick_roles(roles, STEP_ROLES),
         known=Known.of(known),
-        layers=None if layers is None else list(layers),
+        roles=roles,
+        layers=layers,
         loop=loop,
         canvas=canvas,
         max_bytes=max_bytes,

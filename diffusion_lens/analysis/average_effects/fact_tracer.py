@@ -95,7 +95,7 @@ class FactTracer:
         if known.rule == "recalled":
             assert self.runs is not None
             return self.runs.recalled(fact_id)
-        return {"one_canvas": known_on_canvas, "all": True, "ids": fact_id in known.ids}[known.rule]
+        return {"one_canvas": known_on_canvas, "all": True, "ids": fact_id in (known.ids or ())}[known.rule]
 
     def _corruption(self, fact_id: str) -> Corruption:
         """The corruption with the fact's own seed."""
@@ -104,9 +104,10 @@ class FactTracer:
 
     def _selection(self, query: Query) -> Selection:
         """The positions of the selected roles; a fact that has none of them still has its total effect."""
-        roles = {*self.settings.roles, *(["answer"] if "answer_revealed" in self.settings.roles else [])}
+        roles = set(self.settings.roles or ())
+        roles |= {"answer"} if "answer_revealed" in roles else set()
         positions = [position for position, role in enumerate(token_roles(query)) if role in roles]
-        return Selection.of(positions or [query.subject[0]], self.settings.layers)
+        return Selection(positions or [query.subject[0]], self.settings.layers)
 
     @torch.no_grad()
     def _clean_run(self, query: Query) -> CausalTrace:

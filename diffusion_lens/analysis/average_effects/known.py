@@ -43,37 +43,38 @@ class Known:
 
     Attributes:
         rule: One of `RULES`, or "ids".
-        ids: Ids of the facts, for "ids".
+        ids: Ids of the facts, for "ids"; `None` for the other rules.
+
+    Raises:
+        ValueError: There is no such rule.
     """
 
     rule: str
-    ids: frozenset[str] = frozenset()
+    ids: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in (RULES if self.ids is None else ("ids",)):
+            raise ValueError(
+                f"known={self.rule!r}, nearest is {nearest(str(self.rule), RULES, 1)}; it is one of "
+                f"{', '.join(RULES)}, or a collection of fact ids"
+            )
+        if self.ids is not None:
+            object.__setattr__(self, "ids", frozenset(self.ids))
 
     @classmethod
     def of(cls, known: str | Collection[str]) -> "Known":
-        """The rule with a name, or for a collection of fact ids.
-
-        Raises:
-            ValueError: There is no such rule.
-        """
-        if not isinstance(known, str):
-            return cls("ids", frozenset(known))
-        if known not in RULES:
-            raise ValueError(
-                f"known={known!r}, nearest is {nearest(known, RULES, 1)}; it is one of {', '.join(RULES)}, or a "
-                "collection of fact ids"
-            )
-        return cls(known)
+        """The rule with a name, or for a collection of fact ids."""
+        return cls(known) if isinstance(known, str) else cls("ids", frozenset(known))
 
     def check_ids(self, facts: Collection[str]) -> None:
         """Raise a `ValueError` if the rule names an id that none of these facts has."""
-        if unknown := sorted(self.ids - set(facts)):
+        if unknown := sorted((self.ids or frozenset()) - set(facts)):
             near = nearest(unknown[0], list(facts), 1)
             raise ValueError(f"known= has {len(unknown)} ids that no fact has: {unknown[0]!r}, nearest is {near}")
 
     def describe(self) -> dict[str, Any]:
         """The rule for a record."""
-        return {"known": self.rule, **({"known_ids": sorted(self.ids)} if self.rule == "ids" else {})}
+        return {"known": self.rule, **({} if self.ids is None else {"known_ids": sorted(self.ids)})}
 
 
 def default_rule(first_tokens: Whole | None) -> str:

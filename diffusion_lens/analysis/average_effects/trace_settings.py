@@ -1,13 +1,17 @@
 """Settings with which the facts of an average are traced."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diffusion_lens.analysis.average_effects.known import Known
+from diffusion_lens.analysis.average_effects.token_roles import ROLES, STEP_ROLES, pick_roles
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
 from diffusion_lens.analysis.loop_settings import LoopSettings
+from diffusion_lens.analysis.selection import unique_indices
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -24,7 +28,7 @@ class TraceSettings:
         restoration: Kind and number of the states that are restored.
         corruption: Corruption of the subjects. Each fact has its own seed, derived from this one's and the fact's id.
         measures_noise: Whether the scale of the noise is measured on the subjects of all facts.
-        roles: Roles of the tokens whose states are restored.
+        roles: Roles of the tokens whose states are restored, in their usual order; by default all.
         layers: Layers whose states are restored, negative ones from the end; `None` selects all.
         known: Rule that selects the facts of the average.
         loop: Settings of the loop that writes the answers, by default those of `denoise`. `None` if neither the steps
@@ -33,21 +37,26 @@ class TraceSettings:
         max_bytes: Memory to use in addition to the weights, in bytes.
 
     Raises:
-        ValueError: There are settings of the loop, but it is not used.
+        ValueError: There is no such role or canvas, a layer is named twice, or there are settings of the loop, but it
+            is not used.
     """
 
     layout: CanvasLayout
     restoration: Restoration
     corruption: Corruption
     measures_noise: bool
-    roles: list[str]
     known: Known
-    layers: list[int] | None = None
+    roles: Sequence[str] | None = None
+    layers: Sequence[int] | None = None
     loop: LoopSettings | None = None
     canvas: str | None = None
     max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
+        if self.canvas is not None:
+            check_canvas(self.canvas)
+        object.__setattr__(self, "roles", pick_roles(self.roles, ROLES if self.canvas is None else STEP_ROLES))
+        object.__setattr__(self, "layers", unique_indices("layers", self.layers))
         uses_loop = self.canvas is not None or self.known.rule == "recalled"
         if self.loop is None and uses_loop:
             object.__setattr__(self, "loop", LoopSettings())
@@ -77,7 +86,7 @@ class TraceSettings:
             **self.restoration.describe(),
             **self.corruption.describe(),
             "seed": self.corruption.seed,
-            "roles": self.roles,
+            "roles": list(self.roles or ()),
             **self.known.describe(),
             **({} if self.canvas is None else {"canvas": self.canvas}),
             **asdict(self.layout),

@@ -11,7 +11,6 @@ exactly; it is scaled by `noise`. "mask" and "swap" are deterministic, so they n
 on the embeddings: in the denoising loop the canvas keeps its subject.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from diffusion_lens.hook_names import nearest
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import Real, Whole, at_least, not_negative
+from diffusion_lens.settings import Real, Whole, at_least, not_negative, whole_numbers
 
 NoiseFunction = Callable[[np.random.RandomState, tuple[int, ...]], Any]
 
@@ -37,7 +36,7 @@ _NOISE: dict[str, NoiseFunction] = {
 CORRUPTIONS = (*_NOISE, "mask", "swap")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Corruption:
     """How a subject is corrupted.
 
@@ -49,11 +48,42 @@ class Corruption:
         swap: Tokens that replace the subject's, for "swap".
     """
 
-    kind: str = "gaussian"
-    noise: float | None = None
-    samples: int = 10
-    seed: int = 1
-    swap: tuple[int, ...] | None = None
+    kind: str
+    noise: float | None
+    samples: int
+    seed: int
+    swap: tuple[int, ...] | None
+
+    def __init__(
+        self,
+        kind: str = "gaussian",
+        noise: Real | None = None,
+        samples: Whole = 10,
+        seed: Whole = 1,
+        swap: Iterable[Whole] | None = None,
+    ) -> None:
+        """Check the settings, and convert NumPy's and torch's numbers to plain Python numbers.
+
+        Raises:
+            ValueError: A setting is unknown, missing or out of range.
+            TypeError: A setting has the wrong type.
+        """
+        if kind not in CORRUPTIONS:
+            raise ValueError(
+                f"unknown corruption {kind!r}, nearest is {nearest(str(kind), CORRUPTIONS, 1)}; "
+                f"it is one of {', '.join(CORRUPTIONS)}"
+            )
+        if kind in _NOISE and noise is None:
+            raise ValueError(f"corruption={kind!r} needs noise=, a scale; noise_scale(model, subjects) measures ROME's")
+        if (swap is not None) != (kind == "swap"):
+            raise ValueError("corruption='swap' goes with swap=, another subject's tokens, and swap= with nothing else")
+        vars(self).update(
+            kind=kind,
+            noise=None if noise is None else not_negative("noise", noise),
+            samples=at_least(1, "samples", samples),
+            seed=at_least(0, "seed", seed),
+            swap=None if swap is None else tuple(at_least(0, "swap", token) for token in whole_numbers("swap", swap)),
+        )
 
     @classmethod
     def of(
@@ -70,41 +100,16 @@ class Corruption:
             swap: Another query, whose subject's tokens are used, or the tokens themselves.
 
         Raises:
-            ValueError: A setting out of range, or a `Corruption` together with the keywords that it replaces.
+            ValueError: A `Corruption` together with the keywords that it replaces.
         """
-        if isinstance(kind, Corruption):
-            if (noise, samples, seed, swap) != (None, 10, 1, None):
-                raise ValueError(
-                    "corruption= is a Corruption, which has its own noise, samples, seed and swap; leave those out"
-                )
-            return kind
-        if isinstance(swap, Query):
-            swap = swap.tokens[slice(*swap.subject)].tolist()
-        return cls(
-            kind,
-            None if noise is None else not_negative("noise", noise),
-            at_least(1, "samples", samples),
-            at_least(0, "seed", seed),
-            None if swap is None else tuple(at_least(0, "swap", token) for token in swap),
-        )
-
-    def __post_init__(self) -> None:
-        if self.kind not in CORRUPTIONS:
+        if not isinstance(kind, Corruption):
+            tokens = swap.tokens[slice(*swap.subject)].tolist() if isinstance(swap, Query) else swap
+            return cls(kind, noise, samples, seed, tokens)
+        if swap is not None or (noise, samples, seed) != (None, 10, 1):
             raise ValueError(
-                f"unknown corruption {self.kind!r}, nearest is {nearest(self.kind, CORRUPTIONS, 1)}; "
-                f"it is one of {', '.join(CORRUPTIONS)}"
+                "corruption= is a Corruption, which has its own noise, samples, seed and swap; leave those out"
             )
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"samples={self.samples}; it must be a whole number, at least 1")
-        if self.kind in _NOISE:
-            if self.noise is None:
-                raise ValueError(
-                    f"corruption={self.kind!r} needs noise=, a scale; noise_scale(model, subjects) measures ROME's"
-                )
-            if not isinstance(self.noise, int | float) or not math.isfinite(self.noise) or self.noise < 0:
-                raise ValueError(f"noise={self.noise}; it must be a finite number, 0 or more")
-        if (self.swap is not None) != (self.kind == "swap"):
-            raise ValueError("corruption='swap' goes with swap=, another subject's tokens, and swap= with nothing else")
+        return kind
 
     @property
     def rows(self) -> int:

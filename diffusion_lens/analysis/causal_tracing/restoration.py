@@ -10,7 +10,7 @@ from diffusion_lens.settings import Whole, at_least
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Restoration:
     """The states that are restored around a layer, and those that keep their corrupted values above it.
 
@@ -22,34 +22,39 @@ class Restoration:
             which shows the path that the effect takes; `None` severs nothing. With "resid" only.
     """
 
-    kind: str = "resid"
-    window: int = 10
-    severed: str | None = None
+    kind: str
+    window: int
+    severed: str | None
+
+    def __init__(self, kind: str = "resid", window: Whole = 10, severed: str | None = None) -> None:
+        """Check the settings, and convert NumPy's and torch's numbers to plain Python numbers.
+
+        Raises:
+            ValueError: A setting is unknown or out of range.
+            TypeError: The window is not a whole number.
+        """
+        if kind not in SITES:
+            raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(SITES)}")
+        if severed not in (None, "mlp", "attn"):
+            raise ValueError(f"severed={severed!r}; it is 'mlp', 'attn' or None")
+        if severed and kind != "resid":
+            raise ValueError(f"severed={severed!r} goes with kind='resid', not with a window of {kind!r}")
+        vars(self).update(kind=kind, window=at_least(1, "window", window), severed=severed)
 
     @classmethod
     def of(cls, kind: "str | Restoration", window: Whole = 10, severed: str | None = None) -> "Restoration":
         """A restoration from the keywords of `causal_trace`; a `Restoration` is returned as it is.
 
         Raises:
-            ValueError: A setting out of range, or a `Restoration` together with the keywords that it replaces.
+            ValueError: A `Restoration` together with the keywords that it replaces.
         """
         if not isinstance(kind, Restoration):
-            return cls(kind, at_least(1, "window", window), severed)
+            return cls(kind, window, severed)
         if (window, severed) != (10, None):
             raise ValueError(
                 "kind= is a Restoration, which has its own window and severed; leave window= and severed= out"
             )
         return kind
-
-    def __post_init__(self) -> None:
-        if self.kind not in SITES:
-            raise ValueError(f"unknown kind {self.kind!r}; it is one of {', '.join(SITES)}")
-        if self.window < 1:
-            raise ValueError(f"window={self.window}; it must be at least 1")
-        if self.severed not in (None, "mlp", "attn"):
-            raise ValueError(f"severed={self.severed!r}; it is 'mlp', 'attn' or None")
-        if self.severed and self.kind != "resid":
-            raise ValueError(f"severed={self.severed!r} goes with kind='resid', not with a window of {self.kind!r}")
 
     def span(self, layer: int, n_layers: int) -> range:
         """The blocks that are restored around `layer`."""

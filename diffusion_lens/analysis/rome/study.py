@@ -25,6 +25,7 @@ from diffusion_lens.analysis.rome.prompts import ask_with_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.values import optimize_values
+from diffusion_lens.analysis.selection import unique_indices
 from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.facts import Fact, Query
@@ -48,7 +49,7 @@ class KeyValueSettings:
         layout: Layout of the canvas of each request.
     """
 
-    layers: list[int] | None = None
+    layers: Sequence[int] | None = None
     prefixes: tuple[str, ...] = ()
     at: str = "subject_last"
     search: ValueSettings = field(default_factory=ValueSettings)
@@ -56,6 +57,8 @@ class KeyValueSettings:
     layout: CanvasLayout = field(default_factory=CanvasLayout)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", unique_indices("layers", self.layers))
+        object.__setattr__(self, "prefixes", tuple(self.prefixes))
         object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
         if self.at not in KEY_POSITIONS:
             raise ValueError(f"at={self.at!r} is unknown; it is one of {', '.join(KEY_POSITIONS)}")
