@@ -98,7 +98,7 @@ class Fact:
         Raises:
             ValueError: a subject that the prompt does not hold, or holds more than once without `subject_start`.
         """
-        return self._subject_characters(None)
+        return self.subject_characters(None)
 
     @property
     def is_reverse(self) -> bool:
@@ -128,7 +128,7 @@ class Fact:
             ValueError: no subject or answer, a subject that the prompt does not hold or holds more than once, an answer
                 that the tokenizer merges into the prompt, words that it does not know, or too few positions.
         """
-        start, stop = self._subject_characters(occurrence)
+        start, stop = self.subject_characters(occurrence)
         prompt, answer = self.tokenize(model, prepend_bos)
         spans = model.token_spans(self.prompt, prepend_bos)
         of_subject = [i for i, (a, b) in enumerate(spans) if a < stop and b > start]
@@ -182,7 +182,7 @@ class Fact:
             )
         model.check_known(self.prompt + self.answer)
 
-    def _subject_characters(self, occurrence: int | None) -> tuple[int, int]:
+    def subject_characters(self, occurrence: int | None) -> tuple[int, int]:
         """First character of one mention of the subject, and one past its last."""
         if not self.subject.strip():
             raise ValueError(f"the fact {self.prompt!r} has an empty subject; name the part of the prompt to trace")

@@ -1,9 +1,9 @@
 """The identity of a model as results record it: its weights, the caller's hooks, and its modules.
 
 Two calls with the same settings give the same numbers only if these three agree. All three are recorded when a public
-call begins: `begins_run` decorates the public functions, `run_of` is the same as a context manager. The record
-describes what the caller passed in. It does not include the hooks that the call attaches, the edits that it tries or
-the public functions that it calls in turn. The weights are hashed once a call, however many facts the call processes.
+call begins: `begins_run` decorates the public functions, `run_of` is the same as a context manager. The record leaves
+out the hooks that the call attaches, the edits that it tries and the public functions that it calls in turn. The
+weights are hashed once a call, however many facts the call processes.
 
 A hook is identified by its hook point, its direction and its name. The name is the one that `interventions.named`
 gives; otherwise it is the name of the function with a digest of its code and of everything that the code refers to
@@ -12,8 +12,8 @@ change from call to call, such as one that collects activations, has to be named
 refers to something that has no digest, such as a generator, the record says so, and `require_identified` refuses the
 hook where results are stored for later calls.
 
-Modules also decide the numbers: by their classes, their attributes (such as the eps of a norm) and their buffers. A
-user may also have replaced them. `describe_modules` describes them.
+Modules also decide the numbers, by their classes, attributes (such as the eps of a norm) and buffers, and a user may
+have replaced them: `describe_modules` describes them.
 """
 
 import functools
@@ -101,14 +101,15 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Itera
 
 
 def begins_run(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: each call records the identity of every model among its arguments (`run_of`)."""
+    """Decorate a public function: each call records every model that is an argument, or an argument's `model`."""
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
         with ExitStack() as records:
             for argument in (*args, *kwargs.values()):
-                if isinstance(argument, nn.Module) and hasattr(argument, "hook_dict"):
-                    records.enter_context(run_of(argument))
+                model = getattr(argument, "model", argument)
+                if isinstance(model, nn.Module) and hasattr(model, "hook_dict"):
+                    records.enter_context(run_of(model))
             return function(*args, **kwargs)
 
     return recorded
@@ -227,9 +228,9 @@ def weights_sha256(model: nn.Module) -> str:
     """SHA-256 of the current weights: over the name, dtype, shape and SHA-256 of the bytes of each tensor.
 
     Every call reads every byte, so it notices every edit, however it was made (`.data`, numpy, an optimizer). Tensors
-    are hashed in parallel, one thread per core: a billion float32 weights take 4.2 seconds of processor time in total
-    (the matrices of a 24-block model, 4.3 GB, on cores with SHA instructions). Weights on an accelerator are first
-    fingerprinted there (`fingerprint`), and only those that have changed are copied to the CPU.
+    are hashed in parallel, one thread per core: a billion float32 weights take 4.2 seconds of processor time on cores
+    with SHA instructions. Weights on an accelerator are first fingerprinted there (`fingerprint`), and only those that
+    have changed are copied to the CPU.
     """
     weights = dict(model.named_parameters())
     known: dict[str, tuple[bytes, str]] = model.__dict__.setdefault("_weight_digests", {})

@@ -3,12 +3,16 @@
 from diffusion_lens.analysis.average_effects import (
     AverageEffect,
     AverageTrajectoryEffect,
+    Known,
     LoopSettings,
+    TraceSettings,
+    average_facts,
     average_indirect_effect,
     average_trajectory_effect,
     merge,
     recalled_facts,
 )
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing import (
     CausalTrace,
     Corruption,
@@ -17,34 +21,44 @@ from diffusion_lens.analysis.causal_tracing import (
     TrajectoryTrace,
     causal_trace,
     noise_scale,
+    restore_in_loop,
     temporal_effect,
+    trace_query,
+    trace_steps,
     trace_trajectory,
 )
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     KeyResult,
+    KeyValueSettings,
     KeyValueStudy,
     RankOneEdit,
     SecondMoment,
     ValueResult,
+    ValueSettings,
     compute_key,
     edit_success,
     key_value_study,
     optimize_value,
     second_moment,
+    study_keys_and_values,
 )
 from diffusion_lens.analysis.selection import Selection
+from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
 
 __all__ = [
     "AverageEffect",
     "AverageTrajectoryEffect",
+    "CanvasLayout",
     "CausalTrace",
     "Comparison",
     "Comparisons",
     "Corruption",
     "KeyResult",
+    "KeyValueSettings",
     "KeyValueStudy",
+    "Known",
     "LoopSettings",
     "PatchGrid",
     "RankOneEdit",
@@ -52,9 +66,13 @@ __all__ = [
     "SecondMoment",
     "Selection",
     "TemporalEffect",
+    "TraceSettings",
+    "TracedTrajectory",
     "TrajectoryTrace",
     "ValueResult",
+    "ValueSettings",
     "answer_probability",
+    "average_facts",
     "average_indirect_effect",
     "average_trajectory_effect",
     "causal_trace",
@@ -68,7 +86,11 @@ __all__ = [
     "optimize_value",
     "patch_grid",
     "recalled_facts",
+    "restore_in_loop",
     "second_moment",
+    "study_keys_and_values",
     "temporal_effect",
+    "trace_query",
+    "trace_steps",
     "trace_trajectory",
 ]

@@ -67,8 +67,9 @@ def rome(
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     import torch
 
-    from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success, optimize_value
-    from diffusion_lens.analysis.rome import Probe, ValueSettings, ask_with_prefixes, sample_prefixes
+    from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success
+    from diffusion_lens.analysis.canvas_layout import CanvasLayout
+    from diffusion_lens.analysis.rome import Probe, ValueSettings, lay_out_request, optimize_values, sample_prefixes
     from diffusion_lens.facts import Fact
 
     fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
@@ -79,10 +80,9 @@ def rome(
         raise ValueError("--export writes an edited model and needs --target; without it nothing is edited")
     if export is not None:
         require_folder(export, "--export")
-    search: dict[str, Any] = {"steps": iterations, "lr": lr, "over_states": over_states}
-    layout: dict[str, Any] = {"length": length, "first_tokens": first_tokens}
-    ValueSettings(**search)  # Check the settings early.
-    report = Report("rome", {**arguments, **layout}, out, json)
+    search = ValueSettings(steps=iterations, lr=lr, over_states=over_states)
+    layout = CanvasLayout(length, first_tokens=first_tokens)
+    report = Report("rome", {**arguments, "length": length}, out, json)
     if out is not None:
         require("pictures")
     if dry_run:
@@ -90,18 +90,18 @@ def rome(
         share_above = 1 - (layer % depth + 1) / depth
         n_positions = length or len(f"{prompt}{answer}".split()) * 2
         if (outline := chosen.without_weights()) is not None:
-            n_positions = len(ask_with_prefixes(outline, fact, [], **layout)[0].tokens)
+            n_positions = len(lay_out_request(outline, fact, [], layout)[0].tokens)
             if target is not None:
-                ask_with_prefixes(outline, replace(fact, answer=answer), [], **layout)
+                lay_out_request(outline, replace(fact, answer=answer), [], layout)
         passes = (prefixes + 2) * (1 + iterations * share_above)
         cost.show(report, chosen, cost.Cost(passes, n_positions, prefixes + 2, backward=passes), flops)
 
     loaded = chosen.load()
     layer %= loaded.cfg.n_layers
     prefix_texts = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
-    request = ask_with_prefixes(loaded, fact, prefix_texts, **layout)
+    request = lay_out_request(loaded, fact, prefix_texts, layout)
     key = compute_key(loaded, request, layer)
-    value = optimize_value(loaded, request, layer, progress=progress(), **search)
+    value = optimize_values(loaded, [request], layer, settings=search, progress=progress())[0]
     answer_text = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
     report.say(
         f"k* at layer {layer}, position {request[0].subject[1] - 1}: norm {key.vector.norm():.3f}",
@@ -121,7 +121,7 @@ def rome(
             "picture": save_figure(value.plot(), out / "losses.png"),
         }
     if target is not None:
-        rival = ask_with_prefixes(loaded, replace(fact, answer=answer), [], **layout)[0]
+        rival = lay_out_request(loaded, replace(fact, answer=answer), [], layout)[0]
         edit = RankOneEdit(loaded, layer, key, value)
         success = edit_success(loaded, edit, {"efficacy": [Probe(request[0], rival)]})
         efficacy = success.table()["efficacy"]

@@ -1,6 +1,7 @@
 """`diffusion-lens trace` traces one fact, and `aie` averages the traces of many facts."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -46,19 +47,16 @@ def trace(
     """
     arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
-    from diffusion_lens.analysis import causal_trace, noise_scale
+    from diffusion_lens.analysis import Corruption, Restoration, Selection, noise_scale, trace_query
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS, Corruption
-    from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+    from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS
     from diffusion_lens.facts import Fact
 
     available = [name for name in CORRUPTIONS if name != "swap"]  # "swap" needs another subject, which no option gives.
     without_mask = [name for name in available if name != "mask"]
     if corruption not in available:
         raise ValueError(f"corruption={corruption!r} is unknown here; it is one of {', '.join(available)}")
-    # Check all settings before the model is loaded.
-    Corruption.of(corruption, noise or 0.0, samples, seed)
-    Restoration.of(kind, window)
+    corrupting, restoration = Corruption(corruption, noise or 0.0, samples, seed), Restoration(kind, window)
     shape = chosen.known_shape()
     if corruption == "mask" and shape is not None and not shape.has_mask:
         raise ValueError(
@@ -80,18 +78,9 @@ def trace(
 
     loaded = chosen.load()
     query = layout.query(loaded, fact)
-    scale = noise_scale(loaded, [query]) if noise is None and corruption != "mask" else noise
-    result = causal_trace(
-        loaded,
-        query,
-        kind,
-        window=window,
-        noise=scale,
-        samples=samples,
-        seed=seed,
-        corruption=corruption,
-        progress=progress(),
-    )
+    if noise is None and corruption != "mask":
+        corrupting = replace(corrupting, noise=noise_scale(loaded, [query]))
+    result = trace_query(loaded, query, restoration, corrupting, Selection(), progress=progress())
     report.say(f"p(answer) {result.clean:.3f}, with the subject corrupted {result.corrupted:.3f}")
     strongest = result.indirect_effect.flatten().argsort(descending=True)[:5].tolist()
     n_columns = result.scores.shape[1]

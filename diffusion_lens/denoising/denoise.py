@@ -27,10 +27,17 @@ def denoise(
     fwd_hooks: FwdHooks = (),
     progress: bool = False,
 ) -> Trajectory:
-    """Run the loop from a canvas, which `lay_out` makes from a prompt.
+    """Run the loop from a canvas, like `HookedDiffusionTransformer.denoise`, with settings given as one object.
 
     Args:
-        fwd_hooks, progress: The same as in `HookedDiffusionTransformer.denoise`, which also lists the errors.
+        model: Masked diffusion model or causal model.
+        canvas: Canvas with the prompt, `lay_out(model, prompt, max_new_tokens)`.
+        settings: Settings of the loop.
+        fwd_hooks: Pairs (hook point or predicate, function), attached during the run.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The settings do not fit the model or the canvas, as in `HookedDiffusionTransformer.denoise`.
     """
     with run_of(model, fwd_hooks):
         run = prepare(model, canvas, settings)

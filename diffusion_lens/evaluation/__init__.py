@@ -2,12 +2,13 @@
 
 from diffusion_lens.evaluation.likelihood import NLLEstimate, chain_rule_nll, monte_carlo_nll
 from diffusion_lens.evaluation.recall import Recall, Reply
-from diffusion_lens.evaluation.recall_by_steps import recall_by_steps
+from diffusion_lens.evaluation.recall_by_steps import RecallSettings, recall_by_steps, recall_facts
 from diffusion_lens.evaluation.scores import character_bleu, contained, corpus_word_bleu, exact, word_bleu
 
 __all__ = [
     "NLLEstimate",
     "Recall",
+    "RecallSettings",
     "Reply",
     "chain_rule_nll",
     "character_bleu",
@@ -16,5 +17,6 @@ __all__ = [
     "exact",
     "monte_carlo_nll",
     "recall_by_steps",
+    "recall_facts",
     "word_bleu",
 ]

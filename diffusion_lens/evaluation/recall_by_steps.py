@@ -102,7 +102,8 @@ def recall_by_steps(
     """Let the model answer every fact at every number of steps; the defaults are those of SMDM's evaluation.
 
     A sampler that writes from left to right takes one step per token, so it ignores `steps` and fills one column of its
-    own. A causal model has no guidance: it writes with `cfg_scale=0`.
+    own. A causal model has no guidance: it writes with `cfg_scale=0`. `recall_facts` takes the settings as one object,
+    `RecallSettings`.
 
     Args:
         facts: Facts; their trained and queried directions make the cells of the table.
@@ -133,11 +134,23 @@ def recall_facts(
     model: HookedDiffusionTransformer,
     facts: Sequence[Fact],
     settings: RecallSettings,
-    out: str | Path | None,
-    shard: Shard,
-    progress: bool,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool = False,
 ) -> Recall:
-    """Let the model answer every fact; `recall_by_steps` describes the arguments."""
+    """Let the model answer every fact, like `recall_by_steps`, with settings given as one object.
+
+    Args:
+        facts: Facts; their trained and queried directions make the cells of the table.
+        settings: How the answers are written.
+        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
+            written.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The same as in `recall_by_steps`.
+    """
     length = model.cfg.trained_length or LENGTH if settings.length is None else settings.length
     settings, columns = replace(settings, length=length), settings.columns(model.cfg)
     usable = UsableFacts.of(facts, lambda fact: prompt_length(model, fact, length))

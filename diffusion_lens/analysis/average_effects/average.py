@@ -126,6 +126,8 @@ def average_indirect_effect(
 ) -> AverageEffect:
     """Trace many facts on either variant, and average.
 
+    `average_facts` takes the settings as one object, `TraceSettings`.
+
     Args:
         facts: Facts to trace.
         kind, window, samples, severed, layers, max_bytes: The same as in `causal_trace`.

@@ -191,6 +191,8 @@ def average_trajectory_effect(
 ) -> AverageTrajectoryEffect:
     """Trace many facts at the steps that write their answers, on either variant, and average step by step.
 
+    `average_facts` takes the settings as one object, `TraceSettings`.
+
     Args:
         canvas: Canvases that the corrupted runs see, "forced" or "free", as in `trace_trajectory`.
         roles: Roles to trace, "answer_revealed" among them; by default all.

@@ -59,7 +59,7 @@ class FactTracer:
                 settings.restoration,
                 self._corruption(fact_id),
                 self._selection(query),
-                settings.max_bytes,
+                max_bytes=settings.max_bytes,
             )
         return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
 
@@ -83,7 +83,7 @@ class FactTracer:
                 settings.restoration,
                 self._corruption(fact_id),
                 self._selection(query),
-                settings.max_bytes,
+                max_bytes=settings.max_bytes,
             )
         else:
             trace = self._first_canvas(run)

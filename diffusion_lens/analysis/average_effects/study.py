@@ -29,11 +29,33 @@ def average_facts(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
     settings: TraceSettings,
-    out: str | Path | None,
-    shard: Shard,
-    progress: bool,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool = False,
 ) -> A:
-    """Trace many facts and average them; `average_indirect_effect` describes the arguments."""
+    """Trace many facts and average them, with settings given as objects.
+
+    Args:
+        result_type: `AverageEffect`, or `AverageTrajectoryEffect` if `settings.canvas` is set.
+        model: Masked diffusion model or causal model.
+        facts: Facts to trace.
+        settings: Settings with which every fact is traced.
+        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
+            written.
+        shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The same as in `average_indirect_effect`; or the type of the result does not fit the settings.
+
+    Warns:
+        UserWarning: The rule leaves out all facts, so that nothing is averaged.
+    """
+    if (settings.canvas is not None) != result_type.BY_STEP:
+        raise ValueError(
+            f"settings.canvas={settings.canvas!r}: AverageTrajectoryEffect needs a canvas, 'forced' or 'free', and "
+            "AverageEffect has none"
+        )
     return plan(model, facts, settings).collect(result_type, out, shard, progress)
 
 

@@ -2,10 +2,10 @@
 
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, temporal_effect
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, noise_scale
+from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, restore_in_loop, temporal_effect
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, noise_scale, trace_query
 from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import trace_trajectory
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import trace_steps, trace_trajectory
 
 __all__ = [
     "CausalTrace",
@@ -15,6 +15,9 @@ __all__ = [
     "TrajectoryTrace",
     "causal_trace",
     "noise_scale",
+    "restore_in_loop",
     "temporal_effect",
+    "trace_query",
+    "trace_steps",
     "trace_trajectory",
 ]

@@ -101,6 +101,8 @@ def temporal_effect(
 ) -> TemporalEffect:
     """Restore each state at each step alone, and count the samples whose final text contains the answer.
 
+    `restore_in_loop` takes the settings as objects: a `Restoration`, a `Corruption` and a `Selection`.
+
     Every sample of every cell is denoised from its step to the end: on a large model, select `steps`, `positions` and
     `layers`.
 
@@ -125,22 +127,41 @@ def temporal_effect(
         Restoration.of(kind, window),
         Corruption.of(corruption, noise, samples, seed, swap),
         Selection.of(positions, layers),
-        max_bytes,
-        progress,
+        max_bytes=max_bytes,
+        progress=progress,
     )
 
 
+@begins_run
 @torch.no_grad()
 def restore_in_loop(
     run: TracedTrajectory,
     steps: Iterable[Whole] | None,
     restoration: Restoration,
     corruption: Corruption,
-    selection: Selection,
-    max_bytes: int,
+    selection: Selection | None = None,
+    *,
+    max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TemporalEffect:
-    """Restore states of one run at single steps; `temporal_effect` describes the arguments."""
+    """Restore states of one run at single steps, like `temporal_effect`, with settings given as objects.
+
+    Args:
+        run: Clean run and its query, `TracedTrajectory.of(model, query, trajectory)`.
+        steps: Steps at which states are restored; `None` selects all up to the one that reveals the answer's last
+            token.
+        restoration: States that each cell restores; nothing may be severed.
+        corruption: Corruption of the subject.
+        selection: Positions and layers of the cells; by default all.
+        max_bytes: Memory to use in addition to the weights.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The same as in `temporal_effect`.
+
+    Warns:
+        UserWarning: The same as in `temporal_effect`.
+    """
     # 1. Check the settings, and denoise the corrupted runs.
     model = run.model
     if restoration.severed:
@@ -149,7 +170,7 @@ def restore_in_loop(
     run.require_loop_memory(corruption, max_bytes)
     corrupted = run.corrupted(corruption)
     selected_steps = check_steps(run, range(corrupted.first_step, max(run.revealed_at) + 1) if steps is None else steps)
-    positions, layers = selection.within(run.n_pos, model.cfg.n_layers)
+    positions, layers = (selection or Selection()).within(run.n_pos, model.cfg.n_layers)
 
     # 2. At each step, restore every cell and denoise to the end.
     by_sample = torch.full(

@@ -145,6 +145,8 @@ def causal_trace(
 ) -> CausalTrace:
     """Score every (position, layer) cell of one query by restoring it in a corrupted run.
 
+    `trace_query` takes the settings as objects: a `Restoration`, a `Corruption` and a `Selection`.
+
     Args:
         model: Masked diffusion model or causal model.
         query: Canvas, subject and answer; or a fact, which is laid out as in `average_indirect_effect`. The probability
@@ -175,26 +177,42 @@ def causal_trace(
         Restoration.of(kind, window, severed),
         Corruption.of(corruption, noise, samples, seed, swap),
         Selection.of(positions, layers),
-        max_bytes,
-        progress,
+        max_bytes=max_bytes,
+        progress=progress,
     )
 
 
+@begins_run
 @torch.no_grad()
 def trace_query(
     model: DiffusionTransformer,
     query: Query,
     restoration: Restoration,
     corruption: Corruption,
-    selection: Selection,
-    max_bytes: int,
+    selection: Selection | None = None,
+    *,
+    max_bytes: int = 2**30,
     progress: bool = False,
 ) -> CausalTrace:
-    """Trace one query; `causal_trace` describes the arguments."""
+    """Score every (position, layer) cell of one query, like `causal_trace`, with settings given as objects.
+
+    Args:
+        model: Masked diffusion model or causal model.
+        query: Canvas, subject and answer; `fact.to_query(model)` makes one.
+        restoration: States that each cell restores.
+        corruption: Corruption of the subject.
+        selection: Positions and layers of the cells; by default all.
+        max_bytes: Memory to use in addition to the weights.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The selection or the corruption does not fit the model or the query, the query has no answer, or the
+            budget is too small for one cell.
+    """
     # 1. Lay out the inputs of the clean and the corrupted run.
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.real_positions(canvas)
-    positions, layers = selection.within(len(query.tokens), model.cfg.n_layers)
+    positions, layers = (selection or Selection()).within(len(query.tokens), model.cfg.n_layers)
     n_rows, rows = corruption.rows, answer.rows.tolist()
     pair = RunPair(
         clean=NetworkInput(model, canvas, rows, real),

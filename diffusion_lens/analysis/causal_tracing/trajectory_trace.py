@@ -65,6 +65,8 @@ def trace_trajectory(
 ) -> TrajectoryTrace:
     """Make a causal trace at every step at which an answer token is masked.
 
+    `trace_steps` takes the settings as objects: a `Restoration`, a `Corruption` and a `Selection`.
+
     Args:
         steps: Steps to trace; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
         canvas: "forced" or "free", canvases that the corrupted run reads.
@@ -91,11 +93,12 @@ def trace_trajectory(
         Restoration.of(kind, window, severed),
         Corruption.of(corruption, noise, samples, seed, swap),
         Selection.of(positions, layers),
-        max_bytes,
-        progress,
+        max_bytes=max_bytes,
+        progress=progress,
     )
 
 
+@begins_run
 @torch.no_grad()
 def trace_steps(
     run: TracedTrajectory,
@@ -103,11 +106,29 @@ def trace_steps(
     canvas: str,
     restoration: Restoration,
     corruption: Corruption,
-    selection: Selection,
-    max_bytes: int,
+    selection: Selection | None = None,
+    *,
+    max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TrajectoryTrace:
-    """Trace the steps of one denoising run; `trace_trajectory` describes the arguments."""
+    """Make a causal trace at steps of one denoising run, like `trace_trajectory`, with settings given as objects.
+
+    Args:
+        run: Clean run and its query, `TracedTrajectory.of(model, query, trajectory)`.
+        steps: Steps to trace; `None` selects those from t1 to t2.
+        canvas: "forced" or "free", canvases that the corrupted run reads.
+        restoration: States that each cell restores.
+        corruption: Corruption of the subject.
+        selection: Positions and layers of the cells; by default all.
+        max_bytes: Memory to use in addition to the weights.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The same as in `trace_trajectory`.
+
+    Warns:
+        UserWarning: The same as in `trace_trajectory`.
+    """
     # 1. Check the settings; with free canvases, denoise the corrupted runs.
     model = run.model
     check_canvas(canvas)
@@ -116,7 +137,7 @@ def trace_steps(
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
     selected_steps = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
-    positions, layers = selection.within(run.n_pos, model.cfg.n_layers)
+    positions, layers = (selection or Selection()).within(run.n_pos, model.cfg.n_layers)
     if canvas == "free":
         run.require_loop_memory(corruption, max_bytes)
     free = run.corrupted(corruption) if canvas == "free" else None

@@ -3,9 +3,9 @@
 from diffusion_lens.analysis.rome.covariance import SecondMoment, second_moment
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import KeyResult, compute_key, compute_keys
-from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, sample_prefixes
+from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, lay_out_request, sample_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
-from diffusion_lens.analysis.rome.study import key_value_study
+from diffusion_lens.analysis.rome.study import KeyValueSettings, key_value_study, study_keys_and_values
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.success import EditReport, edit_success
 from diffusion_lens.analysis.rome.values import ValueResult, optimize_value, optimize_values
@@ -15,6 +15,7 @@ __all__ = [
     "EditReport",
     "FactVectors",
     "KeyResult",
+    "KeyValueSettings",
     "KeyValueStudy",
     "Probe",
     "RankOneEdit",
@@ -26,8 +27,10 @@ __all__ = [
     "compute_keys",
     "edit_success",
     "key_value_study",
+    "lay_out_request",
     "optimize_value",
     "optimize_values",
     "sample_prefixes",
     "second_moment",
+    "study_keys_and_values",
 ]

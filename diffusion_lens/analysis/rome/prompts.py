@@ -105,14 +105,23 @@ def ask_with_prefixes(
     Raises:
         ValueError: `Fact.to_query` refuses the fact, or the tokenizer splits the object differently after a prefix.
     """
+    layout = CanvasLayout(length, first_tokens=first_tokens, occurrence=occurrence)
+    return lay_out_request(model, fact, prefixes, layout, prepend_bos)
+
+
+def lay_out_request(
+    model: DiffusionTransformer,
+    fact: Fact,
+    prefixes: Sequence[str],
+    layout: CanvasLayout,
+    prepend_bos: bool | None = None,
+) -> list[Query]:
+    """The plain request and the request after each prefix, like `ask_with_prefixes`, on canvases of this layout."""
+    start, _ = fact.subject_characters(layout.occurrence)
+    layout = replace(layout, occurrence=None)  # The mention is given by its first character, which a prefix moves.
     queries = []
     for prefix in ["", *prefixes]:
-        prefixed, mention = replace(fact, prompt=prefix + fact.prompt), occurrence
-        if occurrence is None:
-            prefixed = replace(prefixed, subject_start=len(prefix) + fact.subject_span[0])
-        else:
-            mention = occurrence + sum(prefixed.prompt.startswith(fact.subject, i) for i in range(len(prefix)))
-        layout = CanvasLayout(length, first_tokens=first_tokens, occurrence=mention)
+        prefixed = replace(fact, prompt=prefix + fact.prompt, subject_start=len(prefix) + start)
         queries.append(layout.query(model, prefixed, prepend_bos=prepend_bos))
     check_object(model, queries)
     return queries

@@ -21,7 +21,7 @@ from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
-from diffusion_lens.analysis.rome.prompts import ask_with_prefixes
+from diffusion_lens.analysis.rome.prompts import lay_out_request
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.values import optimize_values
@@ -49,11 +49,11 @@ class KeyValueSettings:
         layout: Layout of the canvas of each request.
     """
 
-    layers: Sequence[int] | None = None
-    prefixes: tuple[str, ...] = ()
+    layers: Iterable[Whole] | None = None
+    prefixes: Sequence[str] = ()
     at: str = "subject_last"
     search: ValueSettings = field(default_factory=ValueSettings)
-    batch_size: int = 32
+    batch_size: Whole = 32
     layout: CanvasLayout = field(default_factory=CanvasLayout)
 
     def __post_init__(self) -> None:
@@ -69,10 +69,7 @@ class KeyValueSettings:
 
     def request(self, model: DiffusionTransformer, fact: Fact) -> list[Query]:
         """The plain request of a fact, and the request after each prefix."""
-        length, first_tokens, occurrence = self.layout.length, self.layout.first_tokens, self.layout.occurrence
-        return ask_with_prefixes(
-            model, fact, self.prefixes, length=length, first_tokens=first_tokens, occurrence=occurrence
-        )
+        return lay_out_request(model, fact, self.prefixes, self.layout)
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
         """The settings for a record; without the model's shape, only those that do not depend on it.
@@ -114,6 +111,8 @@ def key_value_study(
 ) -> KeyValueStudy:
     """k* and v* of every fact at every layer.
 
+    `study_keys_and_values` takes the settings as one object, `KeyValueSettings`.
+
     Args:
         facts: Facts, with `person` and `asked` if the directions are to be compared.
         layers: Blocks whose MLPs are studied; by default all but the last, whose output reaches no other position.
@@ -137,11 +136,11 @@ def key_value_study(
             that `rome.ask_with_prefixes` refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
     """
     chosen = KeyValueSettings(
-        layers=None if layers is None else pick_indices("layers", layers, model.cfg.n_layers),
-        prefixes=tuple(prefixes),
+        layers=layers,
+        prefixes=prefixes,
         at=at,
         search=settings or ValueSettings(),
-        batch_size=at_least(1, "batch_size", batch_size),
+        batch_size=batch_size,
         layout=CanvasLayout(length, first_tokens=first_tokens, occurrence=occurrence),
     )
     return study_keys_and_values(model, facts, chosen, out, shard, progress)
@@ -152,14 +151,27 @@ def study_keys_and_values(
     model: DiffusionTransformer,
     facts: Sequence[Fact],
     settings: KeyValueSettings,
-    out: str | Path | None,
-    shard: Shard,
-    progress: bool,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool = False,
 ) -> KeyValueStudy:
-    """k* and v* of every fact at every layer; `key_value_study` describes the arguments."""
-    settings = replace(settings, layout=settings.layout.on(model))
+    """k* and v* of every fact at every layer, like `key_value_study`, with settings given as one object.
+
+    Args:
+        model: Masked diffusion model or causal model.
+        facts: Facts, with `person` and `asked` if the directions are to be compared.
+        settings: Settings of the study.
+        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
+            written.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The same as in `key_value_study`.
+    """
+    settings = replace(settings, layers=settings.blocks(model.cfg.n_layers), layout=settings.layout.on(model))
     usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
-    ids, size = list(usable.prepared), settings.batch_size
+    ids, size = list(usable.prepared), int(settings.batch_size)
     record = {**settings.describe(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
 
     def compute(batch: Sequence[str]) -> list[FactVectors]:
