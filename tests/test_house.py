@@ -41,6 +41,7 @@ ROOMS = (
     "diffusion_lens.function_digest",
     "diffusion_lens.hook_identity",
     "diffusion_lens.loop_only",
+    "diffusion_lens.weights_digest",
     "diffusion_lens.identity",
     "diffusion_lens.records",
     "diffusion_lens.plots",

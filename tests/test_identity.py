@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from diffusion_lens import identity
+from diffusion_lens import identity, weights_digest
 from diffusion_lens.analysis import (
     average_indirect_effect,
     causal_trace,
@@ -26,9 +26,10 @@ from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.evaluation import Recall, recall_by_steps
-from diffusion_lens.identity import describe_hooks, describe_modules, fingerprint, name_of, weights_sha256
+from diffusion_lens.identity import describe_hooks, describe_modules, name_of
 from diffusion_lens.interventions import freeze, named, steer, swap, zero_ablate
 from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.weights_digest import fingerprint, weights_sha256
 
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
 CELLS = dict(layers=[0], positions=[0])
@@ -124,7 +125,7 @@ def test_a_fingerprint_tells_bytes_apart(dtype, shape):
 def test_on_an_accelerator_only_what_changed_travels(either, monkeypatch):
     original = either.model
     model, travelled = copy.deepcopy(original), []
-    monkeypatch.setattr(identity, "_is_near", lambda weight: False)
+    monkeypatch.setattr(weights_digest, "_is_near", lambda weight: False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: travelled.append(self.shape) or self)
     assert weights_sha256(model) == weights_sha256(original)
     travelled.clear()

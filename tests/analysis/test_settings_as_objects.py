@@ -135,13 +135,13 @@ def test_every_constructor_refuses_wrong_settings(cases, error, monkeypatch):
 
 def test_settings_are_normalised_hashable_and_plain(monkeypatch):
     monkeypatch.setattr(config, "jaxtyping_disable", True)
-    with_lists = TraceSettings(**TRACES, roles=["answer", "unasked"], layers=[np.int64(1)])
+    with_lists = TraceSettings(**TRACES, roles=["answer", "prompt_last"], layers=[np.int64(1)])
     recall = RecallSettings([1, 4], np.int64(20), LoopSettings(seed=np.uint8(3)))
     study = KeyValueSettings(layers=[np.int64(1)], prefixes=["a "])
     pairs = [
         *NORMALISED,
         (CanvasLayout(np.int64(9)), CanvasLayout(9)),
-        (with_lists, TraceSettings(**TRACES, roles=("unasked", "answer"), layers=(1,))),
+        (with_lists, TraceSettings(**TRACES, roles=("prompt_last", "answer"), layers=(1,))),
         (recall, RecallSettings((1, 4), 20, LoopSettings(seed=3))),
         (study, KeyValueSettings((1,), ("a ",))),
         (Known("ids", ["a"]), Known.of({"a"})),
