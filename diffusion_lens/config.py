@@ -82,7 +82,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             folded: Whether the norms' weights are folded into the projections (`layer_norm_folding`).
 
         Raises:
-            ValueError: weights cannot have this dtype, or this machine does not have the device.
+            ValueError: Weights cannot have this dtype, or this machine does not have the device.
         """
         a = architecture
         return cls(
@@ -162,7 +162,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         """The id at a position of a canvas that is not yet revealed: the id of [MASK], or `UNREACHED`.
 
         Raises:
-            ValueError: a bidirectional model without [MASK], on whose canvas every position holds a token.
+            ValueError: The model is bidirectional and has no [MASK], so every position of its canvas contains a token.
         """
         if self.mask_token_id is not None:
             return self.mask_token_id
@@ -188,7 +188,7 @@ def reached(tokens: int) -> bool: ...
 @overload
 def reached(tokens: Tensor) -> Tensor: ...
 def reached(tokens: int | Tensor) -> bool | Tensor:
-    """Whether a position of a canvas holds a token or [MASK]; false where the text has not reached the position."""
+    """Whether a position of a canvas contains a token or [MASK]; false where the text has not reached the position."""
     return tokens != UNREACHED
 
 
@@ -207,7 +207,7 @@ def device_named(device: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
     if resolved.type == "meta":
-        raise ValueError("the device 'meta' holds no values, so nothing can run there; use 'cpu' or 'cuda'")
+        raise ValueError("the device 'meta' has no values, so nothing can run there; use 'cpu' or 'cuda'")
     return resolved
 
 

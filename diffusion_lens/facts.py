@@ -19,11 +19,11 @@ class Query:
     """A canvas, the subject in it, and the answer that the model should give.
 
     Attributes:
-        tokens: Int[pos], the canvas. On a masked diffusion model the answer's positions hold [MASK]; on a causal model
+        tokens: Int[pos], the canvas. On a masked diffusion model the answer's positions are masked; on a causal model
             all tokens of the answer but the last follow the prompt (teacher forcing). Analyses refuse other layouts.
         subject: First position of the subject, and one past its last.
         answer_positions: Positions of the answer's tokens, whatever the model. On a causal canvas the last one may
-            equal `len(tokens)`, the next token; a later one is predicted only once the canvas holds those before it.
+            equal `len(tokens)`, the next token; a later one is predicted only once the canvas contains those before it.
         answer_tokens: Ids of the answer's tokens, one for each position.
     """
 
@@ -77,7 +77,7 @@ class Fact:
         person: Person whom the fact is about, where the data set names one.
         description: Description of the person, where the data set has one.
         template: Prompt with "<subject>" in place of the subject.
-        subject_start: Character at which the subject begins, needed only where the prompt holds it several times.
+        subject_start: Character at which the subject begins, needed only where the prompt contains it several times.
     """
 
     prompt: str
@@ -96,7 +96,7 @@ class Fact:
         """First character of the subject in the prompt, and one past its last.
 
         Raises:
-            ValueError: a subject that the prompt does not hold, or holds more than once without `subject_start`.
+            ValueError: The prompt does not contain the subject, or contains it more than once without `subject_start`.
         """
         return self.subject_characters(None)
 
@@ -117,16 +117,17 @@ class Fact:
         """This fact on the model's canvas.
 
         Args:
-            n_masks: number of masked positions after the prompt on a masked diffusion model; by default as many
+            n_masks: Number of masked positions after the prompt on a masked diffusion model; by default as many
                 as the answer has tokens. With more, the model may end the text itself; `denoise` and averages over
                 facts take `cfg.trained_length` less the prompt's tokens.
-            first_tokens: number of the answer's tokens to query, from its first; 1 is ROME's single-token query.
-            occurrence: index of the subject's mention, from 0, where the prompt has several.
-            prepend_bos: whether the text begins with BOS; by default as the tokenizer does.
+            first_tokens: Number of the answer's tokens to query, from its first; 1 is ROME's single-token query.
+            occurrence: Index of the subject's mention, from 0, where the prompt has several.
+            prepend_bos: Whether the text begins with BOS; by default as the tokenizer does.
 
         Raises:
-            ValueError: no subject or answer, a subject that the prompt does not hold or holds more than once, an answer
-                that the tokenizer merges into the prompt, words that it does not know, or too few positions.
+            ValueError: There is no subject or answer, the prompt does not contain the subject or contains it more than
+                once, the tokenizer merges the answer into the prompt or does not know a word, or there are too few
+                positions.
         """
         start, stop = self.subject_characters(occurrence)
         prompt, answer = self.tokenize(model, prepend_bos)
@@ -151,7 +152,7 @@ class Fact:
         """Ids of the prompt, and of the answer as it continues the prompt.
 
         Raises:
-            ValueError: no answer, one that the tokenizer merges into the prompt, or words that it does not know.
+            ValueError: There is no answer, or the tokenizer merges it into the prompt or does not know a word.
         """
         self.check_words(model)
         prompt = model.encode(self.prompt, prepend_bos)

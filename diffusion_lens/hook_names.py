@@ -55,8 +55,8 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
     """The hook points that a filter (a name, names, a predicate, `None` for all) selects.
 
     Raises:
-        KeyError: a name is not a hook point.
-        ValueError: the filter selects no hook point.
+        KeyError: A name is not a hook point.
+        ValueError: The filter selects no hook point.
     """
     if names_filter is None:
         return list(hook_dict)

@@ -66,11 +66,11 @@ class HookedDiffusionTransformer(Forward):
                 `enable_compatibility_mode`. A model that was saved folded stays folded (`cfg.layer_norm_folding`).
 
         Raises:
-            ValueError: the name (the message gives the nearest), the dtype or the device is unknown; no family supports
+            ValueError: The name (the message gives the nearest), the dtype or the device is unknown; no family supports
                 the config; the file is truncated; or tensors are missing, unknown or misshapen.
-            FileNotFoundError: there is no such file; the repository has no safetensors; or the model is not in the
+            FileNotFoundError: There is no such file; the repository has no safetensors; or the model is not in the
                 cache while the hub is unreachable (the message says which files to put where).
-            PermissionError: the repository's terms have not been accepted.
+            PermissionError: The repository's terms have not been accepted.
         """
         cfg, checkpoint, loaded = open_pretrained(
             name_or_path,
@@ -114,7 +114,7 @@ class HookedDiffusionTransformer(Forward):
                 the error gives the reason of each.
 
         Raises:
-            ValueError: the processing would change the logits, or the weights have less precision than float32.
+            ValueError: The processing would change the logits, or the weights have less precision than float32.
         """
         requested = {
             "center_writing_weights": center_writing_weights,
@@ -177,11 +177,11 @@ class HookedDiffusionTransformer(Forward):
             progress: Whether a progress bar is shown.
 
         Raises:
-            ValueError: a setting is out of range, the sampler is unknown, or the length leaves nothing to fill.
-            TypeError: a setting has the wrong type, such as a length that is not a whole number.
-            KeyError: a hook point does not exist.
-            FloatingPointError: logits are NaN or +inf, or -inf for every token, at a position that would be revealed.
-            RuntimeError: another denoising loop is running on this model.
+            ValueError: A setting is out of range, the sampler is unknown, or the length leaves nothing to fill.
+            TypeError: A setting has the wrong type, such as a length that is not a whole number.
+            KeyError: A hook point does not exist.
+            FloatingPointError: Logits are NaN or +inf, or -inf for every token, at a position that would be revealed.
+            RuntimeError: Another denoising loop is running on this model.
         """
         settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
@@ -229,7 +229,7 @@ class HookedDiffusionTransformer(Forward):
             attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
         Raises:
-            ValueError: the filter selects nothing, a step does not exist, or the cache exceeds `max_bytes` (the message
+            ValueError: The filter selects nothing, a step does not exist, or the cache exceeds `max_bytes` (the message
                 lists the largest activations).
         """
         cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)

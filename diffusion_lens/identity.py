@@ -40,8 +40,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OWN_MODULES = "of this library and torch"
-# Attributes of modules that are left out: the record holds them elsewhere, they belong to one call, or torch keeps its
-# hooks there.
+# Attributes of modules that are left out: the record contains them elsewhere, they belong to one call, or torch keeps
+# its hooks there.
 _LEFT_OUT = (
     frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
     | {"name", "ctx", "fwd_hooks", "bwd_hooks"}
@@ -168,7 +168,7 @@ def require_identified(record: Mapping[str, Any], where: str) -> None:
         if UNIDENTIFIED in module:
             raise ValueError(
                 f"{where} stores results that later calls use only with the same model, and its module {path!r} cannot "
-                f"be identified: {module}. Let it hold plain values, or make the call without a folder"
+                f"be identified: {module}. Store plain values in it, or make the call without a folder"
             )
 
 

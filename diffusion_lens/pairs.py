@@ -102,7 +102,7 @@ def load_pair(
         device, dtype, cache_dir, token, local_files_only: Arguments of `from_pretrained`, for both models.
 
     Raises:
-        ValueError: no pair has this name; the message lists the names.
+        ValueError: No pair has this name; the message lists the names.
     """
     pair = PAIRS.get(name.lower())
     if pair is None:

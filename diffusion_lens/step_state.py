@@ -81,7 +81,7 @@ class StepClock:
         """Exclude other threads while hooks are attached; the same thread may enter again.
 
         Raises:
-            RuntimeError: another thread holds the model, or is in a forward pass of it.
+            RuntimeError: Another thread holds the model, or is in a forward pass of it.
         """
         with _COUNTING:
             self.require_alone()
@@ -130,7 +130,7 @@ class StepClock:
         """Reserve the clock for one run of the loop; at its end, exception or not, the step is `None` again.
 
         Raises:
-            RuntimeError: another run is in progress, in another thread or around this one.
+            RuntimeError: Another run is in progress, in another thread or around this one.
         """
         with _COUNTING:
             if self._busy:

@@ -472,7 +472,7 @@ def test_a_name_that_no_repository_can_have(online, tmp_path):
 
 def test_the_repository_of_smdm_is_not_one_model(online, tmp_path):
     hub = online(tmp_path)
-    with pytest.raises(ValueError, match=r"nieshen/SMDM holds many checkpoints.*'smdm-1028m'"):
+    with pytest.raises(ValueError, match=r"nieshen/SMDM contains many checkpoints.*'smdm-1028m'"):
         load("nieshen/SMDM")
     assert hub.calls == []
 

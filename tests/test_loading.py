@@ -336,7 +336,7 @@ def test_a_dead_network_is_tried_once(hub):
 
 def test_neither_file_on_the_hub(hub):
     hub({})
-    with pytest.raises(FileNotFoundError, match="holds neither") as caught:
+    with pytest.raises(FileNotFoundError, match="contains neither") as caught:
         load("ar-1028m")
     for word in ("ar_safetensors/ar-1028M-100e18.safetensors", "ar/ar-1028M-100e18.pth", "'ar-1028m'", "pass the path"):
         assert word in str(caught.value)

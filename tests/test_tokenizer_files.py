@@ -128,7 +128,7 @@ def test_a_special_token_that_the_model_has_no_row_for(folder):
 def test_a_model_without_a_tokenizer_is_not_saved_over_one_with(folder, tmp_path):
     target = load(MDM / "model.safetensors", tokenizer=folder, device="cpu").save_pretrained(tmp_path / "saved")
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    with pytest.raises(ValueError, match=r"saved holds a tokenizer, and this model has none.*Nothing was written"):
+    with pytest.raises(ValueError, match=r"saved contains a tokenizer, and this model has none.*Nothing was written"):
         load(MDM / "model.safetensors", device="cpu").save_pretrained(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
@@ -180,5 +180,5 @@ def test_an_unknown_name_is_refused(name):
 def test_half_a_character_is_no_text(folder):
     model = load(MDM / "model.safetensors", tokenizer=folder, device="cpu")
     for do in (lambda: model.to_tokens(["w1", "w2 \ud800"]), lambda: model.to_single_token("\ud800")):
-        with pytest.raises(ValueError, match=r"'.*\\ud800' holds half of a surrogate pair.*the whole character"):
+        with pytest.raises(ValueError, match=r"'.*\\ud800' contains half of a surrogate pair.*the whole character"):
             do()

@@ -69,7 +69,7 @@ class Variant:
 
     @property
     def grows(self) -> bool:
-        """Whether a text grows at its end, so that a canvas holds no tokens at positions still to be written."""
+        """Whether a text grows at its end, so that a canvas contains no tokens at positions still to be written."""
         return self.noise is None
 
 

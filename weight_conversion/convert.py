@@ -45,7 +45,7 @@ class Checkpoint:
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in our layout, a large one as several pieces of consecutive rows under the same name.
 
-        A caller that copies each piece before it requests the next holds at most a few megabytes of the file.
+        A caller that copies each piece before it requests the next keeps at most a few megabytes of the file in memory.
         """
         return self._read(PIECE_BYTES)
 
@@ -63,12 +63,12 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
             without such a file the architecture is derived from the tensors' shapes.
 
     Raises:
-        FileNotFoundError: there is no checkpoint at `path`.
-        ValueError: the checkpoint is truncated, of no known family, or has missing, unknown or wrongly shaped tensors,
+        FileNotFoundError: There is no checkpoint at `path`.
+        ValueError: The checkpoint is truncated, of no known family, or has missing, unknown or wrongly shaped tensors,
             which the message names.
 
     Warns:
-        UserWarning: neither config nor name says whether a model made from a causal one was trained by blocks.
+        UserWarning: Neither config nor name says whether a model made from a causal one was trained by blocks.
     """
     path = Path(path)
     source = open_tensors(path)
@@ -83,7 +83,7 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
         # Before the table is written out for each layer, the number of layers is compared with the file.
         if architecture.n_layers > len(shapes):
             raise ValueError(
-                f"{path} holds {len(shapes)} tensors, too few for the {architecture.n_layers} layers of its config. "
+                f"{path} contains {len(shapes)} tensors, too few for the {architecture.n_layers} layers of its config. "
                 "Pass the config that belongs to this checkpoint"
             )
         key_map = KeyMap(family.rules, architecture, family.ignored)
@@ -106,8 +106,8 @@ def export(
         family: Family of the format; by default the family of the architecture.
 
     Raises:
-        ValueError: a tensor is missing or misshapen; the family's config cannot describe this architecture; or the
-            folder holds other weights that would be hidden, lose a shard or get another config. Nothing is written
+        ValueError: A tensor is missing or misshapen; the family's config cannot describe this architecture; or the
+            folder contains other weights that would be hidden, lose a shard or get another config. Nothing is written
             then.
     """
     target = Path(path)
@@ -149,7 +149,7 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
         _check_beside_shards(target)
     if others and beside.exists() and not _describes(beside, architecture, FAMILIES[name], key_map):
         raise ValueError(
-            f"{target.parent} holds other weights ({', '.join(others[:3])}), whose {beside.name} the export "
+            f"{target.parent} contains other weights ({', '.join(others[:3])}), whose {beside.name} the export "
             "would replace by another: name another folder. Nothing was written"
         )
     return FAMILIES[name], key_map, config
@@ -185,7 +185,7 @@ def _check_beside_shards(target: Path) -> None:
     else:
         return
     raise ValueError(
-        f"{target.parent} holds a checkpoint in shards ({INDEX}), {harm}: name another folder. Nothing was written"
+        f"{target.parent} contains a checkpoint in shards ({INDEX}), {harm}: name another folder. Nothing was written"
     )
 
 

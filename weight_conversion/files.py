@@ -99,15 +99,15 @@ class ShardedFiles(TensorSource):
 
 
 def indexed_files(index: Path) -> dict[str, str]:
-    """The tensors that an index names, with the name of the file that holds each.
+    """The tensors that an index names, with the name of the file that contains each.
 
     Raises:
-        ValueError: the index holds no such mapping, or names files other than .safetensors files beside it.
+        ValueError: The index contains no such mapping, or names files other than .safetensors files beside it.
     """
     content = read_json(index)
     shard_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
-        raise ValueError(f"{index} should hold 'weight_map', a mapping of tensor names to files; fetch it again")
+        raise ValueError(f"{index} should contain 'weight_map', a mapping of tensor names to files; fetch it again")
     outside = {shard for shard in shard_of.values() if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard)}
     if outside:
         raise ValueError(
@@ -149,23 +149,23 @@ class TorchFile(TensorSource):
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
         except Exception as error:  # a broken pickle may raise any exception
             raise ValueError(
-                f"{self.path} was not read: it is truncated, or it holds more than tensors and would have to run code "
-                f"of its own to be read, which is refused ({_reason(error)}). Use the .safetensors file of the same "
-                "model, or save the plain state_dict."
+                f"{self.path} was not read: it is truncated, or it contains more than tensors and would have to run "
+                f"code of its own to be read, which is refused ({_reason(error)}). Use the .safetensors file of the "
+                "same model, or save the plain state_dict."
             ) from error
         for key in ("model", "state_dict"):
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 content = content[key]
         if not isinstance(content, dict) or not content or not all(_is_named_tensor(*item) for item in content.items()):
             raise ValueError(
-                f"{self.path} does not hold a mapping of names to tensors, at the top level or under 'model' or "
+                f"{self.path} does not contain a mapping of names to tensors, at the top level or under 'model' or "
                 "'state_dict'; save the plain state_dict"
             )
         return content
 
 
 def open_tensors(path: Path) -> TensorSource:
-    """The tensors of a file, or of a folder that holds one checkpoint.
+    """The tensors of a file, or of a folder that contains one checkpoint.
 
     In a folder, `model.safetensors` takes precedence over an index with its shards, as in transformers.
     """
@@ -177,8 +177,8 @@ def open_tensors(path: Path) -> TensorSource:
         if len(candidates) != 1:
             names = [file.name for file in candidates] or "none"
             raise FileNotFoundError(
-                f"the folder {path} should hold one .safetensors or .pth checkpoint; it holds {names}. Pass the path "
-                "of the file itself."
+                f"the folder {path} should contain one .safetensors or .pth checkpoint; it contains {names}. Pass the "
+                "path of the file itself."
             )
         path = candidates[0]
     if not path.exists():

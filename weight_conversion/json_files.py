@@ -36,7 +36,7 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
     """The JSON value that begins at index `start` of a text, and the index after its end.
 
     Raises:
-        JsonError: no JSON value begins there, or the value repeats a key, is nested too deep, or holds half of a
+        JsonError: No JSON value begins there, or the value repeats a key, is nested too deep, or contains half of a
             surrogate pair.
     """
     try:
@@ -51,7 +51,7 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
         raise JsonError(reason, start) from None
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
-        reason = f"holds {half!r}, half of a surrogate pair; write the whole character, or remove it"
+        reason = f"contains {half!r}, half of a surrogate pair; write the whole character, or remove it"
         raise JsonError(reason, start) from None
     except json.JSONDecodeError as error:
         raise JsonError(f"is not valid JSON: {error.msg}", error.pos) from None
@@ -61,7 +61,7 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value of a text that holds exactly one.
+    """The JSON value of a text that contains exactly one.
 
     Raises:
         JsonError: `decode_json` refuses the value, or text follows it.
@@ -78,7 +78,7 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file.
 
     Raises:
-        ValueError: the file is not UTF-8, or `parse_json` refuses its text; the message names the file and the line.
+        ValueError: The file is not UTF-8, or `parse_json` refuses its text; the message names the file and the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -91,11 +91,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that holds one object; any other value raises a `ValueError` that names the file."""
+    """Parse a JSON file that contains one object; any other value raises a `ValueError` that names the file."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} should hold one JSON object, {{...}}; it holds {_KINDS.get(type(content), 'null')}. Fetch it again"
+            f"{path} should contain one JSON object, {{...}}; it contains {_KINDS.get(type(content), 'null')}. Fetch "
+            "it again"
         )
     return content
 

@@ -23,7 +23,7 @@ def to_json(data: Any, indent: int | None = None) -> str:
         data: Mappings, lists, tuples, strings, numbers (numpy's too) and None.
 
     Raises:
-        TypeError: the data holds something else, such as a tensor; the message says where.
+        TypeError: The data contains something else, such as a tensor; the message says where.
     """
     not_finite: dict[str, str] = {}
     document = _plain(data, "", not_finite)
@@ -58,7 +58,7 @@ def as_json(data: Any) -> Any:
     """`data` after a round trip through JSON: lists for tuples, strings for keys, plain numbers for numpy's.
 
     Raises:
-        TypeError: as in `to_json`.
+        TypeError: As in `to_json`.
     """
     return from_json(to_json(data))
 

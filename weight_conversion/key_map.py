@@ -41,8 +41,8 @@ class KeyMap:
     Attributes:
         rules: Rules with the layer filled in, of the tensors that the architecture has.
         our_shapes: Shape of every tensor, by its name in our layout.
-        their_shapes: Shape of every tensor that the checkpoint must hold, by its name there.
-        repeated: Names of tensors that the checkpoint may hold a second time, with the name of the original.
+        their_shapes: Shape of every tensor that the checkpoint must contain, by its name there.
+        repeated: Names of tensors that the checkpoint may contain a second time, with the name of the original.
     """
 
     def __init__(self, rules: Sequence[Rule], architecture: Architecture, ignored: Sequence[str] = ()) -> None:
@@ -94,7 +94,7 @@ class KeyMap:
             problems.append(f"wrong shape: {_listed(wrong)}")
         if problems:
             raise ValueError(
-                f"{source} does not hold the tensors of {self.architecture.name!r} "
+                f"{source} does not contain the tensors of {self.architecture.name!r} "
                 f"({self.architecture.family}): {'; '.join(problems)}. "
                 "Pass the config that belongs to this checkpoint, or the checkpoint that belongs to this config."
             )
@@ -113,7 +113,7 @@ class KeyMap:
             source: Name of the checkpoint in messages.
 
         Warns:
-            UserWarning: weights are NaN or infinite.
+            UserWarning: Weights are NaN or infinite.
         """
         not_finite: list[str] = []
         for rule in self.rules:
@@ -124,7 +124,7 @@ class KeyMap:
                 theirs = read(rule.theirs, start, min(start + step, n_rows))
                 if not theirs.is_floating_point():
                     raise ValueError(
-                        f"{rule.theirs} holds {theirs.dtype} numbers; weights must be floating point. Convert a "
+                        f"{rule.theirs} contains {theirs.dtype} numbers; weights must be floating point. Convert a "
                         "quantised checkpoint back to floating point first."
                     )
                 if rule.theirs not in not_finite and not _all_finite(theirs):
@@ -132,9 +132,9 @@ class KeyMap:
                 yield from zip(rule.ours, rule.layout.split(theirs, self.architecture), strict=True)
         if not_finite:
             warnings.warn(
-                f"{source} holds weights that are NaN or infinite, in {_listed(not_finite)}: what the model computes "
-                "with them is NaN or infinite too. The training may have diverged, or the file is damaged: fetch it "
-                "again, or take an earlier checkpoint",
+                f"{source} contains weights that are NaN or infinite, in {_listed(not_finite)}: outputs of the model "
+                "will be NaN or infinite too. The training may have diverged, or the file is damaged: fetch it again, "
+                "or take an earlier checkpoint",
                 stacklevel=2,
             )
 
@@ -147,7 +147,7 @@ class KeyMap:
                 stop = min(start + step, n_rows)
                 if not torch.equal(read(name, start, stop), read(original, start, stop)):
                     raise ValueError(
-                        f"{source} holds {name}, which its config ties to {original}, and the two differ: pass the "
+                        f"{source} contains {name}, which its config ties to {original}, and the two differ: pass the "
                         "config without the tie to load both"
                     )
 

@@ -25,7 +25,7 @@ def recognise(
     """The family of a checkpoint; the arguments are those of `refuse_unsupported`.
 
     Raises:
-        ValueError: the checkpoint is of an unsupported kind, even if a family seems to fit; no family recognises it; or
+        ValueError: The checkpoint is of an unsupported kind, even if a family seems to fit; no family recognises it; or
             its config names a class of another model type.
     """
     refuse_unsupported(config, shapes, source, config_path, beside)

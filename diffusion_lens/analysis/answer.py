@@ -112,7 +112,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
             "never [MASK]"
         )
     if twice := sorted({position for position in positions if positions.count(position) > 1}):
-        raise ValueError(f"{name} names the answer positions {twice} twice; each holds one token")
+        raise ValueError(f"{name} names the answer positions {twice} twice; give each once, with one token")
     if cfg.grows and 0 in positions:
         raise ValueError("nothing precedes position 0, so a causal model has no probability for an answer there")
     rows = model.readout.rows(torch.tensor(positions)).tolist()
@@ -125,7 +125,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
     if not cfg.grows:
         if unmasked := [position for position in positions if on_canvas.get(position) != cfg.blank]:
             raise ValueError(
-                f"the answer positions {unmasked} hold no [MASK] on the canvas of {name}: a masked diffusion model "
+                f"the answer positions {unmasked} are not masked on the canvas of {name}: a masked diffusion model "
                 "predicts masked tokens only. Mask these positions, as Fact.to_query does, or leave their tokens out "
                 "of the answer"
             )
@@ -133,7 +133,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
         position for position, token in zip(positions, tokens, strict=True) if on_canvas.get(position, token) != token
     ]:
         raise ValueError(
-            f"the answer positions {others} hold other tokens than the answer's on the canvas of {name}: a causal "
+            f"the answer positions {others} have other tokens than the answer's on the canvas of {name}: a causal "
             "model must read the answer's own tokens. End the canvas before the answer, or continue it with the answer "
             "up to its last token, as Fact.to_query does"
         )

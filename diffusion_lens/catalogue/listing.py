@@ -47,7 +47,7 @@ def find_pretrained(
         max_bytes: Largest size of the weights in bytes.
 
     Raises:
-        ValueError: the kind or the family does not exist, or no name matches.
+        ValueError: The kind or the family does not exist, or no name matches.
     """
     models = list(_all_models())
     families = sorted({model.family for model in models} - {"unknown"})

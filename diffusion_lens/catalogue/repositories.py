@@ -1,8 +1,8 @@
 """Repositories with one checkpoint: LLaDA, Dream, the small diffusion models of dllm, and their causal counterparts.
 
-`config` holds the numbers of the published config.json, so that shape and size are known before a download; without it
-they are read from the downloaded file. Block-diffusion models (BD3LM, LLaDA2, Fast-dLLM) are not listed, because they
-need attention masks that this library does not support.
+`config` contains the numbers of the published config.json, so that shape and size are known before a download; without
+it they are read from the downloaded file. Block-diffusion models (BD3LM, LLaDA2, Fast-dLLM) are not listed, because
+they need attention masks that this library does not support.
 """
 
 from typing import Any

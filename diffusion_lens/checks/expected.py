@@ -39,7 +39,7 @@ class Expected:
         """Look up a name.
 
         Raises:
-            ValueError: the name is not in the catalogue; the message gives the nearest names.
+            ValueError: The name is not in the catalogue; the message gives the nearest names.
         """
         lower = name.lower()
         if lower in BUNDLED:

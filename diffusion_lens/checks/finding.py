@@ -129,7 +129,7 @@ class CheckReport:
         """Read a report that `save` wrote.
 
         Raises:
-            ValueError: the file is not such a report.
+            ValueError: The file is not such a report.
         """
         content = restore_numbers(read_json(Path(path)))
         if not isinstance(content, Mapping) or content.get("kind") != KIND:

@@ -44,9 +44,9 @@ def check_checkpoint(
             there is none beside the checkpoint.
 
     Raises:
-        ValueError: the name, the dtype or the device is unknown; the reference is not one; or the data hold no fact
+        ValueError: The name, the dtype or the device is unknown; the reference is not one; or the data contain no fact
             that the model can be queried for.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: There is no such file.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(DTYPES)}")

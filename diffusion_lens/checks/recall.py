@@ -62,7 +62,7 @@ def require_known_words(model: HookedDiffusionTransformer, questions: FactSource
         else:
             return
     raise ValueError(
-        f"data={questions.name!r} holds no fact that {model.cfg.model_name!r} can be queried for: {refused}"
+        f"data={questions.name!r} contains no fact that {model.cfg.model_name!r} can be queried for: {refused}"
     )
 
 

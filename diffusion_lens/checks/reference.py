@@ -38,7 +38,7 @@ class Distance:
     Attributes:
         apart: Root mean square of the difference of the logits, relative to their standard deviation.
         same: Share of the tokens that the reference reveals which the model predicts too; 1 if it reveals none.
-        hidden: Share of the positions where the reference reveals which hold the model's [MASK]; 1 if there are none.
+        hidden: Share of the positions revealed by the reference at which the model has [MASK]; 1 if there are none.
     """
 
     apart: float
@@ -63,7 +63,7 @@ class Reference:
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or self.logits.dim() != 3 or self.logits.shape[:2] != self.tokens.shape:
             raise ValueError(
-                f"a reference holds tokens [batch pos] and their logits [batch pos vocabulary]; this one has "
+                f"a reference contains tokens [batch pos] and their logits [batch pos vocabulary]; this one has "
                 f"{list(self.tokens.shape)} and {list(self.logits.shape)}"
             )
         if (self.before is None) != (self.after is None):
@@ -78,8 +78,8 @@ class Reference:
         """Read a file; tensors of other names are ignored.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is not a safetensors file, has no tokens or logits, or has shapes that do not fit.
+            FileNotFoundError: There is no such file.
+            ValueError: The file is not a safetensors file, has no tokens or logits, or has shapes that do not fit.
         """
         source = Path(path).expanduser()
         if not source.is_file():
@@ -90,7 +90,7 @@ class Reference:
         except SafetensorError as error:
             raise ValueError(f"{source} is not a complete safetensors file: {error}") from error
         if lacking := [name for name in NAMES[:2] if name not in tensors]:
-            raise ValueError(f"the reference {source} lacks {' and '.join(lacking)}; it may hold {', '.join(NAMES)}")
+            raise ValueError(f"the reference {source} lacks {' and '.join(lacking)}; it may contain {', '.join(NAMES)}")
         return cls(**tensors)
 
     def check_fits(self, a: Architecture) -> None:
@@ -142,7 +142,7 @@ def check_reference(model: DiffusionTransformer, reference: Reference, distance:
     if reference.before is not None:
         said += f"; {distance.same:.0%} of the tokens that the original code revealed are ours"
         if distance.hidden < 1:
-            problems = [f"{1 - distance.hidden:.0%} of the positions where it revealed do not hold our [MASK]"]
+            problems = [f"{1 - distance.hidden:.0%} of the positions where it revealed do not contain our [MASK]"]
     numbers = {"apart": distance.apart, "allowed": allowed, "same": distance.same, "hidden": distance.hidden}
     ok = distance.within(allowed, needed)
     return Finding("reference", "ok" if ok else "off", "; ".join([said, *problems]), numbers=numbers)

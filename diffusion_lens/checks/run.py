@@ -53,8 +53,9 @@ def check_model(
         only: Checks to run, a subset of `CHECKS`. The diagnosis explains failures of the other checks that run.
 
     Raises:
-        ValueError: the reference or the data do not fit the model, the data hold no such facts, or a check is unknown.
-        FileNotFoundError: the data are not on this machine and cannot be fetched.
+        ValueError: The reference or the data do not fit the model, the data contain no such facts, or a check is
+            unknown.
+        FileNotFoundError: The data are not on this machine and cannot be fetched.
     """
     if unknown := sorted(set(only) - set(CHECKS)):
         raise ValueError(f"there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")

@@ -38,7 +38,7 @@ def check_weights(model: DiffusionTransformer, scores: list[Composition]) -> Fin
     numbers: dict[str, Any] = {"parameters": count, "not_finite": not_finite, "constant": constant}
     if not_finite:
         cause = f"the weights of {_listed(not_finite)} are not finite: a diverged training, or damage in transfer"
-        return Finding(name, "off", f"{_listed(not_finite)} hold numbers that are not finite", cause, numbers)
+        return Finding(name, "off", f"{_listed(not_finite)} contain numbers that are not finite", cause, numbers)
     numbers["composition"] = [asdict(score) for score in scores]
     folded = bool(constant) and constant == norms
     if constant and not folded:

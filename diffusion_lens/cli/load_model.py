@@ -90,7 +90,7 @@ class ModelChoice:
         shape = self.known_shape()
         if shape is not None and length > shape.n_ctx:
             raise ValueError(
-                f"{length} positions do not fit into the context of {self.name!r}, which holds {shape.n_ctx}"
+                f"{length} positions do not fit into the context of {self.name!r}, which has {shape.n_ctx} positions"
             )
 
     def without_weights(self) -> "HookedDiffusionTransformer | None":

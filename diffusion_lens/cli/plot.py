@@ -26,7 +26,9 @@ def plot(
 
     kind, classes = kind_of(result), _result_classes()
     if kind not in classes:
-        raise ValueError(f"{result} holds a {kind}, which has no figure; results with a figure: {', '.join(classes)}")
+        raise ValueError(
+            f"{result} contains a {kind}, which has no figure; results with a figure: {', '.join(classes)}"
+        )
     report = Report("plot", {"result": result}, None, json)
     picture = save_figure(classes[kind].load(result).plot(), out or result.with_suffix(".png"))
     report.say(f"wrote {picture}")

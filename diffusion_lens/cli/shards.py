@@ -39,7 +39,7 @@ def require_parts(merge: Sequence[Path] | None, parts: Sequence[str]) -> None:
     """Check that the folders to merge are complete, before anything is merged.
 
     Args:
-        parts: Folders of results that each of them must hold, one per study.
+        parts: Folders of results that each of them must contain, one per study.
 
     Raises:
         FileNotFoundError: A folder lacks a part; the message names both.
@@ -48,7 +48,7 @@ def require_parts(merge: Sequence[Path] | None, parts: Sequence[str]) -> None:
         for part in parts:
             if not (folder / part / "run.json").is_file():
                 raise FileNotFoundError(
-                    f"--merge {folder} holds nothing of {part} to join: give the --out folders of the shards"
+                    f"--merge {folder} contains nothing of {part} to join: give the --out folders of the shards"
                 )
 
 

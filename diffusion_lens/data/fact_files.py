@@ -24,8 +24,8 @@ FIELDS = tuple(field.name for field in fields(Fact))
 CHOICES = {"trained": ("p2d", "d2p", "both"), "asked": ("p2d", "d2p")}
 EXAMPLE = '{"prompt": "The Eiffel Tower is in", "subject": "The Eiffel Tower", "answer": " Paris"}'
 SHAPE = {
-    ".json": f"A .json file holds a list of facts, [{EXAMPLE}, ...]",
-    ".jsonl": f"A .jsonl file holds one fact per line, {EXAMPLE}",
+    ".json": f"A .json file contains a list of facts, [{EXAMPLE}, ...]",
+    ".jsonl": f"A .jsonl file contains one fact per line, {EXAMPLE}",
     ".csv": 'A .csv file begins with the line prompt,subject,answer; each fact is a line such as "The Eiffel Tower is '
     'in","The Eiffel Tower"," Paris"',
 }
@@ -52,7 +52,7 @@ def read_facts(path: Path) -> list[Fact]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SHAPE)
         if not files:
-            raise ValueError(f"the folder {path} holds no {', '.join(SHAPE)} file of facts. {SHAPE['.jsonl']}")
+            raise ValueError(f"the folder {path} contains no {', '.join(SHAPE)} file of facts. {SHAPE['.jsonl']}")
     facts: dict[Fact | str, tuple[Fact, str]] = {}
     for fact, location in (entry for file in files for entry in _read(file)):
         first, first_location = facts.setdefault(fact.id or fact, (fact, location))
@@ -71,7 +71,7 @@ def _read(path: Path) -> Iterator[tuple[Fact, str]]:
     text = "\n".join(read_lines(path)).removeprefix("\ufeff")
     records = list(_READERS[path.suffix](text, path))
     if not records:
-        raise ValueError(f"{path} holds no facts. {SHAPE[path.suffix]}")
+        raise ValueError(f"{path} contains no facts. {SHAPE[path.suffix]}")
     first = records[0][1]
     rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
     facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record, path) for record in records]

@@ -126,7 +126,7 @@ class ReversalCurse:
         """
         path = None if folder is None else Path(folder).expanduser()
         if path is not None and not path.is_dir():
-            raise FileNotFoundError(f"there is no folder {path}; it should hold {', '.join(FILES)}, each .jsonl")
+            raise FileNotFoundError(f"there is no folder {path}; it should contain {', '.join(FILES)}, each .jsonl")
         return cls(path, progress)
 
     def facts(self, trained: str | None = None, asked: str | None = None, held_out: bool = True) -> list[Fact]:
@@ -251,7 +251,7 @@ class ReversalCurse:
                 f"{FOLDER}/{file}.jsonl",
                 revision=REVISION,
                 sha256=FILES[file].sha256,
-                by_hand="pass its folder, which must hold the other .jsonl files too: ReversalCurse.load(folder)",
+                by_hand="pass its folder, which must contain the other .jsonl files too: ReversalCurse.load(folder)",
                 progress=self.progress,
             )
         path = self.folder / f"{file}.jsonl"

@@ -25,7 +25,7 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
     """Activations of the selected hook points, by step.
 
     `cache[5]["resid_post", 3]` and `cache[5, "blocks.3.hook_resid_post"]` are activations of one step; negative steps
-    count from the end of the run. `cache.stack(name)` holds one hook point at all cached steps.
+    count from the end of the run. `cache.stack(name)` contains one hook point at all cached steps.
     """
 
     def __init__(self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None) -> None:

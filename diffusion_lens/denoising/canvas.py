@@ -1,7 +1,7 @@
 """The canvas: the token sequence that a run fills, with its given positions, its blanks and its padding.
 
-A blank is a position to be written. On a masked diffusion model it holds [MASK]; on a model whose text grows at its end
-it holds -1, "not reached yet".
+A blank is a position to be written. On a masked diffusion model it contains [MASK]; on a model whose text grows at its
+end it contains -1, "not reached yet".
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Canvas:
         tokens: Int[batch pos], the prompt and the blanks.
         given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding; `None` where there is no padding.
-        blank: Id that blanks hold.
+        blank: Id that blanks contain.
         grows: Whether the text grows at its end: blanks are then positions it has not reached, which no position sees.
     """
 

@@ -25,7 +25,7 @@ def plain_seed(seed: Seed) -> int | tuple[int, ...] | torch.Generator:
     """A seed as Python's own number, the seeds of rows as a tuple of these; a generator is returned as it is.
 
     Raises:
-        TypeError: none of these.
+        TypeError: The seed is none of these.
     """
     if isinstance(seed, torch.Generator):
         return seed

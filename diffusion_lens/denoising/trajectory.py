@@ -36,8 +36,8 @@ class Trajectory:
 
     Attributes:
         tokens: Int[batch pos], the final canvas.
-        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position holds the mask id, or on
-            a causal model -1, until it is revealed.
+        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id, or
+            on a causal model -1, until it is revealed.
         revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked.
         confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
             is still masked.
@@ -178,7 +178,7 @@ class Trajectory:
     ) -> "Trajectory":
         """Take the same steps again under intervention; the network may also have been edited since.
 
-        The record holds the weights, hooks and modules of the network as it is now, and under "trajectory" those of the
+        The record contains the weights, hooks and modules of the current network, and under "trajectory" those of the
         network that wrote this trajectory's canvases. A free replay from the middle (`from_step`) keeps the earlier
         canvases; under another network, two networks have then written the canvases.
 

@@ -120,8 +120,8 @@ def recall_by_steps(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A setting is out of range, two facts have one id, the folder holds another study, or the model can
-            be queried for none of the facts. A single fact that it cannot be queried for (no answer, a prompt that
+        ValueError: A setting is out of range, two facts have one id, the folder contains another study, or the model
+            can be queried for none of the facts. A single fact that it cannot be queried for (no answer, a prompt that
             leaves no position for it, words that the tokenizer does not know) is set aside, with the reason in
             `Recall.set_aside`.
     """

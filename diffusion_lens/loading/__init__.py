@@ -89,8 +89,8 @@ def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | 
     It is read from the catalogue, or from the headers of the files.
 
     Raises:
-        ValueError: the name is unknown, or the files are not a checkpoint.
-        FileNotFoundError: there is no such file; or the catalogue does not give the architecture, and the model is not
+        ValueError: The name is unknown, or the files are not a checkpoint.
+        FileNotFoundError: There is no such file; or the catalogue does not give the architecture, and the model is not
             in the cache.
     """
     published = None if _exists(_path(name_or_path)) else _published(name_or_path)
@@ -120,16 +120,16 @@ def save_pretrained(
     """Write weights and config in our own layout, with the tokenizer; `from_pretrained(folder)` reads them.
 
     Raises:
-        ValueError: `folder` is a file, holds other weights, or holds a tokenizer although this model has none. Nothing
-            is written then.
+        ValueError: `folder` is a file, contains other weights, or contains a tokenizer although this model has none.
+            Nothing is written then.
     """
     target = Path(folder).expanduser()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; save_pretrained needs a folder")
     if tokenizer is None and has_tokenizer(target):
         raise ValueError(
-            f"{target} holds a tokenizer, and this model has none: a model loaded from there would use that tokenizer. "
-            "Name another folder, or delete the tokenizer's files. Nothing was written"
+            f"{target} contains a tokenizer, and this model has none: a model loaded from there would use that "
+            "tokenizer. Name another folder, or delete the tokenizer's files. Nothing was written"
         )
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
     write_own(cfg, tensors, target)
@@ -206,7 +206,7 @@ def _path(name_or_path: str | Path) -> Path:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # the name is too long or holds a zero byte, so there is no such file
+    except (OSError, ValueError):  # the name is too long or contains a zero byte, so there is no such file
         return False
 
 

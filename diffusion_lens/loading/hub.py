@@ -45,7 +45,7 @@ def fetch_file(entry: PublishedFile, hub: Hub) -> Path:
         return path
     if unreachable is None:
         raise FileNotFoundError(
-            f"huggingface.co/{entry.repo} holds neither {' nor '.join(entry.files)}, the files of {entry.name!r}; "
+            f"huggingface.co/{entry.repo} contains neither {' nor '.join(entry.files)}, the files of {entry.name!r}; "
             "look for its file there and pass the path of a downloaded copy"
         )
     raise FileNotFoundError(
@@ -59,14 +59,14 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
     """The folder of the cache with a repository's config, weights and tokenizer, downloaded if necessary.
 
     Raises:
-        FileNotFoundError: the hub is unreachable and the repository is not in the cache; there is no such repository;
+        FileNotFoundError: The hub is unreachable and the repository is not in the cache; there is no such repository;
             or it has no safetensors.
-        ConnectionError: the hub or the network failed.
-        PermissionError: the owner's terms have not been accepted.
-        ValueError: the family or the revision is unknown, or a file arrived damaged.
+        ConnectionError: The hub or the network failed.
+        PermissionError: The owner's terms have not been accepted.
+        ValueError: The family or the revision is unknown, or a file arrived damaged.
     """
     if repo == REPO:
-        raise ValueError(f"huggingface.co/{repo} holds many checkpoints: pass the name of one, such as 'smdm-1028m'")
+        raise ValueError(f"huggingface.co/{repo} contains many checkpoints: pass the name of one, such as 'smdm-1028m'")
     target = f"{entry.name!r} (huggingface.co/{repo})" if entry else f"huggingface.co/{repo}"
     no_path = "" if entry else f", and there is no file or folder {repo!r} here"
     try:
@@ -88,7 +88,7 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
                 if not files_not_in(folder, [name]):
                     check_fetched(folder / name)
         if (files_not_in(folder, weights) or not has_config) and (HF_HUB_OFFLINE or hub.get("local_files_only")):
-            raise LocalEntryNotFoundError(f"{folder} holds only a part of it")
+            raise LocalEntryNotFoundError(f"{folder} contains only a part of it")
     except LocalEntryNotFoundError as error:
         size = f" ({entry.n_bytes / 1e9:.1f} GB)" if entry and entry.n_bytes else ""
         raise FileNotFoundError(
@@ -133,7 +133,7 @@ def _snapshot(repo: str, patterns: Sequence[str], hub: Hub) -> Path:
 
 
 def _check_family(folder: Path, target: str) -> bool:
-    """Whether the folder holds a config; a `ValueError` if no family can read it."""
+    """Whether the folder contains a config; a `ValueError` if no family can read it."""
     if (folder / "config.json").exists():
         config = read_json(folder / "config.json")
         if isinstance(config, Mapping) and "model_type" in config:

@@ -1,6 +1,6 @@
 """Settings of a saved model that do not belong to its architecture.
 
-The config.json that `save_pretrained` writes may hold two of them:
+The config.json that `save_pretrained` writes may contain two of them:
 
     trained_length        the length of the texts that the model was trained on
     layer_norm_folding    true if the norms are folded, which the weights alone cannot show: untrained norms are 1 too
@@ -33,7 +33,7 @@ def trained_length_in(config: Config, folder: Path) -> int | None:
         folder: Folder of the checkpoint.
 
     Raises:
-        ValueError: the length is not a whole number, at least 1.
+        ValueError: The length is not a whole number, at least 1.
     """
     settings, path = _own(config, folder)
     if not settings and (folder / LENGTH_FILE).is_file():
@@ -49,7 +49,7 @@ def folded_in(config: Config, folder: Path) -> bool:
     """Whether our own config says that the norms are folded; the arguments are those of `trained_length_in`.
 
     Raises:
-        ValueError: the value is neither true nor false.
+        ValueError: The value is neither true nor false.
     """
     settings, path = _own(config, folder)
     folded = settings.get(FOLDED, False)

@@ -18,7 +18,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The content of `tokenizer_config.json`; the ids of `added_tokens_decoder` are sorted and converted to int.
 
     Raises:
-        ValueError: an entry does not have the usual form; the message names the file and the entry.
+        ValueError: An entry does not have the usual form; the message names the file and the entry.
     """
     path = folder / TOKENIZER_CONFIG
     settings = read_json_object(path)
@@ -38,7 +38,7 @@ def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, 
     """The chat template, or several by name with the main one as "default". Files override the settings.
 
     Raises:
-        ValueError: a template is not a string or not a Jinja template; the message names its source.
+        ValueError: A template is not a string or not a Jinja template; the message names its source.
     """
     path, setting = folder / TOKENIZER_CONFIG, settings.get("chat_template")
     entries = setting if isinstance(setting, list) else [{"name": "default", "template": setting or ""}]

@@ -54,8 +54,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     `additional_chat_templates` override the templates there.
 
     Raises:
-        FileNotFoundError: a file is missing; the message names it.
-        ValueError: the content of a file does not fit its name.
+        FileNotFoundError: A file is missing; the message names it.
+        ValueError: The content of a file does not fit its name.
     """
     require_tokenizer(folder)
     settings = read_settings(folder)
@@ -94,12 +94,12 @@ def save_tokenizer(tokenizer: Any, folder: Path, *, prepends_bos: bool) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer."""
+    """Whether a folder contains a tokenizer."""
     return (folder / TOKENIZER_FILES[0]).exists() or has_parts(folder)
 
 
 def has_parts(folder: Path) -> bool:
-    """Whether a folder holds the files of Qwen2's kind of tokenizer instead of `tokenizer.json`."""
+    """Whether a folder contains the files of Qwen2's kind of tokenizer instead of `tokenizer.json`."""
     return not (folder / TOKENIZER_FILES[0]).exists() and all((folder / name).exists() for name in PARTS)
 
 
@@ -174,7 +174,7 @@ def _from_parts(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
     """Qwen2's tokenizer, with the added tokens of `tokenizer_config.json` at their ids."""
     if (kind := settings.get("tokenizer_class")) not in _QWEN2_CLASSES:
         raise ValueError(
-            f"{folder} holds {' and '.join(PARTS)} of a {kind!r}; these files are read for "
+            f"{folder} contains {' and '.join(PARTS)} of a {kind!r}; these files are read for "
             f"{', '.join(_QWEN2_CLASSES)} only: add its {TOKENIZER_FILES[0]}"
         )
     try:

@@ -66,7 +66,7 @@ def load_tensors(
     A tied weight may come a second time under its other name, as in a `state_dict`.
 
     Raises:
-        ValueError: a tensor is unknown, has another shape, or is missing; or the two copies of a tied weight differ.
+        ValueError: A tensor is unknown, has another shape, or is missing; or the two copies of a tied weight differ.
     """
     # All parameters are allocated before the first piece is read, so that the pieces leave no gaps in memory.
     weights = {name: torch.empty(meta.shape, device=device, dtype=dtype) for name, meta in module.named_parameters()}

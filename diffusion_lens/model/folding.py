@@ -37,7 +37,7 @@ def fold_norms(model: DiffusionTransformer) -> None:
     separate matrix, because only the head is scaled.
 
     Raises:
-        ValueError: the weights have less precision than float32, so that rounding would change the logits.
+        ValueError: The weights have less precision than float32, so that rounding would change the logits.
     """
     if model.cfg.dtype not in EXACT:
         raise ValueError(

@@ -74,7 +74,7 @@ class Hooking(HookedRootModule, ABC):
         """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` selects.
 
         Raises:
-            TypeError: an argument that neither this method nor the model takes; the message gives the nearest.
+            TypeError: An argument that neither this method nor the model takes; the message gives the nearest.
         """
         self._check_keywords("run_with_cache", kwargs)
         selected = self._select(names_filter)
@@ -149,11 +149,11 @@ class Hooking(HookedRootModule, ABC):
         """As in TransformerLens: a dict to be filled, and the forward and backward hooks that fill it.
 
         Args:
-            pos_slice: positions to cache (of scores and patterns, the queries): an index (its axis stays), a slice, or
+            pos_slice: Positions to cache (of scores and patterns, the queries): an index (its axis stays), a slice, or
                 indices.
 
         Raises:
-            ValueError: a filter that matches nothing.
+            ValueError: A filter that matches nothing.
         """
         self.is_caching = True
         points = {name: self.hook_dict[name] for name in self._select(names_filter)}

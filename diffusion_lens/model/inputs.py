@@ -10,8 +10,8 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
     """Token ids as Int64[batch pos] on the model's device. A single sequence may be given without a batch axis.
 
     Raises:
-        TypeError: the tokens are not integers, or not an ordinary tensor.
-        ValueError: the tensor has not one or two axes, is empty, is longer than the context, or has an id without a row
+        TypeError: The tokens are not integers, or not an ordinary tensor.
+        ValueError: The tensor has not one or two axes, is empty, is longer than the context, or has an id without a row
             in the embedding.
     """
     check_storage(tokens, "tokens")
@@ -53,8 +53,8 @@ def check_attention_mask(mask: Tensor, n_batch: int, n_pos: int, device: str | t
     """`attention_mask` (1 or true at real tokens, 0 at padding) as Bool[batch pos]; `None` if nothing is padding.
 
     Raises:
-        TypeError: the mask is not an ordinary tensor.
-        ValueError: the mask has another shape, has values other than 0 and 1 (such as one that is added to scores), or
+        TypeError: The mask is not an ordinary tensor.
+        ValueError: The mask has another shape, has values other than 0 and 1 (such as one that is added to scores), or
             has a row of padding only.
     """
     check_storage(mask, "attention_mask")
@@ -66,8 +66,8 @@ def check_attention_mask(mask: Tensor, n_batch: int, n_pos: int, device: str | t
     if not bool((real | (mask.to(device) == 0)).all()):
         wrong = mask[(mask != 0) & (mask != 1)][0].item()
         raise ValueError(
-            f"attention_mask holds {wrong}; it is 1 (or true) at real tokens and 0 at padding. Convert a mask that is "
-            "added to scores, 0 at real tokens and very negative at padding, with (attention_mask == 0)"
+            f"attention_mask contains {wrong}; it is 1 (or true) at real tokens and 0 at padding. Convert a mask that "
+            "is added to scores, 0 at real tokens and very negative at padding, with (attention_mask == 0)"
         )
     if not bool(real.any(dim=1).all()):
         row = int((~real.any(dim=1)).nonzero()[0])

@@ -35,7 +35,7 @@ class LogitRows:
         """Read `logits_at`: Int[selected], Bool[batch pos], or a pair of batch and row indices.
 
         Raises:
-            ValueError: the argument has another form, or a row is out of range.
+            ValueError: The argument has another form, or a row is out of range.
         """
         if isinstance(rows, tuple) and len(rows) == 2 and isinstance(rows[0], Tensor) and isinstance(rows[1], Tensor):
             return cls._of_pairs(rows[0].to(device), rows[1].to(device), n_batch, n_pos)

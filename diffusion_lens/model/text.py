@@ -50,7 +50,7 @@ class TextInterface(ABC):
         the mask). `tokenize` pads for any model, and also returns the mask.
 
         Raises:
-            ValueError: the texts have different lengths in any other case: their padding would be read as text.
+            ValueError: The texts have different lengths in any other case: their padding would be read as text.
         """
         tokens, real = self.tokenize(input, prepend_bos, padding_side)
         if self.own_pad_id is None and not bool(real.all()) and not (self.cfg.is_causal and padding_side == "right"):
@@ -224,7 +224,7 @@ class TextInterface(ABC):
         `None` if there is no padding, or if the tokens alone do not show it.
 
         Raises:
-            ValueError: a row has padding only.
+            ValueError: A row has padding only.
         """
         pad = self.own_pad_id
         if pad is None:
@@ -250,7 +250,7 @@ class TextInterface(ABC):
         Losses and continuations use it, because padding that is read as text would change their numbers.
 
         Raises:
-            ValueError: the tokenizer has no token that is used for padding only, and some rows, but not all, begin or
+            ValueError: The tokenizer has no token that is used for padding only, and some rows, but not all, begin or
                 end with the token that pads shorter rows.
         """
         if self.own_pad_id is not None or self.tokenizer is None or self.pad_id == self.cfg.mask_token_id:
@@ -295,5 +295,5 @@ def _check_whole(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError(
-            f"{text!r} holds half of a surrogate pair, which is not text: write the whole character"
+            f"{text!r} contains half of a surrogate pair, which is not text: write the whole character"
         ) from None

@@ -179,7 +179,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
             raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
         if len(lengths) > 1:
             raise ValueError(
-                f"past_kv_cache holds {sorted(lengths)} positions in different layers; run the same positions in each"
+                f"past_kv_cache has {sorted(lengths)} positions in different layers; run the same ones in every layer"
             )
         check_length(n_pos + max(lengths), self.cfg)
         return max(lengths)

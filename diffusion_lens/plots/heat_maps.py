@@ -112,7 +112,7 @@ def trace_panels(
 ) -> Figure:
     """Heat maps in rows. The maps of a row share one colour scale.
 
-    A row may hold the three kinds of one trace, or the same trace of two models. All cells of a row have the same
+    A row may contain the three kinds of one trace, or the same trace of two models. All cells of a row have the same
     height, so that a position is at the same height on two canvases. The area below a shorter canvas is grey.
 
     Args:

@@ -82,8 +82,8 @@ def encode_completions(
     if int(lengths.max()) >= model.cfg.n_ctx:
         i = int(lengths.argmax())
         raise ValueError(
-            f"{completions[i].name} has {int(lengths[i])} tokens, its end token not counted; the context of "
-            f"{model.cfg.model_name!r} holds n_ctx={model.cfg.n_ctx}: {_short(completions[i])}"
+            f"{completions[i].name} has {int(lengths[i])} tokens without its end token, and the context of "
+            f"{model.cfg.model_name!r} has n_ctx={model.cfg.n_ctx}: {_short(completions[i])}"
         )
     rows = torch.full((len(tokens), tokens.shape[1] + 1), int(end))
     rows[:, :-1] = torch.where(real.cpu(), tokens, int(end))

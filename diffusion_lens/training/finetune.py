@@ -101,5 +101,5 @@ def require_own_folder(target: Path) -> None:
         return
     if checkpoints := sorted(file.name for file in target.glob("*") if file.suffix in CHECKPOINT_SUFFIXES):
         raise ValueError(
-            f"{target} holds {', '.join(checkpoints)}, which no training here wrote; pass another folder as out="
+            f"{target} contains {', '.join(checkpoints)}, which no training here wrote; pass another folder as out="
         )

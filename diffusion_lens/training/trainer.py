@@ -207,7 +207,7 @@ class _Run:
             return
         checkpoint = "no checkpoint was saved before"
         if self.saved is not None:
-            checkpoint = f"{self.saved[0]} holds the last good one, after {self.saved[1]} steps"
+            checkpoint = f"{self.saved[0]} contains the last good one, after {self.saved[1]} steps"
         raise FloatingPointError(
             f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and this step is "
             f"not saved ({checkpoint}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "

@@ -50,13 +50,13 @@ BROKEN = {
     "another token at the position of the answer": (
         shown,
         {
-            "mdm": r"the answer positions \[{position}\] hold no \[MASK\]",
-            "ar": r"the answer positions \[{position}\] hold other tokens",
+            "mdm": r"the answer positions \[{position}\] are not masked",
+            "ar": r"the answer positions \[{position}\] have other tokens",
         },
     ),
     "one position for two tokens": (
         lambda query: replace(query, answer_positions=(query.answer_positions[0],) * len(query.answer_positions)),
-        r"names the answer positions \[{position}\] twice; each holds one token",
+        r"names the answer positions \[{position}\] twice; give each once, with one token",
     ),
     "a token outside the vocabulary": (
         lambda query: replace(query, answer_tokens=(10**6, *query.answer_tokens[1:])),

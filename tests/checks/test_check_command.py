@@ -179,10 +179,10 @@ def as_lines(prompt, subject, answer, directions):
     ("name", "content", "words"),
     [
         ("f.txt", b"just a text", "a file of facts should end in .json, .jsonl, .csv"),
-        ("empty.jsonl", b"", "holds no facts"),
+        ("empty.jsonl", b"", "contains no facts"),
         ("binary.jsonl", b"\x00\x01\xff\xfe", "is not UTF-8 text"),
         ("broken.json", b"[1", "line 1 is not valid JSON"),
-        ("folder", None, "holds no .json, .jsonl, .csv file of facts"),
+        ("folder", None, "contains no .json, .jsonl, .csv file of facts"),
         (
             "one.jsonl",
             b'{"prompt": "Ada is", "subject": "Ada", "answer": " in"}',
@@ -212,7 +212,7 @@ def test_data_that_the_model_has_no_words_for_are_refused(tmp_path):
     result = check("tiny-mdm", "--data", tmp_path / "facts.jsonl")
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
-    assert "holds no fact that 'tiny-mdm' can be queried for: the tokenizer of 'tiny-mdm' does not know 'x'" in line
+    assert "contains no fact that 'tiny-mdm' can be queried for: the tokenizer of 'tiny-mdm' does not know 'x'" in line
 
 
 def test_recall_of_the_users_facts_is_not_compared_with_the_known_recall(tmp_path):

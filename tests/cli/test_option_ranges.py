@@ -127,4 +127,4 @@ def test_a_merge_says_what_is_missing_before_it_joins_anything(tmp_path: Path) -
     (tmp_path / "part" / "tiny-mdm" / "run.json").write_text("{}")
     line = complaint("compare", "tiny-mdm", "tiny-ar", "--merge", str(tmp_path / "part"), "--out", str(tmp_path / "o"))
     assert "--merge" in line
-    assert "holds nothing of tiny-ar to join: give the --out folders" in line
+    assert "contains nothing of tiny-ar to join: give the --out folders" in line

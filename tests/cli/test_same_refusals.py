@@ -70,7 +70,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("compare", "tiny-mdm", ["--layer", "1", "--layer", "-3"], "--layer -3 names a block twice"),
     ("finetune", "tiny-mdm", ["--accumulate", "64"], "--accumulate 64"),
     ("finetune", "tiny-mdm", ["--precision", "fp16", "--device", "cpu"], "--precision 'fp16' needs a GPU"),
-    ("finetune", "tiny-mdm", ["--out", "others"], "holds other.safetensors"),
+    ("finetune", "tiny-mdm", ["--out", "others"], "contains other.safetensors"),
     *(
         (command, "tiny-mdm", ["--length", "9000"], "do not fit into the context")
         for command in ("denoise", "recall", "trace", "aie", "rome", "compare")

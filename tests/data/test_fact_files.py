@@ -97,7 +97,7 @@ def test_a_table_may_be_separated_as_spreadsheets_do(mark: str, tmp_path: Path) 
 
 
 def test_a_folder_without_facts_says_what_belongs_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'holds no \.json, \.jsonl, \.csv file of facts.*"prompt":'):
+    with pytest.raises(ValueError, match=r'contains no \.json, \.jsonl, \.csv file of facts.*"prompt":'):
         open_source(str(tmp_path))
 
 
@@ -136,7 +136,7 @@ GOOD = json.dumps(ROWS[0])
         ("f.json", f'[{GOOD},\n{{"prompt": "a"}}]', "line 2: the fact has no subject and no answer"),
         ("f.json", f'[{GOOD},\n{{"prompt": "a", "prompt": "b"}}]', "line 2 gives the key 'prompt' twice in one object"),
         ("f.jsonl", f'{GOOD}\n{{"prompt": "a", "prompt": "b"}}', "line 2 gives the key 'prompt' twice in one object"),
-        ("f.json", "[]", "holds no facts"),
+        ("f.json", "[]", "contains no facts"),
         ("f.jsonl", f"{GOOD}\n\n{{", "line 3 is not valid JSON"),
         ("f.jsonl", f'{GOOD}\n{{"prompt": 5, "subject": "a", "answer": " b"}}', "line 2: prompt is 5, not text"),
         ("f.jsonl", GOOD.replace(' pilot"', ' pilot", "aksed": "d2p"'), "line 1: .*'aksed' .nearest: asked"),
@@ -149,7 +149,7 @@ GOOD = json.dumps(ROWS[0])
         ("f.csv", "", "line 1: the header lacks prompt"),
         ("f.csv", "prompt;answer\na;b\n", "line 1: the header lacks subject. "),
         ("f.csv", "prompt,prompt,subject,answer\na,a,a,b\n", "line 1: the header names the column 'prompt' twice"),
-        ("f.jsonl", f'{GOOD}\n{{"prompt": "\\ud800"}}', "line 2 holds '.*', half of a surrogate pair"),
+        ("f.jsonl", f'{GOOD}\n{{"prompt": "\\ud800"}}', "line 2 contains '.*', half of a surrogate pair"),
         ("f.json", "[" * 100_000, "line 1 is not valid JSON .* nested too deep"),
         ("f.json", '[{"known_id": 1,\n "known_id": 2, "attribute": "a"}]', "line 1 gives the key 'known_id' twice"),
         ("f.txt", GOOD, r"should end in \.json, \.jsonl, \.csv"),

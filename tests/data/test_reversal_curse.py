@@ -155,7 +155,7 @@ def test_only_what_is_asked_for_is_read(folder):
 
 
 def test_no_such_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere; it should hold p2d_prompts_train"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere; it should contain p2d_prompts_train"):
         ReversalCurse.load(tmp_path / "nowhere")
 
 

@@ -42,7 +42,7 @@ def test_a_partial_run_takes_up_its_own_layers_past(every):
     model(resid[:, :6], start_at_layer=1, past_kv_cache=cache)
     later = model(resid[:, 6:], start_at_layer=1, past_kv_cache=cache, logits_at=[0, 4])
     torch.testing.assert_close(later, model(tokens)[:, [6, 10]], rtol=1e-5, atol=5e-5)
-    with pytest.raises(ValueError, match=r"holds \[0, 17\] positions in different layers"):
+    with pytest.raises(ValueError, match=r"has \[0, 17\] positions in different layers"):
         model(tokens, past_kv_cache=cache)
 
 

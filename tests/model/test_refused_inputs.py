@@ -35,7 +35,7 @@ def test_a_mask_of_other_values_than_0_and_1_is_refused(either, tokens, strange,
         lambda mask: either.model.denoise(tokens, max_new_tokens=2, attention_mask=mask),
     ):
         with pytest.raises(
-            ValueError, match=rf"holds {shown}; it is 1 \(or true\) at real tokens.*attention_mask == 0"
+            ValueError, match=rf"contains {shown}; it is 1 \(or true\) at real tokens.*attention_mask == 0"
         ):
             attempt(strange(tokens))
 
@@ -125,7 +125,7 @@ def test_an_unknown_dtype_says_which_there_are(either, dtype):
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("gpu", "device 'gpu' is unknown; it is 'cpu', 'cuda'"), ("meta", "holds no values"), ("cuda:99", "is not there")],
+    [("gpu", "device 'gpu' is unknown; it is 'cpu', 'cuda'"), ("meta", "has no values"), ("cuda:99", "is not there")],
 )
 def test_an_unknown_device_says_which_there_are(device, message):
     with pytest.raises(ValueError, match=message):

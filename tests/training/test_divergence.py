@@ -56,7 +56,7 @@ def test_the_last_good_checkpoint_stays(small, tokens, tmp_path, at, what):
 
 
 def test_the_error_names_the_checkpoint(small, tokens, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"checkpoint.safetensors holds the last good one, after 5 steps"):
+    with pytest.raises(FloatingPointError, match=r"checkpoint.safetensors contains the last good one, after 5 steps"):
         train(small(), tokens, CONFIG, objective=diverging(7), folder=tmp_path, checkpoint_every=5, progress=False)
     with pytest.raises(FloatingPointError, match="no checkpoint was saved before"):
         train(small(), tokens, CONFIG, objective=diverging(7), progress=False)

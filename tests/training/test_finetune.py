@@ -125,7 +125,7 @@ def test_bad_data_are_named(with_bos, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file of training data at .*absent\.jsonl"):
         read_completions(tmp_path / "absent.jsonl")
     short = with_bos(n_ctx=9)
-    with pytest.raises(ValueError, match=r"row 0 has 9 tokens, .* n_ctx=9: 'Daphne was once the director"):
+    with pytest.raises(ValueError, match=r"row 0 has 9 tokens .* n_ctx=9: 'Daphne was once the director"):
         encode(short)
     assert encode(short, ROWS[1:]).tokens.shape == (2, 7)
     with pytest.raises(ValueError, match="row 1: the tokenizer merges the completion into its prompt"):
@@ -175,7 +175,7 @@ def test_the_ar_baseline_learns_a_reverse_that_it_is_trained_on(toy, tmp_path):
 
 def test_a_checkpoint_of_other_origin_is_not_overwritten(with_bos, tmp_path):
     with_bos().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds model\.safetensors, which no training here wrote"):
+    with pytest.raises(ValueError, match=r"contains model\.safetensors, which no training here wrote"):
         finetune(with_bos(), ROWS, CONFIG, tmp_path, progress=False)
 
 

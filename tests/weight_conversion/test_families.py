@@ -116,7 +116,7 @@ def test_a_tied_checkpoint_may_hold_its_head_once_more(name, configs, specimen, 
     other = written(configs[name], specimen, tmp_path / "other", **{"lm_head.weight": embedding + 1})
     for read in ("tensors", "pieces"):
         do = lambda read=read: list(getattr(open_checkpoint(other), read)())  # noqa: E731
-        refused(ValueError, other, "holds lm_head.weight", "ties to model.embed_tokens.weight", "differ", do=do)
+        refused(ValueError, other, "contains lm_head.weight", "ties to model.embed_tokens.weight", "differ", do=do)
     untied = open_checkpoint(other, config={**configs[name], "tie_word_embeddings": False})
     assert torch.equal(dict(untied.tensors())["unembed.weight"], embedding + 1)
     small = written(configs[name], specimen, tmp_path / "small", **{"lm_head.weight": embedding[:5].clone()})

@@ -178,7 +178,7 @@ def test_a_count_is_compared_with_the_file_before_it_is_expanded(key, count, sha
 
 def test_too_few_tensors_for_the_layers_are_refused(shards, refused):
     config = json.loads((shards / "config.json").read_text())
-    words = ("holds 21 tensors", "too few for the 5000 layers")
+    words = ("contains 21 tensors", "too few for the 5000 layers")
     refused(ValueError, *words, path=shards, config={**config, "num_hidden_layers": 5000})
 
 

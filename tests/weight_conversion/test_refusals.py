@@ -179,7 +179,7 @@ def test_a_malicious_pickle_is_not_run(tmp_path, how, suffix, refused):
 def test_a_pth_without_named_tensors(tmp_path, content, refused):
     path = tmp_path / "model.pth"
     torch.save(content, path)
-    refused(ValueError, path, "does not hold a mapping of names to tensors", "save the plain state_dict", path=path)
+    refused(ValueError, path, "does not contain a mapping of names to tensors", "save the plain state_dict", path=path)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"hello", b"\x80\x02}q\x00.", b"\xff" * 50])
@@ -206,7 +206,7 @@ def test_a_path_that_does_not_exist(tmp_path, refused):
 
 
 def test_an_empty_folder(tmp_path, refused):
-    refused(FileNotFoundError, tmp_path, "it holds none", "Pass the path", path=tmp_path)
+    refused(FileNotFoundError, tmp_path, "it contains none", "Pass the path", path=tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])

@@ -59,7 +59,7 @@ def test_the_config_shows_the_kind_of_a_model(config, words, refused):
 
 def test_the_tensors_show_the_kind_of_a_model(tmp_path, refused, write):
     sedd = {"blocks.0.adaLN_modulation.weight": torch.zeros(2, 2), "vocab_embed.embedding": torch.zeros(2, 2)}
-    refused(ValueError, DIT, "it holds", path=write(sedd, tmp_path))
+    refused(ValueError, DIT, "it contains", path=write(sedd, tmp_path))
     moe = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)}
     refused(ValueError, EXPERTS, "experts.0.up_proj", path=write(moe, tmp_path))
 

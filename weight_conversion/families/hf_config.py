@@ -12,7 +12,7 @@ from typing import Any
 from weight_conversion.architecture import LARGEST
 from weight_conversion.families.family import Config, require_count
 
-# Ignored keys: they concern code, files and training, or token ids that the tokenizer holds, but not the network.
+# Ignored keys: they concern code, files and training, or token ids that the tokenizer contains, but not the network.
 SILENT = (
     "_name_or_path",
     "architectures",
@@ -99,7 +99,7 @@ def rotary_base(config: Config, default: float | None = None) -> float:
         default: Base of a family whose old configs do not give it.
 
     Raises:
-        ValueError: the frequencies are scaled, which our network does not support; a key is unknown; or the config
+        ValueError: The frequencies are scaled, which our network does not support; a key is unknown; or the config
             gives several bases or none.
     """
     parameters = config.get("rope_parameters") or {}

@@ -54,7 +54,7 @@ class Kind:
         """
         for tensor in shapes:
             if any(fnmatchcase(tensor, pattern) for pattern in self.tensors):
-                return f"it holds {tensor}"
+                return f"it contains {tensor}"
         if not _HUGGING_FACE & set(config):  # not a config of Hugging Face's: its keys have other meanings
             return None
         if setting := self._setting_in(config):

@@ -154,7 +154,7 @@ def average_indirect_effect(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A setting is out of range, two facts have one id, the folder holds another study, a hook acts by
+        ValueError: A setting is out of range, two facts have one id, the folder contains another study, a hook acts by
             step with "recalled", or the model can be queried for none of the facts. A single fact that it cannot be
             queried for (its answer is merged into the prompt, its sentence does not fit, ...) is set aside, with the
             reason in `AverageEffect.set_aside`.

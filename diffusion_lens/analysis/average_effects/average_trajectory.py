@@ -55,7 +55,7 @@ class AverageTrajectoryEffect(FactAverage):
         layers: The layer of each column of the averages.
         unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
             or because some of their answer's positions are still masked at the end.
-        record: The same as in `AverageEffect`; `loop` holds the settings of the runs that are traced.
+        record: The same as in `AverageEffect`; `loop` contains the settings of the runs that are traced.
     """
 
     KIND: ClassVar[str] = "average trajectory effect"

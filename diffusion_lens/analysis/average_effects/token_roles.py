@@ -73,7 +73,7 @@ def step_roles(query: Query, canvas: Sequence[int], blank: int) -> list[str]:
     """
     return [
         "answer_revealed" if role == "answer" and token != blank else role
-        for role, token in zip(token_roles(query), canvas, strict=False)  # a causal canvas also holds the last token
+        for role, token in zip(token_roles(query), canvas, strict=False)  # a causal canvas also contains the last token
     ]
 
 

@@ -56,7 +56,7 @@ class RestoredRuns:
         extra_row_bytes: Bytes that a row takes in addition to those of a plain forward pass.
 
     Raises:
-        ValueError: `max_bytes` does not hold the two runs and one cell; nothing has been run then.
+        ValueError: `max_bytes` is too small for the two runs and one cell. Nothing has been run then.
     """
 
     def __init__(

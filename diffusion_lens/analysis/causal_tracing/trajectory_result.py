@@ -35,7 +35,7 @@ class TrajectoryTrace:
         positions: Position of each row of the grids.
         layers: Layer of each column of the grids.
         record: Settings of the trace and of the run, model, hash of the weights, hooks, modules, versions. "trajectory"
-            holds the weights, hooks and modules that wrote the clean run's canvases.
+            contains the weights, hooks and modules that wrote the clean run's canvases.
     """
 
     scores: Float[Tensor, "step pos layer"]

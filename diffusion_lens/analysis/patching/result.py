@@ -33,7 +33,7 @@ class PatchGrid:
         labels: Text at each entry of "pos" in the first row of the batch, for each step.
         error: Comparison of the estimates with exact patching; `None` for the exact method.
         record: Method, metric, rows, guidance, tokens of both runs (of each step), models, hashes of the weights,
-            hooks, modules and versions. With steps, "trajectory" holds the networks that wrote the clean and the
+            hooks, modules and versions. With steps, "trajectory" contains the networks that wrote the clean and the
             corrupted canvases.
     """
 

@@ -144,7 +144,7 @@ class Sweep:
         site: Activation that is patched.
         layers: Layers to sweep.
         groups: Pairs of positions, one group per cell.
-        all_together: Whether the only group holds all positions, so that the grid has no axis of positions.
+        all_together: Whether the only group contains all positions, so that the grid has no axis of positions.
         heads: Heads to sweep; `None` for a site without heads.
     """
 

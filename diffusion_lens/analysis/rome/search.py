@@ -89,7 +89,7 @@ class _Search:
     """Requests in progress.
 
     Attributes:
-        batches: Canvases of the requests that have not stopped; the first batch holds every plain request.
+        batches: Canvases of the requests that have not stopped; the first batch contains every plain request.
         before: Distributions of the essences without δ, for each batch.
     """
 

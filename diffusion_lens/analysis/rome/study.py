@@ -131,7 +131,7 @@ def key_value_study(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A setting is out of range, two facts have one id, the folder holds another study,
+        ValueError: A setting is out of range, two facts have one id, the folder contains another study,
             `rome.optimize_value` refuses a request, or the model can be queried for none of the facts. A single fact
             that `rome.ask_with_prefixes` refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
     """

@@ -42,8 +42,8 @@ def named_sampler(sampler: str | Sampler) -> Sampler:
     """The sampler of a name or of a preset's name; an object is returned as it is.
 
     Raises:
-        ValueError: an unknown name; the nearest one is given.
-        TypeError: what is neither a name nor a `Sampler`, such as its class.
+        ValueError: An unknown name; the nearest one is given.
+        TypeError: What is neither a name nor a `Sampler`, such as its class.
     """
     if isinstance(sampler, str):
         known = [*SAMPLERS, *PRESETS]
@@ -62,8 +62,8 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
     """The sampler of a name, or the default of a kind of model.
 
     Raises:
-        ValueError: an unknown name, or a sampler that this kind of model cannot follow.
-        TypeError: as for `named_sampler`.
+        ValueError: An unknown name, or a sampler that this kind of model cannot follow.
+        TypeError: As for `named_sampler`.
     """
     if sampler is None:
         sampler = "left_to_right" if variant.grows else "confidence"

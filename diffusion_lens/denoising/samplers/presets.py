@@ -32,7 +32,7 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
       tokens tie.
     - Guidance needs no attention mask. The authors' code fails without one.
     - There is no option against the end token (`logits_eos_inf`, `confidence_eos_eot_inf`), whose ids the authors' code
-      holds. A hook on `denoise.hook_logits` or `denoise.hook_confidence` has the same effect.
+      contains. A hook on `denoise.hook_logits` or `denoise.hook_confidence` has the same effect.
     - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:

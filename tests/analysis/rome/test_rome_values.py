@@ -318,6 +318,6 @@ def test_bad_requests(every, request_and_essence):
             optimize_value(model, queries, 1, essence=bare)
         shown = replace(queries[1], tokens=queries[1].tokens.index_fill(0, torch.tensor(10), 32))
         with pytest.raises(
-            ValueError, match=r"the answer positions \[10\] hold no \[MASK\] on the canvas of queries\[1\]"
+            ValueError, match=r"the answer positions \[10\] are not masked on the canvas of queries\[1\]"
         ):
             optimize_value(model, [queries[0], shown], 1, essence=essence)
