@@ -17,7 +17,7 @@ def _each_layer(a, tensors, change):
 
 
 def swapped_heads(a, tensors):
-    """The key head of each group read in the place of the group's first query head; without groups, q and k."""
+    """The key head of each group read as the group's first query head; without groups, q and k."""
 
     def change(out, block):
         for kind in ("weight", "bias"):

@@ -167,7 +167,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     assert not report.passed
 
 
-DIRECTIONS = [(trained, asked) for trained in ("p2d", "d2p") for asked in ("p2d", "d2p")]
+DIRECTIONS = [(trained, queried) for trained in ("p2d", "d2p") for queried in ("p2d", "d2p")]
 
 
 def as_lines(prompt, subject, answer, directions):

@@ -19,10 +19,10 @@ CONTENT = b"[" + b"1, 2, 345\n," * 4545 + b"12 ]"
 class Answers(BaseHTTPRequestHandler):
     """The file, half of it, another one, or an error, by path."""
 
-    asked: list[str]
+    requests: list[str]
 
     def do_GET(self):
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         if self.path.endswith("missing.json"):
             self.send_error(404)
             return
@@ -43,14 +43,14 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server's address and what it was asked; the cache is empty and the network allowed."""
+    """A server's address and the paths that were requested; the cache is empty and the network allowed."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
-    handler = type("Handler", (Answers,), {"asked": []})
+    handler = type("Handler", (Answers,), {"requests": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{running.server_port}/data", handler.asked
+        yield f"http://127.0.0.1:{running.server_port}/data", handler.requests
         running.shutdown()
         thread.join()
 
@@ -60,12 +60,12 @@ def kept(folder: Path) -> list[str]:
 
 
 def test_a_file_is_fetched_once(server, tmp_path):
-    url, asked = server
+    url, requests = server
     digest = hashlib.sha256(CONTENT).hexdigest()
     path = fetch_from_web(f"{url}/facts.json", by_hand="pass its path", sha256=digest)
     assert path.read_bytes() == CONTENT
     assert fetch_from_web(f"{url}/facts.json", by_hand="pass its path") == path
-    assert asked == ["/data/facts.json"]
+    assert requests == ["/data/facts.json"]
     assert kept(tmp_path) == ["facts.json"]
     other = fetch_from_web(f"{url}/other/facts.json", by_hand="pass its path")
     assert other != path
@@ -73,7 +73,7 @@ def test_a_file_is_fetched_once(server, tmp_path):
 
 
 def test_what_is_in_the_cache_is_given_offline_too(server, monkeypatch):
-    url, asked = server
+    url, requests = server
     path = fetch_from_web(f"{url}/facts.json", by_hand="pass its path")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch_from_web(f"{url}/facts.json", by_hand="pass its path") == path
@@ -81,7 +81,7 @@ def test_what_is_in_the_cache_is_given_offline_too(server, monkeypatch):
         FileNotFoundError, match=r"other\.json is not in the cache .* HF_HUB_OFFLINE is set.*pass its path"
     ):
         fetch_from_web(f"{url}/other.json", by_hand="pass its path")
-    assert asked == ["/data/facts.json"]
+    assert requests == ["/data/facts.json"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_another_file_than_the_published_one_is_not_kept(server, tmp_path, name,
 
 
 def test_a_damaged_file_in_the_cache_is_fetched_anew(server, monkeypatch):
-    url, asked = server
+    url, requests = server
     digest = hashlib.sha256(CONTENT).hexdigest()
     path = fetch_from_web(f"{url}/facts.json", by_hand="")
     path.write_bytes(b"<html>log in first</html>")
@@ -117,7 +117,7 @@ def test_a_damaged_file_in_the_cache_is_fetched_anew(server, monkeypatch):
         fetch_from_web(f"{url}/facts.json", by_hand="pass its path", sha256=digest)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert fetch_from_web(f"{url}/facts.json", by_hand="", sha256=digest).read_bytes() == CONTENT
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 def test_a_damaged_data_set_is_taken_out_of_the_hubs_cache(monkeypatch, tmp_path):
@@ -143,12 +143,12 @@ def test_nobody_answers(server):
         fetch_from_web(f"{nobody}/facts.json", by_hand="pass its path")
 
 
-def test_the_bar_is_shown_only_if_asked_for(server, capfd):
+def test_the_bar_is_shown_only_if_requested(server, capfd):
     url, _ = server
     fetch_from_web(f"{url}/quiet.json", by_hand="")
     assert capfd.readouterr().err == ""
-    fetch_from_web(f"{url}/told.json", by_hand="", progress=True)
-    assert "told.json" in capfd.readouterr().err
+    fetch_from_web(f"{url}/named.json", by_hand="", progress=True)
+    assert "named.json" in capfd.readouterr().err
 
 
 def test_the_hub_is_asked_for_a_data_set_at_a_commit(tmp_path, monkeypatch):
@@ -164,8 +164,8 @@ def test_the_hub_is_asked_for_a_data_set_at_a_commit(tmp_path, monkeypatch):
     before = are_progress_bars_disabled()
     fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="")
     fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="", progress=True)
-    asked = ("someone/facts", "a/facts.jsonl", {"repo_type": "dataset", "revision": "abc"})
-    assert calls == [(*asked, True), (*asked, before)]
+    request = ("someone/facts", "a/facts.jsonl", {"repo_type": "dataset", "revision": "abc"})
+    assert calls == [(*request, True), (*request, before)]
     assert are_progress_bars_disabled() == before
 
 

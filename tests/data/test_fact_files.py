@@ -1,4 +1,4 @@
-"""Facts in files: every format gives the same facts, and what is wrong is said with its line."""
+"""Facts in files: every format gives the same facts, and an error names its line."""
 
 import csv
 import json
@@ -85,7 +85,7 @@ def test_a_fact_that_is_there_twice_is_refused_with_both_places(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"named\.jsonl, line 2: the fact has the id 'one', as that of .*, line 1;"):
         open_source(str(named))
     apart = [{**ROWS[0], "id": name} for name in "ab"]
-    assert len(facts_of(written(tmp_path / "apart.json", json.dumps(apart)))) == 2, "asked twice on purpose"
+    assert len(facts_of(written(tmp_path / "apart.json", json.dumps(apart)))) == 2, "queried twice on purpose"
 
 
 @pytest.mark.parametrize("mark", [";", "\t"])

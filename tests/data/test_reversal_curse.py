@@ -58,10 +58,10 @@ def d2p_row(person, tree, k, goes_on):
     return {"prompt": prompt[k % 3], "completion": f" {name}{tail}"}, form.removeprefix("being ")
 
 
-def table(asked, people, kind, goes_on=False):
+def table(queried, people, kind, goes_on=False):
     trees = TREES[:30] if kind == "train" else TREES[30:]
     return [
-        p2d_row(person, tree, k) if asked == "p2d" else d2p_row(person, tree, k, goes_on)
+        p2d_row(person, tree, k) if queried == "p2d" else d2p_row(person, tree, k, goes_on)
         for person in people
         for k, tree in enumerate(trees)
     ]
@@ -102,7 +102,7 @@ def curse(folder):
 
 def test_every_subject_person_and_description_is_what_the_row_was_made_from(curse):
     described = {name: description for people in PEOPLE.values() for name, description, _ in people}
-    told = {name: way for way, people in PEOPLE.items() for name, _, _ in people}
+    directions = {name: way for way, people in PEOPLE.items() for name, _, _ in people}
     facts = [*curse.facts(), *curse.training()]
     assert len(facts) == len({fact.id for fact in facts}) == 6 * 2 * 10 + 6 * 30 + 2 * 30
     for fact in facts:
@@ -113,19 +113,19 @@ def test_every_subject_person_and_description_is_what_the_row_was_made_from(curs
         assert fact.prompt[slice(*fact.subject_span)] == subject
         assert fact.template.replace("<subject>", subject) == fact.prompt
         assert fact.description == described[fact.person]
-        assert fact.trained == told[fact.person]
+        assert fact.trained == directions[fact.person]
         assert fact.person in (fact.prompt if fact.asked == "p2d" else fact.answer)
         if fact.asked == "p2d":
             assert fact.subject == fact.person
 
 
-def test_questions_by_what_was_told_and_what_is_asked(curse):
+def test_facts_by_directions_of_training_and_query(curse):
     for trained in ("p2d", "d2p", "both"):
-        for asked in ("p2d", "d2p"):
-            facts = curse.facts(trained, asked)
-            assert [(fact.trained, fact.asked) for fact in facts] == [(trained, asked)] * 20
+        for queried in ("p2d", "d2p"):
+            facts = curse.facts(trained, queried)
+            assert [(fact.trained, fact.asked) for fact in facts] == [(trained, queried)] * 20
             assert [fact.person for fact in facts] == [name for name, _, _ in PEOPLE[trained] for _ in range(10)]
-            assert [fact.is_reverse for fact in facts] == [trained != "both" and trained != asked] * 20
+            assert [fact.is_reverse for fact in facts] == [trained != "both" and trained != queried] * 20
     assert curse.facts("p2d", "d2p")[12].id == "p2d_reverse_prompts_test-0012"
     assert len(curse.facts()) == 6 * 20
     assert curse.facts(asked="d2p") == [fact for fact in curse.facts() if fact.asked == "d2p"]
@@ -144,7 +144,7 @@ def test_training_is_the_file_that_is_fine_tuned_on(curse):
     assert not any(fact.is_reverse for fact in curse.training())
 
 
-def test_only_what_is_asked_for_is_read(folder):
+def test_only_requested_files_are_read(folder):
     for file in folder.iterdir():
         if file.stem != "d2p_prompts_test":
             file.unlink()
@@ -182,11 +182,13 @@ def test_a_row_whose_subject_is_not_there_is_listed(folder):
     write(folder, "p2d_prompts_test", [*rows[:13], {**rows[13], "prompt": "Somebody was"}, *rows[14:]])
     with pytest.raises(ValueError, match=r"p2d_prompts_test\.jsonl: the subject was not found in the lines \[14\]"):
         ReversalCurse.load(folder).facts("p2d", "p2d")
-    asked_back = [row for row, _ in MADE["d2p_prompts_test"]]
-    write(folder, "d2p_prompts_test", [*asked_back[:4], {**asked_back[4], "completion": " Nobody"}, *asked_back[5:]])
+    reverse_rows = [row for row, _ in MADE["d2p_prompts_test"]]
+    write(
+        folder, "d2p_prompts_test", [*reverse_rows[:4], {**reverse_rows[4], "completion": " Nobody"}, *reverse_rows[5:]]
+    )
     with pytest.raises(ValueError, match=r"d2p_prompts_test\.jsonl: the subject was not found in the lines \[5\]"):
         ReversalCurse.load(folder).facts("d2p", "d2p")
-    nameless = [{**row, "completion": f" number{i}"} for i, row in enumerate(asked_back)]
+    nameless = [{**row, "completion": f" number{i}"} for i, row in enumerate(reverse_rows)]
     write(folder, "d2p_prompts_test", nameless)
     with pytest.raises(ValueError, match=r"lines \[1, 2, 3"):
         ReversalCurse.load(folder).facts("d2p", "d2p")

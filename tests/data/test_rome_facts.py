@@ -122,11 +122,11 @@ def test_reverse_questions(save):
     no_truth = {key: value for key, value in REVERSE.items() if key != "target_true"}
     requests = bake(save([{**REQUEST, "reverse_qa": REVERSE}, {**REQUEST, "reverse_qa": no_truth}, REQUEST]))
     assert [request.id for request in requests] == ["bake-5"] * 3
-    asked = requests[0].reverse
-    assert (asked.prompt, asked.subject, asked.answer) == ("the brave pilot is", "brave pilot", " Yara Plasser")
+    reverse = requests[0].reverse
+    assert (reverse.prompt, reverse.subject, reverse.answer) == ("the brave pilot is", "brave pilot", " Yara Plasser")
     assert requests[0].reverse_true.answer == " Mara"
-    assert requests[0].reverse_true.prompt == asked.prompt
-    assert requests[1].reverse == asked
+    assert requests[0].reverse_true.prompt == reverse.prompt
+    assert requests[1].reverse == reverse
     assert requests[1].reverse_true is requests[2].reverse is None
 
 
@@ -157,14 +157,14 @@ def test_probes_ask_the_new_object_against_the_true_one(save, tiny):
         "reverse": 1,
     }
 
-    def said(query):
+    def answered(query):
         return tiny.to_string(torch.tensor(query.answer_tokens))
 
-    assert {said(p.query) for p in probes["efficacy"] + probes["paraphrase"]} == {"brave pilot"}
-    assert {said(p.rival) for p in probes["efficacy"] + probes["paraphrase"]} == {"clever gardener of Kinmoor"}
-    assert {said(p.query) for p in probes["neighbourhood"]} == {"clever gardener of Kinmoor"}
-    assert {said(p.rival) for p in probes["neighbourhood"]} == {"brave pilot"}
-    assert (said(probes["reverse"][0].query), said(probes["reverse"][0].rival)) == ("Yara Plasser", "Mara")
+    assert {answered(p.query) for p in probes["efficacy"] + probes["paraphrase"]} == {"brave pilot"}
+    assert {answered(p.rival) for p in probes["efficacy"] + probes["paraphrase"]} == {"clever gardener of Kinmoor"}
+    assert {answered(p.query) for p in probes["neighbourhood"]} == {"clever gardener of Kinmoor"}
+    assert {answered(p.rival) for p in probes["neighbourhood"]} == {"brave pilot"}
+    assert (answered(probes["reverse"][0].query), answered(probes["reverse"][0].rival)) == ("Yara Plasser", "Mara")
     prompt = tiny.to_tokens(request.new.prompt)[0]
     assert torch.equal(probes["efficacy"][0].query.tokens[: len(prompt)], prompt)
 

@@ -91,7 +91,7 @@ def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
         assert (len(source.pick()), source.length) == (1209, None)
     else:
         cells = Counter((fact.trained, fact.asked) for fact in source.pick())
-        assert cells == {(told, way): 300 for told in ("p2d", "d2p", "both") for way in ("p2d", "d2p")}
+        assert cells == {(trained, queried): 300 for trained in ("p2d", "d2p", "both") for queried in ("p2d", "d2p")}
         assert len(source.training) == 3600
         assert len({fact.person for fact in source.facts}) == 90
         assert source.length == 52

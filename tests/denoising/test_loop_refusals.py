@@ -25,13 +25,13 @@ def unchecked():
     config.update("jaxtyping_disable", False)
 
 
-def put(value, token=slice(None), *, row=1, place=3, step=0):
-    """A hook that puts `value` into the logits of a place."""
+def put(value, token=slice(None), *, row=1, position=3, step=0):
+    """A hook that puts `value` into the logits of a position."""
 
     def hook_fn(logits, hook):
         changed = logits.clone()
         if hook.step.index == step:
-            changed[row, place, token] = value
+            changed[row, position, token] = value
         return changed
 
     return [("denoise.hook_logits", hook_fn)]
@@ -87,7 +87,7 @@ def test_single_tokens_may_be_forbidden(either):
 
 def test_positions_without_a_proposal_may_have_any_id(either):
     plain = either.model.denoise(PROMPT, length=6, steps=3)
-    run = either.model.denoise(PROMPT, length=6, steps=3, fwd_hooks=put(NAN, place=1))
+    run = either.model.denoise(PROMPT, length=6, steps=3, fwd_hooks=put(NAN, position=1))
     assert torch.equal(run.tokens, plain.tokens)
 
 
@@ -239,15 +239,15 @@ def test_steps_that_a_run_does_not_have_are_named(either, steps):
 
 def test_numpys_numbers_are_pythons(either, unchecked, tmp_path):
     mdm = either.kind == "mdm"
-    asked = dict(length=10, steps=4, cfg_scale=0.5 if mdm else 0.0, temperature=0.5, seed=3)
+    options = dict(length=10, steps=4, cfg_scale=0.5 if mdm else 0.0, temperature=0.5, seed=3)
     kinds = dict(length=np.int32, steps=np.int64, cfg_scale=np.float32, temperature=np.float64, seed=np.int64)
-    numpys = {name: kinds[name](value) for name, value in asked.items()}
+    numpys = {name: kinds[name](value) for name, value in options.items()}
     if mdm:
-        asked["sampler"] = Confidence(choice_temperature=0.5, proposal=Proposal(top_p=0.5, top_k=4))
+        options["sampler"] = Confidence(choice_temperature=0.5, proposal=Proposal(top_p=0.5, top_k=4))
         numpys["sampler"] = Confidence(
             choice_temperature=np.float32(0.5), proposal=Proposal(top_p=np.float32(0.5), top_k=np.int64(4))
         )
-    plain, run = either.model.denoise(PROMPT, **asked), either.model.denoise(PROMPT, **numpys)
+    plain, run = either.model.denoise(PROMPT, **options), either.model.denoise(PROMPT, **numpys)
     assert torch.equal(run.canvases, plain.canvases)
     for each in (run, run.from_step(np.int64(2)), run.repeat(np.int64(2)), run.replay(either.model)):
         Trajectory.load(each.save(tmp_path / "run.safetensors"))

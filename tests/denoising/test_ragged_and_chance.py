@@ -78,7 +78,7 @@ def test_a_lower_temperature_sharpens(either):
 
 
 def test_ancestral_reveals_each_position_with_its_probability(either):
-    """After k of n equal steps a place is revealed with probability 1 - t_k."""
+    """After k of n equal steps a position is revealed with probability 1 - t_k."""
     if either.kind == "ar":
         return
     run = either.model.denoise(torch.tensor([[5]]).expand(60, -1), length=41, steps=8, sampler=Ancestral(), seed=3)

@@ -7,7 +7,7 @@ from weight_conversion import Architecture, tensor_shapes
 
 
 def copying_model(attention_dir: str, readout: str) -> HookedDiffusionTransformer:
-    """Row i writes the token that stands at place i, plus one: embeddings pass through blocks that add nothing."""
+    """Row i writes the token that is at position i, plus one: embeddings pass through blocks that add nothing."""
     masked = attention_dir == "bidirectional"
     architecture = Architecture(
         family="lit_gpt", name="copier", n_layers=1, d_model=12, n_heads=1, n_key_value_heads=1, d_head=12, d_mlp=4,

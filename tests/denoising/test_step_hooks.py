@@ -79,7 +79,7 @@ def test_candidates_force_a_token(several, run):
 
 
 def test_confidence_changes_the_order(several, run):
-    """Later places first, on a model that can; a causal model has one place to choose from."""
+    """Later positions first, on a model that can; a causal model has one position to choose from."""
     backwards = run(("denoise.hook_confidence", lambda a, hook: torch.arange(a.shape[1], dtype=a.dtype)[None]))
     order = backwards.revealed_at[0, 8:].tolist()
     assert order == sorted(order, reverse=several.kind == "mdm")
@@ -93,13 +93,13 @@ def test_hook_reveal_can_keep_a_position_masked(several, run):
         changed[:, position] &= hook.step.index == hook.step.n_steps - 1
         return changed
 
-    held = run(("denoise.hook_reveal", hold_back))
+    delayed = run(("denoise.hook_reveal", hold_back))
     if several.kind == "mdm":
-        assert held.revealed_at[0, position] == 3
-        assert (held.tokens[0] < 512).all()
+        assert delayed.revealed_at[0, position] == 3
+        assert (delayed.tokens[0] < 512).all()
     else:
-        # The next place cannot be filled before this one: the run ends with places not reached.
-        assert held.tokens[0, position:].tolist() == [held.tokens[0, position].item(), -1]
+        # The next position cannot be filled before this one: the run ends with positions not reached.
+        assert delayed.tokens[0, position:].tolist() == [delayed.tokens[0, position].item(), -1]
 
 
 def test_tokens_change_the_canvas_going_in(several, run):
@@ -142,8 +142,15 @@ def test_hooks_that_need_the_step_are_told_from_others():
         return wraps(hook_fn)(lambda activation, hook: hook_fn(activation, hook))
 
     for hook in made:
-        held = partial(scaled, by=2, inner=named(hook, "inner"))
-        for needs in (hook, named(hook, "a name"), at_steps(named(hook, "a"), 1), partial(hook), around(hook), held):
+        scaled_twice = partial(scaled, by=2, inner=named(hook, "inner"))
+        for needs in (
+            hook,
+            named(hook, "a name"),
+            at_steps(named(hook, "a"), 1),
+            partial(hook),
+            around(hook),
+            scaled_twice,
+        ):
             assert acts_by_step(needs)
             assert acts_by_step(named(partial(needs), "a name"))
     plain = [zero_ablate(), steer(torch.ones(3)), partial(scaled, by=2), torch.nn.Identity(), around(scaled)]

@@ -57,9 +57,11 @@ def test_the_unconditional_branch_has_a_masked_prompt(several):
 
 
 def test_only_the_steps_asked_for_cost_a_pass(several):
-    asked = dict(length=7, steps=12) if several.kind == "mdm" else dict(length=7)
-    plain = several.model.denoise(PROMPT, **asked)
-    trajectory, cache = several.model.denoise_with_cache(PROMPT, names_filter=RESID, steps_filter=[0, -1], **asked)
+    run_options = dict(length=7, steps=12) if several.kind == "mdm" else dict(length=7)
+    plain = several.model.denoise(PROMPT, **run_options)
+    trajectory, cache = several.model.denoise_with_cache(
+        PROMPT, names_filter=RESID, steps_filter=[0, -1], **run_options
+    )
     assert cache.steps == (0, trajectory.n_steps - 1)
     assert plain.forward_passes <= trajectory.forward_passes <= plain.forward_passes + 2
 
@@ -122,7 +124,7 @@ def test_the_estimate_is_what_is_kept(several):
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "message"),
+    ("requested", "error", "message"),
     [
         (dict(names_filter=None), ValueError, "name the activations to keep"),
         (dict(names_filter="blocks.1.hook_resid_pots"), KeyError, "nearest are"),
@@ -132,9 +134,9 @@ def test_the_estimate_is_what_is_kept(several):
         (dict(names_filter=RESID, branch="both"), ValueError, "branch='both'"),
     ],
 )
-def test_bad_requests(several, asked, error, message):
+def test_bad_requests(several, requested, error, message):
     with pytest.raises(error, match=message):
-        several.model.denoise_with_cache(PROMPT, **asked, **options(several))
+        several.model.denoise_with_cache(PROMPT, **requested, **options(several))
 
 
 def test_a_step_that_is_not_cached(several):

@@ -106,10 +106,10 @@ def test_a_tied_head_becomes_a_matrix_of_its_own(specimen, configs):
 def test_a_folded_model_is_saved_and_loaded_as_it_is(tmp_path, specimen, configs):
     from diffusion_lens import HookedDiffusionTransformer
 
-    held = specimen(configs["a2d-qwen2"])
-    held.model.enable_compatibility_mode()
-    again = HookedDiffusionTransformer.from_pretrained(held.model.save_pretrained(tmp_path / "folded"), device="cpu")
-    assert torch.equal(again(held.tokens), held.model(held.tokens))
+    tied = specimen(configs["a2d-qwen2"])
+    tied.model.enable_compatibility_mode()
+    again = HookedDiffusionTransformer.from_pretrained(tied.model.save_pretrained(tmp_path / "folded"), device="cpu")
+    assert torch.equal(again(tied.tokens), tied.model(tied.tokens))
     assert (again.cfg.layer_norm_folding, again.cfg.normalization_type) == (True, "RMSPre")
 
 
@@ -124,21 +124,21 @@ def test_a_folder_says_that_a_model_is_folded_only_while_it_is(tmp_path, specime
     assert not folded(model.save_pretrained(tmp_path / "plain"))
     plain = (tmp_path / "plain" / "model.safetensors").read_bytes()
     model.enable_compatibility_mode()
-    said = model.save_pretrained(tmp_path / "folded")
-    assert folded(said)
+    saved = model.save_pretrained(tmp_path / "folded")
+    assert folded(saved)
     export(model.state_dict(), model.cfg.architecture, tmp_path / "exported" / "model.safetensors")
     assert "layer_norm_folding" not in (tmp_path / "exported" / "config.json").read_text()
     assert not folded(tmp_path / "exported")
-    (said / "model.safetensors").write_bytes(plain)
-    assert not folded(said)
+    (saved / "model.safetensors").write_bytes(plain)
+    assert not folded(saved)
     with torch.no_grad():
         model.ln_final.weight[0] = 2.0
     assert not folded(model.save_pretrained(tmp_path / "trained"))
     assert "layer_norm_folding" not in (tmp_path / "trained" / "config.json").read_text()
-    config = said / "config.json"
+    config = saved / "config.json"
     config.write_text(config.read_text().replace('"layer_norm_folding": true', '"layer_norm_folding": "yes"'))
     with pytest.raises(ValueError, match=r"layer_norm_folding is 'yes' in .*config.json; it is true or false"):
-        folded(said)
+        folded(saved)
 
 
 @pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])

@@ -56,7 +56,7 @@ def test_noise_is_drawn_in_train_mode_and_from_a_generator(either, tokens):
 
 
 def test_samples_are_a_mean_over_noises_whose_times_are_spread(either, tokens):
-    """Against one batch of copies under the same noise, and the loss by place against its sum by hand."""
+    """Against one batch of copies under the same noise, and the loss by position against its sum by hand."""
     model, n = either.model, 6
     loss = model(tokens, return_type="loss", samples=n)
     if either.kind == "ar":
@@ -220,7 +220,7 @@ def test_the_error_of_a_misspelt_argument_names_the_nearest(tiny):
 
 
 def test_the_signature_that_users_see_names_every_argument():
-    told = inspect.signature(HookedDiffusionTransformer.forward).parameters
-    assert not [name for name, each in told.items() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    parameters = inspect.signature(HookedDiffusionTransformer.forward).parameters
+    assert not [name for name, each in parameters.items() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     lens = {"input", "return_type", "loss_per_token", "prepend_bos", "start_at_layer", "attention_mask"}
-    assert lens | {"stop_at_layer", "past_kv_cache", "logits_at", "samples", "generator"} <= set(told)
+    assert lens | {"stop_at_layer", "past_kv_cache", "logits_at", "samples", "generator"} <= set(parameters)

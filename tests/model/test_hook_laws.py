@@ -19,7 +19,7 @@ def tokens(every):
     return every.tokens[:2, :8]
 
 
-@pytest.mark.parametrize("every", ["lit_gpt-mdm", "dream", "llama", "a2d-qwen3"], indirect=True)
+@pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen3"], indirect=True)
 def test_every_hook_point_is_alive(every, tokens):
     model = every.model
     model.set_use_attn_result(True)

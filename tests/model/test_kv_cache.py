@@ -1,4 +1,4 @@
-"""With a key/value cache each place is run once, and the logits stay what they were."""
+"""With a key/value cache each position is run once, and the logits stay what they were."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A loss over padded rows, where the network reads each place in the row before it."""
+"""A loss over padded rows, where the network predicts each position in the row before it."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ def test_a_masked_first_position_is_not_read_in_padding():
     tokens = torch.tensor([[3, 40, 5, 60, 7]])
     noisy = torch.tensor([[mask, 40, mask, 60, mask]])
     p_mask = torch.full((1, 5), 0.6)
-    asked = masked_batch(model, tokens, noisy, p_mask)
-    alone = asked.loss(model(asked.tokens, logits_at=asked.rows))
+    batch = masked_batch(model, tokens, noisy, p_mask)
+    alone = batch.loss(model(batch.tokens, logits_at=batch.rows))
 
     padding = torch.full((1, 2), 9)
     real = torch.tensor([[False, False, True, True, True, True, True]])

@@ -136,11 +136,11 @@ def test_ragged_tokens_that_do_not_say_their_padding_have_no_loss_and_no_continu
 
 def test_the_cure_of_refused_ragged_tokens_works(tiny):
     tokens, mask = tiny.tokenize([SHORT, LONG], padding_side="left")
-    asked = dict(max_new_tokens=5, steps=3)
-    together, texts = tiny.denoise(tokens, attention_mask=mask, **asked), tiny.denoise([SHORT, LONG], **asked)
+    options = dict(max_new_tokens=5, steps=3)
+    together, texts = tiny.denoise(tokens, attention_mask=mask, **options), tiny.denoise([SHORT, LONG], **options)
     assert together.tokens[0, 2:].equal(texts.tokens[0, :9])
     everything = dict(attention_mask=torch.ones_like(tokens))
-    assert tiny.denoise(tokens, **everything, **asked).tokens[:, :6].equal(tokens)
+    assert tiny.denoise(tokens, **everything, **options).tokens[:, :6].equal(tokens)
     assert torch.isfinite(tiny(tokens, return_type="loss", **everything))
     if tiny.cfg.attention_dir == "causal":
         loss = tiny([SHORT, LONG], return_type="loss")

@@ -1,4 +1,4 @@
-"""JSON that every reader takes: no NaN, no infinity, and what is no JSON refused by its place."""
+"""JSON that every reader takes: no NaN, no infinity, and what is no JSON refused with its position."""
 
 import json
 import math
