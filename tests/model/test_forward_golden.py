@@ -32,7 +32,16 @@ def test_without_a_cache_the_logits_are_the_same_bits(golden):
     assert torch.equal(golden.model(tokens), cached)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("golden", "dtype"),
+    [
+        (("gqa", "mdm"), torch.bfloat16),
+        (("mha", "mdm"), torch.float16),
+        (("gqa", "ar"), torch.float16),
+        (("mha", "ar"), torch.bfloat16),
+    ],
+    indirect=["golden"],
+)
 def test_half_precision_stays_near(golden, dtype):
     from diffusion_lens import HookedDiffusionTransformer
 

@@ -23,6 +23,7 @@ def test_inference_mode_leaves_a_model_that_can_be_trained(several, tokens):
     assert all(weight.grad is not None for weight in model.blocks.parameters())
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "dream", "llama", "a2d-qwen3"], indirect=True)
 def test_float64_is_float64_all_the_way(every):
     tokens = every.tokens[:1]
     model = copy.deepcopy(every.model).double()
