@@ -26,6 +26,8 @@ from diffusion_lens.evaluation import Recall, Reply
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 GOLDEN = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
 COMMANDS = get_command(app).commands
+# The demo has a test of its own, and test_docs.py runs the example of `check`, which docs/check.md shows.
+RUN_HERE = set(COMMANDS) - {"demo", "check"}
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 # The arguments of each command, with options that make it quick.
 QUICK = {
@@ -70,7 +72,7 @@ def examples(folder_of_examples: Path) -> dict[str, Result]:
     os.chdir(folder_of_examples)
     try:
         with blank_figures():
-            results = {name: invoke(*example_of(name)) for name in sorted(COMMANDS) if name not in ("demo", "plot")}
+            results = {name: invoke(*example_of(name)) for name in sorted(RUN_HERE - {"plot"})}
         return results | {"plot": invoke(*example_of("plot"))}
     finally:
         os.chdir(here)
@@ -124,12 +126,17 @@ def test_help_shows_an_example_and_explains_every_option() -> None:
         assert all(getattr(option, "help", None) for option in options), name
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"demo"}))
+@pytest.mark.parametrize("name", sorted(RUN_HERE))
 def test_the_example_in_the_help_runs(name: str, examples: dict[str, Result]) -> None:
     result = examples[name]
     assert result.exit_code == 0, result.output
     assert result.stdout
     assert not result.stderr, "progress bars belong on a terminal only"
+
+
+def test_a_page_shows_the_example_of_check() -> None:
+    page = PYPROJECT.parent / "docs" / "check.md"
+    assert f"$ diffusion-lens {shlex.join(example_of('check'))}\n" in page.read_text(encoding="utf-8")
 
 
 def test_an_edit_by_the_example(examples: dict[str, Result]) -> None:
