@@ -328,8 +328,11 @@ def test_only_the_selected_rows_are_computed(either, runs):
         shapes.add(tuple(logits.shape))
         return (logits[:, 0, 3] - logits[:, 0, 5]).mean()
 
-    grid = patch_grid(either.model, *runs, at_rows, "z", logits_at=[2])
-    close(grid.scores, patch_grid(either.model, *runs, metric, "z").scores)
+    # In the last block keys and values of other positions reach the rows that are read, and outputs do not.
+    cells = dict(sites=["z", "k", "v", "resid_pre"], layers=[0, 2])
+    at_all_rows = patch_grid(either.model, *runs, metric, **cells)
+    for site, grid in patch_grid(either.model, *runs, at_rows, logits_at=[2], **cells).items():
+        close(grid.scores, at_all_rows[site].scores, site)
     assert shapes == {(2, 1, either.model.cfg.d_vocab_out)}
 
 
