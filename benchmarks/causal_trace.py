@@ -6,7 +6,7 @@ noise. A forward hook copies each restored state from the first row. It computes
 every position. For the masked diffusion model, every position attends to every position.
 
 The benchmark then compares the operations in the matrix products of one trace, counted by `torch.utils.flop_counter`,
-with the number that a trace needs (`Shape.needed_flops`), and their rate with that of one large product on this
+with the number that a trace needs (`needed_flops`), and their rate with that of one large product on this
 machine. It measures how cost grows with layers, tokens and samples. Finally it measures the memory of a trace in
 addition to the weights (on Linux: growth of VmHWM in a separate process), as a share of the budget.
 
@@ -15,112 +15,56 @@ addition to the weights (on Linux: growth of VmHWM in a separate process), as a 
 
 import argparse
 import contextlib
-import ctypes
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from load_memory import peak_bytes
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
-from diffusion_lens.analysis import CausalTrace, causal_trace
-from weight_conversion import Architecture
+from diffusion_lens import HookedDiffusionTransformer, Query
 
-SUBJECT, NOISE, SEED, WINDOW = (2, 5), 0.2, 1, 10
+# tests/oracles holds what tests and benchmarks share.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from oracles.hugging_face import everything_visible, hugging_face_llama
+from oracles.memory import memory_of_tracing
+from oracles.traced_shapes import NOISE, SEED, SUBJECT, WINDOW, Shape
+
 BARS = {"masked": 3.5, "causal": 6.0}
 WIDE = {"n_layers": 12, "d_model": 768, "d_mlp": 3072, "n_heads": 12, "d_vocab": 32000, "n_pos": 52}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model and its query. The answer is read in the last row, in place or as the next token."""
+def needed_flops(shape: Shape) -> int:
+    """Operations of the matrix products that a trace of kind "resid" needs if one position is read.
 
-    variant: str
-    n_layers: int = 8
-    d_model: int = 256
-    d_mlp: int = 1024
-    n_heads: int = 4
-    d_vocab: int = 8000
-    n_pos: int = 16
-    samples: int = 10
+    A cell at layer l runs the blocks above it at all positions, on the causal model from its own position on. The
+    last block needs the keys and values of all these positions and one row of everything else. The fused attention
+    kernel is not counted, because `torch.utils.flop_counter` does not count it on the CPU (here 1 % of a block).
+    """
+    n, d = shape.n_pos, shape.d_model
+    row, head = 4 * d**2 + 6 * d * shape.d_mlp, 2 * d * shape.d_vocab  # Queries, output and MLP; logits.
 
-    @property
-    def masked(self) -> bool:
-        """Whether the model is a masked diffusion model."""
-        return self.variant == "masked"
+    def run(blocks: int, positions: int) -> int:
+        return (blocks - 1) * positions * (row + 4 * d**2) + positions * 4 * d**2 + row + head
 
-    def build(self) -> HookedDiffusionTransformer:
-        """A model with random weights, scaled so that its predictions are confident."""
-        architecture = Architecture(
-            family="lit_gpt",
-            name="benchmark",
-            n_layers=self.n_layers,
-            d_model=self.d_model,
-            n_heads=self.n_heads,
-            n_key_value_heads=self.n_heads,
-            d_head=self.d_model // self.n_heads,
-            d_mlp=self.d_mlp,
-            d_vocab=self.d_vocab,
-            d_vocab_out=self.d_vocab,
-            n_ctx=2048,
-            attention_dir="bidirectional" if self.masked else "causal",
-            readout="in_place" if self.masked else "shifted",
-            mask_token_id=self.d_vocab - 1 if self.masked else None,
-        )
-        model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
-        for weight in model.blocks.parameters():
-            if weight.dim() == 2:
-                weight *= 2
-        model.unembed.weight *= 16
-        return model
-
-    def query(self, model: HookedDiffusionTransformer) -> Query:
-        """A query of random tokens. The answer is the most likely token of the clean run."""
-        tokens = torch.randint(self.d_vocab - 1, (self.n_pos,), generator=torch.Generator().manual_seed(0))
-        if self.masked:
-            tokens[-1] = self.d_vocab - 1
-        answer = model(tokens[None], logits_at=[-1])[0, -1].argmax()
-        return Query(tokens, SUBJECT, (self.n_pos - self.masked,), (int(answer),))
-
-    def trace(self, model: HookedDiffusionTransformer, query: Query, **options: Any) -> CausalTrace:
-        """The trace to measure."""
-        return causal_trace(model, query, noise=NOISE, samples=self.samples, seed=SEED, window=WINDOW, **options)
-
-    def needed_flops(self) -> int:
-        """Operations of the matrix products that a trace of kind "resid" needs if one position is read.
-
-        A cell at layer l runs the blocks above it at all positions, on the causal model from its own position on. The
-        last block needs the keys and values of all these positions and one row of everything else. The fused attention
-        kernel is not counted, because `torch.utils.flop_counter` does not count it on the CPU (here 1 % of a block).
-        """
-        n, d = self.n_pos, self.d_model
-        row, head = 4 * d**2 + 6 * d * self.d_mlp, 2 * d * self.d_vocab  # Queries, output and MLP; logits.
-
-        def run(blocks: int, positions: int) -> int:
-            return (blocks - 1) * positions * (row + 4 * d**2) + positions * 4 * d**2 + row + head
-
-        runs = [n] * n if self.masked else range(n - SUBJECT[0], 0, -1)
-        cells = sum(run(blocks, positions) for positions in runs for blocks in range(1, self.n_layers))
-        return (1 + self.samples) * run(self.n_layers, n) + self.samples * (cells + head)
+    runs = [n] * n if shape.masked else range(n - SUBJECT[0], 0, -1)
+    cells = sum(run(blocks, positions) for positions in runs for blocks in range(1, shape.n_layers))
+    return (1 + shape.samples) * run(shape.n_layers, n) + shape.samples * (cells + head)
 
 
 class Plain:
     """The straightforward implementation on Llama with the weights of a model."""
 
     def __init__(self, model: HookedDiffusionTransformer, shape: Shape) -> None:
-        from hf_reference import everything_visible, hugging_face_llama  # Slow to import, and `measure` needs neither.
-
         self.llama = hugging_face_llama(model)
         self.visible = everything_visible if shape.masked else None
         self.shape = shape
@@ -203,7 +147,7 @@ def efficiency(shape: Shape) -> None:
     useful, peak = (statistics.median(column) for column in zip(*rates, strict=True))
     share = statistics.median(own / whole for own, whole in rates)
     print(
-        f"{shape.variant:7} {counted / 1e9:6.1f} GFLOP counted, {counted / shape.needed_flops():.3f} of those needed; "
+        f"{shape.variant:7} {counted / 1e9:6.1f} GFLOP counted, {counted / needed_flops(shape):.3f} of those needed; "
         f"{useful / 1e9:5.1f} GFLOP/s of {peak / 1e9:5.1f} in one large product: {share:.0%}"
     )
 
@@ -218,7 +162,7 @@ def growth(base: Shape) -> None:
             query = shape.query(model)
             shape.trace(model, query, positions=[-1])  # The first trace of a model also hashes its weights.
             seconds = min(timed(partial(shape.trace, model, query))[0] for _ in range(2))
-            work = shape.needed_flops()
+            work = needed_flops(shape)
             line += f"  {value}: {seconds:.2f} s {work / 1e9:.1f} GFLOP"
             if before is not None:
                 line += f" (x{seconds / before[0]:.1f}, x{work / before[1]:.1f})"
@@ -226,25 +170,8 @@ def growth(base: Shape) -> None:
         print(line)
 
 
-@torch.no_grad()
-def measure(shape: Shape, max_bytes: int, options: dict[str, Any]) -> dict[str, int]:
-    """Trace in this process. Returns the bytes of the weights and the growth of the peak memory during the trace."""
-    small = replace(shape, n_layers=2, d_model=64, d_mlp=128, n_heads=2, d_vocab=100)
-    warm = small.build()
-    small.trace(warm, small.query(warm))
-    model = shape.build()
-    query = shape.query(model)
-    with contextlib.suppress(AttributeError, OSError):  # If unsupported, the peak includes building the model.
-        ctypes.CDLL(None).malloc_trim(0)  # Free memory that is still resident would hide growth.
-        Path("/proc/self/clear_refs").write_text("5")
-    before = peak_bytes()
-    shape.trace(model, query, max_bytes=max_bytes, **options)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return {"weights": weights, "growth": peak_bytes() - before}
-
-
 def measure_apart(shape: Shape, max_bytes: int, **options: Any) -> dict[str, int]:
-    """`measure` in a new process, so that no measurement includes the memory of another."""
+    """`memory_of_tracing` in a new process, so that no measurement includes the memory of another."""
     command = [sys.executable, __file__, "--measure", json.dumps([vars(shape), max_bytes, options])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
@@ -296,6 +223,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.measure:
         fields, limit, settings = json.loads(arguments.measure)
-        print(json.dumps(measure(Shape(**fields), limit, settings)))
+        print(json.dumps(memory_of_tracing(Shape(**fields), limit, settings)))
     else:
         main(arguments.rounds, arguments.threads)

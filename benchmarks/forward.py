@@ -9,15 +9,20 @@ medians and the median of the paired ratios; a ratio below 1 is faster than Llam
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from hf_reference import hugging_face_llama
 from torch import Tensor
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from weight_conversion import Architecture
+
+# tests/oracles holds what tests and benchmarks share.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from oracles.hugging_face import hugging_face_llama
 
 SHAPES = {
     "8 layers, d=512, vocab 32000, 4x52": (8, 512, 8, 2048, 32000, 4, 52),

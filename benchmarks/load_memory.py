@@ -10,103 +10,27 @@ model. It includes mapped pages of the file. A ratio of 1.00 would be the weight
 """
 
 import argparse
-import contextlib
 import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from diffusion_lens import HookedDiffusionTransformer
-from weight_conversion import Architecture, export, open_checkpoint, published_architecture, tensor_shapes, write_json
-from weight_conversion.files import INDEX
-from weight_conversion.key_map import KeyMap
-from weight_conversion.registry import FAMILIES
+from weight_conversion import published_architecture
+
+# tests/oracles holds what tests and benchmarks share.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from oracles.large_checkpoints import LLADA_8B, write_checkpoint, write_shards
+from oracles.memory import memory_of_loading
 
 DTYPES = ("float32", "bfloat16", "float16")
-LLADA_8B = Architecture(
-    family="llada",
-    name="two layers of LLaDA-8B",
-    n_layers=2,
-    d_model=4096,
-    n_heads=32,
-    n_key_value_heads=32,
-    d_head=128,
-    d_mlp=12288,
-    d_vocab=126464,
-    d_vocab_out=126464,
-    n_ctx=4096,
-    attention_dir="bidirectional",
-    readout="in_place",
-    mask_token_id=126336,
-    rotary_base=500000.0,
-)
-
-
-def write_checkpoint(architecture: Architecture, path: Path) -> Path:
-    """Write a checkpoint with random weights and its config. A `.pth` file has the weights under "model"."""
-    generator = torch.Generator().manual_seed(0)
-    plain = path.with_suffix(".safetensors")
-    shapes = tensor_shapes(architecture)
-    export({name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}, architecture, plain)
-    if path.suffix != ".safetensors":
-        source = open_checkpoint(plain).source
-        torch.save({"model": {name: source.read(name).clone() for name in source.shapes()}}, path)
-        plain.unlink()
-    return path
-
-
-def write_shards(architecture: Architecture, folder: Path, most_bytes: int = 10**9) -> Path:
-    """Write a checkpoint in bfloat16 in shards of at most `most_bytes` (a tensor is never split), with their index."""
-    generator = torch.Generator().manual_seed(0)
-    family = FAMILIES[architecture.family]
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    shard_bytes = total = 0
-    for name, shape in KeyMap(family.rules, architecture).their_shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        if shards[-1] and shard_bytes + size > most_bytes:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = shape
-        shard_bytes, total = shard_bytes + size, total + size
-    weight_map: dict[str, str] = {}
-    for i, shapes in enumerate(shards, start=1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        weight_map |= dict.fromkeys(shapes, file)
-        tensors = {name: torch.rand(shape, generator=generator, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
-    write_json(family.write_config(architecture), folder / family.config_file)
-    return folder
-
-
-def peak_bytes() -> int:
-    """Peak resident memory of this process in bytes, including file pages."""
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
-
-
-def measure(path: Path, dtype: str) -> dict[str, float]:
-    """Load `path` in this process. Returns the bytes of the weights, the growth of the peak memory, and seconds."""
-    HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
-    with contextlib.suppress(OSError):  # If it is not permitted, the peak of the imports is the reference.
-        Path("/proc/self/clear_refs").write_text("5")
-    before, started = peak_bytes(), time.perf_counter()
-    model = HookedDiffusionTransformer.from_pretrained(path, device="cpu", dtype=getattr(torch, dtype))
-    seconds = time.perf_counter() - started
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return {"weights": weights, "growth": peak_bytes() - before, "seconds": seconds}
 
 
 def measure_apart(path: Path, dtype: str) -> dict[str, float]:
-    """`measure` in a new process, so that no measurement includes the memory of another."""
+    """`memory_of_loading` in a new process, so that no measurement includes the memory of another."""
     command = [sys.executable, __file__, "--measure", str(path), dtype]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -143,6 +67,6 @@ if __name__ == "__main__":
     parser.add_argument("--measure", nargs=2, metavar=("PATH", "DTYPE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure(Path(arguments.measure[0]), arguments.measure[1])))
+        print(json.dumps(memory_of_loading(Path(arguments.measure[0]), arguments.measure[1])))
     else:
         main(arguments.size, arguments.suffix, arguments.folder, arguments.keep)

@@ -80,8 +80,9 @@ FAMILIES_KNOWN = (
     "diffusion_lens.evaluation.published",
 )
 MOST_ARGUMENTS = 8
-# Public functions that take more, because users call them with familiar keywords. Each turns its keywords into objects
-# once, and what it calls takes these. So does every command of the command line, whose parameters are its options.
+# Public functions that take more, because users call them with familiar keywords. Most traces and studies turn these
+# into settings objects once, and what they call takes the objects; the other doors pass single keywords on. Commands of
+# the command line are exempt too: their parameters are its options.
 DOORS = {
     "diffusion_lens.analysis.average_effects.average.average_indirect_effect",
     "diffusion_lens.analysis.average_effects.average_trajectory.average_trajectory_effect",
@@ -103,6 +104,8 @@ DOORS = {
     "diffusion_lens.training.finetune.finetune",
     "diffusion_lens.training.trainer.train",
 }
+IMPORTED = re.compile(r"(?:^\s*(?:from|import) |import_module\(\s*[\"'])([\w.]+)", re.MULTILINE)
+BENCHMARKS = re.compile(r"[\"'](?:[^\"'\n]*/)?benchmarks(?:/[^\"'\n]*)?[\"']")  # a string, as opposed to prose
 # Samplers of other people's code, under its name: part of the public surface.
 PRESETS = {"smdm", "llada", "dream"}
 RECIPES = {"smdm_reverse"}
@@ -143,9 +146,7 @@ def imports(name: str) -> set[str]:
     for node in nodes_of(name):
         if isinstance(node, ast.Import):
             targets |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name} imports relatively, from line {node.lineno}; write the whole name"
-            assert node.module is not None
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
             full_names = {f"{node.module}.{alias.name}" for alias in node.names}
             targets |= {target if target in FILES else node.module for target in full_names}
     return targets
@@ -174,19 +175,39 @@ def test_there_are_no_cycles() -> None:
         pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
 
 
+def test_no_import_is_relative() -> None:
+    offenders = [
+        f"{name}:{node.lineno} imports relatively; write the whole name"
+        for name in FILES
+        for node in nodes_of(name)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not offenders, "\n".join(offenders)
+
+
 def test_weight_conversion_knows_nothing_of_models() -> None:
-    foreign = {"diffusion_lens", "transformer_lens", "transformers"}
-    for name in FILES:
-        if within(name, "weight_conversion"):
-            assert not {target.split(".")[0] for target in imports(name)} & foreign, name
+    offenders = [
+        f"{name} imports {target}"
+        for name in FILES
+        if within(name, "weight_conversion")
+        for target in sorted(imports(name))
+        if target.split(".")[0] in {"diffusion_lens", "transformer_lens", "transformers"}
+    ]
+    assert not offenders, "\n".join(offenders)
 
 
 def test_importing_the_package_needs_no_extra() -> None:
+    offenders = []
     for name in FILES:
         for node in tree_of(name).body:
             targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             targets += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            assert not {"matplotlib", "plotly"} & {target.split(".")[0] for target in targets}, name
+            offenders += [
+                f"{name}:{node.lineno} imports {target} at its top; import it where it is used"
+                for target in targets
+                if target.split(".")[0] in {"matplotlib", "plotly"}
+            ]
+    assert not offenders, "\n".join(offenders)
 
 
 def test_no_room_is_a_cupboard() -> None:
@@ -196,13 +217,17 @@ def test_no_room_is_a_cupboard() -> None:
 
 
 def test_tests_import_neither_each_other_nor_benchmarks() -> None:
+    """What several tests need is in a file of its own in tests/; what benchmarks need too is in tests/oracles."""
     scripts = {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}
-    offenders = [
-        f"{path.relative_to(ROOT)} imports {target}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for target in re.findall(r"^\s*(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        if (top := target.partition(".")[0]) in {*scripts, "benchmarks", "tests", "conftest"} or top.startswith("test_")
-    ]
+    offenders = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        for target in IMPORTED.findall(text):
+            top = target.partition(".")[0]
+            if top in {*scripts, "benchmarks", "tests", "conftest"} or top.startswith("test_"):
+                offenders.append(f"{name} imports {target}")
+        if path != Path(__file__) and BENCHMARKS.search(text):
+            offenders.append(f"{name} names the folder of the benchmarks")
     assert not offenders, "\n".join(offenders)
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from benchmark_scripts import benchmark
+from oracles.large_checkpoints import LLADA_8B, write_checkpoint, write_shards
+from oracles.memory import memory_of_loading, memory_of_tracing
+from oracles.traced_shapes import Shape
 from processes import measured_apart
 
 from weight_conversion import Architecture, export_size, open_checkpoint
 
-load_memory, causal_trace = benchmark("load_memory"), benchmark("causal_trace")
 # Half of the 170M model's layers, an eighth of its words: 364 MB in float32.
 ARCHITECTURE = Architecture(
     family="lit_gpt",
@@ -31,7 +32,7 @@ ARCHITECTURE = Architecture(
 )
 # A quarter of LLaDA-8B's width and vocabulary: 184 MB in bfloat16.
 SHARDED = replace(
-    load_memory.LLADA_8B,
+    LLADA_8B,
     d_model=1024,
     n_heads=8,
     n_key_value_heads=8,
@@ -48,9 +49,9 @@ BUDGET = 64 * 2**20
 def checkpoints(tmp_path_factory):
     """One file, and a folder of shards; deleted after the measurements."""
     scratch = tmp_path_factory.mktemp("large")
-    file = load_memory.write_checkpoint(ARCHITECTURE, scratch / "model.safetensors")
+    file = write_checkpoint(ARCHITECTURE, scratch / "model.safetensors")
     (scratch / "shards").mkdir()
-    shards = load_memory.write_shards(SHARDED, scratch / "shards", most_bytes=50_000_000)
+    shards = write_shards(SHARDED, scratch / "shards", most_bytes=50_000_000)
     yield file, shards
     for path in (file, *shards.glob("*.safetensors")):
         path.unlink()
@@ -69,7 +70,7 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
         (file, "bfloat16"): ARCHITECTURE.n_params * 2,
         (shards, "bfloat16"): SHARDED.n_params * 2,
     }
-    loads = measured_apart(*(partial(load_memory.measure, *arguments) for arguments in expected))
+    loads = measured_apart(*(partial(memory_of_loading, *arguments) for arguments in expected))
     for measured, weights in zip(loads, expected.values(), strict=True):
         assert measured["weights"] == weights > 180e6
         assert weights <= measured["growth"] <= MOST * weights, measured
@@ -79,7 +80,7 @@ def test_a_trace_takes_at_most_its_budget():
     if sys.platform != "linux":
         return
     few = dict(positions=[2, 7, 13], layers=[2, 4])
-    shapes = [causal_trace.Shape(variant, n_pos=24) for variant in ("masked", "causal")]
-    for measured in measured_apart(*(partial(causal_trace.measure, shape, BUDGET, few) for shape in shapes)):
+    shapes = [Shape(variant, n_pos=24) for variant in ("masked", "causal")]
+    for measured in measured_apart(*(partial(memory_of_tracing, shape, BUDGET, few) for shape in shapes)):
         assert measured["weights"] > 0.6 * BUDGET
         assert BUDGET / 8 < measured["growth"] <= BUDGET, measured

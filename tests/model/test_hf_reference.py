@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmark_scripts import benchmark
+from oracles.hugging_face import everything_visible, hugging_face_llama
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from weight_conversion import Architecture
@@ -43,8 +43,8 @@ def test_logits(n_key_value_heads, attention_dir, tokens):
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4.0 if weight.dim() > 1 else 1.0)
-    mask = benchmark("hf_reference").everything_visible(tokens) if attention_dir == "bidirectional" else None
-    theirs = benchmark("hf_reference").hugging_face_llama(model)(tokens, attention_mask=mask).logits
+    mask = everything_visible(tokens) if attention_dir == "bidirectional" else None
+    theirs = hugging_face_llama(model)(tokens, attention_mask=mask).logits
     torch.testing.assert_close(model(tokens), theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -57,8 +57,6 @@ def test_padded_logits(side, tokens):
     else:
         real[0, -5:] = 0
     positions = (real.cumsum(1) - 1).clamp(min=0)
-    theirs = (
-        benchmark("hf_reference").hugging_face_llama(model)(tokens, attention_mask=real, position_ids=positions).logits
-    )
+    theirs = hugging_face_llama(model)(tokens, attention_mask=real, position_ids=positions).logits
     ours = model(tokens, attention_mask=real)
     torch.testing.assert_close(ours[real.bool()], theirs[real.bool()], rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmark_scripts import benchmark
+from oracles.plain_rome import plain_search
 from refusals import unrefused
 
 from diffusion_lens import Fact, Query
@@ -57,7 +57,7 @@ readouts_and_layers = pytest.mark.parametrize(
 @readouts_and_layers
 def test_the_plain_procedure_finds_the_same(every, request_and_essence, layer):
     """The whole network and all logits in every iteration, as ROME's code runs it."""
-    losses, vector = benchmark("rome").plain_search(every.model, *request_and_essence, layer, ValueSettings(**GENTLE))
+    losses, vector = plain_search(every.model, *request_and_essence, layer, ValueSettings(**GENTLE))
     value = optimize_value(every.model, request_and_essence[0], layer, essence=request_and_essence[1], **GENTLE)
     torch.testing.assert_close(value.losses, losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(value.vector, vector, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,66 @@
+"""Checkpoints with random weights, as large as published ones, whose loading is measured."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from weight_conversion import Architecture, export, open_checkpoint, tensor_shapes, write_json
+from weight_conversion.files import INDEX
+from weight_conversion.key_map import KeyMap
+from weight_conversion.registry import FAMILIES
+
+LLADA_8B = Architecture(
+    family="llada",
+    name="two layers of LLaDA-8B",
+    n_layers=2,
+    d_model=4096,
+    n_heads=32,
+    n_key_value_heads=32,
+    d_head=128,
+    d_mlp=12288,
+    d_vocab=126464,
+    d_vocab_out=126464,
+    n_ctx=4096,
+    attention_dir="bidirectional",
+    readout="in_place",
+    mask_token_id=126336,
+    rotary_base=500000.0,
+)
+
+
+def write_checkpoint(architecture: Architecture, path: Path) -> Path:
+    """Write a checkpoint with random weights and its config. A `.pth` file has the weights under "model"."""
+    generator = torch.Generator().manual_seed(0)
+    plain = path.with_suffix(".safetensors")
+    shapes = tensor_shapes(architecture)
+    export({name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}, architecture, plain)
+    if path.suffix != ".safetensors":
+        source = open_checkpoint(plain).source
+        torch.save({"model": {name: source.read(name).clone() for name in source.shapes()}}, path)
+        plain.unlink()
+    return path
+
+
+def write_shards(architecture: Architecture, folder: Path, most_bytes: int = 10**9) -> Path:
+    """Write a checkpoint in bfloat16 in shards of at most `most_bytes` (a tensor is never split), with their index."""
+    generator = torch.Generator().manual_seed(0)
+    family = FAMILIES[architecture.family]
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    shard_bytes = total = 0
+    for name, shape in KeyMap(family.rules, architecture).their_shapes.items():
+        size = 2 * torch.Size(shape).numel()
+        if shards[-1] and shard_bytes + size > most_bytes:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = shape
+        shard_bytes, total = shard_bytes + size, total + size
+    weight_map: dict[str, str] = {}
+    for i, shapes in enumerate(shards, start=1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(shapes, file)
+        tensors = {name: torch.rand(shape, generator=generator, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
+    write_json(family.write_config(architecture), folder / family.config_file)
+    return folder
