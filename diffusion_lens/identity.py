@@ -121,7 +121,7 @@ def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) 
         return {}
     points: Mapping[str, Any] = getattr(model, "hook_dict", {})
     names = {id(point): name for name, point in points.items()}
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     digester = _digester(modules)
     described = {
         names.get(id(module), path): _attached(module, digester) for path, module in modules.items() if module in hooked
@@ -138,7 +138,7 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     One digest covers all modules whose class is this library's or torch's. Any other module is described by its path,
     its class and a digest of its own. Hooks and the config are recorded elsewhere.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     digester = _digester(modules)
     own, described = hashlib.sha256(), {}
     # The class that `lend_clock` makes of a caller's hook point has no name of the library, so its code counts.
