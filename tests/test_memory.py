@@ -42,7 +42,7 @@ SHARDED = replace(
     mask_token_id=31999,
 )
 MOST = 1.15
-BUDGET = 64 * 2**20
+BUDGET = 24 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
 def test_a_trace_takes_at_most_its_budget():
     if sys.platform != "linux":
         return
-    few = dict(positions=[2, 7, 13], layers=[2, 4])
+    cells = dict(positions=range(2, 20, 3), layers=[2, 4])
     shapes = [Shape(variant, n_pos=24) for variant in ("masked", "causal")]
-    for measured in measured_apart(*(partial(memory_of_tracing, shape, BUDGET, few) for shape in shapes)):
-        assert measured["weights"] > 0.6 * BUDGET
+    for measured in measured_apart(*(partial(memory_of_tracing, shape, BUDGET, cells) for shape in shapes)):
+        assert measured["weights"] > 1.5 * BUDGET
         assert BUDGET / 8 < measured["growth"] <= BUDGET, measured
