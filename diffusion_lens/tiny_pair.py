@@ -130,7 +130,7 @@ def make_pair(
             shape = architecture(kind, model.cfg.d_vocab_out)
             path = export(dict(model.state_dict()), shape, staging / f"tiny-{kind}.safetensors")
             models[f"tiny-{kind}"] = {
-                "exact_match": measure(model, facts),
+                "recall": measure(model, facts),
                 "training": asdict(training.config),
                 "last_loss": training.losses[-100:].mean().item(),
                 "parameters": shape.n_params,

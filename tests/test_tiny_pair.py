@@ -29,7 +29,7 @@ def test_the_pair_shows_the_reversal_curse(pair, results):
     for name, model in pair.items():
         cells = tiny_pair.measure(model, toy)
         assert len(cells) == 4
-        for cell, expected in zip(cells, recorded["models"][name]["exact_match"], strict=True):
+        for cell, expected in zip(cells, recorded["models"][name]["recall"], strict=True):
             # Another machine rounds differently, which may change an answer.
             assert cell == {**expected, "accuracy": pytest.approx(expected["accuracy"], abs=0.03)}
             is_reverse = cell["trained"] != cell["asked"]
@@ -52,7 +52,7 @@ def test_the_card_shows_the_table_measured(results):
     folder, recorded = results
     card = (folder / "README.md").read_text()
     for name, model in recorded["models"].items():
-        cells = {(cell["trained"], cell["asked"]): cell["accuracy"] for cell in model["exact_match"]}
+        cells = {(cell["trained"], cell["asked"]): cell["accuracy"] for cell in model["recall"]}
         order = (("p2d", "p2d"), ("p2d", "d2p"), ("d2p", "d2p"), ("d2p", "p2d"))
         assert f"| `{name}` | {' | '.join(f'{cells[cell]:.2f}' for cell in order)} |" in card
 

@@ -48,6 +48,7 @@ def denoise(
     Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
     """
     arguments = dict(locals())
+    from diffusion_lens.data.sources import STUDY_LENGTH
     from diffusion_lens.denoising import DenoiseSettings
     from diffusion_lens.denoising.canvas import lay_out
     from diffusion_lens.denoising.denoise import prepare
@@ -58,7 +59,7 @@ def denoise(
             "give length= (all positions) or max_new_tokens= (masked positions after the prompt), not both"
         )
     if max_new_tokens is None:
-        length = chosen.length(length, otherwise=52)
+        length = chosen.length(length, otherwise=STUDY_LENGTH)
     else:
         chosen.check_length(max_new_tokens)
     loop = DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)

@@ -66,7 +66,7 @@ def finetune(
     Example: diffusion-lens finetune tiny-mdm --epochs 0.02 --lr 1e-4 --out taught
     """
     arguments = dict(locals())
-    from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.data.sources import STUDY_LENGTH, default_source, open_source
     from diffusion_lens.evaluation import recall_by_steps
     from diffusion_lens.evaluation.naming import cell_name
     from diffusion_lens.facts import Fact
@@ -82,7 +82,7 @@ def finetune(
     require_own_folder(out.expanduser())
     require_gpu(precision, kind_of_device(device) == "cpu")
     rows: Any
-    length = 52
+    length = STUDY_LENGTH
     questions: list[Fact] = []
     steps: tuple[int, ...] = ()
     cfg_scale = 0.0

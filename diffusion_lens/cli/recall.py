@@ -57,11 +57,10 @@ def recall(
     require("pictures", *({score} & set(EXTRAS)))
     from diffusion_lens.analysis import LoopSettings
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
-    from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.data.sources import STUDY_LENGTH, default_source, open_source
     from diffusion_lens.evaluation import Recall
     from diffusion_lens.evaluation.naming import cell_name
     from diffusion_lens.evaluation.recall_by_steps import (
-        LENGTH,
         RecallSettings,
         prompt_length,
         recall_facts,
@@ -73,7 +72,7 @@ def recall(
     out = out or default_folder("recall", [model])
     source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
-    length = chosen.length(length, source.length) or LENGTH
+    length = chosen.length(length, source.length) or STUDY_LENGTH
     cfg_scale = source.cfg_scale if cfg_scale is None else cfg_scale
     loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed)
     settings = RecallSettings(steps or source.steps, length, loop)

@@ -12,6 +12,10 @@ from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
 from diffusion_lens.data.rome_facts import KNOWN_FACTS, known_1000
 from diffusion_lens.facts import Fact
 
+# Length of the canvas and numbers of steps in SMDM's evaluation (ML-GSAI/SMDM `evaluate_reverse.py`).
+STUDY_LENGTH = 52
+STUDY_STEPS = (1, 2, 4, 8, 16, 32)
+
 
 @dataclass(frozen=True)
 class FactSource:
@@ -30,9 +34,9 @@ class FactSource:
     name: str
     facts: Sequence[Fact]
     training: Sequence[Fact] = ()
-    length: int | None = 52
+    length: int | None = STUDY_LENGTH
     cfg_scale: float = 0.8
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    steps: tuple[int, ...] = STUDY_STEPS
 
     def pick(self, trained: str | None = None, asked: str | None = None, limit: int | None = None) -> list[Fact]:
         """A selection of the questions.

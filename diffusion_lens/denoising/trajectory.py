@@ -22,7 +22,7 @@ from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, save_result
+from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
@@ -240,9 +240,8 @@ class Trajectory:
     def load(cls, path: str | Path) -> "Trajectory":
         """Read what `save` wrote."""
         tensors, record = load_result(path, "trajectory")
-        fields: dict[str, Any] = {**tensors, **record}
-        fields["words"] = {int(token): word for token, word in record["words"].items()}
-        return cls(**fields)
+        words = {int(token): word for token, word in record["words"].items()}  # JSON's keys are strings
+        return as_dataclass(cls, {**tensors, **record, "words": words})
 
     def str_canvases(self, row: int = 0) -> list[list[str]]:
         """The text at each position of one row, for every canvas."""

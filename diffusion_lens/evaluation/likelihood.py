@@ -33,7 +33,7 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.settings import at_least, not_negative
 from diffusion_lens.shapes import PosMask
 
@@ -66,7 +66,7 @@ class NLLEstimate:
     def load(cls, path: str | Path) -> "NLLEstimate":
         """Read what `save` wrote."""
         numbers, record = load_result(path, "NLL estimate")
-        return cls(numbers["value"].item(), numbers["standard_error"].item(), record["samples"], record["record"])
+        return as_dataclass(cls, {**record, **{name: number.item() for name, number in numbers.items()}})
 
 
 @dataclass(frozen=True)

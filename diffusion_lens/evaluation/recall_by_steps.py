@@ -18,6 +18,7 @@ from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.data.sources import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler
@@ -30,9 +31,6 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import at_least, whole_numbers
 from weight_conversion import Architecture, Variant
-
-STEPS = (1, 2, 4, 8, 16, 32)
-LENGTH = 52
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class RecallSettings:
 def recall_by_steps(
     model: HookedDiffusionTransformer,
     facts: Sequence[Fact],
-    steps: Sequence[int] = STEPS,
+    steps: Sequence[int] = STUDY_STEPS,
     *,
     length: int | None = None,
     cfg_scale: float = 0.8,
@@ -151,7 +149,7 @@ def recall_facts(
     Raises:
         ValueError: The same as in `recall_by_steps`.
     """
-    length = model.cfg.trained_length or LENGTH if settings.length is None else settings.length
+    length = model.cfg.trained_length or STUDY_LENGTH if settings.length is None else settings.length
     settings, columns = replace(settings, length=length), settings.columns(model.cfg)
     usable = UsableFacts.of(facts, lambda fact: prompt_length(model, fact, length))
     prompt_lengths = usable.prepared

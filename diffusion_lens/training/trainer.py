@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.losses import LossBatch, Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_result, provenance, save_result
+from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, TrainingRows
 from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
 from diffusion_lens.training.recipes import TrainingConfig
@@ -60,8 +60,8 @@ class TrainingRecord:
     def load(cls, path: str | Path) -> "TrainingRecord":
         """Read what `save` wrote."""
         tensors, settings = load_result(path, "training record")
-        config = TrainingConfig(**{**settings["config"], "betas": tuple(settings["config"]["betas"])})
-        return cls(config, tensors["losses"], settings["record"], tuple(settings.get("evaluations", ())))
+        config = as_dataclass(TrainingConfig, settings["config"])
+        return as_dataclass(cls, {**tensors, **settings, "config": config})
 
 
 def train(

@@ -156,7 +156,7 @@ def test_the_bundled_models_are_written_with_their_files(tmp_path, monkeypatch):
     for kind in ("mdm", "ar"):
         path = tmp_path / f"tiny-{kind}.safetensors"
         assert results["models"][f"tiny-{kind}"]["sha256"] == sha256_of_file(path)
-        assert results["models"][f"tiny-{kind}"]["exact_match"] == recall
+        assert results["models"][f"tiny-{kind}"]["recall"] == recall
         assert open_checkpoint(path).architecture == tiny_pair.architecture(kind, N_WORDS)
         model = HookedDiffusionTransformer.from_pretrained(path, device="cpu")
         assert model.to_string(model.to_tokens("today Ada is the brave pilot.")[0]) == "today Ada is the brave pilot."
