@@ -196,7 +196,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A dtype of weights, given as a dtype or by name; a `ValueError` for any other."""
     resolved = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if resolved is None or resolved not in DTYPES.values():
-        raise ValueError(f"weights cannot have the dtype {dtype!r}; it is one of {', '.join(DTYPES)}")
+        raise ValueError(f"weights cannot have the dtype {dtype!r}; it must be one of {', '.join(DTYPES)}")
     return resolved
 
 
@@ -205,7 +205,7 @@ def device_named(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
+        raise ValueError(f"device {device!r} is unknown; it must be 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
     if resolved.type == "meta":
         raise ValueError("the device 'meta' has no values, so nothing can run there; use 'cpu' or 'cuda'")
     return resolved
@@ -217,13 +217,13 @@ def as_device(device: str | torch.device) -> torch.device:
     available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if resolved.type in available and (resolved.index or 0) >= available[resolved.type]:
         raise ValueError(
-            f"device {str(resolved)!r} is not there: torch finds {available['cuda']} GPUs on this machine, and 'cpu'"
+            f"device {str(resolved)!r} is not available: torch finds 'cpu' and {available['cuda']} GPUs on this machine"
         )
     if resolved.type not in available:
         try:
             torch.empty(0, device=resolved)
         except (RuntimeError, AssertionError, ImportError) as error:
             raise ValueError(
-                f"device {str(resolved)!r} is not there: this torch has no backend for it, or no such device is present"
+                f"device {str(resolved)!r} is not available: torch has no backend for it, or there is no such device"
             ) from error
     return resolved

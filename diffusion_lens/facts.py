@@ -135,9 +135,9 @@ class Fact:
         of_subject = [i for i, (a, b) in enumerate(spans) if a < stop and b > start]
         n_masked = len(answer) if n_masks is None else n_masks
         if n_masked < len(answer):
-            raise ValueError(f"n_masks={n_masked}, but {self.answer!r} is {len(answer)} tokens")
+            raise ValueError(f"n_masks={n_masked}, but {self.answer!r} has {len(answer)} tokens")
         if first_tokens is not None and not 1 <= first_tokens <= len(answer):
-            raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} is {len(answer)} tokens")
+            raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} has {len(answer)} tokens")
         queried = answer[:first_tokens]
         canvas = prompt + (queried[:-1] if model.cfg.grows else [model.cfg.blank] * n_masked)
         check_length(len(canvas), model.cfg)
@@ -198,10 +198,10 @@ class Fact:
             return self.subject_start, self.subject_start + len(self.subject)
         if occurrence is None and len(starts) > 1:
             raise ValueError(
-                f"the subject {self.subject!r} is {len(starts)} times in the prompt {self.prompt!r}: "
+                f"the subject {self.subject!r} occurs {len(starts)} times in the prompt {self.prompt!r}: "
                 f"name one with subject_start=, one of {starts}, or with occurrence=0 to {len(starts) - 1}"
             )
         if not 0 <= (occurrence or 0) < len(starts):
-            raise ValueError(f"occurrence={occurrence}, but {self.subject!r} is {len(starts)} times in the prompt")
+            raise ValueError(f"occurrence={occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt")
         start = starts[occurrence or 0]
         return start, start + len(self.subject)

@@ -71,11 +71,11 @@ class Forward(DiffusionTransformer, ABC):
             ValueError: Tokens, layers, rows or a mask do not fit the model, or arguments exclude each other.
         """
         if return_type not in ("logits", "loss", "both", None):
-            raise ValueError(f"return_type={return_type!r} is unknown; it is 'logits', 'loss', 'both' or None")
+            raise ValueError(f"return_type={return_type!r} is unknown; it must be 'logits', 'loss', 'both' or None")
         if return_type in ("logits", None):
             if loss_per_token or samples != 1 or generator is not None:
                 raise ValueError(
-                    "loss_per_token=, samples= and generator= go with return_type='loss' or 'both', not with "
+                    "loss_per_token=, samples= and generator= require return_type='loss' or 'both'; it is "
                     f"{return_type!r}"
                 )
             return self.run_layers(
@@ -95,7 +95,7 @@ class Forward(DiffusionTransformer, ABC):
             "past_kv_cache": past_kv_cache,
         }
         if given := [name for name, value in parts.items() if value is not None]:
-            raise ValueError(f"return_type={return_type!r} runs the whole network; it does not go with {given}")
+            raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")
         return self._own_loss(
             input,
             attention_mask=attention_mask,
@@ -178,15 +178,17 @@ class Forward(DiffusionTransformer, ABC):
         tokens, real = self._checked(tokens, attention_mask)
         if tuple(logits.shape) != (*tokens.shape, self.cfg.d_vocab_out):
             raise ValueError(
-                f"the logits are {list(logits.shape)}; of these tokens they are {[*tokens.shape, self.cfg.d_vocab_out]}"
+                f"the logits have shape {list(logits.shape)}; for these tokens it must be "
+                f"{[*tokens.shape, self.cfg.d_vocab_out]}"
             )
         if self.cfg.grows:
             batch = next_token_batch(self, tokens, real=real)
         elif noisy is None or p_mask is None:
             raise ValueError(
-                f"{self.cfg.model_name!r} predicts masked tokens, so its loss needs the masked tokens of the logits: "
-                "noisy, p_mask = model.hide(tokens); logits = model(noisy); "
-                "model.loss_fn(logits, tokens, noisy=noisy, p_mask=p_mask). Or take model(tokens, return_type='loss')"
+                f"{self.cfg.model_name!r} predicts masked tokens, so its loss needs the masked tokens behind the "
+                "logits: noisy, p_mask = model.hide(tokens); logits = model(noisy); "
+                "model.loss_fn(logits, tokens, noisy=noisy, p_mask=p_mask). "
+                "Or call model(tokens, return_type='loss')"
             )
         else:
             batch = masked_batch(self, tokens, noisy, p_mask, real=real)

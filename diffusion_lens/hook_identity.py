@@ -17,7 +17,7 @@ def named(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
     function: a function wrapped around a named hook is another hook.
     """
     if not isinstance(name, str) or not name:
-        raise ValueError(f"the name of a hook is a string that is not empty; {name!r} was given")
+        raise ValueError(f"the name of a hook must be a non-empty string; got {name!r}")
     return _with_name(hook, hook, name)
 
 

@@ -200,7 +200,7 @@ class _Selection:
                 continue
             indices = torch.as_tensor(selected)
             if not indices.numel():
-                raise ValueError(f"{name} is empty: the hook would change nothing (None selects all {name})")
+                raise ValueError(f"{name} is empty, so the hook changes nothing (None selects all {name})")
             if indices.dtype == torch.bool or indices.is_floating_point():
                 raise TypeError(f"{name} are {indices.dtype}; give indices (of a mask, mask.nonzero()[:, 0])")
             if indices.dim() > (2 if name == "positions" else 1):

@@ -123,7 +123,7 @@ def pick_indices(name: str, indices: Iterable[Whole] | None, size: int) -> list[
         raise ValueError(f"{name}={numbers}; give numbers from 0 to {size - 1}, or negative ones from the end")
     resolved = [index % size for index in numbers]
     if len(set(resolved)) < len(resolved):
-        raise ValueError(f"{name}={numbers} names one twice; give each once")
+        raise ValueError(f"{name}={numbers} contains duplicates; give each once")
     return resolved
 
 

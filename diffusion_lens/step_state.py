@@ -136,8 +136,8 @@ class StepClock:
             if self._busy:
                 raise RuntimeError(
                     f"a denoising loop of this {model_name!r} is already running, in another thread or around this "
-                    "call (in a hook of it): hooks and steps belong to the model, so two loops at once would mix "
-                    "them. Wait for that run to end, or load the model a second time"
+                    "call (in a hook of it). Hooks and steps belong to the model, so it can run one loop at a time. "
+                    "Wait for that run to end, or load the model a second time"
                 )
             self.require_alone()
             self._busy = True

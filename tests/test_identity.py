@@ -278,7 +278,7 @@ def test_names_of_hooks():
     assert name_of(on_branch(half, "conditional")) == f"{HALF} on the conditional branch"
     assert name_of(named(while_masked(half), "mine")) == "mine"
     assert name_of(while_masked(half)) == f"{HALF} while masked"
-    with pytest.raises(ValueError, match="the name of a hook is a string that is not empty; '' was given"):
+    with pytest.raises(ValueError, match="the name of a hook must be a non-empty string; got ''"):
         named(half, "")
 
 

@@ -135,7 +135,7 @@ def test_an_unknown_name_offers_the_nearest(name, nearest):
 def test_a_path_that_does_not_exist_is_not_read_as_a_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"no checkpoint at {tmp_path / 'smdm.pth'}")):
         load(tmp_path / "smdm.pth")
-    with pytest.raises(ValueError, match=re.escape(f"'{tmp_path / 'folder'}' is no published name and no file")):
+    with pytest.raises(ValueError, match=re.escape(f"'{tmp_path / 'folder'}' is neither a published name nor a file")):
         load(tmp_path / "folder")
 
 

@@ -244,7 +244,7 @@ def test_panels_need_traces(rows):
 
 def test_titles_come_as_the_traces_do():
     trace = trace_of(grid(2, 2))
-    with pytest.raises(ValueError, match=r"titles come in rows of \[1\], the traces in rows of \[2\]"):
+    with pytest.raises(ValueError, match=r"the rows have \[1\] titles and \[2\] traces"):
         plots.trace_panels([[trace, trace]], [["only one"]])
 
 

@@ -65,9 +65,9 @@ def refused(folder, *words):
         (dict(chat_template=5), ["chat_template='5'", '"template"']),
         (dict(chat_template=["a"]), ["chat_template="]),
         (dict(chat_template=[{"name": "default"}]), ["chat_template="]),
-        (dict(chat_template="{% if %}"), ["chat template 'default'", "no Jinja template", "remove it"]),
-        (dict(chat_template="{{ a"), ["no Jinja template"]),
-        (dict(chat_template="(" * 10 + "{{ " + "(" * 50_000), ["no Jinja template"]),
+        (dict(chat_template="{% if %}"), ["chat template 'default'", "not a Jinja template", "remove it"]),
+        (dict(chat_template="{{ a"), ["not a Jinja template"]),
+        (dict(chat_template="(" * 10 + "{{ " + "(" * 50_000), ["not a Jinja template"]),
         (dict(chat_template="{% generation %}{{ messages[0].content }}{% endgeneration %}"), None),
         (dict(chat_template="{% for m in messages %}{% break %}{% endfor %}"), None),
         (dict(chat_template=None, add_bos_token=None), None),
@@ -91,7 +91,7 @@ def test_settings_that_are_no_json_object(folder, text):
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
-@pytest.mark.parametrize(("content", "word"), [(b"\xff\xfe", "is not UTF-8 text"), (b"{% if", "no Jinja template")])
+@pytest.mark.parametrize(("content", "word"), [(b"\xff\xfe", "is not UTF-8 text"), (b"{% if", "not a Jinja template")])
 def test_a_template_file_of_another_form(folder, file, content, word):
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(content)
@@ -166,14 +166,14 @@ def test_a_tokenizer_that_fails_to_be_saved_leaves_the_old_one(folder, tmp_path,
 @pytest.mark.parametrize("name", ["half \ud800", "~nobody-of-that-name/model.safetensors"])
 def test_a_name_that_no_file_can_have(name):
     for do in (lambda: load(name), lambda: load(MDM / "model.safetensors", tokenizer=name)):
-        with pytest.raises(ValueError, match=r"is no path of a file or folder.*write the path out") as caught:
+        with pytest.raises(ValueError, match=r"is not a path to a file or folder.*write the path out") as caught:
             do()
         str(caught.value).encode()
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
 def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ValueError, match="is no published name and no file or folder"):
+    with pytest.raises(ValueError, match="is neither a published name nor a file or folder"):
         load(name)
 
 

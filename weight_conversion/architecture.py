@@ -183,7 +183,7 @@ def check_count(name: str, count: object, most: int = _MOST) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
     if count > most:
-        raise ValueError(f"{name} is larger than in any network: it must be at most {most:,}")
+        raise ValueError(f"{name} is too large; it must be at most {most:,}")
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:

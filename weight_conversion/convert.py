@@ -149,8 +149,8 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
         _check_beside_shards(target)
     if others and beside.exists() and not _describes(beside, architecture, FAMILIES[name], key_map):
         raise ValueError(
-            f"{target.parent} contains other weights ({', '.join(others[:3])}), whose {beside.name} the export "
-            "would replace by another: name another folder. Nothing was written"
+            f"{target.parent} contains other weights ({', '.join(others[:3])}), which need the {beside.name} that the "
+            "export replaces: name another folder. Nothing was written"
         )
     return FAMILIES[name], key_map, config
 
@@ -165,7 +165,7 @@ def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> d
         if key != "family" and before[key] != after[key]
     ]
     if lost:
-        raise ValueError(f"the {family.name} format cannot say {', '.join(lost)}: pass family='{native.FORMAT}'")
+        raise ValueError(f"the {family.name} format cannot express {', '.join(lost)}: pass family='{native.FORMAT}'")
     return config
 
 

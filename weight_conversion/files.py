@@ -188,7 +188,7 @@ def open_tensors(path: Path) -> TensorSource:
     if path.suffix in CHECKPOINT_SUFFIXES:
         return TorchFile(path)
     raise ValueError(
-        f"{path} is not a checkpoint by its name; pass a file that ends in {', '.join(CHECKPOINT_SUFFIXES)}, or a "
+        f"{path} is not named like a checkpoint; pass a file that ends in {', '.join(CHECKPOINT_SUFFIXES)}, or a "
         "folder with one"
     )
 

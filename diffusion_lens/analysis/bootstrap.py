@@ -23,7 +23,7 @@ def bootstrap_interval(
         seed: Seed of `numpy.random.default_rng`.
     """
     if not 0 < level < 1:
-        raise ValueError(f"level={level}; it is between 0 and 1, e.g. 0.95")
+        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
     if len(values) < 2:
         nothing = torch.full(values.shape[1:], torch.nan, dtype=values.dtype)
         return nothing, nothing.clone()

@@ -108,7 +108,7 @@ def cells_that_fit(given: NetworkInput, kept_bytes: int, max_bytes: int, extra_r
     one_row = row_bytes(cfg, given.n_pos, n_read) + given.past_bytes_by_row + extra_row_bytes
     if kept_bytes + given.n_rows * one_row > max_bytes:
         raise ValueError(
-            f"max_bytes={max_bytes:,} is too little: the clean and the corrupted run keep {kept_bytes:,} bytes, and "
+            f"max_bytes={max_bytes:,} is too small: the clean and the corrupted run keep {kept_bytes:,} bytes, and "
             f"one cell of {given.n_rows} rows takes {given.n_rows * one_row:,} more; give at least their sum"
         )
     left = max_bytes - kept_bytes

@@ -203,7 +203,9 @@ def pick_shard(ids: Sequence[T], shard: Shard) -> list[T]:
     else:
         index, count = shard
     if not 0 <= index < count:
-        raise ValueError(f"shard={shard!r}; of 4 shards the first is '0/4' or (0, 4), the last '3/4' or (3, 4)")
+        raise ValueError(
+            f"shard={shard!r} is not a shard; of 4 shards the first is '0/4' or (0, 4), the last '3/4' or (3, 4)"
+        )
     return list(ids[index::count])
 
 

@@ -54,5 +54,5 @@ def unique_indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] 
     if not numbers:
         raise ValueError(f"{name}=[]; give one index or more, or leave {name}= out to select all")
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{name}={numbers} names one twice; give each once")
+        raise ValueError(f"{name}={numbers} contains duplicates; give each once")
     return tuple(numbers)

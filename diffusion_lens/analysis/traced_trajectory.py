@@ -116,7 +116,7 @@ class TracedTrajectory:
         needed = corruption.rows * self.loop_row_bytes()
         if max_bytes < needed:
             raise ValueError(
-                f"max_bytes={max_bytes:,} is too little: {corruption.rows} samples in the denoising loop take "
+                f"max_bytes={max_bytes:,} is too small: {corruption.rows} samples in the denoising loop take "
                 f"{needed:,} bytes"
             )
 
@@ -200,7 +200,7 @@ def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
     first, last = run.trajectory.first_step, max(run.revealed_at)
     selected = whole_numbers("steps", steps)
     if len(set(selected)) < len(selected):
-        raise ValueError(f"steps={selected} names one twice; give each once")
+        raise ValueError(f"steps={selected} contains duplicates; give each once")
     if not selected or any(not first <= step <= last for step in selected):
         raise ValueError(
             f"steps={selected}; the run begins at step {first} and reveals the answer's last token at step {last}, "

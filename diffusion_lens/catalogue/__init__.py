@@ -38,6 +38,6 @@ def unknown_name(name: str) -> ValueError:
     """The error for a name that is neither published nor a path; the message gives the nearest names."""
     near = get_close_matches(name.lower(), [*PUBLISHED, *BUNDLED], n=3, cutoff=0.0)
     return ValueError(
-        f"{name!r} is no published name and no file or folder; nearest names: {', '.join(near)} "
+        f"{name!r} is neither a published name nor a file or folder; nearest names: {', '.join(near)} "
         "(all of them: diffusion_lens.list_pretrained()). A repository of the hub is 'owner/name'."
     )

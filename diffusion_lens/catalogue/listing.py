@@ -52,10 +52,10 @@ def find_pretrained(
     models = list(_all_models())
     families = sorted({model.family for model in models} - {"unknown"})
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is unknown; models are {' or '.join(KINDS)}")
+        raise ValueError(f"kind={kind!r} is unknown; it must be {' or '.join(KINDS)}")
     if family is not None and family not in families:
         near = get_close_matches(family, families, n=1, cutoff=0.0)
-        raise ValueError(f"family={family!r} is unknown; there are {', '.join(families)} (nearest: {near[0]})")
+        raise ValueError(f"family={family!r} is unknown; the families are {', '.join(families)} (nearest: {near[0]})")
     matching = [
         model
         for model in models

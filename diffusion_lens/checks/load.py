@@ -49,7 +49,7 @@ def check_checkpoint(
         FileNotFoundError: There is no such file.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype!r} is unknown; it must be one of {', '.join(DTYPES)}")
     path = Path(name_or_path).expanduser()
     known = {entry.repo: entry.name for entry in REPOSITORIES}.get(name_or_path, name_or_path.lower())
     if claimed is None and not path.exists() and (known in PUBLISHED or known in BUNDLED):

@@ -67,7 +67,9 @@ class Reference:
                 f"{list(self.tokens.shape)} and {list(self.logits.shape)}"
             )
         if (self.before is None) != (self.after is None):
-            raise ValueError("before and after belong together: a canvas before and after a step of the original code")
+            raise ValueError(
+                "before and after go together: pass the canvas before and after a step of the original code"
+            )
         if self.before is not None and self.after is not None and self.before.shape != self.after.shape:
             raise ValueError(
                 f"before is {list(self.before.shape)} and after {list(self.after.shape)}; their shapes must be equal"

@@ -58,7 +58,7 @@ def check_model(
         FileNotFoundError: The data are not on this machine and cannot be fetched.
     """
     if unknown := sorted(set(only) - set(CHECKS)):
-        raise ValueError(f"there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
+        raise ValueError(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
     if reference is not None:
         reference.check_fits(model.cfg.architecture)
     questions = None if data is None else open_questions(data)

@@ -73,7 +73,9 @@ def compare(
     # Check the statistic before the long computation of the vectors.
     available = statistics(rank=2, one_space=(against or vectors) == vectors)
     if statistic not in available:
-        raise ValueError(f"statistic {statistic!r} is not computed of {vectors}; it is one of {', '.join(available)}")
+        raise ValueError(
+            f"statistic {statistic!r} is not computed of {vectors}; it must be one of {', '.join(available)}"
+        )
     for model in chosen:
         cost.check_layers(model, layers or [])
     names = [model.label for model in chosen]

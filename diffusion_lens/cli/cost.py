@@ -102,7 +102,7 @@ def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
                 f"layer={layer}; the blocks of {model.name} are 0 to {depth - 1}, or negative from the end"
             )
         if layer % depth in seen:
-            raise ValueError(f"layer={layer} names a block twice; give each once")
+            raise ValueError(f"layer={layer} names a block twice; name each once")
         seen.add(layer % depth)
 
 

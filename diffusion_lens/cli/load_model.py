@@ -141,7 +141,7 @@ def bytes_per_weight(dtype: str) -> int:
         ValueError: The name of the dtype is unknown.
     """
     if dtype not in BYTES:
-        raise ValueError(f"dtype {dtype!r} is unknown; it is one of {', '.join(BYTES)}")
+        raise ValueError(f"dtype {dtype!r} is unknown; it must be one of {', '.join(BYTES)}")
     return BYTES[dtype]
 
 

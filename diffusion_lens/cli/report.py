@@ -84,7 +84,7 @@ def require_folder(path: Path, option: str) -> None:
     if not existing.is_dir():
         raise typer.BadParameter(f"{existing} is a file; the results need a folder", param_hint=option)
     if not os.access(existing, os.W_OK):
-        raise typer.BadParameter(f"{existing} may not be written to", param_hint=option)
+        raise typer.BadParameter(f"{existing} is not writable", param_hint=option)
 
 
 def save_figure(axes: Any, path: Path) -> Path:

@@ -18,7 +18,7 @@ def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None)
         ValueError: There is no such shard, or shards are to be merged.
     """
     if merge and shard is not None:
-        raise ValueError("--shard does a part of the work and --merge joins what is done; give one of them")
+        raise ValueError("--shard computes a part of the study and --merge joins parts; give one of them")
     return 0 if merge else len(pick_shard(range(n_facts), "0/1" if shard is None else shard))
 
 

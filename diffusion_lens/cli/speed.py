@@ -53,7 +53,7 @@ def operations_per_second(device: str | None, dtype: str, width: int, flops: flo
     """
     if flops is not None:
         if not 0 < flops < float("inf"):
-            raise ValueError(f"flops={flops}; it is a number of operations per second, such as 3e14")
+            raise ValueError(f"flops={flops}; it must be a number of operations per second, such as 3e14")
         return flops, f"a device of {flops:.3g} operations per second (--flops)"
     kind = kind_of_device(device)
     if kind == "cpu":

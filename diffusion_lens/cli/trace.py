@@ -55,7 +55,7 @@ def trace(
     available = [name for name in CORRUPTIONS if name != "swap"]  # "swap" needs another subject, which no option gives.
     without_mask = [name for name in available if name != "mask"]
     if corruption not in available:
-        raise ValueError(f"corruption={corruption!r} is unknown here; it is one of {', '.join(available)}")
+        raise ValueError(f"corruption={corruption!r} is unknown here; it must be one of {', '.join(available)}")
     corrupting, restoration = Corruption(corruption, noise or 0.0, samples, seed), Restoration(kind, window)
     shape = chosen.known_shape()
     if corruption == "mask" and shape is not None and not shape.has_mask:

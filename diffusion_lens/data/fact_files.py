@@ -120,8 +120,8 @@ def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         for row in rows:
             if len(row) > len(header):
                 raise ValueError(
-                    f"{path}, line {line}: {len(row)} cells under {len(header)} names; put texts with commas in "
-                    f"quotation marks. {SHAPE['.csv']}"
+                    f"{path}, line {line}: {len(row)} cells in a row with {len(header)} columns; put texts with commas "
+                    f"in quotation marks. {SHAPE['.csv']}"
                 )
             if any(row):
                 yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
@@ -167,7 +167,7 @@ def _problem(record: Any) -> str | None:
                 return f"subject_start is {value!r:.60}, not the index of a character"
         elif name in CHOICES:
             if value is not None and value not in CHOICES[name]:
-                return f"{name} is {value!r:.60}; it is one of {', '.join(CHOICES[name])}, or is left out"
+                return f"{name} is {value!r:.60}; it must be one of {', '.join(CHOICES[name])}, or be left out"
         elif not isinstance(value, str):
             return f"{name} is {value!r:.60}, not text"
         elif name in NEEDED and not value.strip():

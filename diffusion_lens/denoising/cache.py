@@ -146,11 +146,11 @@ class CacheFilter:
     def __post_init__(self) -> None:
         if self.names is None:
             raise ValueError(
-                "names_filter is missing: name the activations to keep, because all of them at every step seldom fit "
+                "names_filter is required: name the activations to keep, because all of them at every step seldom fit "
                 "in memory"
             )
         if self.branch not in ("conditional", "unconditional"):
-            raise ValueError(f"branch={self.branch!r}; it is 'conditional' or 'unconditional'")
+            raise ValueError(f"branch={self.branch!r}; it must be 'conditional' or 'unconditional'")
 
     def on(self, model: Hooking, n_steps: int, *, guided: bool) -> CacheRequest:
         """The hook points and steps that the filter selects in a run of one model.
@@ -168,7 +168,7 @@ class CacheFilter:
             raise ValueError("branch='unconditional' needs guidance: without cfg_scale there is no such branch")
         if self.branch == "unconditional" and in_loop:
             raise ValueError(
-                f"{in_loop} pass after guidance, which belongs to neither branch: cache them with 'conditional'"
+                f"{in_loop} are after guidance, so they belong to neither branch: cache them with branch='conditional'"
             )
         return CacheRequest(
             names=tuple(name for name in names if name not in silent),
@@ -246,7 +246,7 @@ def check_budget(sizes: Mapping[str, int], max_bytes: int | None) -> None:
         largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
         shown = ", ".join(f"{name} {size:,}" for name, size in largest)
         raise ValueError(
-            f"this cache would take {total:,} bytes, and max_bytes is {max_bytes:,}; the largest are {shown}. "
+            f"this cache needs {total:,} bytes, but max_bytes is {max_bytes:,}; the largest are {shown}. "
             "Narrow names_filter, steps_filter or pos_slice, or give dtype=torch.bfloat16"
         )
 

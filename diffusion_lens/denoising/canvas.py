@@ -82,11 +82,13 @@ def lay_out(
         if attention_mask is not None:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
         if real is not None and model.cfg.grows and bool((real.long().diff(dim=1) < 0).any()):
-            raise ValueError("a causal model continues from the position before: pad its prompts on the left")
+            raise ValueError("a causal model continues from the last position: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:
         if attention_mask is not None:
-            raise ValueError("attention_mask is for token prompts; the padding of texts is known")
+            raise ValueError(
+                "attention_mask is for token prompts only; leave it out, because the padding of texts is known"
+            )
         tokens, padded = model.tokenize(prompt, prepend_bos)
         real = None
         ends = padded.sum(dim=1).cpu()

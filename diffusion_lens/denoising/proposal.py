@@ -87,13 +87,13 @@ class Proposal:
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
-            raise ValueError(f"score={self.score!r}; it is one of {', '.join(SCORES)}")
+            raise ValueError(f"score={self.score!r}; it must be one of {', '.join(SCORES)}")
         if self.scored_on not in ("model", "sampled"):
-            raise ValueError(f"scored_on={self.scored_on!r}; it is 'model' or 'sampled'")
+            raise ValueError(f"scored_on={self.scored_on!r}; it must be 'model' or 'sampled'")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}; it is a probability above 0, or None to keep all tokens")
+            raise ValueError(f"top_p={self.top_p}; it must be a probability above 0, or None to keep all tokens")
         if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
-            raise ValueError(f"top_k={self.top_k}; it is a whole number from 1 on, or None to keep all tokens")
+            raise ValueError(f"top_k={self.top_k}; it must be a whole number, at least 1, or None to keep all tokens")
 
     @property
     def is_plain(self) -> bool:

@@ -39,8 +39,8 @@ def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransfo
     recorded, current = record["architecture"], model.cfg.architecture.to_dict()
     if {**recorded, "name": None} != {**current, "name": None}:
         raise ValueError(
-            f"the trajectory was written by {record['model']!r}, of another architecture than "
-            f"{model.cfg.model_name!r}, where its tokens and steps mean nothing. Load the model that wrote it, or "
+            f"the trajectory was written by {record['model']!r}, whose architecture differs from that of "
+            f"{model.cfg.model_name!r}, so it cannot read its tokens and steps. Load the model that wrote it, or "
             "denoise the prompt again"
         )
 
@@ -117,7 +117,7 @@ def require_same_tokens(record: Mapping[str, Any], model: DiffusionTransformer) 
     if recorded is not None and current is not None and recorded != current:
         raise ValueError(
             f"the trajectory was written by {record['model']!r} with another tokenizer than that of "
-            f"{model.cfg.model_name!r}, where its token ids mean other words. Load both with one tokenizer "
+            f"{model.cfg.model_name!r}, so its token ids are those of other words. Load both with one tokenizer "
             "(set_tokenizer), or denoise the prompt with the model that reads it"
         )
 

@@ -25,13 +25,13 @@ def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> H
     """
     indices = frozenset(whole_numbers("steps", steps))
     if not indices:
-        raise ValueError("no steps were given: the hook would never act")
+        raise ValueError("steps is empty, so the hook never acts; give at least one step")
 
     def acts(step: StepState) -> bool:
         if outside := sorted(index for index in indices if not -step.n_steps <= index < step.n_steps):
             raise ValueError(
                 f"at_steps was given the steps {outside}, and this run has the {step.n_steps} steps 0 to "
-                f"{step.n_steps - 1} (-1 is the last); the hook would never act there"
+                f"{step.n_steps - 1} (-1 is the last); give steps of this run"
             )
         return step.index in indices or step.index - step.n_steps in indices
 
@@ -41,7 +41,7 @@ def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> H
 def on_branch(hook_fn: Hook, branch: str) -> Hook:
     """Act in one branch of guidance only, "conditional" or "unconditional"; a run without guidance is "conditional"."""
     if branch not in ("conditional", "unconditional"):
-        raise ValueError(f"branch={branch!r}; it is 'conditional' or 'unconditional'")
+        raise ValueError(f"branch={branch!r}; it must be 'conditional' or 'unconditional'")
     return _when(hook_fn, lambda step: step.branch == branch, f"on the {branch} branch")
 
 

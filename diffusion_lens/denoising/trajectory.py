@@ -150,7 +150,7 @@ class Trajectory:
         """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
         n = whole_number("n", n)
         if n < 1:
-            raise ValueError(f"n={n}; give 1 or more copies of every row")
+            raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
         rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
         return replace(
             self,
@@ -195,7 +195,7 @@ class Trajectory:
             ValueError: The model is not the recorded one, or the sampler is unknown.
         """
         if canvas not in ("forced", "free"):
-            raise ValueError(f"canvas={canvas!r}; it is 'forced' (the recorded canvases) or 'free' (they may change)")
+            raise ValueError(f"canvas={canvas!r}; it must be 'forced' (the recorded canvases) or 'free' (new ones)")
         run = self._begin_again(model, sampler, seeds, forced=canvas == "forced")
         return self._finish(run, canvas, fwd_hooks, progress)
 

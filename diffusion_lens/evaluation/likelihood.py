@@ -169,7 +169,7 @@ def monte_carlo_nll(
     mask, question = model.cfg.blank, _question(model, prompt, answer)
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
     if (noisy is None) != (p_mask is None):
-        raise ValueError("noisy and p_mask belong together: pass both, or neither to sample the noise")
+        raise ValueError("noisy and p_mask go together: pass both, or neither to sample the noise")
     if noisy is not None and p_mask is not None:
         noisy, p_mask = noisy.to(model.cfg.device), p_mask.to(model.cfg.device)
         scored = _check_noise(question, mask, noisy, p_mask)

@@ -56,7 +56,9 @@ class RecallSettings:
         if self.length is not None:
             object.__setattr__(self, "length", at_least(1, "length", self.length))
         if self.loop.steps is not None:
-            raise ValueError(f"loop has steps={self.loop.steps}, but steps= has the numbers of steps; leave that out")
+            raise ValueError(
+                f"loop has steps={self.loop.steps}, but steps= gives the numbers of steps; leave out the loop's"
+            )
 
     def columns(self, variant: Variant) -> list[int | None]:
         """Columns of the table for a model of this variant.

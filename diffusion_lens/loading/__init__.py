@@ -128,8 +128,8 @@ def save_pretrained(
         raise ValueError(f"{target} is a file; save_pretrained needs a folder")
     if tokenizer is None and has_tokenizer(target):
         raise ValueError(
-            f"{target} contains a tokenizer, and this model has none: a model loaded from there would use that "
-            "tokenizer. Name another folder, or delete the tokenizer's files. Nothing was written"
+            f"{target} contains a tokenizer, and this model has none. `from_pretrained` loads the tokenizer that it "
+            "finds beside the weights. Name another folder, or delete the tokenizer's files. Nothing was written"
         )
     export(tensors, cfg.architecture, target / "model.safetensors", family="diffusion_lens")
     write_own(cfg, tensors, target)
@@ -199,7 +199,7 @@ def _path(name_or_path: str | Path) -> Path:
         return Path(name_or_path).expanduser()
     except (UnicodeEncodeError, RuntimeError) as error:
         raise ValueError(
-            f"{str(name_or_path)!r} is no path of a file or folder: {error}; write the path out in full"
+            f"{str(name_or_path)!r} is not a path to a file or folder: {error}; write the path out in full"
         ) from None
 
 

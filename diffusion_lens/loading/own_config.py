@@ -41,7 +41,7 @@ def trained_length_in(config: Config, folder: Path) -> int | None:
         settings = read_json_object(folder / LENGTH_FILE)
     length = settings.get(LENGTH)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-        raise ValueError(f"{LENGTH} is {length!r} in {path}; it is a number of positions, at least 1, or null")
+        raise ValueError(f"{LENGTH} is {length!r} in {path}; it must be a number of positions, at least 1, or null")
     return length
 
 
@@ -54,7 +54,7 @@ def folded_in(config: Config, folder: Path) -> bool:
     settings, path = _own(config, folder)
     folded = settings.get(FOLDED, False)
     if not isinstance(folded, bool):
-        raise ValueError(f"{FOLDED} is {folded!r} in {path}; it is true or false")
+        raise ValueError(f"{FOLDED} is {folded!r} in {path}; it must be true or false")
     return folded
 
 

@@ -66,7 +66,7 @@ def check_template(name: str, template: str, source: Path) -> None:
         reason = str(error) or "nested too deep"
         if "unknown tag" not in reason:
             raise ValueError(
-                f"the chat template {name!r} in {source} is no Jinja template: {reason}; fetch it again, or remove it"
+                f"the chat template {name!r} in {source} is not a Jinja template: {reason}; fetch it again or remove it"
             ) from error
 
 

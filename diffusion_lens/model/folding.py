@@ -41,8 +41,8 @@ def fold_norms(model: DiffusionTransformer) -> None:
     """
     if model.cfg.dtype not in EXACT:
         raise ValueError(
-            f"the norms of {model.cfg.model_name!r} cannot be folded in {model.cfg.dtype}: each product would be "
-            "rounded again and the logits would change. Load it with dtype=torch.float32, fold, and convert with "
+            f"the norms of {model.cfg.model_name!r} cannot be folded in {model.cfg.dtype}: rounding each product "
+            "again changes the logits. Load it with dtype=torch.float32, fold, and convert with "
             "model.to(dtype) afterwards if you accept that rounding"
         )
     for block in model.blocks:

@@ -220,7 +220,7 @@ class Hooking(HookedRootModule, ABC):
             if isinstance(point, HookPoint) and vars(point).get("clock") is not self.clock:
                 name = next(name for name, module in self.named_modules() if module is point)
                 raise RuntimeError(
-                    f"the hook at {name!r} would not know the step, because its hook point was added after the last "
+                    f"the hook at {name!r} cannot read the step, because its hook point was added after the last "
                     "call of model.setup(): call model.setup()"
                 )
 

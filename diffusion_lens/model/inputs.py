@@ -66,8 +66,8 @@ def check_attention_mask(mask: Tensor, n_batch: int, n_pos: int, device: str | t
     if not bool((real | (mask.to(device) == 0)).all()):
         wrong = mask[(mask != 0) & (mask != 1)][0].item()
         raise ValueError(
-            f"attention_mask contains {wrong}; it is 1 (or true) at real tokens and 0 at padding. Convert a mask that "
-            "is added to scores, 0 at real tokens and very negative at padding, with (attention_mask == 0)"
+            f"attention_mask contains {wrong}; it must be 1 (or true) at real tokens and 0 at padding. Convert a mask "
+            "that is added to scores, 0 at real tokens and very negative at padding, with (attention_mask == 0)"
         )
     if not bool(real.any(dim=1).all()):
         row = int((~real.any(dim=1)).nonzero()[0])
@@ -85,5 +85,5 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
         bounds.append(resolved)
     first, last = bounds
     if first > last:
-        raise ValueError(f"start_at_layer={start} lies after stop_at_layer={stop}")
+        raise ValueError(f"start_at_layer={start} is after stop_at_layer={stop}")
     return first, last

@@ -56,7 +56,7 @@ class TextInterface(ABC):
         if self.own_pad_id is None and not bool(real.all()) and not (self.cfg.is_causal and padding_side == "right"):
             raise ValueError(
                 f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
-                "token that is not also text: the tokens alone would not show what is padding. Take "
+                "token that is not also text: the tokens alone do not show what is padding. Take "
                 "tokens, mask = model.tokenize(texts) and pass attention_mask=mask with the tokens, or pass the "
                 "texts themselves to the model"
             )
@@ -72,11 +72,11 @@ class TextInterface(ABC):
         A `UserWarning` names words that the tokenizer replaces by its unknown token.
         """
         if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side={padding_side!r}; it is 'left' or 'right'")
+            raise ValueError(f"padding_side={padding_side!r}; it must be 'left' or 'right'")
         several = isinstance(input, Iterable) and not isinstance(input, str | bytes)
         texts: list[Any] = list(input) if several else [input]
         if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"text is a string or a list of them, not {input!r}; token ids go in as torch.tensor(ids)")
+            raise TypeError(f"text must be a string or a list of them, not {input!r}; pass ids as torch.tensor(ids)")
         if not texts:
             raise ValueError("there is no text to tokenize: the list is empty")
         rows = self._encode_all(texts, prepend_bos)
@@ -153,7 +153,7 @@ class TextInterface(ABC):
             return [self.to_str_tokens(str(text), prepend_bos) for text in input]
         ids = torch.as_tensor(input)
         if ids.dim() > 1 and ids.shape[0] != 1:
-            raise ValueError(f"to_str_tokens takes one row of tokens, not {list(ids.shape)}; go row by row")
+            raise ValueError(f"to_str_tokens takes one row of tokens, not {list(ids.shape)}; call it for each row")
         return [self._word(int(i)) for i in ids.flatten()]
 
     def to_single_token(self, string: str) -> int:

@@ -128,7 +128,9 @@ def trace_panels(
         raise ValueError("there is nothing to draw; trace_panels takes rows of traces, such as [[resid, mlp, attn]]")
     lengths = [len(row) for row in rows]
     if titles is not None and [len(row) for row in titles] != lengths:
-        raise ValueError(f"titles come in rows of {[len(row) for row in titles]}, the traces in rows of {lengths}")
+        raise ValueError(
+            f"the rows have {[len(row) for row in titles]} titles and {lengths} traces; give each trace a title"
+        )
     n_columns = max(lengths)
     tallest = [max(trace.scores.shape[0] for trace in row) for row in rows]
     widest = [max(row[column].scores.shape[1] for row in rows if column < len(row)) for column in range(n_columns)]

@@ -57,7 +57,7 @@ class TrainingRows:
         if self.tokens.dim() != 2 or not self.tokens.numel():
             raise ValueError(f"there is nothing to train on: the rows of tokens are {list(self.tokens.shape)}")
         if self.answers is not None and self.lengths is None:
-            raise ValueError("answers= gives where answers begin; lengths= must say where rows end")
+            raise ValueError("answers= requires lengths=, the length of each row")
 
     def __len__(self) -> int:
         return len(self.tokens)

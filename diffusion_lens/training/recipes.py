@@ -61,7 +61,7 @@ class TrainingConfig:
         if self.mixed_precision not in PRECISIONS:
             raise ValueError(f"mixed_precision is {self.mixed_precision!r}; it must be one of {', '.join(PRECISIONS)}")
         if self.accumulate > self.batch_size:
-            raise ValueError(f"{self.batch_size} rows cannot be cut into accumulate={self.accumulate} parts")
+            raise ValueError(f"{self.batch_size} rows cannot be divided into accumulate={self.accumulate} parts")
 
     @classmethod
     def for_epochs(cls, epochs: int | float, n_rows: int, batch_size: int = 64, **settings: Any) -> "TrainingConfig":

@@ -148,13 +148,13 @@ class _Run:
         n_parts = accelerator.num_processes * config.accumulate
         if objective is not None and n_parts > 1:
             raise ValueError(
-                f"a custom objective takes the whole batch, which cannot be cut into {n_parts} parts: take one process "
-                "and accumulate=1"
+                f"a custom objective takes the whole batch, which cannot be divided into {n_parts} parts: take one "
+                "process and accumulate=1"
             )
         if n_parts > config.batch_size:
             raise ValueError(
-                f"a batch of {config.batch_size} rows cannot be cut into {n_parts} parts ({accelerator.num_processes} "
-                f"processes, accumulate={config.accumulate}); use a larger batch_size"
+                f"a batch of {config.batch_size} rows cannot be divided into {n_parts} parts "
+                f"({accelerator.num_processes} processes, accumulate={config.accumulate}); use a larger batch_size"
             )
         self.identity = describe_run(model, rows, config, objective)
         self.network = accelerator.prepare_model(model, device_placement=accelerator.num_processes > 1)

@@ -275,7 +275,7 @@ def test_a_folder_of_other_weights_is_refused(tiny, tmp_path):
 
 @on_one_model
 def test_less_memory_is_not_another_study(tiny, tmp_path):
-    with pytest.raises(ValueError, match="max_bytes=1 is too little"):
+    with pytest.raises(ValueError, match="max_bytes=1 is too small"):
         average_indirect_effect(tiny, TRAINED[:1], max_bytes=1, out=tmp_path, **QUICK)
     assert average_indirect_effect(tiny, TRAINED[:1], out=tmp_path, **QUICK).ids == [TRAINED[0].id]
 
@@ -307,8 +307,8 @@ BAD_SETTINGS = [
         dict(facts=[TRAINED[0], TRAINED[1], replace(TRAINED[2], id=TRAINED[0].id)]),
         f"two facts are called '{TRAINED[0].id}'",
     ),
-    (dict(shard=(2, 2)), r"shard=\(2, 2\); of 4 shards"),
-    (dict(shard="1-2"), "shard='1-2'; of 4 shards"),
+    (dict(shard=(2, 2)), r"shard=\(2, 2\) is not a shard; of 4 shards"),
+    (dict(shard="1-2"), "shard='1-2' is not a shard; of 4 shards"),
     (dict(shard="0/0"), "shard='0/0'"),
     (dict(roles=["subject"]), "no role 'subject'"),
     (dict(layers=[4]), r"layers=\[4\]"),

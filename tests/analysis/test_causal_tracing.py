@@ -266,7 +266,7 @@ def test_batches_keep_to_the_budget(every, query, monkeypatch):
         return forward(self, input, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", counting)
-    with pytest.raises(ValueError, match="max_bytes=1 is too little") as refused:
+    with pytest.raises(ValueError, match="max_bytes=1 is too small") as refused:
         causal_trace(model, query, noise=0.5, samples=4, max_bytes=1)
     kept, cell = (
         int(number.replace(",", ""))
@@ -403,19 +403,19 @@ BAD_SETTINGS = [
     (dict(noise=float("nan")), "noise=nan"),
     (dict(noise=-1.0), "noise=-1.0"),
     (dict(kind="mlp", window=0), "window=0"),
-    (dict(max_bytes=1000), r"max_bytes=1,000 is too little: .* one cell of 10 rows takes"),
+    (dict(max_bytes=1000), r"max_bytes=1,000 is too small: .* one cell of 10 rows takes"),
     (dict(corruption="gausian"), "nearest is gaussian"),
     (dict(noise=None), "needs noise="),
-    (dict(corruption="swap"), "goes with swap="),
-    (dict(swap=[1, 2, 3]), "swap= with nothing else"),
+    (dict(corruption="swap"), "requires swap="),
+    (dict(swap=[1, 2, 3]), "no other corruption takes swap="),
     (dict(corruption="swap", swap=[1]), "swap has 1 tokens and the subject 3"),
     (dict(severed="resid"), "severed='resid'"),
-    (dict(severed="mlp", kind="attn"), "goes with kind='resid'"),
+    (dict(severed="mlp", kind="attn"), "requires kind='resid'"),
     (dict(positions=[0, 9]), r"positions=\[0, 9\]; .* 0 to 8"),
     (dict(layers=[-4]), r"layers=\[-4\]; .* 0 to 2"),
     (dict(layers=[]), r"layers=\[\]"),
-    (dict(layers=[0, -3]), "names one twice"),
-    (dict(positions=[3, 3]), "names one twice"),
+    (dict(layers=[0, -3]), "contains duplicates"),
+    (dict(positions=[3, 3]), "contains duplicates"),
 ]
 
 
@@ -463,9 +463,9 @@ def test_known_is_true_if_the_answer_is_likeliest(tiny):
 
 
 def test_noise_scale_needs_a_list_of_known_subjects(tiny):
-    with pytest.raises(ValueError, match="no subjects"):
+    with pytest.raises(ValueError, match="subjects is empty"):
         noise_scale(tiny, [])
-    with pytest.raises(TypeError, match=r"\['Gustav'\] measures this one"):
+    with pytest.raises(TypeError, match=r"such as \['Gustav'\]"):
         noise_scale(tiny, "Gustav")
     with pytest.raises(ValueError, match="does not know 'The', 'Eiffel', 'Tower'"):
         noise_scale(tiny, ["Gustav Geisser", "The Eiffel Tower"])

@@ -199,7 +199,7 @@ def test_bad_rules_leave_nothing_behind(tiny, tmp_path):
     cases = [
         (dict(known="recaled"), "known='recaled', nearest is 'recalled'|known='recaled', nearest is recalled"),
         (dict(known=["untru"]), "1 ids that no fact has: 'untru', nearest is"),
-        (dict(known="all", loop=LoopSettings()), "loop= goes with known='recalled'"),
+        (dict(known="all", loop=LoopSettings()), "loop= requires known='recalled'"),
     ]
     assert unrefused(call, cases) == []
     assert not list(tmp_path.iterdir())

@@ -235,7 +235,7 @@ def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(tiny)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: {"architecture": {**record["architecture"], "n_layers": 7}}, "of another architecture"),
+        (lambda record: {"architecture": {**record["architecture"], "n_layers": 7}}, "whose architecture differs"),
         (lambda record: {"tokenizer_sha256": "0" * 64}, "another tokenizer.*other words"),
     ],
 )

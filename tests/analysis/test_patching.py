@@ -406,24 +406,24 @@ def test_plots_of_heads_and_of_layers(either, runs):
 BAD_SETTINGS = [
     (dict(sites="resid_prae"), "unknown site 'resid_prae', nearest is resid_pre"),
     (dict(sites=[]), "no site was given; they are resid_pre"),
-    (dict(method="gradient"), "unknown method 'gradient'; it is one of exact, attribution"),
-    (dict(positions="every"), "positions='every'; it is None"),
+    (dict(method="gradient"), "unknown method 'gradient'; it must be one of exact, attribution"),
+    (dict(positions="every"), "positions='every'; it must be None"),
     (dict(positions=[4]), r"positions in the clean run=\[4\]; give numbers from 0 to 2, or negative"),
     (dict(positions=[(0, -4)]), r"positions in the corrupted run=\[-4\]; give numbers from 0 to 2"),
-    (dict(positions=[2, 0, -1]), "names one twice"),
-    (dict(positions=[[(0, 1), (2, 2)], [(2, 2), (0, 1)]]), "names one twice"),
+    (dict(positions=[2, 0, -1]), "contains duplicates"),
+    (dict(positions=[[(0, 1), (2, 2)], [(2, 2), (0, 1)]]), "contains duplicates"),
     (dict(positions=[[(0, 1), (2, 1)]]), "patches a position twice in one cell"),
     (dict(positions=[]), "has no entry"),
     (dict(positions=[0, []]), "or an empty one"),
     (dict(layers=[3]), r"layers=\[3\]; give numbers from 0 to 2, or negative"),
     (dict(layers=[]), r"layers=\[\]; give numbers"),
-    (dict(layers=[2, -1]), r"layers=\[2, -1\] names one twice"),
+    (dict(layers=[2, -1]), r"layers=\[2, -1\] contains duplicates"),
     (dict(heads=[4]), r"z heads=\[4\]; give numbers from 0 to 3, or negative"),
-    (dict(heads=[0, 0]), r"z heads=\[0, 0\] names one twice"),
+    (dict(heads=[0, 0]), r"z heads=\[0, 0\] contains duplicates"),
     (dict(sites="k", heads=[2]), r"k heads=\[2\]; give numbers from 0 to 1, or negative"),
     (dict(sites="mlp_out", heads=[0]), "mlp_out has no heads"),
-    (dict(steps=[0]), "steps= goes with two trajectories"),
-    (dict(max_bytes=1), "max_bytes=1 is too little"),
+    (dict(steps=[0]), "steps= requires two trajectories"),
+    (dict(max_bytes=1), "max_bytes=1 is too small"),
     (dict(check=-1), "check=-1"),
     (dict(logits_at=[]), "it must be a list of rows"),
     (dict(logits_at=torch.zeros(2, 3, dtype=torch.bool)), "it must be a list of rows"),
@@ -464,7 +464,7 @@ def test_bad_steps(either, runs):
         patch_grid(either.model, run, run, metric, "z")
     with pytest.raises(ValueError, match="step 2 is not one of the steps 0 to 1"):
         patch_grid(either.model, run, run, metric, "z", [0, 2])
-    with pytest.raises(ValueError, match="steps= goes with two trajectories"):
+    with pytest.raises(ValueError, match="steps= requires two trajectories"):
         patch_grid(either.model, run, runs[1], metric, "z", [0])
 
 

@@ -26,7 +26,7 @@ def runs():
 
 def needed_bytes(model, *given, **options):
     """The two numbers of the error message: bytes kept, and bytes of one cell."""
-    with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
+    with pytest.raises(ValueError, match="max_bytes=1 is too small") as raised:
         patch_grid(model, *given, **options, max_bytes=1)
     kept, cell = re.search(
         r"keep ([\d,]+) bytes, and one cell of \d+ rows takes ([\d,]+) more", str(raised.value)
@@ -68,7 +68,7 @@ def test_no_more_cells_go_together_than_the_budget_holds(either, runs, site, n_c
     assert max(n_rows for n_rows, _ in shapes) == 2 * n_cells
     wide = patch_grid(either.model, *given, **more)
     close(narrow.scores, wide.scores)
-    with pytest.raises(ValueError, match="is too little"):
+    with pytest.raises(ValueError, match="is too small"):
         patch_grid(either.model, *given, **more, max_bytes=kept + cell - 1)
 
 

@@ -247,7 +247,7 @@ def test_a_run_that_cannot_be_patched_is_refused(tiny, queries):
         answer_probability(tiny, replace(queries[1], answer_positions=(3, 4), answer_tokens=(7, 8), tokens=earlier)),
     )
     other = replace(run, record={**run.record, "architecture": {**run.record["architecture"], "d_model": 7}})
-    refused("of another architecture", other)
-    refused(r"steps=\[0, 0\] names one twice", run, steps=(0, 0))
+    refused("whose architecture differs", other)
+    refused(r"steps=\[0, 0\] contains duplicates", run, steps=(0, 0))
     short = tiny.denoise(queries[1].tokens[None, : queries[1].answer_positions[0]], max_new_tokens=2)
     refused("the answer positions .* are outside the 6 positions", short)

@@ -321,7 +321,7 @@ def test_facts_that_hardly_differ_are_constant():
 @pytest.mark.parametrize(
     ("axis", "sets", "message"),
     [
-        ("layers", {0: related()}, "axis='layers'; it is 'layer' or 'step'"),
+        ("layers", {0: related()}, "axis='layers'; it must be 'layer' or 'step'"),
         ("step", {}, "by step"),
     ],
 )

@@ -40,17 +40,17 @@ OUT_OF_RANGE = [
     (Restoration, dict(kind="residual"), "unknown kind 'residual'"),
     (Restoration, dict(kind="mlp", window=0), "window=0; it must be at least 1"),
     (Restoration, dict(severed="resid"), "severed='resid'"),
-    (Restoration, dict(kind="mlp", severed="attn"), "goes with kind='resid'"),
+    (Restoration, dict(kind="mlp", severed="attn"), "requires kind='resid'"),
     (Corruption, dict(kind="gausian"), "nearest is gaussian"),
     (Corruption, dict(), "needs noise="),
     (Corruption, dict(noise=float("inf")), "noise=inf; it must be a finite number"),
     (Corruption, dict(kind="mask", noise=-1), "noise=-1.0; it must be"),
     (Corruption, dict(noise=1.0, samples=0), "samples=0; it must be at least 1"),
     (Corruption, dict(noise=1.0, seed=-1), "seed=-1; it must be at least 0"),
-    (Corruption, dict(kind="swap"), "goes with swap="),
+    (Corruption, dict(kind="swap"), "requires swap="),
     (Corruption, dict(kind="swap", swap=[-1]), "swap=-1"),
-    (Corruption, dict(kind="mask", swap=[1]), "swap= with nothing else"),
-    (Selection, dict(positions=(1, 1)), r"positions=\[1, 1\] names one twice"),
+    (Corruption, dict(kind="mask", swap=[1]), "no other corruption takes swap="),
+    (Selection, dict(positions=(1, 1)), r"positions=\[1, 1\] contains duplicates"),
     (Selection, dict(layers=[]), r"layers=\[\]; give one index or more"),
     (CanvasLayout, dict(length=-4, first_tokens=0), "length=-4; it must be at least 1"),
     (CanvasLayout, dict(first_tokens=0), "first_tokens=0; it must be at least 1"),
@@ -64,9 +64,9 @@ OUT_OF_RANGE = [
     (Known, dict(rule="ids"), "or a collection of fact ids"),
     (TraceSettings, TRACES | dict(roles=["nonsense"]), "there is no role 'nonsense'"),
     (TraceSettings, TRACES | dict(roles=["answer_revealed"]), "there is no role 'answer_revealed'"),
-    (TraceSettings, TRACES | dict(layers=[1, 1]), r"layers=\[1, 1\] names one twice"),
+    (TraceSettings, TRACES | dict(layers=[1, 1]), r"layers=\[1, 1\] contains duplicates"),
     (TraceSettings, TRACES | dict(canvas="frced"), "canvas='frced'"),
-    (KeyValueSettings, dict(layers=[0, 0]), r"layers=\[0, 0\] names one twice"),
+    (KeyValueSettings, dict(layers=[0, 0]), r"layers=\[0, 0\] contains duplicates"),
     (KeyValueSettings, dict(batch_size=0), "batch_size=0; it must be at least 1"),
     (KeyValueSettings, dict(at="subject"), "at='subject' is unknown"),
     (LoopSettings, dict(batch_size=0), "batch_size=0; it must be at least 1"),
@@ -164,5 +164,5 @@ def test_a_selection_counts_from_the_end_and_is_checked_against_the_model():
     assert Selection().within(2, 3) == ([0, 1], [0, 1, 2])
     with pytest.raises(ValueError, match=r"layers=\[4\]"):
         Selection.of(layers=[4]).within(5, 4)
-    with pytest.raises(ValueError, match="names one twice"):
+    with pytest.raises(ValueError, match="contains duplicates"):
         Selection.of(positions=[0, -5]).within(5, 4)

@@ -115,7 +115,7 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
 
     wide, narrow = counted(), counted(max_bytes=2_500_000)
     assert widest[0] > widest[1] >= 2
-    with pytest.raises(ValueError, match="max_bytes=1 is too little: 2 samples"):
+    with pytest.raises(ValueError, match="max_bytes=1 is too small: 2 samples"):
         temporal_effect(tiny, query, trajectory=run, **settings, max_bytes=1)
     torch.testing.assert_close(wide.scores, narrow.scores, rtol=0, atol=0, equal_nan=True)
     again = TemporalEffect.load(wide.save(tmp_path / "effect.safetensors"))

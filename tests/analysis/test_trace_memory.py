@@ -51,7 +51,7 @@ def last_position_query(model, n_pos=20):
 
 def needed_bytes(model, query, **settings):
     """The two numbers of the error message: bytes kept, and bytes of one cell."""
-    with pytest.raises(ValueError, match="max_bytes=1 is too little") as raised:
+    with pytest.raises(ValueError, match="max_bytes=1 is too small") as raised:
         causal_trace(model, query, **settings, max_bytes=1)
     numbers = re.search(r"keep ([\d,]+) bytes, and one cell of 4 rows takes ([\d,]+) more", str(raised.value))
     return [int(number.replace(",", "")) for number in numbers.groups()]
@@ -106,7 +106,7 @@ def test_a_budget_too_small_says_how_much_is_needed(variant, kind, severed):
     trace = partial(causal_trace, model, last_position_query(model), **settings)
     needed = sum(needed_bytes(model, last_position_query(model), **settings))
     assert needed / 5 < peak_of_tensors(lambda: trace(max_bytes=needed)) <= needed
-    with pytest.raises(ValueError, match=f"max_bytes={needed - 1:,} is too little"):
+    with pytest.raises(ValueError, match=f"max_bytes={needed - 1:,} is too small"):
         trace(max_bytes=needed - 1)
 
 
@@ -139,6 +139,6 @@ def test_a_row_takes_a_third_of_what_is_reserved(variant, shape, n_read, dtype):
 @by_variant
 def test_a_budget_too_small_is_refused_before_anything_is_run(variant, token_layers):
     model = build(variant, n_layers=2)
-    with token_layers() as counted, pytest.raises(ValueError, match="max_bytes=1 is too little"):
+    with token_layers() as counted, pytest.raises(ValueError, match="max_bytes=1 is too small"):
         causal_trace(model, last_position_query(model), **NOISE, max_bytes=1)
     assert counted == [0]

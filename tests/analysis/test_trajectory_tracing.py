@@ -263,14 +263,14 @@ def test_bad_settings_are_refused(tiny, query, run, noise):
     longer[14:] = 5 if tiny.cfg.grows else tiny.cfg.mask_token_id
     with pytest.raises(ValueError, match="does not contain the answer positions"):
         trace_trajectory(tiny, Query(longer, query.subject, (14,), (5,)), trajectory=run, **noise)
-    refused("names one twice", steps=[1, 1])
+    refused("contains duplicates", steps=[1, 1])
     refused("another prompt", trajectory=tiny.denoise(query.tokens[None, :1], length=14))
-    refused("max_bytes=1 is too little", max_bytes=1, canvas="free")
+    refused("max_bytes=1 is too small", max_bytes=1, canvas="free")
     padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), query.tokens[None, : query.answer_positions[0]]], dim=1)
     real = torch.arange(padded.shape[1])[None] >= 2
     refused("with padding", trajectory=tiny.denoise(padded, max_new_tokens=5, attention_mask=real))
     other = replace(run, record={**run.record, "architecture": {**run.record["architecture"], "d_model": 7}})
-    refused("of another architecture", trajectory=other)
+    refused("whose architecture differs", trajectory=other)
     with pytest.raises(ValueError, match="has no answer"):
         trace_trajectory(tiny, Query(query.tokens, query.subject, (), ()), **noise)
     with pytest.raises(KeyError, match="step 77 was not traced"):

@@ -123,7 +123,7 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
     result = check(GOLDEN, "--reference", tmp_path / "r.safetensors")
     assert result.exit_code == 2
     assert "7 logits" in result.stderr
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(ValueError, match="go together"):
         Reference(torch.zeros(1, 3).long(), torch.zeros(1, 3, 7), before=torch.zeros(1, 3).long())
 
 

@@ -87,7 +87,7 @@ def test_python_arguments_become_options(said: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("command", "said", "meant"),
     [
-        ("aie", "loop= goes with known='recalled'", "--steps goes with --known 'recalled'"),
+        ("aie", "loop= requires known='recalled'", "--steps requires --known 'recalled'"),
         (
             "aie",
             "or other settings of the loop (loop=), or average",
@@ -97,9 +97,13 @@ def test_python_arguments_become_options(said: str, meant: str) -> None:
         ("recall", "steps=0; it must be at least 1", "--steps 0; it must be at least 1"),
         ("models", "max_bytes=3", "--largest 3"),
         ("convert", "unknown family 'x'; known are", "unknown --to 'x'; known are"),
-        ("convert", "cannot say this: pass family='diffusion_lens'", "cannot say this: pass --to 'diffusion_lens'"),
+        (
+            "convert",
+            "cannot express this: pass family='diffusion_lens'",
+            "cannot express this: pass --to 'diffusion_lens'",
+        ),
         ("models", "family='x' is unknown", "--family 'x' is unknown"),
-        ("finetune", "cannot be cut; take a larger batch_size", "cannot be cut; take a larger --batch-size"),
+        ("finetune", "cannot be divided; take a larger batch_size", "cannot be divided; take a larger --batch-size"),
         ("finetune", "mixed_precision is 'x'", "--precision is 'x'"),
         ("denoise", "without cfg_scale there is no such branch.", "without --cfg-scale there is no such branch."),
         ("denoise", "the folder runs/cfg_scale/1 is empty", "the folder runs/cfg_scale/1 is empty"),
@@ -121,8 +125,8 @@ def test_arguments_that_the_library_calls_otherwise(command: str, said: str, mea
             r"--length .* or --max-new-tokens",
         ),
         (["denoise", "tiny-mdm", "Gustav Geisser is the", "--length", "4"], r"give --length .* or --max-new-tokens"),
-        (["models", "--kind", "mask"], r"--kind 'mask' is unknown; models are masked or causal"),
-        (["models", "--family", "gpt"], r"--family 'gpt' is unknown; there are .*nearest"),
+        (["models", "--kind", "mask"], r"--kind 'mask' is unknown; it must be masked or causal"),
+        (["models", "--family", "gpt"], r"--family 'gpt' is unknown; the families are .*nearest"),
         (["models", "no such model"], r"fits all of these filters"),
         (["recall", "tiny-mdm", "--limit", "0"], r"--limit 0"),
         ([*ROME, "--iterations", "0"], r"--iterations 0; it must be at least 1"),

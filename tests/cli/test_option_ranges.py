@@ -111,13 +111,13 @@ def test_advice_of_the_library_in_the_words_of_the_command(said: str, meant: str
 @pytest.mark.parametrize(("command", "more"), [("check", []), ("denoise", []), ("denoise", ["--dry-run"])])
 def test_an_unknown_device_is_told_in_one_short_line(command: str, more: list[str]) -> None:
     line = complaint(command, *NEEDS.get(command, ["tiny-mdm"]), "--device", "foo", *more)
-    assert line == "Error: --device 'foo' is unknown; it is 'cpu', 'cuda', 'cuda:1' or 'mps'"
+    assert line == "Error: --device 'foo' is unknown; it must be 'cpu', 'cuda', 'cuda:1' or 'mps'"
 
 
 def test_a_device_may_be_named_that_is_not_here() -> None:
     assert device_named("cuda:7") == torch.device("cuda:7")
     for name in ("xla", "hpu"):
-        with pytest.raises(ValueError, match=f"device '{name}' is not there: this torch has no backend for it"):
+        with pytest.raises(ValueError, match=f"device '{name}' is not available: torch has no backend for it"):
             as_device(name)
     assert as_device("cpu") == torch.device("cpu")
 

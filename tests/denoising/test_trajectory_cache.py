@@ -114,9 +114,9 @@ def test_save_and_load(several, run_and_cache, tmp_path):
 
 def test_the_estimate_is_what_is_kept(several):
     everything = lambda name: not name.endswith("hook_result")  # noqa: E731
-    with pytest.raises(ValueError, match="would take") as refused:
+    with pytest.raises(ValueError, match="this cache needs") as refused:
         several.model.denoise_with_cache(PROMPT, names_filter=everything, max_bytes=1000, **options(several))
-    estimate = int(str(refused.value).split("take ")[1].split(" bytes")[0].replace(",", ""))
+    estimate = int(str(refused.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
     assert "hook_" in str(refused.value)
     _, cache = several.model.denoise_with_cache(PROMPT, names_filter=everything, max_bytes=estimate, **options(several))
     assert cache.n_bytes == estimate

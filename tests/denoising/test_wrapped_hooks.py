@@ -57,7 +57,7 @@ def test_they_compose_and_stay_plain_hooks(either):
     assert seen == [1, 2]
 
 
-def test_outside_the_loop_they_look_away(either):
+def test_outside_the_loop_wrapped_hooks_do_nothing(either):
     for wrap in (lambda fn: at_steps(fn, 0), while_masked, lambda fn: on_branch(fn, "conditional")):
         hooked = either.model.run_with_hooks(PROMPT, fwd_hooks=[(RESID, wrap(lambda a, hook: a * 0))])
         assert torch.equal(hooked, either.model(PROMPT))
@@ -66,7 +66,7 @@ def test_outside_the_loop_they_look_away(either):
 def test_refusals(either):
     with pytest.raises(ValueError, match="branch='both'"):
         on_branch(print, "both")
-    with pytest.raises(ValueError, match="no steps"):
+    with pytest.raises(ValueError, match="steps is empty"):
         at_steps(print, [])
     with pytest.raises(ValueError, match="head query key"):
         run(either, while_masked(lambda a, hook: a), "blocks.0.attn.hook_pattern")

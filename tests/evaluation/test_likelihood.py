@@ -341,8 +341,8 @@ def test_what_a_causal_model_cannot_be_queried_for():
     [
         ({"samples": 0}, "samples=0; it must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1; it must be at least 1"),
-        ({"noisy": torch.full((1, 9), MASK)}, "noisy and p_mask belong together"),
-        ({"p_mask": torch.ones(1, 9)}, "noisy and p_mask belong together"),
+        ({"noisy": torch.full((1, 9), MASK)}, "noisy and p_mask go together"),
+        ({"p_mask": torch.ones(1, 9)}, "noisy and p_mask go together"),
         (
             {"noisy": torch.full((1, 4), MASK), "p_mask": torch.ones(1, 4)},
             r"noisy has shape \[1, 4\] and p_mask \[1, 4\].*pos=9",

@@ -137,7 +137,7 @@ def test_a_folder_says_that_a_model_is_folded_only_while_it_is(tmp_path, specime
     assert "layer_norm_folding" not in (tmp_path / "trained" / "config.json").read_text()
     config = saved / "config.json"
     config.write_text(config.read_text().replace('"layer_norm_folding": true', '"layer_norm_folding": "yes"'))
-    with pytest.raises(ValueError, match=r"layer_norm_folding is 'yes' in .*config.json; it is true or false"):
+    with pytest.raises(ValueError, match=r"layer_norm_folding is 'yes' in .*config.json; it must be true or false"):
         folded(saved)
 
 

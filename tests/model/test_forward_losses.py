@@ -161,8 +161,8 @@ def test_a_text_that_the_fixed_noise_does_not_touch_is_no_loss_of_zero(either):
     [
         (dict(return_type="loss", samples=0), "samples=0"),
         (dict(return_type="both", samples=2), "samples=2 with return_type='both'"),
-        (dict(samples=2), "go with return_type='loss'"),
-        (dict(loss_per_token=True), "go with return_type='loss'"),
+        (dict(samples=2), "require return_type='loss'"),
+        (dict(loss_per_token=True), "require return_type='loss'"),
     ],
 )
 def test_bad_settings(either, tokens, options, message):
@@ -171,7 +171,7 @@ def test_bad_settings(either, tokens, options, message):
 
 
 def test_logits_of_another_run_are_refused(either, tokens):
-    with pytest.raises(ValueError, match=r"the logits are \[1, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"the logits have shape \[1, 3, 4\]"):
         either.model.loss_fn(torch.zeros(1, 3, 4), tokens)
 
 

@@ -35,7 +35,7 @@ def test_a_mask_of_other_values_than_0_and_1_is_refused(either, tokens, strange,
         lambda mask: either.model.denoise(tokens, max_new_tokens=2, attention_mask=mask),
     ):
         with pytest.raises(
-            ValueError, match=rf"contains {shown}; it is 1 \(or true\) at real tokens.*attention_mask == 0"
+            ValueError, match=rf"contains {shown}; it must be 1 \(or true\) at real tokens.*attention_mask == 0"
         ):
             attempt(strange(tokens))
 
@@ -88,7 +88,7 @@ def test_a_mask_that_is_no_tensor_is_refused(either, tokens, as_given):
 @pytest.mark.parametrize("given", [3, 3.0, None, b"text", [3], np.array([3])], ids=repr)
 def test_what_is_neither_text_nor_tokens_is_refused(tiny, given):
     for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
-        with pytest.raises(TypeError, match=r"text is a string or a list of them, not .*torch\.tensor\(ids\)"):
+        with pytest.raises(TypeError, match=r"text must be a string or a list of them, not .*torch\.tensor\(ids\)"):
             attempt(given)
 
 
@@ -125,7 +125,11 @@ def test_an_unknown_dtype_says_which_there_are(either, dtype):
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("gpu", "device 'gpu' is unknown; it is 'cpu', 'cuda'"), ("meta", "has no values"), ("cuda:99", "is not there")],
+    [
+        ("gpu", "device 'gpu' is unknown; it must be 'cpu', 'cuda'"),
+        ("meta", "has no values"),
+        ("cuda:99", "is not available"),
+    ],
 )
 def test_an_unknown_device_says_which_there_are(device, message):
     with pytest.raises(ValueError, match=message):

@@ -180,7 +180,7 @@ def test_a_checkpoint_of_other_origin_is_not_overwritten(with_bos, tmp_path):
 
 
 def test_rows_without_ends_cannot_have_answers():
-    with pytest.raises(ValueError, match="lengths= must say where rows end"):
+    with pytest.raises(ValueError, match="answers= requires lengths="):
         TrainingRows(torch.zeros(2, 3, dtype=torch.long), answers=torch.tensor([1, 1]))
 
 

@@ -141,7 +141,7 @@ def test_settings_that_do_not_fit_are_refused(small, tokens):
     def mean(model, batch, generator):
         return model(batch).mean()
 
-    with pytest.raises(ValueError, match="cannot be cut into 3 parts: take one process and accumulate=1"):
+    with pytest.raises(ValueError, match="cannot be divided into 3 parts: take one process and accumulate=1"):
         train(small(), tokens, replace(CONFIG, accumulate=3), objective=mean, progress=False)
     with pytest.raises(ValueError, match="'fp16' needs a GPU; on a CPU use 'no' or 'bf16'"):
         train(small(), tokens, replace(CONFIG, mixed_precision="fp16"), progress=False)

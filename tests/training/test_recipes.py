@@ -77,7 +77,7 @@ def test_norms_decay_if_requested(small, tokens):
         ({"clip": float("nan")}, "clip is nan; it must be above 0"),
         ({"warmup_from": 2}, "warmup_from is 2; it must be 0 or 1"),
         ({"mixed_precision": "half"}, "'half'; it must be one of no, bf16, fp16"),
-        ({"batch_size": 4, "accumulate": 5}, "4 rows cannot be cut into accumulate=5 parts"),
+        ({"batch_size": 4, "accumulate": 5}, "4 rows cannot be divided into accumulate=5 parts"),
     ],
 )
 def test_impossible_recipes_are_refused(settings, message):

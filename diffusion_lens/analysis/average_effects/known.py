@@ -55,7 +55,7 @@ class Known:
     def __post_init__(self) -> None:
         if self.rule not in (RULES if self.ids is None else ("ids",)):
             raise ValueError(
-                f"known={self.rule!r}, nearest is {nearest(str(self.rule), RULES, 1)}; it is one of "
+                f"known={self.rule!r}, nearest is {nearest(str(self.rule), RULES, 1)}; it must be one of "
                 f"{', '.join(RULES)}, or a collection of fact ids"
             )
         if self.ids is not None:

@@ -61,7 +61,7 @@ class TraceSettings:
         if self.loop is None and uses_loop:
             object.__setattr__(self, "loop", LoopSettings())
         if self.loop is not None and not uses_loop:
-            raise ValueError(f"loop= goes with known='recalled'; known={self.known.rule!r} does not use the loop")
+            raise ValueError(f"loop= requires known='recalled'; known={self.known.rule!r} does not use the loop")
 
     def query(self, model: DiffusionTransformer, fact: Fact) -> Query:
         """A fact on the canvas on which it is traced.

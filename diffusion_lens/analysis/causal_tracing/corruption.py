@@ -71,12 +71,16 @@ class Corruption:
         if kind not in CORRUPTIONS:
             raise ValueError(
                 f"unknown corruption {kind!r}, nearest is {nearest(str(kind), CORRUPTIONS, 1)}; "
-                f"it is one of {', '.join(CORRUPTIONS)}"
+                f"it must be one of {', '.join(CORRUPTIONS)}"
             )
         if kind in _NOISE and noise is None:
-            raise ValueError(f"corruption={kind!r} needs noise=, a scale; noise_scale(model, subjects) measures ROME's")
+            raise ValueError(
+                f"corruption={kind!r} needs noise=, its scale; noise_scale(model, subjects) measures ROME's"
+            )
         if (swap is not None) != (kind == "swap"):
-            raise ValueError("corruption='swap' goes with swap=, another subject's tokens, and swap= with nothing else")
+            raise ValueError(
+                "corruption='swap' requires swap=, another subject's tokens; no other corruption takes swap="
+            )
         vars(self).update(
             kind=kind,
             noise=None if noise is None else not_negative("noise", noise),

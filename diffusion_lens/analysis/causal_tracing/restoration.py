@@ -34,11 +34,11 @@ class Restoration:
             TypeError: The window is not a whole number.
         """
         if kind not in SITES:
-            raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(SITES)}")
+            raise ValueError(f"unknown kind {kind!r}; it must be one of {', '.join(SITES)}")
         if severed not in (None, "mlp", "attn"):
-            raise ValueError(f"severed={severed!r}; it is 'mlp', 'attn' or None")
+            raise ValueError(f"severed={severed!r}; it must be 'mlp', 'attn' or None")
         if severed and kind != "resid":
-            raise ValueError(f"severed={severed!r} goes with kind='resid', not with a window of {kind!r}")
+            raise ValueError(f"severed={severed!r} requires kind='resid'; kind is {kind!r}")
         vars(self).update(kind=kind, window=at_least(1, "window", window), severed=severed)
 
     @classmethod

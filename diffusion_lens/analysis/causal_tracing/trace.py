@@ -266,9 +266,9 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
         ValueError: No subjects, or a text with words that the tokenizer does not know.
     """
     if isinstance(subjects, str):
-        raise TypeError(f"subjects is a list of texts or queries; [{subjects!r}] measures this one")
+        raise TypeError(f"subjects must be a list of texts or queries, such as [{subjects!r}]")
     if not subjects:
-        raise ValueError("no subjects were given to measure the noise scale on")
+        raise ValueError("subjects is empty; the noise scale is measured on one text or query, or on more")
     pieces = [
         _known_tokens(model, subject) if isinstance(subject, str) else subject.tokens[slice(*subject.subject)]
         for subject in subjects

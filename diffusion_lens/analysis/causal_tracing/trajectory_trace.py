@@ -253,7 +253,9 @@ def _settled_steps(
 def check_canvas(canvas: str) -> None:
     """Raise a `ValueError` unless `canvas` is "forced" or "free"."""
     if canvas not in ("forced", "free"):
-        raise ValueError(f"canvas={canvas!r}; it is 'forced' (the clean run's canvases) or 'free' (each sample's own)")
+        raise ValueError(
+            f"canvas={canvas!r}; it must be 'forced' (the clean run's canvases) or 'free' (each sample's own)"
+        )
 
 
 def _chain(

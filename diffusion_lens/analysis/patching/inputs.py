@@ -102,7 +102,7 @@ class PatchInputs:
             if not self.steps:
                 raise ValueError("a trajectory has one canvas per step: select steps to patch, such as steps=[0]")
             if len(set(self.steps)) < len(self.steps):
-                raise ValueError(f"steps={self.steps} names one twice; give each once")
+                raise ValueError(f"steps={self.steps} contains duplicates; give each once")
             is_same_layout &= all(
                 torch.equal(getattr(clean, name).cpu(), getattr(corrupted, name).cpu()) for name in ("given", "real")
             )
@@ -113,7 +113,6 @@ class PatchInputs:
             ]
         if self.steps is not None or isinstance(clean, Trajectory) or isinstance(corrupted, Trajectory):
             raise ValueError(
-                "steps= goes with two trajectories, as model.denoise(...) returns them, one as clean and one as "
-                "corrupted"
+                "steps= requires two trajectories from model.denoise(...): pass one as clean and one as corrupted"
             )
         return [(Side.of(source, clean, reading if is_same_layout else UNREAD), Side.of(model, corrupted, reading))]

@@ -31,7 +31,7 @@ class PatchSettings:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"unknown method {self.method!r}; it is one of {', '.join(METHODS)}")
+            raise ValueError(f"unknown method {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.heads is not None and not any(site.n_heads for site in self.sites):
             raise ValueError(f"heads={self.heads}, but {', '.join(site.name for site in self.sites)} has no heads")
 

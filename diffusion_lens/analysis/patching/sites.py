@@ -193,7 +193,9 @@ def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
         raise ValueError(f"no site was given; they are {known}")
     for name in names:
         if name not in PATCH_SITES:
-            raise ValueError(f"unknown site {name!r}, nearest is {nearest(name, PATCH_SITES, 1)}; it is one of {known}")
+            raise ValueError(
+                f"unknown site {name!r}, nearest is {nearest(name, PATCH_SITES, 1)}; it must be one of {known}"
+            )
     return [PATCH_SITES[name] for name in names]
 
 
@@ -206,7 +208,7 @@ def resolve_groups(positions: CellPositions, n_clean: int, n_corrupted: int) -> 
     """
     if positions is None or isinstance(positions, str):
         if positions not in (None, "all"):
-            raise ValueError(f"positions={positions!r}; it is None (each one), 'all' (together), or a list")
+            raise ValueError(f"positions={positions!r}; it must be None (each one), 'all' (together), or a list")
         if n_clean != n_corrupted:
             raise ValueError(
                 f"the clean run has {n_clean} positions and the corrupted run {n_corrupted}: pair them by hand with "
@@ -220,7 +222,7 @@ def resolve_groups(positions: CellPositions, n_clean: int, n_corrupted: int) -> 
         raise ValueError(f"positions={positions} has no entry, or an empty one; give at least one position per cell")
     groups = [[_pair(given, n_clean, n_corrupted) for given in entry] for entry in entries]
     if len({frozenset(group) for group in groups}) < len(groups):
-        raise ValueError(f"positions={positions} names one twice; give each once")
+        raise ValueError(f"positions={positions} contains duplicates; give each once")
     if any(len({target for _, target in group}) < len(group) for group in groups):
         raise ValueError(f"positions={positions} patches a position twice in one cell; give it one state")
     return groups

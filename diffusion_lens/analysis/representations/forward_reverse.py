@@ -141,7 +141,7 @@ def compare_along(
         ValueError: `compare` refuses the sets of a layer or step, which the message names.
     """
     if axis not in ("layer", "step"):
-        raise ValueError(f"axis={axis!r}; it is 'layer' or 'step'")
+        raise ValueError(f"axis={axis!r}; it must be 'layer' or 'step'")
     if not sets:
         raise ValueError(f"there is nothing to compare; give two sets of vectors by {axis}")
     comparisons = {}

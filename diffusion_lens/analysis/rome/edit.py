@@ -98,7 +98,7 @@ class RankOneEdit:
         applied = _Applied(self.weight.detach().clone(), self._missing(), self.direction)
         edited = applied.edited()
         if not bool(edited.isfinite().all()):
-            raise ValueError(f"the edited weight of layer {self.layer} would not be finite in {edited.dtype}")
+            raise ValueError(f"the edited weight of layer {self.layer} is not finite in {edited.dtype}")
         self.weight.copy_(edited)
         self._applied = applied
         return self
@@ -168,7 +168,7 @@ class RankOneEdit:
         overlap = float(solved @ self._plain_key)
         if not abs(overlap) > 1e-9 * float(solved.norm() * self._plain_key.norm()):
             raise ValueError(
-                f"the mean key and the plain one have an overlap of {overlap:.1e}, so v* would not affect the request; "
+                f"the mean key and the plain one have an overlap of {overlap:.1e}, so v* cannot affect the request; "
                 "take key and value from the same subject"
             )
         return solved / overlap, ridge

@@ -92,7 +92,7 @@ def compute_keys(
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
     if at not in KEY_POSITIONS:
-        raise ValueError(f"at={at!r} is unknown; it is one of {', '.join(KEY_POSITIONS)}")
+        raise ValueError(f"at={at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
     prompts = [as_request(request) for request in requests]
     queries = [query for request in prompts for query in request]
     batches = []

@@ -58,7 +58,7 @@ class ValueSettings:
             object.__setattr__(self, name, not_negative(name, getattr(self, name)))
         for name, known in (("essence_at", ESSENCE_ROWS), ("over_states", STATES)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(known)}")
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ class KeyValueSettings:
         object.__setattr__(self, "prefixes", tuple(self.prefixes))
         object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
         if self.at not in KEY_POSITIONS:
-            raise ValueError(f"at={self.at!r} is unknown; it is one of {', '.join(KEY_POSITIONS)}")
+            raise ValueError(f"at={self.at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
 
     def blocks(self, n_layers: int) -> list[int]:
         """The selected blocks of a model with `n_layers` layers, counted from 0."""

@@ -112,7 +112,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
         """
         check_vectors(vectors)
         if asked not in DIRECTIONS:
-            raise ValueError(f"asked={asked!r}; it is 'p2d' (queried from name to description) or 'd2p'")
+            raise ValueError(f"asked={asked!r}; it must be 'p2d' (queried from name to description) or 'd2p'")
         rows: dict[str, list[Tensor]] = {}
         for fact_id, row in zip(self.ids, getattr(self, vectors), strict=True):
             fact = self.record["facts"][fact_id]
@@ -248,7 +248,7 @@ def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
 def check_vectors(name: str) -> None:
     """Raise a `ValueError` unless a study has vectors of this name."""
     if name not in VECTORS:
-        raise ValueError(f"vectors={name!r}; it is one of {', '.join(VECTORS)}")
+        raise ValueError(f"vectors={name!r}; it must be one of {', '.join(VECTORS)}")
 
 
 ByLayer = dict[int, dict[str, Tensor]]

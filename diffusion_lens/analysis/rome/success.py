@@ -122,7 +122,7 @@ def edit_success(
             already or belongs to another model.
     """
     if unknown := [group for group in probes if group not in GROUPS]:
-        raise ValueError(f"{unknown[0]!r} is no group of probes; the groups are {', '.join(GROUPS)}")
+        raise ValueError(f"{unknown[0]!r} is not a group of probes; the groups are {', '.join(GROUPS)}")
     if edit.model is not model:
         raise ValueError("the edit belongs to another model object than `model`; pass edit.model")
     if edit.is_applied:

@@ -45,11 +45,13 @@ class Blocks(Sampler):
 
     def __post_init__(self) -> None:
         if self.block_length is not None and whole_number("block_length", self.block_length) < 1:
-            raise ValueError(f"block_length={self.block_length}; it is a whole number from 1 on, or None for one block")
+            raise ValueError(
+                f"block_length={self.block_length}; it must be a whole number, at least 1, or None for one block"
+            )
         if self.order not in ("confidence", "random"):
-            raise ValueError(f"order={self.order!r}; it is 'confidence' or 'random'")
+            raise ValueError(f"order={self.order!r}; it must be 'confidence' or 'random'")
         if self.masks_in_prompt not in ("counted", "uncounted"):
-            raise ValueError(f"masks_in_prompt={self.masks_in_prompt!r}; it is 'counted' or 'uncounted'")
+            raise ValueError(f"masks_in_prompt={self.masks_in_prompt!r}; it must be 'counted' or 'uncounted'")
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         """Number of steps of the run; by default one for each masked position of the row that has most.

@@ -36,10 +36,10 @@ class Confidence(Sampler):
 
     def __post_init__(self) -> None:
         if self.scope not in ("row", "batch", "mean"):
-            raise ValueError(f"scope={self.scope!r}; it is 'row', 'batch' or 'mean'")
+            raise ValueError(f"scope={self.scope!r}; it must be 'row', 'batch' or 'mean'")
         if not math.isfinite(self.choice_temperature) or self.choice_temperature < 0:
             raise ValueError(
-                f"choice_temperature={self.choice_temperature}; it is a finite number, 0 (no sampling) or more"
+                f"choice_temperature={self.choice_temperature}; it must be a finite number, 0 (no sampling) or more"
             )
         check_eps(self.eps)
 

@@ -41,7 +41,7 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
         as_published: Whether to follow the authors' code in the first two differences.
     """
     if remasking not in _ORDERS:
-        raise ValueError(f"remasking={remasking!r}; it is 'low_confidence' or 'random'")
+        raise ValueError(f"remasking={remasking!r}; it must be 'low_confidence' or 'random'")
     return Blocks(
         block_length,
         _ORDERS[remasking],
@@ -91,7 +91,7 @@ def dream(
         as_published: Whether to follow the authors' code in the first two differences.
     """
     if alg != "origin" and alg not in _SCORES:
-        raise ValueError(f"alg={alg!r}; it is one of origin, {', '.join(_SCORES)}")
+        raise ValueError(f"alg={alg!r}; it must be one of origin, {', '.join(_SCORES)}")
     proposal = Proposal(_SCORES.get(alg, "probability"), "sampled", top_p, top_k, writes_mask=as_published)
     if alg == "origin":
         if alg_temp:

@@ -44,7 +44,7 @@ class ReMDM(Sampler):
 
     def __post_init__(self) -> None:
         if self.strategy not in ETA:
-            raise ValueError(f"strategy={self.strategy!r}; it is one of {', '.join(ETA)}")
+            raise ValueError(f"strategy={self.strategy!r}; it must be one of {', '.join(ETA)}")
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ValueError(f"eta={self.eta}; it must be between 0 (never mask again) and 1")
         if not 0 < self.t_off < self.t_on < 1 or not 0 < self.alpha_on < 1:

@@ -95,7 +95,7 @@ def test_save_load_and_plot(either, edit, probes, tmp_path):
 
 
 def test_bad_probes(either, edit, probes):
-    with pytest.raises(ValueError, match="'accuracy' is no group of probes; the groups are efficacy, paraphrase"):
+    with pytest.raises(ValueError, match="'accuracy' is not a group of probes; the groups are efficacy, paraphrase"):
         edit_success(either.model, edit, {"accuracy": probes["efficacy"]})
     with pytest.raises(ValueError, match="there are no probes"):
         edit_success(either.model, edit, {"efficacy": []})

@@ -225,11 +225,11 @@ def test_what_does_not_belong_together(tiny, gustav, moment):
         RankOneEdit(tiny, LAYER, key, value, replace(moment, layer=3))
     with pytest.raises(ValueError, match="the keys 300 and 352, but the weight of layer 1 is"):
         RankOneEdit(tiny, LAYER, replace(key, keys=key.keys[:, :300].clone()), value)
-    with pytest.raises(ValueError, match=r"v\* would not affect the request"):
+    with pytest.raises(ValueError, match=r"v\* cannot affect the request"):
         RankOneEdit(tiny, LAYER, replace(key, keys=torch.zeros_like(key.keys)), value)
     with pytest.raises(ValueError, match="even with a ridge"):
         RankOneEdit(tiny, LAYER, key, value, torch.zeros_like(moment.matrix))
-    with pytest.raises(ValueError, match="would not be finite"):
+    with pytest.raises(ValueError, match="is not finite in"):
         RankOneEdit(tiny, LAYER, key, replace(value, delta=value.delta * float("inf"))).apply()
     assert tiny(PROBE).isfinite().all()
 

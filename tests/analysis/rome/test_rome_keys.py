@@ -126,7 +126,7 @@ def test_a_layer_out_of_range(either, prompts, layer):
 
 
 def test_bad_requests(either, prompts):
-    with pytest.raises(ValueError, match="at='subject_middle' is unknown; it is one of subject_last"):
+    with pytest.raises(ValueError, match="at='subject_middle' is unknown; it must be one of subject_last"):
         compute_key(either.model, prompts, 1, at="subject_middle")
     with pytest.raises(ValueError, match="the request is empty"):
         compute_key(either.model, [], 1)

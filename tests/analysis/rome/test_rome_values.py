@@ -290,8 +290,8 @@ def test_bad_settings_are_refused(every, request_and_essence):
         (dict(steps=0), "steps=0"),
         (dict(lr=float("nan")), "lr=nan"),
         (dict(kl_factor=-1.0), "kl_factor=-1.0"),
-        (dict(essence_at="end"), "essence_at='end' is unknown; it is one of readout, subject_last"),
-        (dict(over_states="some"), "over_states='some' is unknown; it is one of masked, partial"),
+        (dict(essence_at="end"), "essence_at='end' is unknown; it must be one of readout, subject_last"),
+        (dict(over_states="some"), "over_states='some' is unknown; it must be one of masked, partial"),
     ]
     assert unrefused(call, cases) == []
     with pytest.raises(TypeError, match="unexpected keyword argument 'weigth_decay'"):
