@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no position sees a later one: text is revealed left to right, and cached activations stay valid."""
+        """Whether no position sees a later one, so that cached activations stay valid as a text grows."""
         return self.block_size == 1
 
     @property

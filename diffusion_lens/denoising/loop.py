@@ -60,7 +60,8 @@ def run_loop(
                 # 1. Enter: set `hook.step`; a hook may rewrite the canvas x_t.
                 state = run.enter(index)
 
-                # 2. Plan: how many positions to reveal by time s, and at which positions a token is proposed.
+                # 2. Plan: how many positions to reveal by time s, and at which positions a token is proposed. The
+                #    default reveals a share 1 - s/t of the masked ones (ML-GSAI/SMDM `diff_sample`, alg="greddy").
                 plan = run.plan(state)
                 positions = run.open_positions(state, plan)
 
@@ -68,16 +69,19 @@ def run_loop(
                     # 3. Predict: compute the logits of p(x_0 | x_t) at these positions, guided by eq. 9 of Nie et al.
                     logits = run.predict(state, positions)
 
-                    # 4. Propose: take the likeliest token at each position, or sample one at the temperature.
+                    # 4. Propose: take the likeliest token at each position, or sample one at the temperature by
+                    #    Gumbel-max (ML-GSAI/SMDM `add_gumbel_noise`).
                     tokens = run.propose(state, positions, logits)
 
-                    # 5. Rank: score each proposed token by the confidence of the model.
+                    # 5. Rank: score each proposed token. By default the score is its probability (`diff_sample`;
+                    #    Nie et al. 2025, LLaDA, arXiv 2502.09992, `generate.py`).
                     candidates = run.rank(state, positions, logits, tokens)
 
                     # 6. Reveal: write the planned number of the most confident tokens.
                     run.reveal(state, plan, candidates)
 
-                # 7. Remask: return revealed positions to [MASK] where the plan says so. The canvas is now x_s.
+                # 7. Remask: return revealed positions to [MASK] where the plan says so (Wang et al. 2025, ReMDM,
+                #    arXiv 2503.00307). The canvas is now x_s.
                 run.remask(plan)
 
                 # 8. Leave: append the canvas to the history.

@@ -157,23 +157,23 @@ class FirstGiven(Predictor):
 
     Attributes:
         inner: The predictor of later steps.
+        first_step: Index of the first step.
         logits: Float[batch selected d_vocab_out], of the first step, after guidance.
         positions: The positions that they predict.
     """
 
     inner: Predictor
+    first_step: int
     logits: Float[Tensor, "batch selected d_vocab_out"]
     positions: Sequence[int]
-    _is_first: bool = True
 
     @property
     def passes(self) -> int:
         return self.inner.passes
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        if not self._is_first:
+        if state.index != self.first_step:
             return self.inner(state, positions)
-        self._is_first = False
         logits: Tensor = self.logits[positions[:, list(self.positions)]]
         return logits
 

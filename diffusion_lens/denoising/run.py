@@ -1,4 +1,4 @@
-"""A run in progress: its current canvas, the earlier ones, and the seven parts of a step as methods."""
+"""A run in progress: its current canvas, the earlier ones, and the eight parts of a step as methods."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -214,7 +214,7 @@ class Trajectory:
             fwd_hooks: The same as in `denoise`. Hooks inside the network act from the second step on.
         """
         run = self._begin_again(model, None, None, forced=False)
-        run.predictor = FirstGiven(run.predictor, logits, positions)
+        run.predictor = FirstGiven(run.predictor, self.first_step, logits, positions)
         return self._finish(run, "free", fwd_hooks)
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":

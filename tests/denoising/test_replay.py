@@ -34,6 +34,18 @@ def test_a_branch_without_hooks_ends_where_the_run_ended(either, step, canvas):
     same(branch.replay(either.model, canvas=canvas), branch)
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_given_logits_belong_to_the_first_step_even_where_it_reveals_nothing(either):
+    """With more steps than masked positions, the first step reveals nothing and reads no logits."""
+    run = either.model.denoise(PROMPT, max_new_tokens=2, steps=8)
+    n_given = PROMPT.shape[1]
+    assert torch.equal(run.canvases[1], run.canvases[0])
+    other = torch.zeros(len(PROMPT), 2, either.model.cfg.d_vocab_out)
+    same(run.replay_from_logits(either.model, other, range(n_given, n_given + 2)), run)
+    short = either.model.denoise(PROMPT, max_new_tokens=2, steps=1)
+    assert (short.replay_from_logits(either.model, other, range(n_given, n_given + 2)).tokens[:, n_given:] == 0).all()
+
+
 def test_a_branch_keeps_the_numbers_of_its_steps(several):
     seen = []
     record(several).from_step(2).replay(
