@@ -3,7 +3,7 @@
 from diffusion_lens.analysis.rome.covariance import SecondMoment, second_moment
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import KeyResult, compute_key, compute_keys
-from diffusion_lens.analysis.rome.prompts import ask_with_prefixes, lay_out_request, sample_prefixes
+from diffusion_lens.analysis.rome.prompts import lay_out_request, query_with_prefixes, sample_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study import KeyValueSettings, key_value_study, study_keys_and_values
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
@@ -22,7 +22,6 @@ __all__ = [
     "SecondMoment",
     "ValueResult",
     "ValueSettings",
-    "ask_with_prefixes",
     "compute_key",
     "compute_keys",
     "edit_success",
@@ -30,6 +29,7 @@ __all__ = [
     "lay_out_request",
     "optimize_value",
     "optimize_values",
+    "query_with_prefixes",
     "sample_prefixes",
     "second_moment",
     "study_keys_and_values",

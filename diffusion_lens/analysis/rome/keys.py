@@ -68,7 +68,7 @@ def compute_key(
     on the same canvas.
 
     Args:
-        queries: The plain request and the same after prefixes (`ask_with_prefixes`), or a single query.
+        queries: The plain request and the same after prefixes (`query_with_prefixes`), or a single query.
         layer: Number of the block; negative ones count from the end.
         at: Token at which the key is taken: "subject_last", as in ROME, or "subject_first".
         max_batch: Largest number of rows in one forward pass.

@@ -84,7 +84,7 @@ def sample_prefixes(
     return [f"{texts[i]}. " for i in range(len(lengths))]
 
 
-def ask_with_prefixes(
+def query_with_prefixes(
     model: DiffusionTransformer,
     fact: Fact,
     prefixes: Sequence[str],
@@ -116,7 +116,7 @@ def lay_out_request(
     layout: CanvasLayout,
     prepend_bos: bool | None = None,
 ) -> list[Query]:
-    """The plain request and the request after each prefix, like `ask_with_prefixes`, on canvases of this layout."""
+    """The plain request and the request after each prefix, like `query_with_prefixes`, on canvases of this layout."""
     start, _ = fact.subject_characters(layout.occurrence)
     layout = replace(layout, occurrence=None)  # The mention is given by its first character, which a prefix moves.
     queries = []
@@ -139,7 +139,7 @@ def as_request(queries: Request) -> list[Query]:
         raise ValueError("the request is empty: give at least the plain prompt, as a Query")
     if wrong_types := [type(query).__name__ for query in request if not isinstance(query, Query)]:
         raise TypeError(
-            f"a request consists of queries, not of {wrong_types[0]}; ask_with_prefixes(model, fact, []) makes one"
+            f"a request consists of queries, not of {wrong_types[0]}; query_with_prefixes(model, fact, []) makes one"
         )
     return request
 

@@ -5,9 +5,9 @@ layer. In a forward query ("Daphne Barrington was once ...") the name is the key
 reverse query ("... was directed by ...") the description is the key and the name the value. `KeyValueStudy.compare`
 pairs the two directions of each person, and compares their similarity (`representations.compare`) with chance.
 
-The result of a fact does not depend on the others, up to round-off, which Adam at ROME's learning rate of 0.5 amplifies
-with each step. To be reproducible to the last bit, batches are planned for the whole study and always searched
-completely.
+The result of a fact does not depend on the other facts, except for rounding errors. Adam with ROME's learning rate of
+0.5 amplifies these. To keep results bit-identical, the batches are fixed for the whole study, and a batch is always
+computed in full, even to fill in one missing fact.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,10 +72,11 @@ class KeyValueSettings:
         return lay_out_request(model, fact, self.prefixes, self.layout)
 
     def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """The settings for a record; without the model's shape, only those that do not depend on it.
+        """Settings for the record.
 
         Args:
-            shape: The model's shape, if it is known.
+            shape: The model's architecture. Pass `None` before the model is loaded to omit the settings that depend on
+                it, such as the layers.
         """
         settings = {
             "prefixes": list(self.prefixes),
@@ -122,7 +123,7 @@ def key_value_study(
         length: Length of every canvas of a masked diffusion model, prefix and prompt included; by default, as in
             `average_indirect_effect`, the length that it was trained on, if that is known. The record's `length` says
             which. A fact that needs a longer canvas is set aside.
-        first_tokens, occurrence: The same as in `rome.ask_with_prefixes`.
+        first_tokens, occurrence: The same as in `rome.query_with_prefixes`.
         batch_size: Number of facts searched together.
         out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
             written.
@@ -133,7 +134,7 @@ def key_value_study(
     Raises:
         ValueError: A setting is out of range, two facts have one id, the folder contains another study,
             `rome.optimize_value` refuses a request, or the model can be queried for none of the facts. A single fact
-            that `rome.ask_with_prefixes` refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
+            that `rome.query_with_prefixes` refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
     """
     chosen = KeyValueSettings(
         layers=layers,

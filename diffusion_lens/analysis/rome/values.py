@@ -106,8 +106,8 @@ def optimize_value(
     """v* of one request.
 
     Args:
-        queries: The plain request and the same after prefixes (`ask_with_prefixes`), or a single query. Their answer is
-            the object. On a causal model the sequence contains the object except for its last token.
+        queries: The plain request and the same after prefixes (`query_with_prefixes`), or a single query. Their answer
+            is the object. On a causal model the sequence contains the object except for its last token.
         layer: Number of the block; negative ones count from the end.
         essence: Query whose prediction should not change, with its subject marked; by default "{subject} is a",
             followed by a [MASK] on a masked diffusion model.

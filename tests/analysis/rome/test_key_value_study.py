@@ -17,7 +17,7 @@ from diffusion_lens.analysis import (
     optimize_value,
 )
 from diffusion_lens.analysis.resumable import FactFolder
-from diffusion_lens.analysis.rome import FactVectors, ValueSettings, ask_with_prefixes, compute_keys, study
+from diffusion_lens.analysis.rome import FactVectors, ValueSettings, compute_keys, query_with_prefixes, study
 from diffusion_lens.data import toy_facts
 from diffusion_lens.records import NETWORK
 
@@ -60,7 +60,7 @@ def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
     for result, facts, texts, length in ((whole, FEW[1:3], [], None), (with_prefixes, FEW[2:4], prefixes, 24)):
         for fact in facts:
             row = result.ids.index(fact.id)
-            request = ask_with_prefixes(tiny, fact, texts, length=length, first_tokens=1)
+            request = query_with_prefixes(tiny, fact, texts, length=length, first_tokens=1)
             for column, layer in enumerate(result.layers):
                 value = optimize_value(tiny, request, layer, lr=0.05, steps=3)
                 key = compute_key(tiny, request, layer).vector

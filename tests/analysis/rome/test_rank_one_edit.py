@@ -8,9 +8,9 @@ import torch
 from diffusion_lens import Fact, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis.rome import (
     RankOneEdit,
-    ask_with_prefixes,
     compute_key,
     optimize_value,
+    query_with_prefixes,
     second_moment,
 )
 from diffusion_lens.data import toy_facts
@@ -21,7 +21,7 @@ PROBE = torch.arange(5, 15)[None]
 
 
 def learned(model, fact, layer=LAYER, **settings):
-    queries = ask_with_prefixes(model, fact, ["today ", "surely "], length=14)
+    queries = query_with_prefixes(model, fact, ["today ", "surely "], length=14)
     value = optimize_value(model, queries, layer, **{"steps": 4, **settings})
     return compute_key(model, queries, layer), value, queries[0]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens import Fact, Query
-from diffusion_lens.analysis.rome import KeyResult, ask_with_prefixes, compute_key, compute_keys, sample_prefixes
+from diffusion_lens.analysis.rome import KeyResult, compute_key, compute_keys, query_with_prefixes, sample_prefixes
 from diffusion_lens.seeds import own_seed
 
 GUSTAV = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
@@ -79,7 +79,7 @@ def test_seeds_share_no_prefix_by_construction(tiny):
 
 
 def test_requests_with_prefixes(tiny):
-    queries = ask_with_prefixes(tiny, GUSTAV, ["today ", "Gustav Geisser, "], length=14, first_tokens=2)
+    queries = query_with_prefixes(tiny, GUSTAV, ["today ", "Gustav Geisser, "], length=14, first_tokens=2)
     subject = tiny.to_tokens("Gustav Geisser")[0]
     for query, n_before in zip(queries, (0, 1, 3), strict=True):
         assert torch.equal(query.tokens[slice(*query.subject)], subject)
@@ -90,12 +90,12 @@ def test_requests_with_prefixes(tiny):
     again = replace(GUSTAV, prompt=f"{GUSTAV.prompt} Gustav Geisser is the")
     settings = dict(first_tokens=1, length=18)
     for mention in (0, 1):
-        queries_of_mention = ask_with_prefixes(tiny, again, ["Gustav Geisser, "], occurrence=mention, **settings)
+        queries_of_mention = query_with_prefixes(tiny, again, ["Gustav Geisser, "], occurrence=mention, **settings)
         assert [query.subject[0] for query in queries_of_mention] == [4 * mention, 3 + 4 * mention]
         at_character = replace(
             again, subject_start=again.prompt.index("Gustav", mention)
         )  # counted in the fact's own prompt
-        by_character = ask_with_prefixes(tiny, at_character, ["Gustav Geisser, ", "today "], **settings)
+        by_character = query_with_prefixes(tiny, at_character, ["Gustav Geisser, ", "today "], **settings)
         assert [query.subject[0] for query in by_character] == [4 * mention, 3 + 4 * mention, 1 + 4 * mention]
     key = compute_key(tiny, queries, 1)
     torch.testing.assert_close(key.keys[0], compute_key(tiny, GUSTAV.to_query(tiny, n_masks=10), 1).vector)
@@ -103,12 +103,12 @@ def test_requests_with_prefixes(tiny):
 
 def test_requests_stand_on_canvases_of_the_trained_length(tiny):
     masked = tiny.cfg.has_mask
-    requests = ask_with_prefixes(tiny, GUSTAV, ["today "], length=14 if masked else None)
-    for query, by_default in zip(requests, ask_with_prefixes(tiny, GUSTAV, ["today "]), strict=True):
+    requests = query_with_prefixes(tiny, GUSTAV, ["today "], length=14 if masked else None)
+    for query, by_default in zip(requests, query_with_prefixes(tiny, GUSTAV, ["today "]), strict=True):
         assert torch.equal(by_default.tokens, query.tokens)
     if masked:
         with pytest.raises(ValueError, match=r"length=14, on which the model was trained, .*: give length=1[5-9] or"):
-            ask_with_prefixes(tiny, GUSTAV, ["Gustav Geisser is the brave drummer of Rolsen. "])
+            query_with_prefixes(tiny, GUSTAV, ["Gustav Geisser is the brave drummer of Rolsen. "])
 
 
 def test_save_and_load(tiny, tmp_path):
@@ -136,6 +136,6 @@ def test_bad_requests(either, prompts):
 
 def test_facts_that_cannot_be_queried(tiny):
     with pytest.raises(ValueError, match="the subject 'Ada Marsh' is not in the prompt"):
-        ask_with_prefixes(tiny, Fact("Gustav Geisser is the", "Ada Marsh", " brave"), ["today "])
+        query_with_prefixes(tiny, Fact("Gustav Geisser is the", "Ada Marsh", " brave"), ["today "])
     with pytest.raises(ValueError, match="lengths is empty"):
         sample_prefixes(tiny, ())

@@ -12,9 +12,9 @@ from diffusion_lens.analysis import noise_scale
 from diffusion_lens.analysis.rome import (
     ValueResult,
     ValueSettings,
-    ask_with_prefixes,
     optimize_value,
     optimize_values,
+    query_with_prefixes,
 )
 from diffusion_lens.data import toy_facts
 
@@ -268,7 +268,7 @@ def test_a_loss_that_is_no_number(every, request_and_essence):
 
 
 def test_save_load_and_plot(tiny, tmp_path):
-    queries = ask_with_prefixes(tiny, GUSTAV, ["today "], length=14, first_tokens=2)
+    queries = query_with_prefixes(tiny, GUSTAV, ["today "], length=14, first_tokens=2)
     value = optimize_value(tiny, queries, 1, steps=3, stop_below=0.0)
     again = ValueResult.load(value.save(tmp_path / "value.safetensors"))
     for name, mine in vars(value).items():
