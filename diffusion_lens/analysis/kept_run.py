@@ -5,6 +5,7 @@ causal model it also starts at the first position that differs, because the keys
 stored.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.denoising.cache import activation_shape
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
@@ -92,6 +94,12 @@ class NetworkInput:
         cfg = self.model.cfg
         return self.n_rows * len(self.read_rows) * cfg.d_vocab_out * cfg.dtype.itemsize
 
+    def stored_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the activations at these hook points of the network."""
+        cfg = self.model.cfg
+        shapes = (activation_shape(name, cfg, self.n_rows, self.n_pos) for name in names)
+        return sum(math.prod(shape) * cfg.dtype.itemsize for shape in shapes)
+
     @property
     def past_points(self) -> list[str]:
         """Hook points to store if passes resume at positions: the keys and values of all blocks."""
@@ -151,11 +159,6 @@ class KeptRun:
     input: NetworkInput
     activations: Mapping[str, Tensor]
     logits: Float[Tensor, "batch selected d_vocab_out"]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored activations and the logits."""
-        return self.logits.nbytes + sum(tensor.nbytes for tensor in self.activations.values())
 
     def stream(self, block: int, offset: int = 0) -> Resid:
         """The residual stream entering a block, from position `offset` on."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import patch_grid
+from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
 
 
@@ -70,6 +71,29 @@ def test_no_more_cells_go_together_than_the_budget_holds(either, runs, site, n_c
     close(narrow.scores, wide.scores)
     with pytest.raises(ValueError, match="is too small"):
         patch_grid(either.model, *given, **more, max_bytes=kept + cell - 1)
+
+
+def test_a_budget_too_small_is_refused_before_anything_is_run(either, runs, token_layers):
+    with token_layers() as counted:
+        needed_bytes(either.model, *runs, metric, ["z", "pattern"])
+    assert counted == [0]
+
+
+@pytest.mark.parametrize("method", ["exact", "attribution"])
+def test_the_predicted_bytes_are_those_that_both_runs_keep(either, runs, method, monkeypatch):
+    kept_runs, run = [], NetworkInput.run
+    monkeypatch.setattr(NetworkInput, "run", lambda *given: kept_runs.append(run(*given)) or kept_runs[-1])
+    offenders = []
+    for site in PATCH_SITES:
+        options = dict(layers=[0, 2], logits_at=[2], method=method)
+        predicted, _ = needed_bytes(either.model, *runs, metric, site, **options)
+        patch_grid(either.model, *runs, metric, site, **options)
+        clean, corrupted = kept_runs[-2:]
+        gradients = clean.activations if method == "attribution" else {}
+        tensors = *clean.activations.values(), *corrupted.activations.values(), *gradients.values(), corrupted.logits
+        if predicted != sum(tensor.nbytes for tensor in tensors):
+            offenders.append(site)
+    assert offenders == []
 
 
 def test_out_of_memory_halves_the_batch(either, runs, monkeypatch):

@@ -12,7 +12,7 @@ the logits is undone (Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv
 `method="attribution"` gives the first-order estimate of the same grid (see `attribution.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.kept_run import stream_entering
 from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patching.patch_settings import PatchSettings
 from diffusion_lens.analysis.patching.result import PatchGrid
-from diffusion_lens.analysis.patching.runs import Side, SidePair, sweep_exactly
+from diffusion_lens.analysis.patching.runs import Side, SidePair, fitting_cells, stored_points, sweep_exactly
 from diffusion_lens.analysis.patching.sites import CellPositions, PositionPairs, Sweep, resolve_sites
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -158,10 +157,16 @@ def patch_sites(
     n_clean, n_corrupted = (max(side.n_canvas for side in by_step) for by_step in zip(*sides, strict=True))
     sweeps = settings.sweeps(n_clean, n_corrupted, cfg)
 
-    # 2. Compute both sides once, then score every cell in the corrupted run.
-    swept = [_sweep_pair(clean, corrupted, sweeps, settings, max_bytes, progress) for clean, corrupted in sides]
+    # 2. Refuse a budget that is too small, before anything is run.
+    fitting = [fitting_cells(clean, corrupted, sweeps, settings.method, max_bytes) for clean, corrupted in sides]
 
-    # 3. Join the steps and make one grid per site.
+    # 3. Compute both sides once, then score every cell in the corrupted run.
+    swept = [
+        _sweep_pair(clean, corrupted, sweeps, settings, cells_at_once, progress)
+        for (clean, corrupted), cells_at_once in zip(sides, fitting, strict=True)
+    ]
+
+    # 4. Join the steps and make one grid per site.
     record = {
         "method": settings.method,
         "metric": getattr(reading.function, "__name__", type(reading.function).__name__),
@@ -179,10 +184,15 @@ def patch_sites(
 
 
 def _sweep_pair(
-    clean: Side, corrupted: Side, sweeps: Sequence[Sweep], settings: PatchSettings, max_bytes: int, progress: bool
+    clean: Side,
+    corrupted: Side,
+    sweeps: Sequence[Sweep],
+    settings: PatchSettings,
+    cells_at_once: Mapping[str, int],
+    progress: bool,
 ) -> _SweptPair:
     """Compute both sides once, and score every cell of every site."""
-    pair = _run_both(clean, corrupted, sweeps, settings.method, max_bytes)
+    pair = _run_both(clean, corrupted, sweeps, settings.method, cells_at_once)
     by_site: list[tuple[Tensor, EstimateError | None]] = []
     for sweep in sweeps:
         cells = sweep.cells(clean.n_canvas, corrupted.n_canvas, corrupted.model.cfg.device)
@@ -226,15 +236,11 @@ def _grid(
     )
 
 
-def _run_both(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> SidePair:
-    """Compute each side once.
-
-    Raises:
-        ValueError: `max_bytes` does not suffice for both runs and one cell of each site.
-    """
-    points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
-    entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
-    names = points | entrances | set(corrupted.input.past_points)
+def _run_both(
+    clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, cells_at_once: Mapping[str, int]
+) -> SidePair:
+    """Compute each side once."""
+    points, names = stored_points(corrupted, sweeps, method)
     clean, corrupted = clean.guided(), corrupted.guided()
     clean_run = clean.input.run(points)
     gradients: dict[str, Tensor] = {}
@@ -243,18 +249,15 @@ def _run_both(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str
     else:
         corrupted_run = corrupted.input.run(names)
     device = corrupted.model.cfg.device
-    pair = SidePair(
+    return SidePair(
         side=corrupted,
         clean={name: clean_run.activations[name].to(device) for name in points},
         corrupted=corrupted_run,
         gradients=gradients,
         clean_score=float(clean.reading(clean_run.logits.to(device))),
         corrupted_score=float(corrupted.reading(corrupted_run.logits)),
-        max_bytes=max_bytes,
+        cells_at_once=cells_at_once,
     )
-    for sweep in sweeps:
-        pair.cells(sweep.site)  # Raises if the budget is too small, before any cell is scored.
-    return pair
 
 
 def _label(group: PositionPairs, clean: Side, corrupted: Side) -> str:

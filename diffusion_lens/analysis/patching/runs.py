@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.cells import Cell, CellRuns, Patch, cells_that_fit
-from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput
+from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
 from diffusion_lens.config import reached
@@ -116,6 +116,31 @@ class Side:
         return readable(self.model.words([int(self.tokens[0, position])])[0])
 
 
+def stored_points(corrupted: Side, sweeps: Sequence[Sweep], method: str) -> tuple[set[str], set[str]]:
+    """The hook points at which the clean run stores activations, and those at which the corrupted run does."""
+    points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
+    entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
+    embedding = {"hook_embed"} if method == "attribution" else set()  # The gradients' pass starts there.
+    return points, points | entrances | set(corrupted.input.past_points) | embedding
+
+
+def fitting_cells(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> dict[str, int]:
+    """Number of cells of each site that fit into one pass.
+
+    Raises:
+        ValueError: `max_bytes` does not suffice for both runs and one cell of each site.
+    """
+    points, names = stored_points(corrupted, sweeps, method)
+    given = corrupted.input
+    kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
+    kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
+    cfg, n_pos = corrupted.model.cfg, corrupted.n_pos
+    return {
+        sweep.site.name: cells_that_fit(given, kept_bytes, max_bytes, sweep.site.written_out_bytes(cfg, n_pos))
+        for sweep in sweeps
+    }
+
+
 @dataclass(frozen=True, eq=False)
 class SidePair:
     """Both sides of a grid, each computed once.
@@ -127,7 +152,7 @@ class SidePair:
         gradients: Gradients of the metric in the corrupted run, by hook point; empty for the exact method.
         clean_score: The metric of the clean run; NaN if its rows have another meaning there.
         corrupted_score: The metric of the corrupted run.
-        max_bytes: Memory to use in addition to the weights, in bytes.
+        cells_at_once: Number of cells that fit into one pass, by name of the site.
     """
 
     side: Side
@@ -136,20 +161,7 @@ class SidePair:
     gradients: Mapping[str, Tensor]
     clean_score: float
     corrupted_score: float
-    max_bytes: int
-
-    def cells(self, site: Site) -> CellRuns:
-        """The engine that scores cells of a site.
-
-        Raises:
-            ValueError: `max_bytes` does not suffice for both runs and one cell.
-        """
-        kept_bytes = self.corrupted.nbytes
-        kept_bytes += sum(tensor.nbytes for tensor in (*self.clean.values(), *self.gradients.values()))
-        more = site.written_out_bytes(self.side.model.cfg, self.side.n_pos)
-        fitting = cells_that_fit(self.corrupted.input, kept_bytes, self.max_bytes, more)
-        unchanged = torch.tensor(self.corrupted_score, dtype=self._score_dtype)
-        return CellRuns(self.corrupted, self._measure, unchanged, fitting)
+    cells_at_once: Mapping[str, int]
 
     @property
     def _score_dtype(self) -> torch.dtype:
@@ -180,7 +192,8 @@ class SidePair:
             selected: Layers, and the cells of each.
             progress: Title of a progress bar; by default none is shown.
         """
-        engine = self.cells(site)
+        unchanged = torch.tensor(self.corrupted_score, dtype=self._score_dtype)
+        engine = CellRuns(self.corrupted, self._measure, unchanged, self.cells_at_once[site.name])
         cells = [cell for layer, of_layer in selected for cell in self._cells(site, layer, of_layer)]
         scores = engine.scores(cells, progress).split([of_layer.n for _, of_layer in selected])
         return [
