@@ -34,6 +34,7 @@ from diffusion_lens.hook_identity import named as named
 from diffusion_lens.hook_identity import named_after as named_after
 from diffusion_lens.hook_names import select_names
 from diffusion_lens.model.hook_points import hooked_modules
+from diffusion_lens.settings import check_keywords, keywords_of
 from diffusion_lens.weights_digest import weights_sha256 as weights_sha256
 
 P = ParamSpec("P")
@@ -96,10 +97,16 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Itera
 
 
 def begins_run(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: each call records every model that is an argument, or an argument's `model`."""
+    """Decorate a public function: each call records the identity of its models (`run_of`).
+
+    They are all models among its arguments, and the `model` of any other argument, such as a `TracedTrajectory`. A call
+    with an unknown keyword is refused first, with the nearest keyword in the `TypeError`.
+    """
+    known = keywords_of(function)
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_keywords(function.__name__, kwargs, known)
         with ExitStack() as records:
             for argument in (*args, *kwargs.values()):
                 model = getattr(argument, "model", argument)

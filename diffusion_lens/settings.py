@@ -5,7 +5,7 @@ NumPy's and torch's scalars are accepted too; they are converted because results
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -34,13 +34,14 @@ def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def keywords_of(*functions: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that these functions take by keyword."""
+def keywords_of(*functions: Callable[..., Any]) -> dict[str, None]:
+    """Names of the arguments that these functions take by keyword, in order, as the keys of a dictionary."""
     parameters = [p for function in functions for p in signature(function).parameters.values()]
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in _RECEIVERS]
+    by_keyword = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return dict.fromkeys(name for name in by_keyword if name not in _RECEIVERS)
 
 
-def check_keywords(called: str, given: Iterable[str], known: Sequence[str]) -> None:
+def check_keywords(called: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise a `TypeError` for the first unknown keyword of a call; it suggests the nearest, or lists all."""
     if unknown := [name for name in given if name not in known]:
         near = get_close_matches(unknown[0], known, n=1)

@@ -29,7 +29,7 @@ from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import begins_run
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import at_least, whole_numbers
+from diffusion_lens.settings import at_least, naming_the_nearest, whole_numbers
 from weight_conversion import Architecture, Variant
 
 
@@ -84,6 +84,7 @@ class RecallSettings:
         }
 
 
+@naming_the_nearest
 def recall_by_steps(
     model: HookedDiffusionTransformer,
     facts: Sequence[Fact],

@@ -15,8 +15,17 @@ from diffusion_lens.analysis import (
     LoopSettings,
     Restoration,
     Selection,
+    TracedTrajectory,
+    average_indirect_effect,
     causal_trace,
+    compute_key,
+    key_value_study,
+    optimize_value,
+    patch_grid,
+    restore_in_loop,
     temporal_effect,
+    trace_query,
+    trace_steps,
     trace_trajectory,
 )
 from diffusion_lens.analysis.average_effects.known import Known
@@ -26,7 +35,7 @@ from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.analysis.rome.study import KeyValueSettings
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising import DenoiseSettings
-from diffusion_lens.evaluation.recall_by_steps import RecallSettings
+from diffusion_lens.evaluation import RecallSettings, recall_by_steps
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
 MLP = Restoration("mlp", window=2)
@@ -105,11 +114,20 @@ def test_objects_and_keywords_give_the_same_result(tiny, analysis):
     if analysis is not causal_trace:
         where |= dict(steps=[0], trajectory=tiny.denoise(query.tokens[None], steps=2))
     by_object = analysis(tiny, query, kind=MLP, corruption=NOISE, **where)
+    selection = Selection(where.pop("positions"), where.pop("layers"))
+    if analysis is causal_trace:
+        of_objects = trace_query(tiny, query, MLP, NOISE, selection)
+    else:
+        run = TracedTrajectory.of(tiny, query, where["trajectory"])
+        with_objects = {trace_trajectory: partial(trace_steps, canvas="forced"), temporal_effect: restore_in_loop}
+        of_objects = with_objects[analysis](run, [0], restoration=MLP, corruption=NOISE, selection=selection)
+    where |= vars(selection)
     by_keyword = analysis(
         tiny, query, kind="mlp", window=2, corruption="uniform", noise=0.5, samples=2, seed=3, **where
     )
-    assert torch.equal(by_object.scores.nan_to_num(-1), by_keyword.scores.nan_to_num(-1))
-    assert {**by_object.record, "seconds": 0} == {**by_keyword.record, "seconds": 0}
+    for result in (by_object, of_objects):
+        assert torch.equal(result.scores.nan_to_num(-1), by_keyword.scores.nan_to_num(-1))
+        assert {**result.record, "seconds": 0} == {**by_keyword.record, "seconds": 0}
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
@@ -166,3 +184,19 @@ def test_a_selection_counts_from_the_end_and_is_checked_against_the_model():
         Selection.of(layers=[4]).within(5, 4)
     with pytest.raises(ValueError, match="contains duplicates"):
         Selection.of(positions=[0, -5]).within(5, 4)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_misspelt_keyword_is_refused_with_the_nearest(tiny):
+    query = FACT.to_query(tiny)
+    calls = [
+        (partial(causal_trace, tiny, query), "widow", "causal_trace.*'window'"),
+        (partial(patch_grid, tiny, query, query, lambda logits: logits.sum(), "z"), "max_byte", "'max_bytes'"),
+        (partial(average_indirect_effect, tiny, [FACT]), "lenght", "'length'"),
+        (partial(recall_by_steps, tiny, [FACT]), "temprature", "recall_by_steps.*'temperature'"),
+        (partial(key_value_study, tiny, [FACT]), "prefixs", "'prefixes'"),
+        (partial(compute_key, tiny, query, 0), "pos", "it takes model, queries, layer"),
+        (partial(optimize_value, tiny, query, 0), "kl_facter", "optimize_value.*'kl_factor'"),
+    ]
+    offenders = [unrefused(call, [({misspelt: 1}, message)], TypeError) for call, misspelt, message in calls]
+    assert offenders == [[]] * len(calls)

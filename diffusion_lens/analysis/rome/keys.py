@@ -21,7 +21,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, at_least, pick_layer
+from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_layer
 
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
@@ -58,6 +58,7 @@ class KeyResult:
         return load_fields(path, "ROME key", cls)
 
 
+@naming_the_nearest
 def compute_key(
     model: DiffusionTransformer, queries: Request, layer: Whole, at: str = "subject_last", *, max_batch: Whole = 256
 ) -> KeyResult:

@@ -32,7 +32,7 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, at_least, pick_indices
+from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_indices
 from weight_conversion import Architecture
 
 
@@ -94,6 +94,7 @@ class KeyValueSettings:
         return settings
 
 
+@naming_the_nearest
 def key_value_study(
     model: DiffusionTransformer,
     facts: Sequence[Fact],

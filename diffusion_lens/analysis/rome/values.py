@@ -33,7 +33,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, at_least, pick_layer
+from diffusion_lens.settings import Whole, at_least, check_keywords, keywords_of, pick_layer
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")
 
@@ -120,6 +120,7 @@ def optimize_value(
             or is not masked on a masked diffusion model, there is neither a tokenizer nor an essence, or a loss is not
             a finite number.
     """
+    check_keywords("optimize_value", settings, keywords_of(optimize_value, ValueSettings))
     return optimize_values(
         model,
         [queries],
