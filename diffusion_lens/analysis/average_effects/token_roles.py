@@ -90,7 +90,7 @@ def mean_by_role(
     return torch.stack([values[rows].mean(dim=0) for rows in by_role])
 
 
-def pick_roles(roles: Sequence[str] | None, among: Sequence[str] = ROLES) -> tuple[str, ...]:
+def pick_roles(roles: Sequence[str] | None, among: Sequence[str] = ROLES) -> list[str]:
     """The selected roles, in their usual order; by default all."""
     roles = among if roles is None else roles
     if isinstance(roles, str) or not roles:
@@ -99,4 +99,4 @@ def pick_roles(roles: Sequence[str] | None, among: Sequence[str] = ROLES) -> tup
         raise ValueError(
             f"there is no role {unknown[0]!r}, nearest is {nearest(unknown[0], among, 1)}; they are {', '.join(among)}"
         )
-    return tuple(role for role in among if role in roles)
+    return [role for role in among if role in roles]

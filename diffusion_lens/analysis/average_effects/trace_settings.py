@@ -55,7 +55,8 @@ class TraceSettings:
     def __post_init__(self) -> None:
         if self.canvas is not None:
             check_canvas(self.canvas)
-        object.__setattr__(self, "roles", pick_roles(self.roles, ROLES if self.canvas is None else STEP_ROLES))
+        roles = pick_roles(self.roles, ROLES if self.canvas is None else STEP_ROLES)
+        object.__setattr__(self, "roles", tuple(roles))
         object.__setattr__(self, "layers", unique_indices("layers", self.layers))
         uses_loop = self.canvas is not None or self.known.rule == "recalled"
         if self.loop is None and uses_loop:
