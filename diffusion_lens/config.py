@@ -27,7 +27,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     Attributes:
         d_vocab_out: Columns of the head. SMDM embeds [MASK] (counted in `d_vocab`) but has no column for it; no family
             ever predicts it.
-        mask_token_id: Id of [MASK]; `None` for a causal model.
+        mask_token_id: Id of [MASK]; `None` for a model without it.
         attention_dir: Attention direction, "bidirectional" or "causal".
         readout: Row of the logits that predicts token i: "in_place" (row i) or "shifted" (row i-1).
         rotary_base: Base of the rotary frequencies.
