@@ -147,7 +147,7 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
     if a.qk_norm:
         yield Alternative("with query and key heads swapped, and their norms", keys, a, _swap_norms_too)
     if a.n_heads > 1:
-        order = "the query heads stand in another order than the output projection and the keys expect"
+        order = "the query heads are in another order than the output projection and the keys expect"
         reversed_order = torch.arange(a.n_heads).flip(0)
         neighbours = torch.arange(a.n_heads - a.n_heads % 2).view(-1, 2).flip(1).flatten()
         neighbours = torch.cat([neighbours, torch.arange(len(neighbours), a.n_heads)])

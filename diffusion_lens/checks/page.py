@@ -21,7 +21,7 @@ NOISE_SEED = 0
 N_SAMPLES = 4
 # Most positions in one forward pass, which limits the memory of their logits.
 MAX_POSITIONS = 2048
-HIDDEN = -1  # stands at hidden positions, whatever the id of [MASK]
+HIDDEN = -1  # marks hidden positions, whatever the id of [MASK]
 # Least gain from the order of words, in nats per token. Word frequencies alone gain nothing, the smallest published
 # models gain more than one nat, and a model that is read wrongly gains almost nothing.
 LEAST_GAIN = 0.5

@@ -353,7 +353,7 @@ def test_answer_probability_is_read_where_the_answer_is(either):
     torch.testing.assert_close(grid.corrupted, p_answer(corrupted), rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(grid.scores[0, 1], grid.clean, rtol=1e-4, atol=1e-9)
     assert grid.record["logits_at"] == rows
-    with pytest.raises(ValueError, match="brings its own rows"):
+    with pytest.raises(ValueError, match="has its own rows"):
         patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "z", logits_at=[1])
 
 

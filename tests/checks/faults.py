@@ -113,7 +113,7 @@ def head_off_by_one(a, tensors):
 # Each with words that the cause must have.
 FAULTS: dict[str, tuple[Callable[[Any, dict[str, torch.Tensor]], Made], str]] = {
     "query and key heads swapped": (swapped_heads, "query and key heads"),
-    "query heads permuted": (permuted_heads, "query heads stand in another order"),
+    "query heads permuted": (permuted_heads, "query heads are in another order"),
     "rotary interleaved": (interleaved, "their rows were interleaved"),
     "another rotary base": (other_base, "base"),
     "gate and up exchanged": (gate_for_up, "gate and up"),

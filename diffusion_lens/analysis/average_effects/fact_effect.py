@@ -56,7 +56,7 @@ class FactEffect:
 def side_by_side(effects: Mapping[str, FactEffect], record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an average: ids, `unknown`, and tensors with one row per fact.
 
-    The last steps of all facts are aligned; NaN stands before the first step of a fact.
+    The last steps of all facts are aligned; values before the first step of a fact are NaN.
     """
     averaged = {fact_id: effect for fact_id, effect in effects.items() if effect.averaged}
     n_steps = max((len(effect.clean) for effect in averaged.values()), default=1)

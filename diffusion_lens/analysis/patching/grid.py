@@ -81,7 +81,7 @@ def patch_grid(
         clean, corrupted: Text or texts, tokens Int[batch pos], a `Query` or, with `steps`, a `Trajectory` each.
         metric: Function from the corrupted model's logits [batch pos d_vocab_out] to a scalar tensor, as in
             TransformerLens. The logits are guided if the corrupted trajectory is. `answer_probability(model, query)`
-            brings its own rows and, with `steps`, reads the tokens that are still masked on each canvas.
+            has its own rows and, with `steps`, reads the tokens that are still masked on each canvas.
         sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out" [layer pos]; "q", "k", "v", "z",
             "pattern" [layer pos head].
         steps: Steps of the trajectories; the grid gets a step axis. On a causal model the canvas of a step ends with

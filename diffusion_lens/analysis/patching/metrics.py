@@ -94,7 +94,7 @@ class Reading:
         """
         if isinstance(metric, RowMetric):
             if logits_at is not None:
-                raise ValueError("the metric brings its own rows: leave logits_at= out")
+                raise ValueError("the metric has its own rows: leave out logits_at=")
             logits_at = metric.rows
         rows = None if logits_at is None else torch.as_tensor(logits_at)
         if rows is not None and (rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int64, torch.int32)):
