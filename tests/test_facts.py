@@ -11,7 +11,7 @@ from diffusion_lens.data.toy_facts import load
 FACT = Fact("people say Gustav Geisser was the", "Gustav Geisser", " brave drummer of Rolsen.")
 
 
-def test_the_subject_and_the_answer_are_where_they_stand(tiny):
+def test_positions_of_subject_and_answer(tiny):
     query = FACT.to_query(tiny)
     masked = tiny.cfg.model_name == "tiny-mdm"
     assert tiny.to_str_tokens(query.tokens[slice(*query.subject)]) == ["Gustav", "Geisser"]
@@ -58,7 +58,7 @@ def test_which_mention_is_meant(tiny):
         (Fact("Gustav Geisser is", "Gustav", " Zaphod"), "does not know 'Zaphod'"),
     ],
 )
-def test_facts_that_cannot_be_asked(tiny, fact, message):
+def test_facts_that_cannot_be_queried(tiny, fact, message):
     with pytest.raises(ValueError, match=message):
         fact.to_query(tiny)
 

@@ -191,7 +191,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
-def test_a_hook_is_told_by_what_it_holds(make):
+def test_a_digest_depends_on_the_values_of_the_hook(make):
     assert name_of(make(1.0)) == name_of(make(1.0)) != name_of(make(2.0))
     assert "cannot be told" not in name_of(make(1.0))
 
@@ -212,7 +212,7 @@ def by_a_helper(activation, hook):
     return helper(activation)
 
 
-def test_a_hook_is_told_by_the_globals_it_uses(monkeypatch):
+def test_a_digest_depends_on_the_globals_that_the_hook_uses(monkeypatch):
     here = sys.modules[__name__]
     before = name_of(by_a_dict), name_of(by_a_helper)
     monkeypatch.setitem(CONFIG, "scale", 0.0)
@@ -225,7 +225,7 @@ def test_a_hook_is_told_by_the_globals_it_uses(monkeypatch):
     assert name_of(by_a_helper) not in (changed, before[1])
 
 
-def test_a_hook_is_told_by_what_it_names_of_another_module():
+def test_a_digest_depends_on_what_the_hook_names_of_another_module():
     mine = ModuleType("mine")
     mine.used, mine.unused = [1.0], [1.0]
 
@@ -254,7 +254,7 @@ def test_a_copied_name_is_not_a_name():
 
 
 @on_mdm
-def test_the_model_that_is_run_is_told_by_the_record_beside(tiny):
+def test_the_record_identifies_the_model_separately(tiny):
     hook = [(SITE, lambda activation, hook: activation + 0 * tiny.blocks[0].mlp.down.weight.sum())]
     before = describe_hooks(tiny, hook)
     with tiny.hooks(fwd_hooks=[("hook_embed", freeze())]):
@@ -282,7 +282,7 @@ OPAQUE = {
 
 @on_mdm
 @pytest.mark.parametrize("make", OPAQUE.values(), ids=OPAQUE)
-def test_what_cannot_be_told_is_said_and_no_folder_is_kept_under_it(tiny, tmp_path, make):
+def test_gaps_of_a_digest_are_reported_and_refused_for_folders(tiny, tmp_path, make):
     value = make()
     hook = closed_over({"it": value})
     try:
@@ -304,7 +304,7 @@ def test_what_cannot_be_told_is_said_and_no_folder_is_kept_under_it(tiny, tmp_pa
             value.close()
 
 
-def test_code_that_reaches_what_it_does_not_name_cannot_be_told():
+def test_code_that_reaches_unnamed_values_has_no_digest():
     assert "calls globals()" in name_of(lambda activation, hook: activation * globals()["SHARE"])
 
 

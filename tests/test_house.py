@@ -326,7 +326,7 @@ ALLOWED_NAMES = {
 }
 
 
-def test_families_stand_in_their_tables() -> None:
+def test_families_are_named_in_their_tables_only() -> None:
     """Elsewhere prose may cite one; no name, no import and no string that could be compared does."""
     offenders = []
     for name in (name for name in FILES if not any(within(name, room) for room in FAMILIES_KNOWN)):

@@ -250,14 +250,14 @@ def test_a_folder_here_comes_before_the_hub(tmp_path, monkeypatch, llada, online
 
 
 @pytest.mark.parametrize("path", ["../owner/name", "a/b/c", "/owner/name", "owner/", "ow ner/name"])
-def test_what_cannot_be_an_id_is_not_looked_up(path, tmp_path, monkeypatch, online):
+def test_names_that_cannot_be_an_id_are_not_looked_up(path, tmp_path, monkeypatch, online):
     hub = online(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="no published name and no file or folder"):
+    with pytest.raises(ValueError, match="neither a published name nor a file or folder"):
         load(path)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         load("owner/model.safetensors")
-    with pytest.raises(ValueError, match="no published name and no file or folder"):
+    with pytest.raises(ValueError, match="neither a published name nor a file or folder"):
         load(Path("owner/name"))
     assert hub.calls == []
 

@@ -147,7 +147,7 @@ def test_a_call_hashes_once(tiny, monkeypatch, study):
     assert calls == [tiny]
 
 
-def test_hooks_are_told_by_point_direction_and_name(tiny):
+def test_hooks_are_identified_by_point_direction_and_name(tiny):
     model = copy.deepcopy(tiny)
     model.add_hook("hook_embed", half, is_permanent=True)
     model.blocks[0].register_forward_pre_hook(lambda module, given: None)

@@ -243,7 +243,7 @@ def test_zero_ablation_is_zeros_by_hand(either, clean):
         assert not torch.equal(ablated, plain), name
 
 
-def test_a_block_without_its_outputs_passes_the_stream_on(either, clean):
+def test_a_block_without_its_outputs_leaves_the_residual_stream_unchanged(either, clean):
     sites = ["blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"]
     with either.model.hooks(fwd_hooks=[(site, zero_ablate()) for site in sites]):
         _, cache = either.model.run_with_cache(clean, names_filter=["blocks.1.hook_resid_pre", RESID])
@@ -346,7 +346,7 @@ def test_step_by_step_a_clean_run_brings_itself_back(either, runs):
     assert not torch.equal(plain.tokens[:, 4:], clean.tokens[:, 4:])
 
 
-def test_forced_replay_with_the_subject_put_back(tiny):
+def test_forced_replay_with_the_subject_restored(tiny):
     """Noise on the name moves the confidences; the clean embeddings of the name, step by step, bring them back."""
     prompt = "Gustav Geisser is the"
     trajectory, cache = tiny.denoise_with_cache(prompt, names_filter="hook_embed", max_new_tokens=4, steps=4)
@@ -385,7 +385,7 @@ def test_a_prompt_masked_in_the_loop(either, runs):
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_frozen_is_held_at_the_step_where_it_first_acts(either, runs, k):
+def test_freeze_keeps_the_value_of_the_step_where_it_first_acts(either, runs, k):
     """Until step k the run is its own, so freezing there is swapping in that step of an untouched run."""
     prompt, _, options = runs
     places = [1, 6]

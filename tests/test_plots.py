@@ -99,7 +99,7 @@ def test_many_layers_are_numbered_sparsely(n_layers):
     assert labels == {column: str(layers[column]) for column in labels}
 
 
-def test_absent_places_are_blank():
+def test_absent_positions_are_blank():
     scores = grid(4, 3)
     scores[2:] = NAN
     for ax in (trace_of(scores).plot(), *plots.trace_panels([[trace_of(scores)]]).axes):
@@ -204,7 +204,7 @@ def test_panels_take_one_scale_and_titles():
     assert [ax.get_images()[0].get_clim() for ax in figure.axes] == [(0.0, 1.0), (0.0, 1.0)]
 
 
-def test_the_same_place_stands_at_the_same_height():
+def test_a_position_has_the_same_height_in_every_panel():
     """MDM beside its twin, whose canvas ends with the prompt."""
     figure = plots.trace_panels([[trace_of(grid(8, 4)), trace_of(grid(3, 4))]])
     figure.draw_without_rendering()

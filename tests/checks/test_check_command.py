@@ -83,7 +83,7 @@ def test_an_edited_file_is_off_by_its_hash_and_by_what_it_computes(copy):
     assert any("gate and up" in cause for cause in report["likely"])
 
 
-def test_a_reference_file_stands_in_for_texts(tmp_path):
+def test_a_reference_file_replaces_texts(tmp_path):
     recorded = load_file(GOLDEN / "forward.safetensors")
     save_file({name: recorded[name] for name in ("tokens", "logits")}, tmp_path / "reference.safetensors")
     assert check(GOLDEN, "--reference", tmp_path / "reference.safetensors").exit_code == 0

@@ -251,7 +251,7 @@ def test_facts_and_recall_of_a_wrong_model_are_off(tiny):
 
 @only_tiny_ar
 def test_an_unknown_check_is_refused(tiny):
-    with pytest.raises(ValueError, match="'pages'; there are hash"):
+    with pytest.raises(ValueError, match="'pages'; the checks are hash"):
         check_model(tiny, only=["pages"])
 
 

@@ -58,7 +58,7 @@ def test_a_folder_named_by_dots_gives_its_own_name(name: str, tmp_path: Path, mo
     assert ModelChoice(name).label == "mine"
 
 
-def test_facts_of_ones_own_are_asked_at_the_trained_length(own_facts: Path, tmp_path: Path) -> None:
+def test_own_facts_are_queried_at_the_trained_length(own_facts: Path, tmp_path: Path) -> None:
     ask = ["recall", "tiny-mdm", "--data", str(own_facts), "--steps", "8"]
     told = done(*ask, "--out", str(tmp_path / "default"))
     said = told.stdout

@@ -109,7 +109,7 @@ def test_advice_of_the_library_in_the_words_of_the_command(said: str, meant: str
 
 
 @pytest.mark.parametrize(("command", "more"), [("check", []), ("denoise", []), ("denoise", ["--dry-run"])])
-def test_an_unknown_device_is_told_in_one_short_line(command: str, more: list[str]) -> None:
+def test_an_unknown_device_is_refused_in_one_short_line(command: str, more: list[str]) -> None:
     line = complaint(command, *NEEDS.get(command, ["tiny-mdm"]), "--device", "foo", *more)
     assert line == "Error: --device 'foo' is unknown; it must be 'cpu', 'cuda', 'cuda:1' or 'mps'"
 

@@ -123,7 +123,7 @@ def texts() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_command_with_a_dry_run_is_asked() -> None:
+def test_every_command_with_a_dry_run_is_tested() -> None:
     assert {name for name, _ in texts()} == set(NEEDS)
     assert {option for _, option in texts()} == set(WRONG) | FREE
 
@@ -138,7 +138,7 @@ def test_a_text_that_cannot_be_is_refused_alike(command: str, option: str, besid
 
 
 @pytest.mark.parametrize(("command", "model", "asked", "said"), TOGETHER)
-def test_what_does_not_fit_together_is_refused_alike(
+def test_conflicting_options_are_refused_alike(
     command: str, model: str, asked: list[str], said: str, beside: Path
 ) -> None:
     line = complaint(command, model, *asked)

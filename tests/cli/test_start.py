@@ -58,7 +58,7 @@ def test_rooms_are_attributes_of_the_package(monkeypatch: pytest.MonkeyPatch) ->
     assert diffusion_lens.catalogue.PUBLISHED
 
 
-def test_commands_stand_in_the_order_of_work() -> None:
+def test_commands_are_listed_in_the_order_of_work() -> None:
     said = CliRunner().invoke(app, ["--help"]).stdout
     shown = [
         line.split()[0]

@@ -151,7 +151,7 @@ def test_the_bar_is_shown_only_if_requested(server, capfd):
     assert "named.json" in capfd.readouterr().err
 
 
-def test_the_hub_is_asked_for_a_data_set_at_a_commit(tmp_path, monkeypatch):
+def test_a_data_set_is_fetched_at_a_commit(tmp_path, monkeypatch):
     calls = []
 
     def stand_in(repo, file, **settings):

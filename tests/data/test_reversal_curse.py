@@ -243,7 +243,7 @@ def test_check_finds(folder, published, file, rows, message):
         ReversalCurse.load(folder).check()
 
 
-def test_check_finds_somebody_told_in_two_ways(folder, published):
+def test_check_finds_a_person_trained_in_two_directions(folder, published):
     for file in ("both_prompts_train", "both_prompts_test", "all_prompts_train"):
         path = folder / f"{file}.jsonl"
         path.write_text(path.read_text(encoding="utf-8").replace("Ada Skolden", "Ada Marsh"), encoding="utf-8")

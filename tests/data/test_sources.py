@@ -102,7 +102,7 @@ def test_what_is_not_fetched_has_its_words_in_a_dry_run_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("facts.txt", "a '.txt' file"), ("facts", "a file without an ending")])
-def test_a_file_of_another_kind_is_told_which_are_read(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_with_the_kinds_that_are_read(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("Ada is the pilot")
     with pytest.raises(ValueError, match=rf"{name} is {kind}; .* should end in \.json, \.jsonl, \.csv"):
         open_source(str(tmp_path / name))

@@ -173,7 +173,7 @@ def test_rows_are_independent_also_padded(model, run, pad):
 
 @relaxed
 @given(run=runs, data=st.data())
-def test_looked_at_replayed_and_branched_it_is_the_same_run(model, run, data, tmp_path_factory):
+def test_hooked_replayed_and_branched_runs_are_the_same(model, run, data, tmp_path_factory):
     prompt, options = start(run)
     made, steps = model.denoise(prompt, **options), []
     looked = model.denoise(prompt, **options, fwd_hooks=[("hook_embed", lambda a, hook: steps.append(hook.step.index))])

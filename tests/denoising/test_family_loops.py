@@ -64,7 +64,7 @@ def test_a_row_runs_as_it_runs_alone(every, run):
 
 
 @others
-def test_hooks_that_only_look_change_nothing(every, run):
+def test_hooks_that_return_none_change_nothing(every, run):
     prompt, options, plain = run
     looked = every.model.denoise(prompt, **options, fwd_hooks=[(lambda name: True, lambda a, hook: None)])
     assert torch.equal(plain.canvases, looked.canvases)

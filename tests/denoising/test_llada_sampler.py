@@ -194,7 +194,7 @@ def test_rows_are_independent_also_padded(models, layout, pad):
 
 @relaxed
 @given(layout=layouts, data=st.data())
-def test_looked_at_replayed_and_branched_it_is_the_same_run(models, layout, data, tmp_path_factory):
+def test_hooked_replayed_and_branched_runs_are_the_same(models, layout, data, tmp_path_factory):
     prompt, options = start(layout, n_batch=2)
     run, steps = models["gqa"].denoise(prompt, **options), []
     looked = models["gqa"].denoise(

@@ -45,7 +45,7 @@ def blank(model):
 
 @relaxed
 @given(run=runs)
-def test_a_run_fills_the_blanks_row_by_row_and_hooks_that_only_look_change_nothing(either, run):
+def test_a_run_fills_masked_positions_by_row_and_hooks_that_return_none_change_nothing(either, run):
     model = either.model
     prompt, options = start(model, run)
     random_state = torch.get_rng_state()

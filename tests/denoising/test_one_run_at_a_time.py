@@ -8,7 +8,7 @@ import torch
 PROMPT = torch.tensor([[5, 6, 7]])
 
 
-def test_a_second_thread_is_refused_and_the_first_goes_on(either):
+def test_a_second_thread_is_refused_and_the_first_continues(either):
     plain = either.model.denoise(PROMPT, length=8, steps=4)
     inside, refused = threading.Event(), []
 

@@ -38,7 +38,7 @@ def uniform(n, width):
     return torch.rand(n, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).clamp(min=1e-300)
 
 
-def test_draws_follow_what_is_left():
+def test_samples_follow_the_remaining_probabilities():
     """At temperature 2, of the softmax over the three likeliest tokens that can be written."""
     n, logits = 6000, torch.tensor([0.1, 1.5, -0.2, 2.0, 0.9, 1.1])
     drawn = Proposal(top_k=3).propose(logits.expand(n, -1), 2.0, uniform(n, 6), mask_id=1)

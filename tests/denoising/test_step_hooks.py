@@ -122,7 +122,7 @@ def test_the_mask_is_never_written_unless_a_hook_insists(several, run):
     assert (insisted.confidence[0, 8:] == 0).all()
 
 
-def test_hooks_that_need_the_step_are_told_from_others():
+def test_hooks_that_need_the_step_are_recognised():
     from diffusion_lens.denoising.step_hooks import acts_by_step, at_steps, on_branch, while_masked
     from diffusion_lens.interventions import freeze, named, steer, zero_ablate
 

@@ -92,7 +92,7 @@ def test_a_conversion_keeps_it(tmp_path: Path) -> None:
     assert trained_length_of(beside) is None, "nothing is said of the weights that were there"
 
 
-def test_weights_put_over_others_have_their_own(tmp_path: Path) -> None:
+def test_weights_that_overwrite_others_have_their_own_trained_length(tmp_path: Path) -> None:
     write_trained_length(20, tmp_path)
     assert trained_length_of(tmp_path) == 20
     model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")

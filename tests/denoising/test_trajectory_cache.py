@@ -56,7 +56,7 @@ def test_the_unconditional_branch_has_a_masked_prompt(several):
     torch.testing.assert_close(cache[2, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_steps_asked_for_cost_a_pass(several):
+def test_only_requested_steps_cost_a_pass(several):
     run_options = dict(length=7, steps=12) if several.kind == "mdm" else dict(length=7)
     plain = several.model.denoise(PROMPT, **run_options)
     trajectory, cache = several.model.denoise_with_cache(

@@ -67,7 +67,7 @@ def test_each_fact_has_a_file(tiny, whole, tmp_path):
 
 
 @on_mdm
-def test_an_interrupted_run_goes_on(tiny, whole, tmp_path, monkeypatch):
+def test_an_interrupted_study_is_resumed(tiny, whole, tmp_path, monkeypatch):
     calls = []
 
     def interrupted(model, canvas, settings):

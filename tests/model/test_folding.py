@@ -142,7 +142,7 @@ def test_a_folder_says_that_a_model_is_folded_only_while_it_is(tmp_path, specime
 
 
 @pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])
-def test_from_pretrained_folds_when_asked(name):
+def test_from_pretrained_folds_on_request(name):
     from diffusion_lens import HookedDiffusionTransformer
 
     plain = HookedDiffusionTransformer.from_pretrained(name, device="cpu")

@@ -70,7 +70,7 @@ def test_a_replaced_pattern_is_used(every, tokens):
 
 
 @pytest.mark.parametrize("site", ["hook_pattern", "hook_attn_scores"])
-def test_writing_into_a_pattern_in_place_is_felt(every, tokens, site):
+def test_writing_into_a_pattern_in_place_has_an_effect(every, tokens, site):
     def blind_to_first(activation, hook):
         activation[..., 0] = float("-inf") if site == "hook_attn_scores" else 0.0
 

@@ -151,7 +151,7 @@ def own(either):
 
 
 @on_mdm
-def test_a_module_put_in_since_is_heard(own):
+def test_hooks_on_a_module_added_later_act(own):
     block = next(iter(build_blocks(own.cfg.architecture)))
     own.blocks[1].mlp = block.mlp
     assert not own.is_hooked

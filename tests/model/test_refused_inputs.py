@@ -86,7 +86,7 @@ def test_a_mask_that_is_no_tensor_is_refused(either, tokens, as_given):
 
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("given", [3, 3.0, None, b"text", [3], np.array([3])], ids=repr)
-def test_what_is_neither_text_nor_tokens_is_refused(tiny, given):
+def test_input_other_than_text_and_tokens_is_refused(tiny, given):
     for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
         with pytest.raises(TypeError, match=r"text must be a string or a list of them, not .*torch\.tensor\(ids\)"):
             attempt(given)

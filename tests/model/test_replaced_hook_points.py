@@ -45,7 +45,7 @@ def test_a_plain_hook_point_runs_before_setup(either, model, name):
 
 
 @pytest.mark.parametrize("name", ["blocks.1.attn.hook_attn_scores", "blocks.2.attn.hook_pattern"])
-def test_another_module_may_stand_where_scores_and_patterns_pass(either, model, name):
+def test_another_module_may_replace_the_hook_points_of_scores_and_patterns(either, model, name):
     class Halved(nn.Module):
         def forward(self, x):
             return x / 2
@@ -61,7 +61,7 @@ def test_another_module_may_stand_where_scores_and_patterns_pass(either, model, 
     [*((name, lambda name: name) for name in POINTS), ("blocks.1.hook_resid_post", lambda name: lambda other: True)],
     ids=[*POINTS, "all"],
 )
-def test_hooks_at_a_point_that_was_replaced_ask_for_setup(either, model, name, picked):
+def test_hooks_at_a_replaced_hook_point_require_setup(either, model, name, picked):
     put(model, name, HookPoint())
     for attempt in (
         lambda: model.run_with_hooks(PROMPT, fwd_hooks=[(picked(name), lambda activation, hook: None)]),
@@ -76,7 +76,7 @@ def test_hooks_at_a_point_that_was_replaced_ask_for_setup(either, model, name, p
     assert name in model.run_with_cache(PROMPT)[1]
 
 
-def test_the_loop_asks_for_setup_where_a_hook_would_not_know_the_step(model):
+def test_the_loop_requires_setup_where_a_hook_cannot_read_the_step(model):
     put(model, "blocks.1.hook_resid_post", HookPoint()).add_hook(lambda activation, hook: None)
     with pytest.raises(RuntimeError, match=r"'blocks.1.hook_resid_post'.*model\.setup\(\)"):
         model.denoise(PROMPT, **SETTINGS)

@@ -78,7 +78,7 @@ def test_global_random_numbers_stay(small, tokens):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_mode_and_gradients_are_put_back(training, small, tokens):
+def test_mode_and_gradients_are_restored(training, small, tokens):
     model = small()
     model.train(training)
     seen = []
