@@ -48,6 +48,7 @@ def check_checkpoint(
             that the model can be queried for.
         FileNotFoundError: There is no such file.
     """
+    # 1. Check the arguments, and find out what the checkpoint should be.
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; it must be one of {', '.join(DTYPES)}")
     path = Path(name_or_path).expanduser()
@@ -59,6 +60,8 @@ def check_checkpoint(
     if data is not None:
         open_questions(data)  # so that unusable data are refused before a download
     resolved_device = None if device is None else as_device(device)
+
+    # 2. Load it; if it is refused, report the reason and the hash of its file.
     start = time.perf_counter()
     try:
         model = HookedDiffusionTransformer.from_pretrained(
@@ -75,6 +78,8 @@ def check_checkpoint(
         cause = f"the checkpoint does not load: {error}"
         findings = (check_hash(expected, _file(name_or_path, path)), Finding("load", "off", said, cause))
         return CheckReport(name_or_path, None if expected is None else expected.name, findings)
+
+    # 3. Check the loaded model.
     seconds = round(time.perf_counter() - start, 3)
     report = check_model(
         model,

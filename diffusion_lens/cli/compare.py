@@ -66,11 +66,11 @@ def compare(
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.records import require_same_settings
 
+    # 1. Check the options that need neither data nor a model; the vectors take long to compute.
     chosen = [ModelChoice(model, config, tokenizer, device, dtype) for model in models]
     out = out or default_folder("compare", models)
     for name in (vectors, against or vectors):
         check_vectors(name)
-    # Check the statistic before the long computation of the vectors.
     available = statistics(rank=2, one_space=(against or vectors) == vectors)
     if statistic not in available:
         raise ValueError(
@@ -81,6 +81,8 @@ def compare(
     names = [model.label for model in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so the names must differ")
+
+    # 2. Read the facts, and lay out the study of each model.
     source = open_source(data or default_source(models[0]), outline_only=dry_run)
     facts = source.pick(trained, limit=limit)
     lengths = [model.length(length, source.length) for model in chosen]
@@ -96,6 +98,8 @@ def compare(
     settings = [
         KeyValueSettings(layers or None, layout=CanvasLayout(length, first_tokens=first_tokens)) for length in lengths
     ]
+
+    # 3. Refuse a folder that holds another study; for a dry run, print the cost.
     for model, own in [] if merge else zip(chosen, settings, strict=True):
         described = {**own.describe(model.known_shape()), "dtype": dtype}
         if dry_run and (outline := model.without_weights()) is not None:
@@ -105,6 +109,7 @@ def compare(
         longest = max(n_positions or 32 for n_positions in lengths)
         cost.show(report, chosen[0], _searches(chosen, n_facts, layers, longest), flops)
 
+    # 4. Compute the vectors of each model, or join their shards, and compare both directions.
     axes: Any = None
     n_done = 0
     results, record = {}, {}
@@ -133,6 +138,8 @@ def compare(
         results[name] = comparisons.table(statistic)
         axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
         record = study.record
+
+    # 5. Write the figure and the record.
     if shard is not None:
         report.part_done(shard, n_done, out)
     files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")

@@ -49,10 +49,11 @@ def denoise(
     """
     arguments = dict(locals())
     from diffusion_lens.data.sources import STUDY_LENGTH
-    from diffusion_lens.denoising import DenoiseSettings
-    from diffusion_lens.denoising.canvas import lay_out
+    from diffusion_lens.denoising import DenoiseSettings, lay_out
+    from diffusion_lens.denoising import denoise as run_denoising
     from diffusion_lens.denoising.denoise import prepare
 
+    # 1. Check the settings before the model is loaded.
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
     if length is not None and max_new_tokens is not None:
         raise ValueError(
@@ -62,31 +63,26 @@ def denoise(
         length = chosen.length(length, otherwise=STUDY_LENGTH)
     else:
         chosen.check_length(max_new_tokens)
-    loop = DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)
-    settings: dict[str, Any] = {
-        "length": length,
-        "max_new_tokens": max_new_tokens,
-        "steps": steps,
-        "sampler": sampler,
-        "cfg_scale": cfg_scale or 0.0,
-        "temperature": temperature,
-        "seed": seed,
-    }
+    settings = DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)
     shape = chosen.known_shape()
     if shape is not None:
-        loop.on(shape, model)
-    report = Report("denoise", {**arguments, **settings}, out, json)
+        settings.on(shape, model)
+    report = Report("denoise", {**arguments, "length": length, "cfg_scale": settings.cfg_scale}, out, json)
     if out is not None:
         require("pictures")
+
+    # 2. For a dry run, print the cost.
     if dry_run:
         n_positions = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
         if shape is not None:
             n_positions = min(n_positions, shape.n_ctx)
         if (outline := chosen.without_weights()) is not None:
-            n_positions = prepare(outline, lay_out(outline, prompt, length, max_new_tokens), loop).tokens.shape[1]
-        cost.show(report, chosen, cost.denoising(chosen, [steps], n_positions, settings["cfg_scale"]), flops)
+            n_positions = prepare(outline, lay_out(outline, prompt, length, max_new_tokens), settings).tokens.shape[1]
+        cost.show(report, chosen, cost.denoising(chosen, [steps], n_positions, settings.cfg_scale), flops)
 
-    trajectory = chosen.load().denoise(prompt, progress=progress(), **settings)
+    # 3. Run the loop, and show each canvas that differs from the one before.
+    loaded = chosen.load()
+    trajectory = run_denoising(loaded, lay_out(loaded, prompt, length, max_new_tokens), settings, progress=progress())
     canvases = trajectory.str_canvases()
     n_given = int(trajectory.given[0].sum())
     for step, canvas in enumerate(canvases):
@@ -94,6 +90,8 @@ def denoise(
             words = ["·" if word in ("[MASK]", "") else word for word in canvas[n_given:]]
             report.say(f"{'start' if step == 0 else step - 1:>5}  {' '.join(words)}")
     report.say(trajectory.text[0])
+
+    # 4. Write the files.
     files: dict[str, Any] = {}
     if out is not None:
         files = {

@@ -78,9 +78,12 @@ def finetune(
     from diffusion_lens.training.devices import require_gpu
     from diffusion_lens.training.finetune import RUN, require_own_folder
 
+    # 1. Check the folder and the device.
     chosen = ModelChoice(model, config, tokenizer, device)
     require_own_folder(out.expanduser())
     require_gpu(precision, kind_of_device(device) == "cpu")
+
+    # 2. Find the texts to train on, and the questions that measure recall in between.
     rows: Any
     length = STUDY_LENGTH
     questions: list[Fact] = []
@@ -98,6 +101,8 @@ def finetune(
             questions, steps, cfg_scale = source.pick(limit=ask), source.steps[-1:], source.cfg_scale
     if ask and not questions:
         raise ValueError(f"--ask needs a data set with questions, such as toy; {data} contains texts only")
+
+    # 3. Make the recipe, and refuse a folder of another one; for a dry run, print the cost.
     count = len(read_completions(rows))
     recipe = smdm_reverse(count, epochs, batch_size, accumulate=accumulate, mixed_precision=precision, seed=seed)
     if lr is not None:
@@ -110,6 +115,7 @@ def finetune(
         rows_per_part = -(-batch_size // accumulate)
         cost.show(report, chosen, cost.Cost(passes, length, rows_per_part, backward=passes, copies=4), flops)
 
+    # 4. Train.
     loaded = chosen.load()
 
     def measure_recall(model: DiffusionTransformer) -> dict[str, float]:
@@ -128,6 +134,8 @@ def finetune(
     )
     if int(os.environ.get("RANK", 0)):
         return  # Only the first of several processes reports.
+
+    # 5. Report losses and recall.
     final_loss = record.losses[-100:].mean().item()
     losses = f"loss {record.losses[0]:.3f} at first, {final_loss:.3f} in the end"
     report.say(f"{recipe.steps} updates of {batch_size} rows; {losses}")

@@ -68,6 +68,7 @@ def recall(
     from diffusion_lens.evaluation.scores import check_score
     from diffusion_lens.records import require_same_settings
 
+    # 1. Read the facts, and check the settings before the model is loaded.
     check_score(score)
     out = out or default_folder("recall", [model])
     source = open_source(data or default_source(model), outline_only=dry_run)
@@ -77,6 +78,8 @@ def recall(
     loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed)
     settings = RecallSettings(steps or source.steps, length, loop)
     described = {**settings.describe(chosen.known_shape()), "dtype": dtype}
+
+    # 2. Refuse a folder that holds another study; for a dry run, print the cost.
     n_facts = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["replies"])
     if not merge:
@@ -95,6 +98,7 @@ def recall(
         work = cost.denoising(chosen, settings.steps, length, cfg_scale, n_facts, rows=32)
         cost.show(report, chosen, work, flops)
 
+    # 3. Let the model answer the facts, or join the shards.
     if merge:
         result = Recall.merge([folder / "replies" for folder in merge])
         require_model(chosen, result.record)
@@ -102,6 +106,8 @@ def recall(
         result = recall_facts(chosen.load(), facts, settings, out / "replies", shard or "0/1", progress())
     if shard is not None:
         report.part_done(shard, len(result.facts), out)
+
+    # 4. Show the table, and write the files.
     report.say(result.to_text(score))
     files: dict[str, Any] = {
         "recall": result.save(out / "recall.safetensors"),

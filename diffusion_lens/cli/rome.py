@@ -72,8 +72,9 @@ def rome(
     from diffusion_lens.analysis.rome import Probe, ValueSettings, lay_out_request, optimize_values, sample_prefixes
     from diffusion_lens.facts import Fact
 
+    # 1. Check the settings before the model is loaded.
     fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span  # Check the subject early.
+    _ = fact.subject_span  # Raises if the prompt does not contain the subject once.
     length = chosen.length(length)
     cost.check_layers(chosen, [layer])
     if export is not None and target is None:
@@ -85,6 +86,8 @@ def rome(
     report = Report("rome", {**arguments, "length": length}, out, json)
     if out is not None:
         require("pictures")
+
+    # 2. For a dry run, print the cost.
     if dry_run:
         depth = chosen.shape().n_layers
         share_above = 1 - (layer % depth + 1) / depth
@@ -96,6 +99,7 @@ def rome(
         passes = (prefixes + 2) * (1 + iterations * share_above)
         cost.show(report, chosen, cost.Cost(passes, n_positions, prefixes + 2, backward=passes), flops)
 
+    # 3. Lay out the request, and compute key and value.
     loaded = chosen.load()
     layer %= loaded.cfg.n_layers
     prefix_texts = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
@@ -120,6 +124,8 @@ def rome(
             "value": value.save(out / "value.safetensors"),
             "picture": save_figure(value.plot(), out / "losses.png"),
         }
+
+    # 4. With a target, apply the edit, and compare the new answer with the old one.
     if target is not None:
         rival = lay_out_request(loaded, replace(fact, answer=answer), [], layout)[0]
         edit = RankOneEdit(loaded, layer, key, value)

@@ -52,6 +52,7 @@ def trace(
     from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS
     from diffusion_lens.facts import Fact
 
+    # 1. Check the settings before the model is loaded.
     available = [name for name in CORRUPTIONS if name != "swap"]  # "swap" needs another subject, which no option gives.
     without_mask = [name for name in available if name != "mask"]
     if corruption not in available:
@@ -70,17 +71,22 @@ def trace(
     report = Report("trace", {**arguments, "length": length}, out, json)
     if out is not None:
         require("pictures")
+
+    # 2. For a dry run, print the cost.
     if dry_run:
         n_positions = length or len(f"{prompt}{answer}".split()) * 2
         if (outline := chosen.without_weights()) is not None:
             n_positions = len(layout.query(outline, fact).tokens)
         cost.show(report, chosen, _grid(chosen, n_positions, samples, 1), flops)
 
+    # 3. Lay out the query, measure the noise if none was given, and trace.
     loaded = chosen.load()
     query = layout.query(loaded, fact)
     if noise is None and corruption != "mask":
         corrupting = replace(corrupting, noise=noise_scale(loaded, [query]))
     result = trace_query(loaded, query, restoration, corrupting, Selection(), progress=progress())
+
+    # 4. Show the strongest states, and write the files.
     report.say(f"p(answer) {result.clean:.3f}, with the subject corrupted {result.corrupted:.3f}")
     strongest = result.indirect_effect.flatten().argsort(descending=True)[:5].tolist()
     n_columns = result.scores.shape[1]
@@ -163,6 +169,7 @@ def aie(
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.records import require_same_settings
 
+    # 1. Read the facts, and check the settings before the model is loaded.
     out = out or default_folder("aie", [model])
     source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
@@ -176,6 +183,8 @@ def aie(
         known=Known.of(default_rule(first_tokens) if known is None else {"one-canvas": "one_canvas"}.get(known, known)),
         loop=None if steps is None else LoopSettings(steps=steps),
     )
+
+    # 2. Refuse a folder that holds another study; for a dry run, print the cost.
     n_facts = share_of_work(len(facts), shard, merge)
     require_parts(merge, ["facts"])
     if not merge:
@@ -187,6 +196,7 @@ def aie(
     if dry_run:
         cost.show(report, chosen, _grid(chosen, length or 32, samples, n_facts), flops)
 
+    # 3. Trace the facts, or join the shards.
     if merge:
         average = AverageEffect.merge([folder / "facts" for folder in merge])
         require_model(chosen, average.record)
@@ -196,6 +206,8 @@ def aie(
         )
     if shard is not None:
         report.part_done(shard, len(average.ids) + len(average.unknown), out)
+
+    # 4. Show the average effects, and write the files.
     report.say(f"{average.record['model']}, the average over {average.rule}")
     if average.set_aside:
         report.say(say_set_aside(average.set_aside))

@@ -77,6 +77,7 @@ def compare(
         ValueError: The sets have different facts, `rank` needs more facts, a vector is zero or not finite, or the
             vectors of different facts are almost equal.
     """
+    # 1. Check the sets, and express them in few axes.
     ids = [str(row) for row in range(len(forward))] if ids is None else list(ids)
     if len(set(ids)) != len(ids):
         raise ValueError(f"two facts have the same id: {next(name for name in ids if ids.count(name) > 1)!r}")
@@ -90,12 +91,15 @@ def compare(
     x, y = _in_few_axes(torch.cat(sets)).chunk(2) if one_space else map(_in_few_axes, sets)
     _check_rank(rank, (x, y), names)
 
+    # 2. Sample pairings within the groups, and subsets of the facts.
     n_facts, rng = len(ids), np.random.default_rng(seed)
     paired = torch.arange(n_facts)[None]
     orders = paired.repeat(resamples, 1)
     for group in members:
         orders[:, group] = torch.from_numpy(rng.permuted(group.expand(resamples, -1).numpy(), axis=1))
     subsets = torch.from_numpy(rng.permuted(paired.expand(resamples, -1).numpy(), axis=1))[:, : n_facts - n_facts // 3]
+
+    # 3. Compute every statistic of the true pairing, of the sampled ones and of the subsets.
     selected = _selected(statistics(rank, one_space), only)
     coordinates, explained = _shared_components(x, y) if one_space else (None, None)
     return Comparison(
