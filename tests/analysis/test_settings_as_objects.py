@@ -11,11 +11,14 @@ from jaxtyping import config
 from refusals import unrefused
 
 from diffusion_lens.analysis import (
+    AverageEffect,
+    AverageTrajectoryEffect,
     Corruption,
     LoopSettings,
     Restoration,
     Selection,
     TracedTrajectory,
+    average_facts,
     average_indirect_effect,
     causal_trace,
     compute_key,
@@ -200,3 +203,16 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest(tiny):
     ]
     offenders = [unrefused(call, [({misspelt: 1}, message)], TypeError) for call, misspelt, message in calls]
     assert offenders == [[]] * len(calls)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_study_takes_its_settings_as_one_object(tiny):
+    settings = TraceSettings(**TRACES, roles=["subject_last"], layers=[1])
+    by_object = average_facts(AverageEffect, tiny, [FACT], settings)
+    by_keyword = average_indirect_effect(
+        tiny, [FACT], MLP, corruption=NOISE, known="all", roles=["subject_last"], layers=[1]
+    )
+    assert torch.equal(by_object.effects, by_keyword.effects)
+    assert {**by_object.record, "seconds": 0} == {**by_keyword.record, "seconds": 0}
+    with pytest.raises(ValueError, match="AverageTrajectoryEffect needs a canvas"):
+        average_facts(AverageTrajectoryEffect, tiny, [FACT], settings)
