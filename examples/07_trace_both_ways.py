@@ -14,6 +14,7 @@ the denoising steps. A revealed word of the answer compensates for part of the n
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale, trace_trajectory
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
     parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), default=[person.name, person.description])
     parser.add_argument("--window", type=int, default=2, help="MLPs or attention layers restored at once (default 2)")
+    parser.add_argument("--samples", type=int, default=10, help="noise samples of each trace (default 10)")
     parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures and results (default: out)")
     args = parser.parse_args(argv)
@@ -63,14 +65,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             n_masks = args.length - len(fact.tokenize(model)[0])
             query = fact.to_query(model, n_masks=n_masks, first_tokens=1)
             noise = noise_scale(model, [query])
-            rows.append([causal_trace(model, query, kind, window=args.window, noise=noise) for kind in KINDS])
+            settings: dict[str, Any] = {"noise": noise, "samples": args.samples}
+            rows.append([causal_trace(model, query, kind, window=args.window, **settings) for kind in KINDS])
             print_traces(name, rows[-1])
             for trace in rows[-1]:
                 trace.save(folder / f"{name}_{trace.record['kind']}.safetensors")
             if model.cfg.has_mask:
                 run = model.denoise(query.tokens[None], steps=n_masks)  # one token per step
                 steps = range(int(run.revealed_at[0, query.answer_positions[0]]) + 1)
-                by_step = trace_trajectory(model, query, steps, trajectory=run, noise=noise)
+                by_step = trace_trajectory(model, query, steps, trajectory=run, **settings)
                 by_step.save(folder / f"{name}_steps.safetensors")
                 print("    with noise, by step:", " ".join(f"{p:.2f}" for p in by_step.corrupted.tolist()))
                 page = by_step.page(f"{name}, {direction}: {fact.prompt} …")

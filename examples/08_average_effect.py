@@ -15,6 +15,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import AverageEffect, average_indirect_effect
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--facts", type=int, default=8, metavar="N", help="number of people (default 8)")
     parser.add_argument("--file", type=Path, help='JSON file of facts, [{"prompt": , "subject": , "answer": }, ...]')
     parser.add_argument("--kind", default="resid", choices=["resid", "mlp", "attn"], help="kind of state to restore")
+    parser.add_argument("--samples", type=int, default=10, help="noise samples of each trace (default 10)")
     parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figure and results (default: out)")
     args = parser.parse_args(argv)
@@ -66,9 +68,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             folder = args.out / "average_effect" / f"{Path(name).name}_{direction}_{args.kind}_{len(facts)}"
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "the average has no facts")  # print_average says so
-                average = average_indirect_effect(
-                    model, facts, args.kind, window=2, length=args.length, first_tokens=1, out=folder
-                )
+                settings: dict[str, Any] = {
+                    "window": 2,
+                    "length": args.length,
+                    "first_tokens": 1,
+                    "samples": args.samples,
+                }
+                average = average_indirect_effect(model, facts, args.kind, **settings, out=folder)
             average.save(folder.with_suffix(".safetensors"))
             print_average(f"{name}, {direction}", average)
             ax, title = next(panels), f"{name}, {direction}: knows {len(average.ids)} of {len(facts)}"

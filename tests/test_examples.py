@@ -326,9 +326,23 @@ CHECKS: dict[str, Callable[[str], None]] = {
 # Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
     "06_recall_by_steps": ["--limit", "10", "--steps", "1", "32"],
-    "08_average_effect": ["--facts", "4"],
+    "07_trace_both_ways": ["--samples", "4"],
+    "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "40", "--resamples", "29"],
-    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "1", "--people", "12", "--resamples", "59"],
+    "reproduce_blog": [
+        "--out",
+        "out",
+        "--limit",
+        "2",
+        "--facts",
+        "1",
+        "--people",
+        "12",
+        "--samples",
+        "4",
+        "--resamples",
+        "59",
+    ],
 }
 FILES = {
     "01_watch_a_fact": 8,

@@ -41,7 +41,7 @@ SHARDED = replace(
     d_vocab_out=32000,
     mask_token_id=31999,
 )
-MOST = 1.15
+LEAST, MOST = 0.9, 1.15  # of the weights; the copied process may still have a little free memory to use again
 BUDGET = 24 * 2**20
 
 
@@ -73,7 +73,7 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
     loads = measured_apart(*(partial(memory_of_loading, *arguments) for arguments in expected))
     for measured, weights in zip(loads, expected.values(), strict=True):
         assert measured["weights"] == weights > 180e6
-        assert weights <= measured["growth"] <= MOST * weights, measured
+        assert LEAST * weights <= measured["growth"] <= MOST * weights, measured
 
 
 def test_a_trace_takes_at_most_its_budget():
