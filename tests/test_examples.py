@@ -329,20 +329,7 @@ QUICKLY = {
     "07_trace_both_ways": ["--samples", "4"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "40", "--resamples", "29"],
-    "reproduce_blog": [
-        "--out",
-        "out",
-        "--limit",
-        "2",
-        "--facts",
-        "1",
-        "--people",
-        "12",
-        "--samples",
-        "4",
-        "--resamples",
-        "59",
-    ],
+    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "1", "--people", "12", "--resamples", "59"],
 }
 FILES = {
     "01_watch_a_fact": 8,
