@@ -9,8 +9,8 @@ from torch import Tensor
 
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.prepare import denoise, denoise_with_cache
 from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory

@@ -109,7 +109,7 @@ def begins_run(function: Callable[P, R]) -> Callable[P, R]:
         check_keywords(function.__name__, kwargs, known)
         with ExitStack() as records:
             for argument in (*args, *kwargs.values()):
-                model = getattr(argument, "model", argument)
+                model = argument if isinstance(argument, nn.Module) else getattr(argument, "__dict__", {}).get("model")
                 if isinstance(model, nn.Module) and hasattr(model, "hook_dict"):
                     records.enter_context(run_of(model))
             return function(*args, **kwargs)

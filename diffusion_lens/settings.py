@@ -41,6 +41,11 @@ def keywords_of(*functions: Callable[..., Any]) -> dict[str, None]:
     return dict.fromkeys(name for name in by_keyword if name not in _RECEIVERS)
 
 
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Whether a function has `**kwargs`."""
+    return any(p.kind is p.VAR_KEYWORD for p in signature(function).parameters.values())
+
+
 def check_keywords(called: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise a `TypeError` for the first unknown keyword of a call; it suggests the nearest, or lists all."""
     if unknown := [name for name in given if name not in known]:

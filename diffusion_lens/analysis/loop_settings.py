@@ -1,14 +1,15 @@
 """How the denoising loop writes the answers of many facts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.analysis.traced_trajectory import loop_prompt
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.prepare import prepare
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight, resolve_sampler
 from diffusion_lens.facts import Query
@@ -27,7 +28,6 @@ class LoopSettings:
         seed: Seed of the study; each fact has its own seed, made of this one and its id.
         batch_size: Largest number of facts in one batch. Only facts whose prompts are equally long share one, as do
             their canvases, and a sampler that ranks a batch as one pool gets one fact at a time.
-        denoise: The settings of the loop alone, made of the others.
     """
 
     steps: int | None = None
@@ -36,12 +36,16 @@ class LoopSettings:
     temperature: float = 0.0
     seed: int = 1
     batch_size: int = 32
-    denoise: DenoiseSettings = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         batch_size, seed = at_least(1, "batch_size", self.batch_size), whole_number("seed", self.seed)
-        denoise = DenoiseSettings(self.steps, self.sampler, self.cfg_scale, self.temperature, seed)
-        vars(self).update(vars(denoise), batch_size=batch_size, denoise=denoise)
+        vars(self).update(batch_size=batch_size, seed=seed)
+        vars(self).update(vars(self.denoise))
+
+    @cached_property
+    def denoise(self) -> DenoiseSettings:
+        """The settings of the loop alone."""
+        return DenoiseSettings(self.steps, self.sampler, self.cfg_scale, self.temperature, self.seed)
 
     def for_facts(self, fact_ids: Sequence[str], variant: Variant) -> DenoiseSettings:
         """The settings of a batch of these facts on a model of this variant, with a seed for each fact."""

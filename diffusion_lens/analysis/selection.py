@@ -50,6 +50,8 @@ def unique_indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] 
     """
     if given is None:
         return None
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name}={given!r} is one number; give a sequence, {name}=[{given!r}]")
     numbers = whole_numbers(name, given)
     if not numbers:
         raise ValueError(f"{name}=[]; give one index or more, or leave {name}= out to select all")

@@ -13,8 +13,8 @@ from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.config import reached
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.denoising.same_network import require_same_architecture
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory

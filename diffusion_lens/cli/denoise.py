@@ -51,7 +51,7 @@ def denoise(
     from diffusion_lens.data.sources import STUDY_LENGTH
     from diffusion_lens.denoising import DenoiseSettings, lay_out
     from diffusion_lens.denoising import denoise as run_denoising
-    from diffusion_lens.denoising.denoise import prepare
+    from diffusion_lens.denoising.prepare import prepare
 
     # 1. Check the settings before the model is loaded.
     chosen = ModelChoice(model, config, tokenizer, device, dtype)

@@ -20,7 +20,7 @@ from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.data.sources import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import denoise, prepare
+from diffusion_lens.denoising.prepare import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.evaluation.naming import cell_name

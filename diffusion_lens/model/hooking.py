@@ -1,8 +1,9 @@
 """Hooking and caching as in TransformerLens, with checked names and hook points that know the denoising step."""
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -14,8 +15,16 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, lend_clock
-from diffusion_lens.settings import check_keywords, keywords_of
+from diffusion_lens.settings import check_keywords, keywords_of, takes_any_keyword
 from diffusion_lens.step_state import StepClock
+
+
+@cache
+def _keywords(method: str, forward: Callable[..., Any]) -> Collection[str] | None:
+    """Keywords of `run_with_hooks` or `run_with_cache` of a model; `None` if its `forward` takes any keyword."""
+    if takes_any_keyword(forward):
+        return None
+    return keywords_of(getattr(Hooking, method), getattr(HookedRootModule, method), forward)
 
 
 class LoopHooks(nn.Module):
@@ -114,9 +123,9 @@ class Hooking(HookedRootModule, ABC):
             super().reset_hooks(*args, **kwargs)
 
     def _check_keywords(self, method: str, given: Mapping[str, Any]) -> None:
-        if given:
-            own = (getattr(cls, method) for cls in (Hooking, HookedRootModule))
-            check_keywords(method, given, keywords_of(*own, self.forward))
+        forward = vars(self).get("forward") or type(self).forward
+        if given and (known := _keywords(method, forward)) is not None:
+            check_keywords(method, given, known)
 
     def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
         self._check_hookable(name)

@@ -141,7 +141,7 @@ class TextInterface(ABC):
             ids = ids[None]
         if ids.dim() == 2:
             return [self.to_string(row) for row in ids]
-        return self._require_tokenizer().decode(ids[reached(ids)].tolist(), clean_up_tokenization_spaces=False)
+        return self._require_tokenizer().decode(ids[reached(ids)].long().tolist(), clean_up_tokenization_spaces=False)
 
     def to_str_tokens(
         self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None

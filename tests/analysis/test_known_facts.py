@@ -24,7 +24,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.average_effects import loop_runs
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data.toy_facts import load
-from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.identity import name_of

@@ -1,7 +1,7 @@
 """Settings may be given as objects or as keywords, and mean the same."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -216,3 +216,20 @@ def test_a_study_takes_its_settings_as_one_object(tiny):
     assert {**by_object.record, "seconds": 0} == {**by_keyword.record, "seconds": 0}
     with pytest.raises(ValueError, match="AverageTrajectoryEffect needs a canvas"):
         average_facts(AverageTrajectoryEffect, tiny, [FACT], settings)
+
+
+def test_two_layouts_of_a_study_never_share_a_record():
+    layouts = [CanvasLayout(n_masks=6), CanvasLayout(n_masks=9), CanvasLayout(length=9), CanvasLayout()]
+    records = [json.dumps(KeyValueSettings(layout=layout).describe(None)) for layout in layouts]
+    assert len(set(records)) == len(layouts)
+
+
+def test_settings_of_the_loop_are_made_again_from_their_fields():
+    settings = LoopSettings(steps=4, seed=3)
+    assert LoopSettings(**asdict(settings)) == settings
+
+
+def test_one_number_is_no_sequence_of_indices(monkeypatch):
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    with pytest.raises(TypeError, match=r"layers=1 is one number; give a sequence, layers=\[1\]"):
+        Selection(layers=1)

@@ -7,7 +7,7 @@ from jaxtyping import config
 
 from diffusion_lens.denoising import DenoiseSettings
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.denoising.samplers import Confidence, LeftToRight
 
 PROMPT = torch.tensor([[5, 6, 7]])

@@ -1,5 +1,7 @@
 """The same steps again: forced, free, or branched off."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from recorded_runs import PROMPT, RESID, record, same
@@ -145,3 +147,14 @@ def test_nothing_stays_hooked_when_a_replay_fails(several):
         record(several).replay(several.model, fwd_hooks=[(RESID, boom)])
     assert not several.model.list_hooks()
     assert all(point.step is None for point in several.model.hook_points())
+
+
+@pytest.mark.parametrize("several", ["dream"], indirect=True)
+def test_a_record_with_an_older_name_of_the_score_is_replayed(several):
+    run = several.model.denoise(PROMPT, max_new_tokens=3, steps=3, sampler="dream")
+    proposal = run.record["sampler"]["proposal"]
+    assert proposal["scored_on"] == "sampled"
+    older = replace(
+        run, record=run.record | {"sampler": run.record["sampler"] | {"proposal": proposal | {"scored_on": "drawn"}}}
+    )
+    same(older.replay(several.model), run)

@@ -10,7 +10,7 @@ import torch
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.denoising.samplers import smdm
 from diffusion_lens.evaluation import Recall, recall_by_steps, word_bleu
 from diffusion_lens.evaluation.naming import cell_meaning, cell_name

@@ -10,7 +10,7 @@ from processes import Stuck, forked
 
 from diffusion_lens.analysis.resumable import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
 from diffusion_lens.records import load_result, save_result
 

@@ -224,3 +224,16 @@ def test_the_signature_that_users_see_names_every_argument():
     assert not [name for name, each in parameters.items() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     lens = {"input", "return_type", "loss_per_token", "prepend_bos", "start_at_layer", "attention_mask"}
     assert lens | {"stop_at_layer", "past_kv_cache", "logits_at", "samples", "generator"} <= set(parameters)
+
+
+def test_a_forward_with_its_own_keywords_takes_them_from_run_with_hooks(tiny, monkeypatch):
+    tokens, forward, given = torch.tensor([[1, 2]]), tiny.forward, []
+
+    def own(*args, flavour=None, **kwargs):
+        given.append(flavour)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(tiny, "forward", own)
+    tiny.run_with_hooks(tokens, flavour="a", fwd_hooks=[])
+    tiny.run_with_cache(tokens, flavour="b", names_filter="hook_embed")
+    assert given == ["a", "b"]

@@ -34,6 +34,7 @@ from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
+from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
@@ -210,6 +211,7 @@ def average_trajectory_effect(
     Warns:
         UserWarning: The rule leaves out all facts, so that nothing is averaged.
     """
+    check_canvas(canvas)
     corrupted, measures_noise = corruption_of_facts(corruption, noise, samples, seed)
     settings = TraceSettings(
         layout=CanvasLayout(length, n_masks, first_tokens, occurrence),

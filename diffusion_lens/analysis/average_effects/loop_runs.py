@@ -9,7 +9,7 @@ import torch
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.traced_trajectory import loop_prompt
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.denoising.step_hooks import acts_by_step
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query

@@ -14,8 +14,8 @@ from torch import Tensor
 from diffusion_lens.analysis.answer import check_answer
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer

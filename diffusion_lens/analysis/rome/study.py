@@ -86,6 +86,7 @@ class KeyValueSettings:
             "length": self.layout.length,
             "first_tokens": self.layout.first_tokens,
             "occurrence": self.layout.occurrence,
+            **({} if self.layout.n_masks is None else {"n_masks": self.layout.n_masks}),
         }
         if shape is not None:
             return {"layers": self.blocks(shape.n_layers), **settings}

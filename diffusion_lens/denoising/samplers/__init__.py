@@ -34,7 +34,11 @@ def sampler_from(description: Mapping[str, Any]) -> Sampler:
     if name not in SAMPLERS:
         raise ValueError(f"the run used a sampler {name!r} that is not one of {', '.join(SAMPLERS)}: pass sampler=")
     if "proposal" in settings:
-        settings["proposal"] = Proposal(**settings["proposal"])
+        proposal = settings["proposal"]
+        scored_on = (
+            "sampled" if proposal["scored_on"] == "drawn" else proposal["scored_on"]
+        )  # the name in older records
+        settings["proposal"] = Proposal(**{**proposal, "scored_on": scored_on})
     return type(SAMPLERS[name])(**settings)
 
 
