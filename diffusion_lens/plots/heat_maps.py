@@ -181,7 +181,8 @@ def denoising_grid(
     for pos in range(n_pos):
         if revealed_at[pos] >= 0:
             shade[max(revealed_at[pos] + 1 - first_step, 0) :, pos] = confidence[pos]
-    image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.25, aspect="auto")
+    # The range ends above 1, so that black text can be read on the darkest cell.
+    image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.6, aspect="auto")
     for row, canvas in enumerate(words):
         for pos, word in enumerate(canvas):
             given, new = revealed_at[pos] < 0, 0 <= revealed_at[pos] == first_step + row - 1
