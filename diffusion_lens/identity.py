@@ -34,7 +34,7 @@ from diffusion_lens.hook_identity import named as named
 from diffusion_lens.hook_identity import named_after as named_after
 from diffusion_lens.hook_names import select_names
 from diffusion_lens.model.hook_points import hooked_modules
-from diffusion_lens.settings import check_keywords, keywords_of
+from diffusion_lens.settings import naming_the_nearest
 from diffusion_lens.weights_digest import weights_sha256 as weights_sha256
 
 P = ParamSpec("P")
@@ -102,11 +102,10 @@ def begins_run(function: Callable[P, R]) -> Callable[P, R]:
     They are all models among its arguments, and the `model` of any other argument, such as a `TracedTrajectory`. A call
     with an unknown keyword is refused first, with the nearest keyword in the `TypeError`.
     """
-    known = keywords_of(function)
 
+    @naming_the_nearest
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_keywords(function.__name__, kwargs, known)
         with ExitStack() as records:
             for argument in (*args, *kwargs.values()):
                 model = argument if isinstance(argument, nn.Module) else getattr(argument, "__dict__", {}).get("model")

@@ -27,11 +27,6 @@ class Selection:
         """
         vars(self).update(positions=unique_indices("positions", positions), layers=unique_indices("layers", layers))
 
-    @classmethod
-    def of(cls, positions: Iterable[Whole] | None = None, layers: Iterable[Whole] | None = None) -> "Selection":
-        """The same as `Selection(positions, layers)`."""
-        return cls(positions, layers)
-
     def within(self, n_pos: int, n_layers: int) -> tuple[list[int], list[int]]:
         """The selected positions and layers, counted from 0, of a canvas and a model of these sizes.
 

@@ -181,12 +181,12 @@ def test_settings_of_the_loop_are_made_once():
 
 
 def test_a_selection_counts_from_the_end_and_is_checked_against_the_model():
-    assert Selection.of([0, -1], torch.tensor([-2])).within(5, 4) == ([0, 4], [2])
+    assert Selection([0, -1], torch.tensor([-2])).within(5, 4) == ([0, 4], [2])
     assert Selection().within(2, 3) == ([0, 1], [0, 1, 2])
     with pytest.raises(ValueError, match=r"layers=\[4\]"):
-        Selection.of(layers=[4]).within(5, 4)
+        Selection(layers=[4]).within(5, 4)
     with pytest.raises(ValueError, match="contains duplicates"):
-        Selection.of(positions=[0, -5]).within(5, 4)
+        Selection(positions=[0, -5]).within(5, 4)
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)

@@ -126,7 +126,7 @@ def temporal_effect(
         steps,
         Restoration.of(kind, window),
         Corruption.of(corruption, noise, samples, seed, swap),
-        Selection.of(positions, layers),
+        Selection(positions, layers),
         max_bytes=max_bytes,
         progress=progress,
     )

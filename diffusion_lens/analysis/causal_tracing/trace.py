@@ -176,7 +176,7 @@ def causal_trace(
         as_query(model, query),
         Restoration.of(kind, window, severed),
         Corruption.of(corruption, noise, samples, seed, swap),
-        Selection.of(positions, layers),
+        Selection(positions, layers),
         max_bytes=max_bytes,
         progress=progress,
     )

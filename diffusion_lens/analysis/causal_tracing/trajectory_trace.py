@@ -92,7 +92,7 @@ def trace_trajectory(
         canvas,
         Restoration.of(kind, window, severed),
         Corruption.of(corruption, noise, samples, seed, swap),
-        Selection.of(positions, layers),
+        Selection(positions, layers),
         max_bytes=max_bytes,
         progress=progress,
     )
