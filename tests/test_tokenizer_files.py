@@ -182,3 +182,13 @@ def test_half_a_character_is_no_text(folder):
     for do in (lambda: model.to_tokens(["w1", "w2 \ud800"]), lambda: model.to_single_token("\ud800")):
         with pytest.raises(ValueError, match=r"'.*\\ud800' contains half of a surrogate pair.*the whole character"):
             do()
+
+
+def test_a_model_adds_the_mask_to_a_copy_of_the_tokenizer(folder):
+    tokenizer = load_tokenizer(folder)
+    ar = load(MDM.parent / "ar" / "model.safetensors", config=MDM.parent / "ar" / "lit_config.json", device="cpu")
+    mdm = load(MDM / "model.safetensors", config=MDM / "lit_config.json", device="cpu")
+    for model in (mdm, ar):
+        model.set_tokenizer(tokenizer)
+    assert mdm.to_tokens("w1 [MASK]", prepend_bos=False).tolist() == [[4, 512]]
+    assert len(tokenizer) == len(ar.tokenizer) == 512 == len(mdm.tokenizer) - 1

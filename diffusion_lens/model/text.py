@@ -2,6 +2,7 @@
 
 from abc import ABC
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ class TextInterface(ABC):
     tokenizer: Any
 
     def set_tokenizer(self, tokenizer: Any, default_prepend_bos: bool | None = None) -> None:
-        """Use `tokenizer`. If the id of [MASK] is the tokenizer's next free id, [MASK] is added to its vocabulary."""
+        """Use `tokenizer`. If the id of [MASK] is the tokenizer's next free id, a copy of it with [MASK] is used."""
         mask = self.cfg.mask_token_id
         if mask is not None and tokenizer is not None and mask == len(tokenizer):
             # A tokenizer that prepends a space to each piece of text (Llama) would encode spaces around [MASK].
             prefixes = len(tokenizer.tokenize(" a")) > len(tokenizer.tokenize("a"))
             mask_token = AddedToken(MASK_TEXT, lstrip=True, rstrip=prefixes, special=True)
+            tokenizer = deepcopy(tokenizer)  # the caller's vocabulary stays as it is: other models are made of it
             tokenizer.add_special_tokens({"mask_token": mask_token})
         self.tokenizer = tokenizer
         if default_prepend_bos is not None:
