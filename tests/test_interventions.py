@@ -59,7 +59,7 @@ def slow(x, new, places, heads=None):
     return x
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_only_what_is_named_changes(data):
     n_pos, n_heads = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))

@@ -64,7 +64,7 @@ def whole(tiny):
     return average_indirect_effect(tiny, FACTS, **QUICK)
 
 
-@pytest.mark.parametrize("kind", ["resid", "mlp"])
+@pytest.mark.parametrize(("tiny", "kind"), [("tiny-mdm", "mlp"), ("tiny-ar", "resid")], indirect=["tiny"])
 def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
     fact = Fact("people say Gustav Geisser, alias the", "Gustav Geisser", " brave drummer of Rolsen.", id="gustav")
     result = average_indirect_effect(tiny, [TRAINED[0], fact], kind, window=2, noise=0.4, seed=7, **QUICK)
@@ -320,6 +320,7 @@ BAD_SETTINGS = [
 ]
 
 
+@on_one_model
 def test_bad_settings_leave_nothing_behind(tiny, tmp_path):
     def call(**options):
         average_indirect_effect(tiny, out=tmp_path, **{**QUICK, "facts": TRAINED[:3], **options})

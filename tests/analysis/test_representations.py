@@ -13,7 +13,7 @@ from diffusion_lens import Fact, plots
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 
 STATISTICS = ["cosine", "centred_cosine", "retrieval", "subspace", "procrustes", "cka"]
-SMALL = dict(rank=2, resamples=24)
+SMALL = dict(rank=2, resamples=20)
 
 
 def gaussian(n_facts, d, seed=0):
@@ -47,7 +47,7 @@ def test_the_same_set():
     assert comparison.statistics == STATISTICS
     for row in comparison.table().values():
         assert [row["low"], row["value"], row["high"]] == pytest.approx([1, 1, 1])
-        assert row["p"] == pytest.approx(1 / 25)
+        assert row["p"] == pytest.approx(1 / 21)
         assert row["chance_low"] <= row["chance"] <= row["chance_high"] < 1
     assert comparison.angles.max() < 1e-6
     torch.testing.assert_close(comparison.coordinates[0], comparison.coordinates[1])
@@ -56,7 +56,7 @@ def test_the_same_set():
 def test_a_rotated_copy():
     x, turn = gaussian(16, 40), torch.linalg.qr(gaussian(40, 40, 1)).Q
     p = column(compare(x, x @ turn, **SMALL), "p")
-    assert p["procrustes"] == p["cka"] == pytest.approx(1 / 25)
+    assert p["procrustes"] == p["cka"] == pytest.approx(1 / 21)
     assert min(p["cosine"], p["centred_cosine"], p["retrieval"], p["subspace"]) > 0.05
 
 
@@ -74,7 +74,7 @@ def test_p_counts_the_true_pairing_in():
     for statistic, value, null, p in zip(
         STATISTICS, comparison.values.tolist(), comparison.null.T.tolist(), comparison.p.tolist(), strict=True
     ):
-        assert p == pytest.approx((1 + sum(by_chance >= value - 1e-10 for by_chance in null)) / 25), statistic
+        assert p == pytest.approx((1 + sum(by_chance >= value - 1e-10 for by_chance in null)) / 21), statistic
     assert comparison.p.unique().numel() > 2
 
 
@@ -193,7 +193,7 @@ def test_saved_and_loaded(tmp_path, other):
     y = y if other == "same width" else y[:, :9]
     comparison = compare(x, y, **SMALL, names=("MDM", "AR"), source={"site": "mlp.hook_post"})
     same(Comparison.load(comparison.save(tmp_path / "one.safetensors")), comparison)
-    series = compare_along("step", {10: (x, y), 1: (y, x)}, **SMALL)
+    series = compare_along("step", {10: (x, y), 1: (y, x)}, only=["procrustes"], **SMALL)
     loaded = Comparisons.load(series.save(tmp_path / "many.safetensors"))
     assert (loaded.axis, list(loaded.at)) == ("step", [1, 10])
     for step, comparison in series.at.items():
@@ -255,6 +255,7 @@ def test_pictures_share_a_figure():
     assert comparison.plot(ax=axes[0]).figure is comparison.plot_spectra(ax=axes[1]).figure is figure
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_keys_of_a_model_queried_both_ways(tiny):
     """Ada in one sentence and in another; against them, whoever stands first in the other sentence."""
     names = ["Ada", "Ben", "Clara", "Dora", "Emil", "Flora", "Greta", "Hugo", "Ida", "Jonas", "Karin", "Leo"]
@@ -271,7 +272,7 @@ def test_keys_of_a_model_queried_both_ways(tiny):
             sets[layer].append(torch.stack(rows[layer]))
     by_layer = {layer: tuple(both) for layer, both in sets.items()}
     for comparison in compare_along("layer", by_layer, ids=names, only=["retrieval"], **SMALL).at.values():
-        assert column(comparison, "p")["retrieval"] == pytest.approx(1 / 25)
+        assert column(comparison, "p")["retrieval"] == pytest.approx(1 / 21)
         assert column(comparison, "value")["retrieval"] > 0.5
 
 
@@ -343,7 +344,7 @@ def test_what_groups_differ_in_is_no_similarity_of_their_members():
     apart = torch.tensor([[0.0], [6.0]]).repeat_interleave(20, dim=0)
     x, y = (torch.randn(40, 12, generator=draw) + apart for _ in range(2))
     centred = ["centred_cosine", "procrustes", "cka"]
-    mixed, within = (compare(x, y, groups=labels, only=centred, rank=2, resamples=120) for labels in (None, groups))
+    mixed, within = (compare(x, y, groups=labels, only=centred, rank=2, resamples=100) for labels in (None, groups))
     assert mixed.table()["cka"]["value"] > 0.5
     assert mixed.table()["cka"]["p"] < 0.01
     for row in within.table().values():
@@ -352,7 +353,7 @@ def test_what_groups_differ_in_is_no_similarity_of_their_members():
     assert within.record["groups"] == groups
     assert (within.singular_values > 1e-6 * within.singular_values.max()).sum(dim=1).tolist() == [12, 12]
     wide = compare(
-        torch.randn(40, 90, generator=draw), torch.randn(40, 90, generator=draw), groups=groups, rank=2, resamples=9
+        torch.randn(40, 90, generator=draw), torch.randn(40, 90, generator=draw), groups=groups, rank=2, resamples=1
     )
     assert wide.singular_values.shape == (2, 38)  # each group's mean is gone
     assert wide.singular_values.min() > 0.1

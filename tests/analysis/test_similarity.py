@@ -75,7 +75,7 @@ def test_a_rotated_copy_is_the_same_only_to_statistics_without_axes(name):
 
 @pytest.mark.parametrize("name", ALL)
 @given(scale=st.floats(1e-12, 1e12), seed=st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_size_does_not_matter_and_what_all_share_only_to_the_plain_cosine(name, scale, seed):
     x, y = noisy_pair(16, 24, seed)
     value = paired(ALL[name], x, y)
@@ -113,7 +113,8 @@ def test_the_true_pairing_of_unrelated_sets_is_one_of_many(name):
     ranks = []
     for seed in range(60):
         x, y = decaying(14, 20, seed), decaying(14, 20, seed + 500)
-        above = ALL[name](x, y, shuffles(14, 9, seed)) - paired(ALL[name], x, y)
+        true, *by_chance = ALL[name](x, y, torch.cat([torch.arange(14)[None], shuffles(14, 9, seed)]))
+        above = torch.stack(by_chance) - true
         ties = above.abs() < 1e-12
         ranks.append(((above > 0) & ~ties).double().mean().item() + ties.double().mean().item() / 2)
     assert np.mean(ranks) == pytest.approx(0.5, abs=0.1)
@@ -182,7 +183,7 @@ def test_procrustes_against_scipy_fact_by_fact():
 
 
 def test_one_minus_procrustes_squared_is_the_residual_where_one_fact_of_many_says_little():
-    x, y = gaussian(600, 4), gaussian(600, 4) @ rotation(4) + 0.5 * gaussian(600, 4, seed=3)
+    x, y = gaussian(300, 4), gaussian(300, 4) @ rotation(4) + 0.5 * gaussian(300, 4, seed=3)
     _, _, disparity = scipy.spatial.procrustes(x.numpy(), y.numpy())
     assert 0.1 < disparity < 0.4
     assert 1 - paired(partial(procrustes, rank=4), x, y) ** 2 == pytest.approx(disparity, abs=0.01)
@@ -277,7 +278,7 @@ def test_a_mean_deviates_by_its_standard_error(n_facts):
 
 @pytest.mark.parametrize("name", ["centred_cosine", "retrieval", "subspace", "procrustes", "cka"])
 def test_deviations_are_as_wide_as_other_facts_would_make_them(name):
-    sets = [noisy_pair(30, 30, seed, noise=0.8) for seed in range(40)]
+    sets = [noisy_pair(30, 30, seed, noise=0.8) for seed in range(24)]
     values = torch.tensor([paired(ALL[name], *pair) for pair in sets])
-    spreads = [deviations(ALL[name], *pair, subsets(30, 40)).std().item() for pair in sets[:4]]
+    spreads = [deviations(ALL[name], *pair, subsets(30, 40)).std().item() for pair in sets[:3]]
     assert 0.75 < np.mean(spreads) / values.std().item() < 2

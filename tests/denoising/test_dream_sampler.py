@@ -23,7 +23,7 @@ CASES = json.loads((GOLDEN / "trajectories.json").read_text())
 RECORDED = load_file(GOLDEN / "trajectories.safetensors")
 LEFT_WITH_MASKS = {"edge_mask_id_can_win", "edge_unequal_mask_counts"}  # read by tests of their own
 MASK = 500
-relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_rows_with_other_numbers_of_masks(model):
 runs = st.fixed_dictionaries(
     {
         "prompt_length": st.integers(1, 4),
-        "new": st.integers(1, 10),
+        "new": st.integers(1, 8),
         "steps": st.integers(1, 5),
         "alg": st.sampled_from(["origin", "maskgit_plus", "topk_margin", "entropy"]),
         "alg_temp": st.sampled_from([None, 0.3]),

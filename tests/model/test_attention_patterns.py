@@ -67,12 +67,17 @@ def test_padding_on_the_left_shifts_no_block(network, tokens, size):
     torch.testing.assert_close(network(size, padded, real)[:, 2:], network(size, tokens), rtol=1e-5, atol=1e-6)
 
 
+# Variants of one size differ in nothing else.
+one_size = pytest.mark.parametrize("either", ["mdm"], indirect=True)
+
+
 def variant(model, **changes):
     """A random model of the same size with another attention direction, readout or [MASK]."""
     architecture = replace(model.cfg.architecture, **changes)
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=0)
 
 
+@one_size
 def test_a_bidirectional_model_without_mask_has_uniform_noise_and_no_blank(either):
     model = variant(either.model, attention_dir="bidirectional", mask_token_id=None)
     cfg = model.cfg
@@ -88,6 +93,7 @@ def test_a_bidirectional_model_without_mask_has_uniform_noise_and_no_blank(eithe
         model(either.tokens, return_type="loss")
 
 
+@one_size
 def test_the_config_may_be_passed_with_the_id_of_mask(either, tmp_path):
     """As the refusal of a bidirectional model without [MASK] says: our own config, and one in Hugging Face's format."""
     ours = variant(either.model, attention_dir="bidirectional", readout="in_place", mask_token_id=None)
@@ -112,6 +118,7 @@ def test_the_config_may_be_passed_with_the_id_of_mask(either, tmp_path):
         assert (loaded.denoise(either.tokens[:1], max_new_tokens=2).tokens != 7).all()
 
 
+@one_size
 @pytest.mark.parametrize("readout", ["in_place", "shifted"])
 def test_a_causal_model_with_mask_reveals_in_any_order(either, readout):
     """Its attention is causal, and its text does not grow: canvas, sampler and loss are those of a masked model."""

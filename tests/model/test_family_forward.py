@@ -1,6 +1,7 @@
 """Families beside SMDM give the numbers of the code they come from: golden data, and Hugging Face's own modules."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -100,15 +101,14 @@ class Theirs:
         self.folder = folder / "causal"
         self.model.save_pretrained(self.folder)
         # The diffusion model of these weights differs by its config alone; without blocks, and it says so.
-        self.masked = folder / "masked"
-        self.model.save_pretrained(self.masked)
+        self.masked = shutil.copytree(self.folder, folder / "masked")
         config = json.loads((self.masked / "config.json").read_text())
         changed = {**config, "model_type": f"a2d-{self.model_type}", "mask_token_id": 102, "block_size": None}
         (self.masked / "config.json").write_text(json.dumps(changed))
 
     @cache  # noqa: B019  # a module's fixture holds few of them
     def network(self, dtype):
-        return self.build.from_pretrained(self.folder, dtype=dtype).eval()
+        return self.model if dtype == torch.float32 else self.build.from_pretrained(self.folder, dtype=dtype).eval()
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, real: torch.Tensor, masked: bool, dtype=torch.float32) -> torch.Tensor:

@@ -333,7 +333,7 @@ def architectures(draw):
     )
 
 
-@settings(max_examples=12, deadline=None, database=None)
+@settings(max_examples=8, deadline=None, database=None)
 @given(architecture=architectures(), seed=st.integers(0, 2**31), half=st.booleans(), ours=st.booleans())
 def test_whatever_is_exported_is_read_back(architecture, seed, half, ours):
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ GENTLE = dict(lr=0.05, steps=6)  # steps small enough that round-off stays small
 GUSTAV = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
 
-def request_of(model, seed, answer=(31, 32, 33), prefixes=(0, 3, 5)):
+def request_of(model, seed, answer=(31, 32, 33), prefixes=(0, 3)):
     """Prompts of several lengths on this model's canvas, and their essence."""
     tokens = torch.randint(10, 500, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
     mask = model.cfg.mask_token_id
@@ -166,7 +166,7 @@ def test_the_essence_by_default(tiny):
 def known_facts(model):
     """Some of the held-out question whose first word the model gets right, on canvases of 14 positions."""
     queries = []
-    for fact in toy_facts.load().facts()[::85]:
+    for fact in toy_facts.load().facts()[::145]:
         n_prompt = model.to_tokens(fact.prompt).shape[1]
         query = fact.to_query(model, n_masks=14 - n_prompt, first_tokens=1)
         rows = model.readout.rows(torch.tensor(query.answer_positions))
@@ -181,7 +181,7 @@ def test_v_star_makes_the_bundled_models_recall(tiny):
     Not all of it: in so shallow a model the first attention has read the subject before v* enters.
     """
     queries = known_facts(tiny)
-    assert len(queries) > 15
+    assert len(queries) > 7
     values = optimize_values(tiny, queries, 0)
     recalled = torch.tensor([value.probability_after for value in values])
     assert (recalled >= 0.9).float().mean() >= 0.9
@@ -191,7 +191,7 @@ def test_v_star_makes_the_bundled_models_recall(tiny):
     assert after.mean() > 0.5
     assert (after >= before - 1e-6).all()
 
-    freely = ValueSettings(kl_factor=0.0, weight_decay=0.0, clamp_norm_factor=1e9, steps=60)
+    freely = ValueSettings(kl_factor=0.0, weight_decay=0.0, clamp_norm_factor=1e9, steps=40)
     _, after = search_under_noise(tiny, queries, 1.0, freely)
     assert (after >= 0.9).float().mean() >= 0.9
 

@@ -103,8 +103,8 @@ def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_the_error_is_what_samples_differ_by(tiny):
     """Disjoint samples of sentences scatter around one another as the estimate says."""
-    sentences = random.Random(0).sample(toy_facts.load().sentences(), 720)
-    samples = [second_moment(tiny, sentences[i::12], 0, seed=100 * i, batch_size=60) for i in range(12)]
+    sentences = random.Random(0).sample(toy_facts.load().sentences(), 360)
+    samples = [second_moment(tiny, sentences[i::12], 0, seed=100 * i, batch_size=30) for i in range(12)]
     matrices = torch.stack([sample.matrix for sample in samples])
     centre = matrices.mean(dim=0)
     scatter = ((matrices - centre).square().sum(dim=(1, 2)).sum() / 11).sqrt() / centre.norm()
