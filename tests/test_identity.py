@@ -302,7 +302,8 @@ def test_a_record_names_the_callers_hooks_and_no_others(tiny):
         assert hooks() == attached
         assert causal_trace(tiny, query, noise=0.5, samples=1, **CELLS).record["hooks"] == attached
         assert compute_key(tiny, query, 0).record["hooks"] == attached
-        effect = temporal_effect(tiny, FACTS[0], [0], noise=0.5, samples=1, **CELLS)
+        run = tiny.denoise(FACTS[0].prompt, length=14, steps=2)
+        effect = temporal_effect(tiny, FACTS[0], [0], trajectory=run, noise=0.5, samples=1, **CELLS)
         assert effect.record["hooks"] == attached
 
 

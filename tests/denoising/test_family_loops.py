@@ -31,19 +31,27 @@ DREAM = {
 }
 
 
+# Readouts in place and shifted, guided and not, and the causal model at a temperature.
+others_and_runs = pytest.mark.parametrize(
+    ("every", "run"),
+    [("llada", 1), ("dream", 0), ("dream", 1), ("llama", 1), ("a2d-qwen3", 0)],
+    indirect=True,
+)
+
+
 def prompt_of(every):
     return every.tokens[:, :PROMPT] % 500
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=["confidence", "ancestral"])
+@pytest.fixture(scope="module")
 def run(request, every):
     """A prompt of three rows, settings that the model understands, and the run."""
     causal = {"sampler": "left_to_right", "cfg_scale": 0.0} if every.kind == "ar" else {}
-    prompt, options = prompt_of(every), {**request.param, "length": LENGTH, **causal}
+    prompt, options = prompt_of(every), {**RUNS[request.param], "length": LENGTH, **causal}
     return prompt, options, every.model.denoise(prompt, **options)
 
 
-@others
+@others_and_runs
 def test_a_run_fills_the_blanks_and_nothing_else(every, run):
     prompt, _, trajectory = run
     blank = -1 if every.kind == "ar" else every.model.cfg.mask_token_id
@@ -56,14 +64,14 @@ def test_a_run_fills_the_blanks_and_nothing_else(every, run):
         assert torch.equal(trajectory.revealed_at == step, (before == blank) & (after != blank))
 
 
-@others
+@others_and_runs
 def test_a_row_runs_as_it_runs_alone(every, run):
     prompt, options, together = run
     alone = every.model.denoise(prompt[1:2], **{**options, "seed": [together.record["seeds"][1]]})
     assert torch.equal(alone.canvases[:, 0], together.canvases[:, 1])
 
 
-@others
+@others_and_runs
 def test_hooks_that_return_none_change_nothing(every, run):
     prompt, options, plain = run
     looked = every.model.denoise(prompt, **options, fwd_hooks=[(lambda name: True, lambda a, hook: None)])
@@ -71,7 +79,7 @@ def test_hooks_that_return_none_change_nothing(every, run):
     torch.testing.assert_close(plain.confidence, looked.confidence, rtol=1e-4, atol=1e-5)
 
 
-@others
+@others_and_runs
 def test_padded_prompts_give_what_they_give_alone(every, run):
     prompt, options, _ = run
     real = torch.ones_like(prompt)

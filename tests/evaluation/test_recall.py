@@ -270,6 +270,8 @@ def test_the_plot_draws_each_cell_and_the_published_dashed(tiny, recall):
         recall_by_steps(tiny, FEW[:1], steps=[1], length=LENGTH, shard=(1, 2)).plot()
 
 
+# Which facts and settings are refused does not depend on the model.
+@on_mdm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -292,6 +294,7 @@ def test_bad_settings_leave_nothing_behind(tiny, tmp_path, change, message):
     assert not list(tmp_path.iterdir())
 
 
+@on_mdm
 def test_facts_that_cannot_be_queried_are_set_aside(tiny, tmp_path):
     mute, long = (
         replace(FEW[0], id="mute", answer=" "),
@@ -308,6 +311,7 @@ def test_facts_that_cannot_be_queried_are_set_aside(tiny, tmp_path):
     assert Recall.merge(tmp_path).set_aside == recall.set_aside
 
 
+@on_mdm
 def test_words_that_the_tokenizer_does_not_know_are_set_aside(tiny):
     strangers = {
         "prompted": (dict(prompt="The Eiffel Tower is the"), "does not know 'The', 'Eiffel', 'Tower'"),

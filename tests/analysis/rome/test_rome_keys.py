@@ -72,10 +72,10 @@ def test_prefixes_are_the_models_own(tiny):
 
 @pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_seeds_share_no_prefix_by_construction(tiny):
-    """Five seeds of 20 texts are 100 draws; with sums of seeds they were 24, each text but the first met again."""
-    drawn = [sample_prefixes(tiny, (6,) * 20, start="today", temperature=3.0, seed=seed) for seed in range(5)]
+    """Four seeds of 12 texts are 48 samples; with sums of seeds they were 15, each text but the first met again."""
+    drawn = [sample_prefixes(tiny, (6,) * 12, start="today", temperature=3.0, seed=seed) for seed in range(4)]
     texts = {text for texts in drawn for text in texts}
-    assert len(texts) > 90
+    assert len(texts) > 43
 
 
 def test_requests_with_prefixes(tiny):
