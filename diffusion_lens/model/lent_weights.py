@@ -26,7 +26,9 @@ def lent_weights(
     """
     before = (model.cfg, model._rotary, model._pattern)
     parameters = {name: model.get_parameter(name) for name in tensors}
-    epsilons = {norm: norm.eps for norm in model.modules() if isinstance(norm, RMSNorm)}
+    # Finding the norms takes long, and the epsilon is seldom another.
+    norms = [] if cfg.eps == model.cfg.eps else [norm for norm in model.modules() if isinstance(norm, RMSNorm)]
+    epsilons = {norm: norm.eps for norm in norms}
     try:
         model.cfg = cfg
         model._rotary = build.build_rotary(cfg.architecture)
