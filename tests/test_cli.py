@@ -32,11 +32,11 @@ ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--an
 # The arguments of each command, with options that make it quick.
 QUICK = {
     "denoise": ["tiny-mdm", "Gustav Geisser is the", "--length", "14", "--steps", "4"],
-    "trace": ["tiny-mdm", *ASK, "--length", "14", "--first-tokens", "1", "--samples", "2"],
+    "trace": ["tiny-mdm", *ASK, "--length", "14", "--first-tokens", "1", "--samples", "1"],
     "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"],
     "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
-    "compare": ["tiny-mdm", "--limit", "7", "--layer", "2", "--resamples", "9"],
-    "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "4"],
+    "compare": ["tiny-mdm", "--limit", "7", "--layer", "3", "--resamples", "2"],
+    "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "2"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
 
@@ -187,6 +187,7 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_a_dry_run_needs_no_weights() -> None:
     assert "4.57 GB of weights (float32)" in done("recall", "smdm-1028m", "--data", "toy", "--dry-run").stdout
 
@@ -206,7 +207,7 @@ def test_the_predicted_passes_bound_those_that_happen(model: str) -> None:
 def test_the_recall_table_shows_the_reversal_curse(tmp_path: Path) -> None:
     reverse = {}
     for model, published in (("tiny-mdm", "SMDM-1028M (Rai 2025)"), ("tiny-ar", "Llama-2 13B (Nie 2024)")):
-        options = ["--trained", "p2d", "--limit", "10", "--steps", "4", "--out", str(tmp_path / model)]
+        options = ["--trained", "p2d", "--limit", "3", "--steps", "4", "--out", str(tmp_path / model)]
         text = done("recall", model, *options).stdout
         assert "p2d reverse = DtN reverse" in text
         assert published in text
@@ -404,7 +405,7 @@ def test_an_unknown_image_format_is_refused_and_leaves_nothing(quick_runs: tuple
 
 
 def test_recall_is_measured_during_fine_tuning(tmp_path: Path) -> None:
-    options = ["--ask", "2", "--checkpoint-every", "4", "--out", str(tmp_path)]
+    options = ["--ask", "1", "--checkpoint-every", "4", "--out", str(tmp_path)]
     text = done("finetune", *QUICK["finetune"], *options).stdout
     measured = re.findall(r"recall after (\d+) updates: p2d same = NtD same ([\d.]+) %, (.*)", text)
     assert [int(step) for step, *_ in measured] == [4, 7]

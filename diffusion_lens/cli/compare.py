@@ -51,7 +51,7 @@ def compare(
 
     OUT/MODEL contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
-    Example: diffusion-lens compare tiny-mdm tiny-ar --layer 1 --limit 7 --statistic cka --resamples 99 --out compare
+    Example: diffusion-lens compare tiny-mdm tiny-ar --layer 3 --limit 7 --statistic cka --resamples 19 --out compare
     """
     arguments = dict(locals())
     require("pictures")

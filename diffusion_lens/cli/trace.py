@@ -153,7 +153,7 @@ def aie(
     The average excludes facts that the model does not know (see --known) and facts that cannot be laid out as a query.
     OUT/facts contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
-    Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 4 --out aie
+    Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 2 --out aie
     """
     arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
