@@ -18,9 +18,16 @@ def known_losses(n_sentences):
 
 @pytest.fixture
 def short_page(request, monkeypatch):
-    """Four sentences of the bundled models instead of 32, or a parameter's, whose losses are the known ones; three
+    """Three sentences of the bundled models instead of 32, or a parameter's, whose losses are the known ones; two
     questions of recall for each pair of directions instead of ten."""
-    n_sentences = getattr(request, "param", 4)
+    n_sentences = getattr(request, "param", 3)
     monkeypatch.setattr("diffusion_lens.checks.texts.N_SENTENCES", n_sentences)
     monkeypatch.setattr("diffusion_lens.checks.page.KNOWN_LOSS", known_losses(n_sentences))
-    monkeypatch.setattr("diffusion_lens.checks.recall.A_CELL", 3)
+    monkeypatch.setattr("diffusion_lens.checks.recall.A_CELL", 2)
+
+
+@pytest.fixture
+def no_search_of_parts(monkeypatch):
+    """A diagnosis without its two searches for mistakes in single parts, which take longest."""
+    for search in ("_shifted", "_without_each"):
+        monkeypatch.setattr(f"diffusion_lens.checks.diagnosis.{search}", lambda *_: [])
