@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from diffusion_lens.training import TrainingConfig, TrainingRecord, finetune, train
 from diffusion_lens.training.batches import TrainingRows
 
-CONFIG = TrainingConfig(steps=5, batch_size=15, warmup=2)
+CONFIG = TrainingConfig(steps=4, batch_size=15, warmup=2)
 
 
 @pytest.fixture
@@ -43,11 +43,10 @@ def test_the_losses_of_parts_sum_to_the_loss_of_the_whole(kind, small, ragged):
 def test_accumulated_parts_train_as_the_whole_batch(kind, small, ragged):
     whole = small(kind)
     record = train(whole, ragged, CONFIG, progress=False)
-    for accumulate in (2, 5):
-        model = small(kind)
-        parts = train(model, ragged, replace(CONFIG, accumulate=accumulate), progress=False)
-        torch.testing.assert_close(parts.losses, record.losses)
-        assert_close(model.state_dict(), whole.state_dict())
+    model = small(kind)
+    parts = train(model, ragged, replace(CONFIG, accumulate=4), progress=False)  # of 4, 4, 4 and 3 rows
+    torch.testing.assert_close(parts.losses, record.losses)
+    assert_close(model.state_dict(), whole.state_dict())
 
 
 def assert_close(weights, expected):

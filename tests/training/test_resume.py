@@ -11,9 +11,9 @@ from processes import forked
 from diffusion_lens.training import TrainingConfig, finetune, train
 from weight_conversion import sha256_of_file
 
-CONFIG = TrainingConfig(steps=12, batch_size=16, warmup=3)
+CONFIG = TrainingConfig(steps=8, batch_size=16, warmup=3)
 
-LONG = replace(CONFIG, steps=40)
+LONG = replace(CONFIG, steps=24)
 
 
 def weights(model):
@@ -44,7 +44,7 @@ def test_the_training_of_a_killed_process_resumes(small, toy, tmp_path):
     resumed = finetune(small(), toy.facts()[:90], LONG, tmp_path / "killed", progress=False)
     (begun, gone_on) = resumed.record["starts"]
     assert begun["step"] == 0
-    assert 0 < gone_on["step"] < 40
+    assert 0 < gone_on["step"] < 24
     assert gone_on["step"] % 7 == 0
     assert torch.equal(resumed.losses, whole.losses)
     files = [tmp_path / name / "model.safetensors" for name in ("whole", "killed")]

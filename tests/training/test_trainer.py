@@ -20,20 +20,20 @@ from diffusion_lens.training.batches import RowOrder
 from weight_conversion import open_checkpoint, sha256_of_file
 
 N_WORDS = 438
-CONFIG = TrainingConfig(steps=12, batch_size=16, warmup=3)
+CONFIG = TrainingConfig(steps=6, batch_size=16, warmup=2)
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
 def test_the_loss_falls(kind, small, tokens):
-    record = train(small(kind), tokens, replace(CONFIG, steps=24, lr=3e-2), progress=False)
-    assert record.losses.shape == (24,)
-    assert record.losses[-6:].mean() < 0.8 * record.losses[:6].mean()
+    record = train(small(kind), tokens, replace(CONFIG, steps=16, lr=3e-2), progress=False)
+    assert record.losses.shape == (16,)
+    assert record.losses[-4:].mean() < 0.8 * record.losses[:4].mean()
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
 def test_the_same_seed_gives_the_same_weights(kind, small, tokens):
     first, again, other = small(kind), small(kind), small(kind)
-    config = replace(CONFIG, steps=4)
+    config = replace(CONFIG, steps=3)
     train(first, tokens, config, progress=False)
     torch.rand(5)
     train(again, tokens, config, progress=False)
@@ -53,8 +53,8 @@ def test_training_is_the_plain_loop_to_the_last_bit(kind, small, tokens):
     optimizer = torch.optim.AdamW(decays, betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(200, generator=generator)
-    for step in range(12):
-        lr = [0.001, 0.002, 0.003][step] if step < 3 else 3e-3 * (1 + math.cos(math.pi * (step - 3) / 9)) / 2
+    for step in range(6):
+        lr = [0.0015, 0.003][step] if step < 2 else 3e-3 * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = tokens[order[step * 16 : (step + 1) * 16]]
@@ -137,10 +137,10 @@ def test_a_pass_sees_every_row_once():
 
 
 def test_a_record_comes_back_from_its_file(small, tokens, tmp_path):
-    record = train(small(), tokens, CONFIG, evaluate=lambda model: {"recall": 1 / 3}, evaluate_every=5, progress=False)
+    record = train(small(), tokens, CONFIG, evaluate=lambda model: {"recall": 1 / 3}, evaluate_every=4, progress=False)
     again = TrainingRecord.load(record.save(tmp_path / "record.safetensors"))
     assert (again.config, again.record, again.evaluations) == (record.config, record.record, record.evaluations)
-    assert again.evaluations == tuple({"step": step, "recall": 1 / 3} for step in (5, 10, 12))
+    assert again.evaluations == tuple({"step": step, "recall": 1 / 3} for step in (4, 6))
     assert torch.equal(again.losses, record.losses)
 
 
@@ -148,7 +148,7 @@ def test_the_bundled_models_are_written_with_their_files(tmp_path, monkeypatch):
     recall = [{"trained": "p2d", "asked": "d2p", "accuracy": 0.25}]  # what is measured is tested on the shipped models
     monkeypatch.setattr(tiny_pair, "measure", lambda model, facts: recall)
     (tmp_path / "README.md").write_text("stays")
-    tiny_pair.make_pair(tmp_path, steps={"mdm": 2, "ar": 2}, progress=False)
+    tiny_pair.make_pair(tmp_path, steps={"mdm": 1, "ar": 1}, progress=False)
     weights = {"tiny-mdm.safetensors", "tiny-ar.safetensors"}
     beside = {"lit_config.json", "tokenizer.json", "tokenizer_config.json", "results.json", "README.md"}
     assert {file.name for file in tmp_path.iterdir()} == weights | beside
