@@ -174,7 +174,7 @@ def test_the_integral_is_the_mean_over_all_orders():
     assert exact_bound(table, eps=1e-3) == pytest.approx(np.mean(nlls), rel=2e-3)
 
 
-@pytest.mark.parametrize(("samples", "n_seeds"), [(128, 24), (512, 6)])
+@pytest.mark.parametrize(("samples", "n_seeds"), [(256, 24), (1024, 6)])
 def test_the_standard_error_is_the_scatter_of_estimates_and_falls_with_the_root_of_the_samples(samples, n_seeds):
     model = small()
     estimates = [
