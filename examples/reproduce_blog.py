@@ -154,7 +154,8 @@ class Reproduction:
         if model.cfg.has_mask:
             written = model.denoise(query.tokens[None], steps=n_masks, cfg_scale=self.source.cfg_scale)
         noise = analysis.noise_scale(model, [query])
-        return analysis.trace_trajectory(model, query, trajectory=written, noise=noise, seed=self.args.seed)
+        settings = {"noise": noise, "samples": self.args.samples, "seed": self.args.seed}
+        return analysis.trace_trajectory(model, query, trajectory=written, **settings)
 
     def average(self) -> dict[str, int]:
         """Average effects over people. Returns each model's block whose MLP has the largest effect at the subject."""
@@ -166,8 +167,9 @@ class Reproduction:
             "does not write is unknown and excluded. Then, effects on the whole answer at the steps that write it, "
             "counted from the step that completes it.",
         )
-        settings: dict[str, Any] = {**self.layout, "window": self.args.window, "seed": self.args.seed}
-        steps: dict[str, Any] = {"length": self.layout["length"], "seed": self.args.seed, "roles": AT_STEPS}
+        sampling: dict[str, Any] = {"samples": self.args.samples, "seed": self.args.seed}
+        settings: dict[str, Any] = {**self.layout, **sampling, "window": self.args.window}
+        steps: dict[str, Any] = {**sampling, "length": self.layout["length"], "roles": AT_STEPS}
         steps["loop"] = loop = analysis.LoopSettings(steps=max(self.source.steps), cfg_scale=self.source.cfg_scale)
         settings |= {"roles": [role for role in ROLES if role != "other_masks"], "known": "recalled", "loop": loop}
         warnings.filterwarnings("ignore", "the average has no facts")  # The report says so.
@@ -306,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--people", type=int, help="people per group in the comparison of keys (default: all)")
     parser.add_argument("--window", type=int, default=1, help="MLPs or attention layers restored at once (default 1)")
     parser.add_argument("--first-tokens", type=int, default=1, help="first tokens of the answer to score (default 1)")
+    parser.add_argument("--samples", type=int, default=10, help="noise samples of each trace (default 10)")
     parser.add_argument("--resamples", type=int, default=99, help="random pairings that estimate chance (default 99)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random number generators (default 1)")
     parser.add_argument("--out", type=Path, default=Path("study"), help="folder for the report (default: study)")

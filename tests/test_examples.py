@@ -4,14 +4,14 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import Recall
 
@@ -35,8 +35,8 @@ def watches_a_fact(printed: str) -> None:
 
 def steers_at_chosen_steps(printed: str) -> None:
     for model, decisive, idle in (
-        ("tiny-mdm", "from step 5 on", "the first 5 steps"),
-        ("tiny-ar", "the first 5 steps", "from step 5 on"),
+        ("tiny-mdm", "from step 3 on", "the first 3 steps"),
+        ("tiny-ar", "the first 3 steps", "from step 3 on"),
     ):
         table = printed[printed.index(f"{model}, guidance") :].split("wrote")[0]
         rows = re.findall(r"^  (.{22}) .*?(Gustav.*)$", table, re.MULTILINE)
@@ -86,7 +86,7 @@ def floats(text: str) -> list[float]:
 def recalls_by_steps(printed: str) -> None:
     recalled, published = {}, {}
     for model, table in re.findall(r"^(tiny-\w+): answer contained (.*?)^Published", printed, re.MULTILINE | re.DOTALL):
-        for cell, rows in re.findall(r"^(\w+ \w+ = \w+ \w+) .* n = 10\n((?:  .*\n)+)", table, re.M):
+        for cell, rows in re.findall(r"^(\w+ \w+ = \w+ \w+) .* n = 5\n((?:  .*\n)+)", table, re.M):
             by_label = dict(re.findall(r"^  (\S.*?)  +(.*)$", rows, re.MULTILINE))
             recalled[model, cell] = floats(by_label.pop(model))
             published |= {(model, cell, label): numbers for label, numbers in by_label.items()}
@@ -104,8 +104,8 @@ def recalls_by_steps(printed: str) -> None:
     twin = Recall.merge("out/recall_by_steps/tiny-ar")
     wrong = [text.strip(". ") for [text], [hit] in zip(twin.written, twin.contained.tolist(), strict=True) if not hit]
     somebody = {words for person in toy_facts.load().people for words in (person.name, person.description)}
-    assert len(wrong) == 20
-    assert 12 <= sum(words in somebody for words in wrong) < 20
+    assert len(wrong) == 10
+    assert 6 <= sum(words in somebody for words in wrong) < 10
 
 
 def traces_both_ways(printed: str) -> None:
@@ -252,7 +252,7 @@ def compares_keys_and_values(printed: str) -> None:
         }
         assert set(cka) == {"keys of a person", "values of a person", "a name as key and value"}
         if trained == "both":
-            assert all(high < 0.08 < value if model == "tiny-mdm" else value < 0.06 for value, high in cka.values())
+            assert all(high < value if model == "tiny-mdm" else value < 0.06 for value, high in cka.values())
         elif model == "tiny-ar":
             assert cka["values of a person"][0] < 0.05
 
@@ -325,11 +325,15 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 # Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
-    "06_recall_by_steps": ["--limit", "10", "--steps", "1", "32"],
+    "04_steer_at_chosen_steps": ["--positions", "6"],
+    "06_recall_by_steps": ["--limit", "5", "--steps", "1", "32"],
     "07_trace_both_ways": ["--samples", "4"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
-    "10_keys_and_values": ["--layers", "1", "--people", "40", "--resamples", "29"],
-    "reproduce_blog": ["--out", "out", "--limit", "2", "--facts", "1", "--people", "12", "--resamples", "59"],
+    "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
+    "reproduce_blog": [
+        *["--out", "out", "--limit", "2", "--facts", "1"],
+        *["--samples", "2", "--people", "12", "--resamples", "19"],
+    ],
 }
 FILES = {
     "01_watch_a_fact": 8,
@@ -345,12 +349,12 @@ FILES = {
     "reproduce_blog": 17,
 }
 SAVED = {
-    ("06_recall_by_steps", "recall_by_steps"): 80,
+    ("06_recall_by_steps", "recall_by_steps"): 40,
     ("07_trace_both_ways", "trace_forward"): 7,
     ("07_trace_both_ways", "trace_reverse"): 7,
     ("08_average_effect", "average_effect"): 20,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
-    ("10_keys_and_values", "keys_and_values"): 332,
+    ("10_keys_and_values", "keys_and_values"): 252,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,
@@ -402,8 +406,8 @@ def test_people_of_your_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     person, answers = ["Tilda Drusser", "famous miner of Tanmoor"], {"forward": "p(famous)", "reverse": "p(Tilda)"}
-    for name in ("07_trace_both_ways", "05_your_own_hook"):
-        load(name).main(["--model", "tiny-ar", "--person", *person])
+    for name, quickly in (("07_trace_both_ways", ["--samples", "1"]), ("05_your_own_hook", [])):
+        load(name).main(["--model", "tiny-ar", "--person", *person, *quickly])
         printed = capsys.readouterr().out
         assert all(answer in printed for answer in answers.values())
     with pytest.raises(SystemExit):
@@ -427,15 +431,12 @@ def test_the_report_shows_what_is_there(
 ) -> None:
     """A model that knows nothing, taught a little: each part says so, and an interrupted run goes on where it was."""
     monkeypatch.chdir(tmp_path)
-    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.05, generator=generator)
-    model.save_pretrained("untaught")
+    tiny = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    small = replace(tiny.cfg.architecture, n_layers=2, d_model=32, d_head=8, d_mlp=48)
+    cfg = DiffusionConfig.from_architecture(small, device="cpu")
+    HookedDiffusionTransformer(cfg, tiny.tokenizer, seed=0).save_pretrained("untaught")
     options = ["--model", "untaught", "--data", "toy", "--finetune", "--epochs", "0.006", "--facts", "1"]
-    run = [*options, "--limit", "2", "--out", "study"]
+    run = [*options, "--samples", "1", "--limit", "2", "--out", "study"]
     example = load("reproduce_blog")
     example.main(run)
     printed = capsys.readouterr().out
@@ -460,7 +461,7 @@ def test_the_report_shows_what_is_there(
     again = {path: path.stat().st_mtime_ns for path in Path("study").rglob("*.safetensors")}
     assert [path.name for path in written if again[path] != written[path]] == ["untaught_d2p.safetensors"]
     with pytest.raises(ValueError, match=r"study was made with other settings.* \(limit: 2 there, 3 here"):
-        example.main([*options, "--limit", "3", "--out", "study"])
+        example.main([*options, "--samples", "1", "--limit", "3", "--out", "study"])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, as large as published ones, whose loading is measured."""
+"""Checkpoints with constant weights, as large as published ones, whose loading is measured."""
 
 from pathlib import Path
 
@@ -30,11 +30,10 @@ LLADA_8B = Architecture(
 
 
 def write_checkpoint(architecture: Architecture, path: Path) -> Path:
-    """Write a checkpoint with random weights and its config. A `.pth` file has the weights under "model"."""
-    generator = torch.Generator().manual_seed(0)
+    """Write a checkpoint with constant weights and its config. A `.pth` file has the weights under "model"."""
     plain = path.with_suffix(".safetensors")
     shapes = tensor_shapes(architecture)
-    export({name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}, architecture, plain)
+    export({name: torch.ones(shape) for name, shape in shapes.items()}, architecture, plain)
     if path.suffix != ".safetensors":
         source = open_checkpoint(plain).source
         torch.save({"model": {name: source.read(name).clone() for name in source.shapes()}}, path)
@@ -44,7 +43,6 @@ def write_checkpoint(architecture: Architecture, path: Path) -> Path:
 
 def write_shards(architecture: Architecture, folder: Path, most_bytes: int = 10**9) -> Path:
     """Write a checkpoint in bfloat16 in shards of at most `most_bytes` (a tensor is never split), with their index."""
-    generator = torch.Generator().manual_seed(0)
     family = FAMILIES[architecture.family]
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     shard_bytes = total = 0
@@ -59,7 +57,7 @@ def write_shards(architecture: Architecture, folder: Path, most_bytes: int = 10*
     for i, shapes in enumerate(shards, start=1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(shapes, file)
-        tensors = {name: torch.rand(shape, generator=generator, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
     write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
     write_json(family.write_config(architecture), folder / family.config_file)
