@@ -216,6 +216,30 @@ def bundled_model(name: str) -> Any:
     return HookedDiffusionTransformer.from_pretrained(name, device="cpu")
 
 
+@pytest.fixture(scope="session", params=["mdm", "ar"])
+def small(request: pytest.FixtureRequest) -> Any:
+    """Small random models that read the bundled models' words: for laws of texts that need nothing learnt."""
+    return small_model(request.param)
+
+
+@cache
+def small_model(kind: str) -> Any:
+    """As a bundled model, with two layers of width 32 and random weights."""
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from weight_conversion import Architecture
+
+    bundled = bundled_model(f"tiny-{kind}")
+    same = ("family", "n_ctx", "d_vocab", "d_vocab_out", "attention_dir", "readout", "mask_token_id")
+    sizes = dict(n_layers=2, d_model=32, n_heads=4, n_key_value_heads=2, d_head=8, d_mlp=48)
+    architecture = Architecture(name=f"small-{kind}", **sizes, **{name: getattr(bundled.cfg, name) for name in same})
+    cfg = DiffusionConfig.from_architecture(
+        architecture, device="cpu", trained_length=bundled.cfg.trained_length, default_prepend_bos=False
+    )
+    model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, 0))
+    model.set_tokenizer(bundled.tokenizer, default_prepend_bos=False)
+    return model
+
+
 @pytest.fixture
 def token_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context that counts the work of a network: rows times positions, summed over every block that runs."""
@@ -262,7 +286,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     begin_test()
     yield
     assert torch.is_grad_enabled()
-    for name in ("golden", "either", "every", "several", "tiny", "own_pad"):
+    for name in ("golden", "either", "every", "several", "tiny", "small", "own_pad"):
         if name in request.fixturenames:
             value = request.getfixturevalue(name)
             model = getattr(value, "model", value)

@@ -61,12 +61,9 @@ def test_exact_where_the_metric_is_linear(either, runs, site):
 
 def test_halving_the_distance_quarters_the_error(either, runs):
     """What a first-order estimate leaves out is of second order, at every site, through the softmax as well."""
-    tokens = runs[0]
+    tokens, settings = runs[0], dict(sites=list(PATCH_SITES), positions="all", layers=[0, 2])
     far, near = (
-        attribute(
-            either.model, tokens, tokens, list(PATCH_SITES), source_model=nearby(either.model, x), positions="all"
-        )
-        for x in (8e-3, 4e-3)
+        attribute(either.model, tokens, tokens, source_model=nearby(either.model, x), **settings) for x in (8e-3, 4e-3)
     )
     for site in PATCH_SITES:
         relative = [
@@ -105,15 +102,15 @@ def test_one_forward_pass_of_each_input_and_one_backward_pass(either, runs):
 def test_parameters_and_grad_mode_play_no_part(either, runs):
     """Estimates are the same under no_grad, in inference mode and with frozen weights, and leave no gradient."""
     model, sites = either.model, ["q", "pattern", "resid_pre"]
-    expected = attribute(model, *runs, sites)
+    expected = attribute(model, *runs, sites, check=2)
     with torch.no_grad():
-        quiet = attribute(model, *runs, sites)
+        quiet = attribute(model, *runs, sites, check=2)
         assert not torch.is_grad_enabled()
     with torch.inference_mode():
-        inferred = attribute(model, *(run.clone() for run in runs), sites)
+        inferred = attribute(model, *(run.clone() for run in runs), sites, check=2)
     model.requires_grad_(False)
     try:
-        frozen = attribute(model, *runs, sites)
+        frozen = attribute(model, *runs, sites, check=2)
         assert not any(parameter.requires_grad for parameter in model.parameters())
     finally:
         model.requires_grad_(True)

@@ -100,7 +100,7 @@ def a_query(model):
     return Query(tokens, (2, 4), (8,), (7,))
 
 
-@pytest.mark.parametrize("kind", ["resid", "mlp"])
+@pytest.mark.parametrize(("either", "kind"), [("mdm", "resid"), ("ar", "mlp")], indirect=["either"])
 def test_a_trace_that_runs_out_of_memory_gives_the_same_grid(either, kind, monkeypatch):
     model, query, samples = either.model, a_query(either.model), 3
     settings = dict(kind=kind, window=2, noise=0.5, samples=samples)

@@ -29,11 +29,9 @@ HOOKS = [(POINT, named(zero_ablate(), "no attention"))]
 QUIET = dict(noise=0.0, samples=1, layers=[1], positions=[1])
 ONCE = dict(QUIET, steps=[2])
 
-guided_or_causal = pytest.mark.parametrize(
-    ("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
-)
-on_the_masked_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-on_the_causal_model = pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
+guided_or_causal = pytest.mark.parametrize(("small", "cfg_scale"), [("mdm", 0.8), ("ar", 0.0)], indirect=["small"])
+on_the_masked_model = pytest.mark.parametrize("small", ["mdm"], indirect=True)
+on_the_causal_model = pytest.mark.parametrize("small", ["ar"], indirect=True)
 
 
 def denoise(model, fact=FACTS[0], **settings):
@@ -101,13 +99,13 @@ def put_in_a_module(model):
 CHANGES = [hook_now, edit_weights, change_a_norm, put_in_a_module]
 # Which network wrote the canvases is decided before the model's variant matters: each change is tried on one model.
 every_change = pytest.mark.parametrize(
-    ("tiny", "change"), list(zip(["tiny-mdm", "tiny-ar"] * 2, CHANGES, strict=True)), indirect=["tiny"]
+    ("small", "change"), list(zip(["mdm", "ar"] * 2, CHANGES, strict=True)), indirect=["small"]
 )
 
 
 @every_change
-def test_the_end_of_another_networks_run_is_not_compared_with_this_ones(tiny, change):
-    model = copy.deepcopy(tiny)
+def test_the_end_of_another_networks_run_is_not_compared_with_this_ones(small, change):
+    model = copy.deepcopy(small)
     run = denoise(model)
     query, difference = query_of(model, run), change(model)
     for analysis in (temporal_effect, lambda *args, **more: trace_trajectory(*args, canvas="free", **more)):
@@ -117,20 +115,20 @@ def test_the_end_of_another_networks_run_is_not_compared_with_this_ones(tiny, ch
 
 
 @guided_or_causal
-def test_hooks_of_the_run_that_are_gone_are_named(tiny, cfg_scale):
-    run = denoise(tiny, cfg_scale=cfg_scale, fwd_hooks=HOOKS)
-    query = query_of(tiny, run)
+def test_hooks_of_the_run_that_are_gone_are_named(small, cfg_scale):
+    run = denoise(small, cfg_scale=cfg_scale, fwd_hooks=HOOKS)
+    query = query_of(small, run)
     with pytest.raises(ValueError, match=rf"hooks: {POINT} \[forward: no attention\] there, none here"):
-        temporal_effect(tiny, query, trajectory=run, **ONCE)
-    with tiny.hooks(fwd_hooks=HOOKS):
-        effect, present = temporal_effect(tiny, query, trajectory=run, **ONCE), network(tiny)
+        temporal_effect(small, query, trajectory=run, **ONCE)
+    with small.hooks(fwd_hooks=HOOKS):
+        effect, present = temporal_effect(small, query, trajectory=run, **ONCE), network(small)
     assert effect.clean == effect.corrupted == 1
     assert effect.record["trajectory"] == network_in(effect.record) == present
 
 
 @every_change
-def test_a_trace_on_another_networks_canvases_warns_and_records_both(tiny, change):
-    model = copy.deepcopy(tiny)
+def test_a_trace_on_another_networks_canvases_warns_and_records_both(small, change):
+    model = copy.deepcopy(small)
     run, wrote = denoise(model), network(model)
     query, difference = query_of(model, run), change(model)
     with pytest.warns(UserWarning, match=difference) as warned:
@@ -145,8 +143,8 @@ def test_a_trace_on_another_networks_canvases_warns_and_records_both(tiny, chang
 
 
 @every_change
-def test_a_grid_on_another_networks_canvases_warns_and_records_both(tiny, change):
-    model = copy.deepcopy(tiny)
+def test_a_grid_on_another_networks_canvases_warns_and_records_both(small, change):
+    model = copy.deepcopy(small)
     old, also_old, wrote = denoise(model), denoise(model, FACTS[1]), network(model)
     difference = change(model)
     new = denoise(model, FACTS[1])
@@ -170,21 +168,21 @@ def test_a_grid_on_another_networks_canvases_warns_and_records_both(tiny, change
 
 
 @on_the_causal_model
-def test_each_side_of_a_grid_is_compared_with_its_own_model(tiny):
-    model = copy.deepcopy(tiny)
+def test_each_side_of_a_grid_is_compared_with_its_own_model(small):
+    model = copy.deepcopy(small)
     edit_weights(model)
-    runs = denoise(tiny), denoise(model, FACTS[1])
+    runs = denoise(small), denoise(model, FACTS[1])
     settings = dict(metric=lambda logits: logits[0, -1, 3], sites="mlp_out", steps=[0], layers=[0], positions=[1])
-    grid = patch_grid(model, *runs, source_model=tiny, **settings)
-    assert grid.record["trajectory"] == {"clean": network(tiny), "corrupted": network(model)}
+    grid = patch_grid(model, *runs, source_model=small, **settings)
+    assert grid.record["trajectory"] == {"clean": network(small), "corrupted": network(model)}
     with pytest.warns(UserWarning, match="weights_sha256") as warned:
-        patch_grid(tiny, *runs, source_model=model, **settings)
+        patch_grid(small, *runs, source_model=model, **settings)
     assert len(warned) == 2
 
 
 @on_the_masked_model
-def test_a_grid_without_steps_stands_on_no_trajectory(tiny):
-    grid = patch_grid(tiny, FACTS[0].prompt, FACTS[0].prompt, lambda logits: logits[0, -1, 3], "mlp_out", layers=[0])
+def test_a_grid_without_steps_stands_on_no_trajectory(small):
+    grid = patch_grid(small, FACTS[0].prompt, FACTS[0].prompt, lambda logits: logits[0, -1, 3], "mlp_out", layers=[0])
     assert grid.record["trajectory"] is None
 
 
@@ -196,37 +194,37 @@ def sibling(model, name="sibling"):
     return other
 
 
-def test_a_grid_patches_siblings_into_each_other_on_one_set_of_canvases(tiny):
-    other, runs = sibling(tiny), (denoise(tiny), denoise(tiny, FACTS[1]))
-    query = query_of(tiny, runs[1], FACTS[1])
+@on_the_masked_model
+def test_a_grid_patches_siblings_into_each_other_on_one_set_of_canvases(small):
+    other, runs = sibling(small), (denoise(small), denoise(small, FACTS[1]))
+    query = query_of(small, runs[1], FACTS[1])
     settings = dict(sites="mlp_out", steps=[0], layers=[0], positions=[1])
-    for source, model in ((other, tiny), (tiny, other)):
+    for source, model in ((other, small), (small, other)):
         for metric in (lambda logits: logits[0, -1, 3], answer_probability(model, query)):
-            with pytest.warns(UserWarning, match=r"model: 'tiny-\w+' there, 'sibling' here; weights_sha256") as warned:
+            with pytest.warns(UserWarning, match=r"model: 'small-\w+' there, 'sibling' here; weights_sha256") as warned:
                 grid = patch_grid(model, *runs, metric, source_model=source, **settings)
             assert [str(warning.message).split()[1] for warning in warned] == [
                 "clean" if source is other else "corrupted"
             ]
-            assert grid.record["trajectory"] == {"clean": network(tiny), "corrupted": network(tiny)}
+            assert grid.record["trajectory"] == {"clean": network(small), "corrupted": network(small)}
     canvases = [run.canvases[0].clamp(min=0) for run in runs]
     with torch.no_grad():
         patch = other.run_with_cache(canvases[0], names_filter="blocks.0.hook_mlp_out")[1]["blocks.0.hook_mlp_out"]
         put = ("blocks.0.hook_mlp_out", swap({"blocks.0.hook_mlp_out": patch}, 1))
-        if tiny.cfg.has_mask:
-            expected = tiny.run_with_hooks(canvases[1], fwd_hooks=[put])[0, -1, 3]
-            with pytest.warns(UserWarning, match="sibling"):
-                grid = patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], source_model=other, **settings)
-            assert grid.scores.item() == pytest.approx(expected.item(), abs=1e-5)
+        expected = small.run_with_hooks(canvases[1], fwd_hooks=[put])[0, -1, 3]
+    with pytest.warns(UserWarning, match="sibling"):
+        grid = patch_grid(small, *runs, lambda logits: logits[0, -1, 3], source_model=other, **settings)
+    assert grid.scores.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 @on_the_causal_model
-def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(tiny):
-    other, run = sibling(tiny), denoise(tiny)
-    query = query_of(tiny, run)
-    with pytest.warns(UserWarning, match="model: 'tiny-.*' there, 'sibling' here"):
+def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(small):
+    other, run = sibling(small), denoise(small)
+    query = query_of(small, run)
+    with pytest.warns(UserWarning, match="model: 'small-.*' there, 'sibling' here"):
         trace_trajectory(other, query, trajectory=run, **QUIET)
     for analysis in (temporal_effect, lambda *args, **more: trace_trajectory(*args, canvas="free", **more)):
-        with pytest.raises(ValueError, match=r"model: 'tiny-.*' there, 'sibling' here"):
+        with pytest.raises(ValueError, match=r"model: 'small-.*' there, 'sibling' here"):
             analysis(other, query, trajectory=run, **QUIET)
 
 
@@ -239,24 +237,24 @@ def test_a_trace_reads_a_siblings_canvases_and_does_not_compare_its_ending(tiny)
         (lambda record: {"tokenizer_sha256": "0" * 64}, "another tokenizer.*other words"),
     ],
 )
-def test_a_grid_refuses_canvases_that_mean_something_else(tiny, side, change, message):
-    run = denoise(tiny)
+def test_a_grid_refuses_canvases_that_mean_something_else(small, side, change, message):
+    run = denoise(small)
     other = replace(run, record={**run.record, **change(run.record)})
     runs = (other, run) if side == "clean" else (run, other)
     with pytest.raises(ValueError, match=message):
-        patch_grid(tiny, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
+        patch_grid(small, *runs, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
 
 
 @on_the_masked_model
-def test_a_grid_takes_canvases_whose_tokenizer_is_unknown(tiny):
-    run = denoise(tiny)
+def test_a_grid_takes_canvases_whose_tokenizer_is_unknown(small):
+    run = denoise(small)
     other = replace(run, record={**run.record, "tokenizer_sha256": None})
-    patch_grid(tiny, other, run, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
+    patch_grid(small, other, run, lambda logits: logits[0, -1, 3], "mlp_out", [0], layers=[0], positions=[1])
 
 
 @on_the_causal_model
-def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(tiny):
-    model = copy.deepcopy(tiny)
+def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(small):
+    model = copy.deepcopy(small)
     run, wrote = denoise(model), network(model)
     forced = run.replay(model, fwd_hooks=HOOKS)
     assert network_in(forced.record) == {**wrote, "hooks": {POINT: ["forward: no attention"]}}
@@ -269,82 +267,82 @@ def test_a_replay_records_the_network_that_reads_and_the_one_that_wrote(tiny):
 
 
 @on_the_masked_model
-def test_a_forced_replay_keeps_its_provenance(tiny):
-    forced = denoise(tiny).from_step(2).replay(tiny, canvas="forced", fwd_hooks=HOOKS)
-    effect = temporal_effect(tiny, query_of(tiny, forced), trajectory=forced, **ONCE)
-    assert effect.record["trajectory"] == network(tiny)
-    with tiny.hooks(fwd_hooks=HOOKS), pytest.raises(ValueError, match=POINT):
-        temporal_effect(tiny, query_of(tiny, forced), trajectory=forced, **ONCE)
+def test_a_forced_replay_keeps_its_provenance(small):
+    forced = denoise(small).from_step(2).replay(small, canvas="forced", fwd_hooks=HOOKS)
+    effect = temporal_effect(small, query_of(small, forced), trajectory=forced, **ONCE)
+    assert effect.record["trajectory"] == network(small)
+    with small.hooks(fwd_hooks=HOOKS), pytest.raises(ValueError, match=POINT):
+        temporal_effect(small, query_of(small, forced), trajectory=forced, **ONCE)
 
 
 @on_the_causal_model
-def test_a_free_replay_from_the_start_is_of_the_new_network_alone(tiny):
-    free = denoise(tiny).replay(tiny, canvas="free", fwd_hooks=HOOKS)
+def test_a_free_replay_from_the_start_is_of_the_new_network_alone(small):
+    free = denoise(small).replay(small, canvas="free", fwd_hooks=HOOKS)
     for first_step in (0, 2):  # all canvases of the branch were written by the replay, from whichever step it begins
         branch = free.from_step(first_step)
-        with tiny.hooks(fwd_hooks=HOOKS):
-            effect = temporal_effect(tiny, query_of(tiny, branch), trajectory=branch, **ONCE)
-            assert effect.record["trajectory"] == network(tiny)
+        with small.hooks(fwd_hooks=HOOKS):
+            effect = temporal_effect(small, query_of(small, branch), trajectory=branch, **ONCE)
+            assert effect.record["trajectory"] == network(small)
         assert effect.clean == effect.corrupted == 1
 
 
 @on_the_masked_model
-def test_a_free_replay_from_the_middle_is_of_two_networks(tiny, tmp_path):
-    plain = network(tiny)
-    run = denoise(tiny).from_step(2)
-    same = run.replay(tiny, canvas="free")
-    assert trace_trajectory(tiny, query_of(tiny, same), trajectory=same, **QUIET).record["trajectory"] == plain
-    free = run.replay(tiny, canvas="free", fwd_hooks=HOOKS)
+def test_a_free_replay_from_the_middle_is_of_two_networks(small, tmp_path):
+    plain = network(small)
+    run = denoise(small).from_step(2)
+    same = run.replay(small, canvas="free")
+    assert trace_trajectory(small, query_of(small, same), trajectory=same, **QUIET).record["trajectory"] == plain
+    free = run.replay(small, canvas="free", fwd_hooks=HOOKS)
     free = Trajectory.load(free.save(tmp_path / "free.safetensors"))
-    query = query_of(tiny, free)
+    query = query_of(small, free)
     with pytest.raises(ValueError, match="was written by another network"):
-        temporal_effect(tiny, query, trajectory=free, **ONCE)
+        temporal_effect(small, query, trajectory=free, **ONCE)
     with pytest.warns(UserWarning, match=rf"than '\S+' is now: hooks: {POINT} \[.*there, none here; model|none here\."):
-        trace_trajectory(tiny, query, trajectory=free, **QUIET)
-    with tiny.hooks(fwd_hooks=HOOKS):
-        both = {**network(tiny), "earlier": {**plain, "before_step": 2}}
-        again = free.from_step(3).replay(tiny, canvas="forced")
+        trace_trajectory(small, query, trajectory=free, **QUIET)
+    with small.hooks(fwd_hooks=HOOKS):
+        both = {**network(small), "earlier": {**plain, "before_step": 2}}
+        again = free.from_step(3).replay(small, canvas="forced")
         for written in (free, free.from_step(3), again):
             with pytest.warns(UserWarning, match=f"before step 2, hooks: {POINT} none there") as warned:
-                trace = trace_trajectory(tiny, query, trajectory=written, **{**QUIET, "steps": [3]})
+                trace = trace_trajectory(small, query, trajectory=written, **{**QUIET, "steps": [3]})
             assert len(warned) == 1
             assert trace.record["trajectory"] == both
         # New runs begin with the same canvas, so what another network wrote on it is no effect.
         with pytest.warns(UserWarning, match="before step 2"):
-            effect = temporal_effect(tiny, query, trajectory=free, **ONCE)
+            effect = temporal_effect(small, query, trajectory=free, **ONCE)
         assert effect.clean == effect.corrupted == 1
         assert effect.record["trajectory"] == both
 
 
 @on_the_causal_model
-def test_another_dtype_is_named_before_the_hash_of_its_weights(tiny):
-    run = denoise(tiny)
-    model = copy.deepcopy(tiny).to(torch.bfloat16)
+def test_another_dtype_is_named_before_the_hash_of_its_weights(small):
+    run = denoise(small)
+    model = copy.deepcopy(small).to(torch.bfloat16)
     with pytest.warns(UserWarning, match="now: dtype: 'float32' there, 'bfloat16' here; weights_sha256"):
-        trace_trajectory(model, query_of(tiny, run), trajectory=run, **QUIET)
+        trace_trajectory(model, query_of(small, run), trajectory=run, **QUIET)
 
 
 @on_the_masked_model
-def test_a_warning_names_the_line_that_called(tiny):
-    run = denoise(tiny)
-    query = query_of(tiny, run)
+def test_a_warning_names_the_line_that_called(small):
+    run = denoise(small)
+    query = query_of(small, run)
     settings = dict(metric=lambda logits: logits[0, -1, 3], sites="mlp_out", steps=[0], layers=[0], positions=[1])
-    with tiny.hooks(fwd_hooks=HOOKS):
+    with small.hooks(fwd_hooks=HOOKS):
         for analysis in (
-            lambda: trace_trajectory(tiny, query, trajectory=run, **QUIET),
-            lambda: patch_grid(tiny, run, run, **settings),
-            lambda: tiny.denoise(FACTS[0].prompt, **({"length": 20} if tiny.cfg.trained_length else {})),
+            lambda: trace_trajectory(small, query, trajectory=run, **QUIET),
+            lambda: patch_grid(small, run, run, **settings),
+            lambda: small.denoise(FACTS[0].prompt, **({"length": 20} if small.cfg.trained_length else {})),
         ):
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 analysis()
             assert {warning.filename for warning in warned} <= {__file__}
-        assert len(warned) == (tiny.cfg.trained_length is not None)
+        assert len(warned) == (small.cfg.trained_length is not None)
 
 
 @on_the_masked_model
-def test_a_saved_run_is_compared_with_what_its_record_has(tiny, tmp_path):
-    model = copy.deepcopy(tiny)
+def test_a_saved_run_is_compared_with_what_its_record_has(small, tmp_path):
+    model = copy.deepcopy(small)
     run = denoise(model)
     query = query_of(model, run)
     old = replace(run, record={name: value for name, value in run.record.items() if name not in ("hooks", "modules")})
@@ -361,30 +359,30 @@ def test_a_saved_run_is_compared_with_what_its_record_has(tiny, tmp_path):
 
 
 @on_the_masked_model
-def test_a_hook_that_collects_is_the_same_one_under_a_name(tiny):
+def test_a_hook_that_collects_is_the_same_one_under_a_name(small):
     def collector():
         seen = []
         return lambda activation, hook: seen.append(activation.sum())
 
     for hook, same in ((collector(), False), (named(collector(), "collect"), True)):
-        with tiny.hooks(fwd_hooks=[(POINT, hook)]):
-            run = denoise(tiny)
-            query = query_of(tiny, run)
+        with small.hooks(fwd_hooks=[(POINT, hook)]):
+            run = denoise(small)
+            query = query_of(small, run)
             if same:
-                temporal_effect(tiny, query, trajectory=run, **ONCE)
+                temporal_effect(small, query, trajectory=run, **ONCE)
                 continue
             cure = r"\. The hooks at .* differ by their digests only, .* name it .*: interventions\.named\(hook, "
             with pytest.raises(ValueError, match=cure):
-                temporal_effect(tiny, query, trajectory=run, **ONCE)
+                temporal_effect(small, query, trajectory=run, **ONCE)
 
 
 @on_the_causal_model
-def test_an_average_over_steps_stands_on_its_own_networks_runs(tiny, tmp_path):
-    with warnings.catch_warnings(), tiny.hooks(fwd_hooks=HOOKS):
+def test_an_average_over_steps_stands_on_its_own_networks_runs(small, tmp_path):
+    with warnings.catch_warnings(), small.hooks(fwd_hooks=HOOKS):
         warnings.simplefilter("error")
         average_trajectory_effect(
-            tiny,
-            FACTS[:2],
+            small,
+            FACTS[:1],
             noise=0.0,
             samples=1,
             layers=[0],
@@ -394,8 +392,7 @@ def test_an_average_over_steps_stands_on_its_own_networks_runs(tiny, tmp_path):
             loop=LoopSettings(steps=4),
             out=tmp_path,
         )
-        present = network(tiny)
+        present = network(small)
     traces = [TrajectoryTrace.load(path) for path in tmp_path.rglob("*.safetensors")]
-    assert len(traces) == 2
-    for trace in traces:
-        assert trace.record["trajectory"] == network_in(trace.record) == present
+    assert len(traces) == 1
+    assert traces[0].record["trajectory"] == network_in(traces[0].record) == present

@@ -1,5 +1,6 @@
 """Settings in numpy's numbers and layers counted from the end are what plain ones are; float64 models are traced."""
 
+import copy
 import json
 import re
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from refusals import unrefused
 
-from diffusion_lens import HookedDiffusionTransformer, Query
+from diffusion_lens import Query
 from diffusion_lens.analysis import causal_trace, key_value_study, patch_grid, temporal_effect, trace_trajectory
 from diffusion_lens.analysis.rome import (
     RankOneEdit,
@@ -24,7 +25,7 @@ from diffusion_lens.settings import at_least, not_negative
 
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
 FACT = FACTS[0]
-LAST = 3
+LAST = 1
 TEXTS = toy_facts.load().sentences()[:3]
 NUMPY = dict(
     window=np.int64(2),
@@ -68,34 +69,34 @@ ANALYSES = {
 }
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
 @pytest.mark.parametrize("name", ANALYSES)
-def test_a_trace_takes_numpys_numbers(tiny, name, tmp_path):
-    query = FACT.to_query(tiny)
-    run = tiny.denoise(query.tokens[None], steps=2)
-    result, plain = (ANALYSES[name](tiny, query, run, n, **more) for n, more in ((np.int64, NUMPY), (int, PLAIN)))
+def test_a_trace_takes_numpys_numbers(small, name, tmp_path):
+    query = FACT.to_query(small)
+    run = small.denoise(query.tokens[None], steps=2)
+    result, plain = (ANALYSES[name](small, query, run, n, **more) for n, more in ((np.int64, NUMPY), (int, PLAIN)))
     same(result, plain, tmp_path)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_a_grid_takes_numpys_numbers(tiny, tmp_path):
-    runs = [tiny.denoise(fact.to_query(tiny).tokens[None], steps=2) for fact in (FACT, FACT)]
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_a_grid_takes_numpys_numbers(small, tmp_path):
+    runs = [small.denoise(fact.to_query(small).tokens[None], steps=2) for fact in (FACT, FACT)]
 
     def grid(n, layer):
         return patch_grid(
-            tiny, *runs, lambda x: x[0, -1, 7], "z", [n(1)], positions=[n(2)], layers=[n(layer)], heads=[n(-1)]
+            small, *runs, lambda x: x[0, -1, 7], "z", [n(1)], positions=[n(2)], layers=[n(layer)], heads=[n(-1)]
         )
 
     same(grid(np.int64, -1), grid(int, LAST), tmp_path)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_positions_come_in_any_container(tiny):
-    clean, corrupted = (tiny.to_tokens(FACT.prompt) for _ in range(2))
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_positions_come_in_any_container(small):
+    clean, corrupted = (small.to_tokens(FACT.prompt) for _ in range(2))
     corrupted[0, 1] = 7
 
     def grid(positions, **more):
-        return patch_grid(tiny, clean, corrupted, lambda x: x[0, -1, 7], "z", positions=positions, layers=[1], **more)
+        return patch_grid(small, clean, corrupted, lambda x: x[0, -1, 7], "z", positions=positions, layers=[1], **more)
 
     plain = grid([1, 2])
     for positions in (np.array([1, -2]), torch.tensor([1, 2]), range(1, 3), iter([1, 2])):
@@ -108,18 +109,18 @@ def test_positions_come_in_any_container(tiny):
         grid([1], method="attribution", check=True)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_prefixes_take_numpys_numbers(tiny):
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_prefixes_take_numpys_numbers(small):
     options = dict(start="people", seed=3)
-    assert sample_prefixes(tiny, np.array([2, 3]), **options) == sample_prefixes(tiny, [2, 3], **options)
+    assert sample_prefixes(small, np.array([2, 3]), **options) == sample_prefixes(small, [2, 3], **options)
     with pytest.raises(ValueError, match="lengths is empty"):
-        sample_prefixes(tiny, np.array([], dtype=int), **options)
+        sample_prefixes(small, np.array([], dtype=int), **options)
     with pytest.raises(ValueError, match="lengths=0; it must be at least 1"):
-        sample_prefixes(tiny, [2, 0], **options)
+        sample_prefixes(small, [2, 0], **options)
 
 
-def test_a_query_takes_numpys_numbers(tiny):
-    query = FACT.to_query(tiny)
+def test_a_query_takes_numpys_numbers(small):
+    query = FACT.to_query(small)
     spans = tuple(getattr(query, name) for name in SPANS)
     again = unchecked(Query, tokens=query.tokens, **dict(zip(SPANS, map(np.array, spans), strict=True)))
     assert tuple(getattr(again, name) for name in SPANS) == spans
@@ -128,38 +129,38 @@ def test_a_query_takes_numpys_numbers(tiny):
         unchecked(Query, tokens=query.tokens, subject=(0.5, 2), answer_positions=(), answer_tokens=())
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_rome_takes_layers_from_the_end_and_numpys_numbers(tiny, tmp_path):
-    query, layer, plain = FACT.to_query(tiny), np.int64(-2), 2
-    same(compute_key(tiny, query, layer), compute_key(tiny, query, plain), tmp_path)
-    result = optimize_value(tiny, query, layer, steps=2, kl_factor=0.0)
-    same(result, optimize_value(tiny, query, plain, steps=2, kl_factor=0.0), tmp_path)
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_rome_takes_layers_from_the_end_and_numpys_numbers(small, tmp_path):
+    query, layer, plain = FACT.to_query(small), np.int64(-2), 0
+    same(compute_key(small, query, layer), compute_key(small, query, plain), tmp_path)
+    result = optimize_value(small, query, layer, steps=2, kl_factor=0.0)
+    same(result, optimize_value(small, query, plain, steps=2, kl_factor=0.0), tmp_path)
     settings = unchecked(
         ValueSettings, **{**vars(ValueSettings()), "steps": np.int64(2), "lr": np.float32(0.5), "kl_factor": 0}
     )
     assert settings == ValueSettings(steps=2, kl_factor=0.0)
     json.dumps(vars(settings))
-    moment = second_moment(tiny, TEXTS, layer, seed=np.int64(1), batch_size=np.int64(2))
-    same(moment, second_moment(tiny, TEXTS, plain, seed=1, batch_size=2), tmp_path)
-    key = compute_key(tiny, query, -2)
-    edit = RankOneEdit(tiny, -2, key, result, moment)
+    moment = second_moment(small, TEXTS, layer, seed=np.int64(1), batch_size=np.int64(2))
+    same(moment, second_moment(small, TEXTS, plain, seed=1, batch_size=2), tmp_path)
+    key = compute_key(small, query, -2)
+    edit = RankOneEdit(small, -2, key, result, moment)
     assert edit.layer == key.layer == result.layer == moment.layer == plain
-    torch.testing.assert_close(edit.update(), RankOneEdit(tiny, plain, key, result, moment).update(), rtol=0, atol=0)
-    study = key_value_study(tiny, [FACT], [np.int64(-2)], settings=ValueSettings(steps=1), batch_size=np.int64(2))
+    torch.testing.assert_close(edit.update(), RankOneEdit(small, plain, key, result, moment).update(), rtol=0, atol=0)
+    study = key_value_study(small, [FACT], [np.int64(-2)], settings=ValueSettings(steps=1), batch_size=np.int64(2))
     assert study.record["layers"] == [plain]
     json.dumps(study.record)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_numpys_numbers_out_of_range_are_refused(tiny):
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_numpys_numbers_out_of_range_are_refused(small):
     def call(**settings):
-        causal_trace(tiny, FACT.to_query(tiny), "mlp", **{"noise": 0.1, **settings})
+        causal_trace(small, FACT.to_query(small), "mlp", **{"noise": 0.1, **settings})
 
     cases = [
         (dict(samples=np.int64(0)), "samples=0; it must be at least 1"),
         (dict(noise=np.float32("nan")), "noise=nan; it must be a finite number, 0 or more"),
         (dict(window=np.int64(-1)), "window=-1; it must be at least 1"),
-        (dict(layers=[np.int64(-9)]), r"layers=\[-9\]; give numbers from 0 to 3, or negative ones"),
+        (dict(layers=[np.int64(-9)]), r"layers=\[-9\]; give numbers from 0 to 1, or negative ones"),
     ]
     assert unrefused(call, cases) == []
 
@@ -176,13 +177,10 @@ def test_bounds_of_a_number():
             not_negative("noise", given)
 
 
-@pytest.fixture(scope="module", params=["tiny-mdm", "tiny-ar"])
-def doubled(request):
+@pytest.fixture(scope="module")
+def doubled(small):
     """A model in float64, and the same in float32."""
-    return [
-        HookedDiffusionTransformer.from_pretrained(request.param, device="cpu", dtype=dtype)
-        for dtype in (torch.float64, torch.float32)
-    ]
+    return copy.deepcopy(small).to("float64"), small
 
 
 def on_a_short_run(analysis, model, **settings):
@@ -195,9 +193,9 @@ def on_a_short_run(analysis, model, **settings):
     return analysis(model, query, [0], trajectory=run, **settings)
 
 
-@pytest.mark.parametrize(("doubled", "canvas"), [("tiny-mdm", "free"), ("tiny-ar", "forced")], indirect=["doubled"])
+@pytest.mark.parametrize(("small", "canvas"), [("mdm", "free"), ("ar", "forced")], indirect=["small"])
 def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
-    settings = dict(noise=0.3, samples=1, layers=[2], positions=[1, 3])
+    settings = dict(noise=0.3, samples=1, layers=[1], positions=[1, 3])
     wide, narrow = (on_a_short_run(trace_trajectory, model, canvas=canvas, **settings) for model in doubled)
     assert wide.scores.dtype == torch.float64
     torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=1e-4, equal_nan=True)

@@ -16,10 +16,10 @@ from diffusion_lens.hook_names import resid_post, resid_pre
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-# Sites that are compared with TransformerLens's tools on one model or on the other, and the dearest on both.
+# Sites that are compared with TransformerLens's tools on one model or on the other.
 COMPARED = {
-    "mdm": ("resid_pre", "attn_out", "z", "k", "pattern"),
-    "ar": ("resid_mid", "mlp_out", "z", "q", "v", "pattern"),
+    "mdm": ("resid_pre", "attn_out", "k", "pattern"),
+    "ar": ("resid_mid", "mlp_out", "z", "q", "v"),
 }
 
 # Our sites by the names of TransformerLens's tools, by position and for all positions of a head together.
@@ -245,19 +245,20 @@ def test_a_clean_run_of_another_vocabulary_is_not_scored(either, runs):
 def test_steps_are_the_canvases_one_by_one(either):
     model, steps = either.model, [0, 2]
     clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=3, steps=3) for token in (33, 44))
-    grids = patch_grid(model, clean, corrupted, metric, ["z", "resid_post"], steps)
+    settings = dict(sites=["z", "resid_post"], layers=[0, 2])
+    grids = patch_grid(model, clean, corrupted, metric, steps=steps, **settings)
     for index, step in enumerate(steps):
         canvases = [run.canvases[step] for run in (clean, corrupted)]
         canvases = [canvas[:, canvas[0] != UNREACHED] for canvas in canvases]
         n_pos = canvases[0].shape[1]
-        for site, alone in patch_grid(model, *canvases, metric, ["z", "resid_post"]).items():
+        for site, alone in patch_grid(model, *canvases, metric, **settings).items():
             close(grids[site].scores[index, :, :n_pos], alone.scores)
             close(grids[site].clean[index], alone.clean)
             close(grids[site].corrupted[index], alone.corrupted)
             assert grids[site].scores[index, :, n_pos:].isnan().all()
             close(grids[site].effect[index, :, :n_pos], alone.effect)
     assert grids["z"].axes == ("step", "layer", "pos", "head")
-    assert grids["z"].scores.shape == (2, 3, 6 if either.kind == "mdm" else 5, 4)
+    assert grids["z"].scores.shape == (2, 2, 6 if either.kind == "mdm" else 5, 4)
     assert grids["z"].coordinates["step"] == steps
     assert (grids["z"].labels[0][-1] == "") == (either.kind == "ar")
 
@@ -283,41 +284,41 @@ def test_a_position_must_be_reached_in_both_runs(either):
         assert not scores[1, :, 1].isnan().any()
 
 
-def test_ragged_rows_of_a_trajectory_are_patched_as_they_are_alone(tiny):
+def test_ragged_rows_of_a_trajectory_are_patched_as_they_are_alone(small):
     """Prompts of different lengths in one batch: the shorter row is padded, or has not reached the last positions."""
     texts = [("Gustav Geisser is", "brave drummer is"), ("Gustav is", "brave is")]
     read = (lambda logits: logits[0, 1, 3], lambda logits: logits[1, 1, 3])
-    together = [tiny.denoise([text[side] for text in texts], max_new_tokens=2, steps=2) for side in (0, 1)]
+    together = [small.denoise([text[side] for text in texts], max_new_tokens=2, steps=2) for side in (0, 1)]
     for row, (pair, reads) in enumerate(zip(texts, read, strict=True)):
-        alone = [tiny.denoise(text, max_new_tokens=2, steps=2) for text in pair]
-        expected = patch_grid(tiny, *alone, lambda logits: logits[0, 1, 3], "resid_mid", [1], layers=[0, 2]).scores
-        of_row = patch_grid(tiny, *together, reads, "resid_mid", [1], layers=[0, 2]).scores
+        alone = [small.denoise(text, max_new_tokens=2, steps=2) for text in pair]
+        expected = patch_grid(small, *alone, lambda logits: logits[0, 1, 3], "resid_mid", [1], layers=[0, 1]).scores
+        of_row = patch_grid(small, *together, reads, "resid_mid", [1], layers=[0, 1]).scores
         close(of_row[:, :, : expected.shape[2]], expected)
         assert row == 0 or of_row.shape[2] > expected.shape[2]
 
 
-def test_text_tokens_and_queries_are_one_input(tiny):
+def test_text_tokens_and_queries_are_one_input(small):
     facts = [Fact(f"{name} is the", name, " brave") for name in ("Gustav Geisser", "brave drummer")]
-    queries = [fact.to_query(tiny) for fact in facts]
-    by_query = patch_grid(tiny, *queries, metric, "resid_mid")
-    by_tokens = patch_grid(tiny, *(query.tokens[None] for query in queries), metric, "resid_mid")
+    queries = [fact.to_query(small) for fact in facts]
+    by_query = patch_grid(small, *queries, metric, "resid_mid")
+    by_tokens = patch_grid(small, *(query.tokens[None] for query in queries), metric, "resid_mid")
     assert torch.equal(by_query.scores, by_tokens.scores)
-    by_text = patch_grid(tiny, *(fact.prompt for fact in facts), metric, "resid_mid")
-    by_texts = patch_grid(tiny, *(tiny.to_tokens(fact.prompt) for fact in facts), metric, "resid_mid")
+    by_text = patch_grid(small, *(fact.prompt for fact in facts), metric, "resid_mid")
+    by_texts = patch_grid(small, *(small.to_tokens(fact.prompt) for fact in facts), metric, "resid_mid")
     assert torch.equal(by_text.scores, by_texts.scores)
     assert by_text.labels == [["Gustav → brave", "Geisser → drummer", "is", "the"]]
 
 
-def test_padded_texts_are_patched_as_they_are_alone(tiny):
+def test_padded_texts_are_patched_as_they_are_alone(small):
     clean, corrupted = (["Gustav Geisser is", "Gustav"], ["brave drummer is", "brave"])
-    together = patch_grid(tiny, clean, corrupted, lambda logits: logits[1, 0, 3], "resid_mid").scores
-    alone = patch_grid(tiny, clean[1], corrupted[1], lambda logits: logits[0, 0, 3], "resid_mid").scores
+    together = patch_grid(small, clean, corrupted, lambda logits: logits[1, 0, 3], "resid_mid").scores
+    alone = patch_grid(small, clean[1], corrupted[1], lambda logits: logits[0, 0, 3], "resid_mid").scores
     close(together[:, :1], alone)
     last = together.shape[1] - 1
     by_itself = patch_grid(
-        tiny, clean, corrupted, lambda logits: logits[0, -1, 3], "resid_mid", positions=[last], layers=[1]
+        small, clean, corrupted, lambda logits: logits[0, -1, 3], "resid_mid", positions=[last], layers=[1]
     )
-    whole = patch_grid(tiny, clean[0], corrupted[0], lambda logits: logits[0, -1, 3], "resid_mid", layers=[1])
+    whole = patch_grid(small, clean[0], corrupted[0], lambda logits: logits[0, -1, 3], "resid_mid", layers=[1])
     close(by_itself.scores[0, 0], whole.scores[0, -1])
 
 
@@ -370,6 +371,7 @@ def test_hooks_around_the_sweep_act_once(either, runs):
                 close(grid.scores[layer, 2], metric(patched(model, corrupted, name, [2], cache[name][:, [2]])))
 
 
+@pytest.mark.parametrize("either", ["ar"], indirect=True)
 def test_save_load_and_plot(either, tmp_path):
     model = either.model
     clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=2, steps=2) for token in (33, 44))
@@ -391,6 +393,7 @@ def test_save_load_and_plot(either, tmp_path):
         grid.plot(step=5, head=1)
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_plots_of_heads_and_of_layers(either, runs):
     whole = patch_grid(either.model, *runs, metric, ["z", "mlp_out"], positions="all")
     ax = whole["z"].plot(title="heads")
@@ -444,6 +447,7 @@ BAD_SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_bad_settings_are_refused(either, runs):
     def call(**options):
         patch_grid(either.model, **{"clean": runs[0], "corrupted": runs[1], "metric": metric, "sites": "z", **options})
@@ -451,6 +455,7 @@ def test_bad_settings_are_refused(either, runs):
     assert unrefused(call, BAD_SETTINGS) == []
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_models_that_do_not_fit(either, runs, models):
     with pytest.raises(ValueError, match=r"'tiny-mdm' has 4 layers and .* 3: select the layers to patch with layers="):
         patch_grid(either.model, *runs, metric, "z", source_model=models["mdm"])
@@ -468,6 +473,7 @@ def test_bad_steps(either, runs):
         patch_grid(either.model, run, runs[1], metric, "z", [0])
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_progress_shows_a_bar_a_site(either, runs, capsys):
     patch_grid(either.model, *runs, metric, ["k", "mlp_out"], progress=True)
     shown = capsys.readouterr().err

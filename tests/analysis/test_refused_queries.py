@@ -67,31 +67,31 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("analysis", ANALYSES)
-def test_a_query_that_cannot_be_answered_is_refused_everywhere(tiny, analysis):
-    query, kind = FACT.to_query(tiny), tiny.cfg.model_name.removeprefix("tiny-")
+def test_a_query_that_cannot_be_answered_is_refused_everywhere(small, analysis):
+    query, kind = FACT.to_query(small), small.cfg.model_name.removeprefix("small-")
     cases = []
     for spoil, message in BROKEN.values():
         message = message if isinstance(message, str) else message[kind]
         cases.append((dict(query=spoil(query)), message.replace("{position}", str(query.answer_positions[0]))))
-    assert unrefused(partial(ANALYSES[analysis], tiny), cases) == []
+    assert unrefused(partial(ANALYSES[analysis], small), cases) == []
 
 
-def test_the_positions_of_an_answer_may_come_in_any_order(tiny):
-    query = FACT.to_query(tiny)
+def test_the_positions_of_an_answer_may_come_in_any_order(small):
+    query = FACT.to_query(small)
     reverse = replace(query, answer_positions=query.answer_positions[::-1], answer_tokens=query.answer_tokens[::-1])
-    forth, back = (causal_trace(tiny, order, noise=0.1, samples=1, layers=[0]) for order in (query, reverse))
+    forth, back = (causal_trace(small, order, noise=0.1, samples=1, layers=[0]) for order in (query, reverse))
     torch.testing.assert_close(back.scores, forth.scores, rtol=0, atol=1e-6)
     torch.testing.assert_close(back.token_scores.flip(2), forth.token_scores, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
-def test_a_causal_canvas_may_end_before_the_answer_or_continue_with_it(tiny):
-    query = FACT.to_query(tiny)
+@pytest.mark.parametrize("small", ["ar"], indirect=True)
+def test_a_causal_canvas_may_end_before_the_answer_or_continue_with_it(small):
+    query = FACT.to_query(small)
     whole = Query(
         torch.cat([query.tokens, torch.tensor(query.answer_tokens[-1:])]),
         query.subject,
         query.answer_positions,
         query.answer_tokens,
     )
-    alike = [causal_trace(tiny, canvas, noise=0.1, samples=1, layers=[0]).clean for canvas in (query, whole)]
+    alike = [causal_trace(small, canvas, noise=0.1, samples=1, layers=[0]).clean for canvas in (query, whole)]
     assert alike[0] == pytest.approx(alike[1], abs=1e-6)

@@ -109,38 +109,38 @@ NORMALISED = [
 ]
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.__name__)
-def test_objects_and_keywords_give_the_same_result(tiny, analysis):
-    query = FACT.to_query(tiny)
-    where = dict(positions=[2, -3], layers=[1, -1])
+def test_objects_and_keywords_give_the_same_result(small, analysis):
+    query = FACT.to_query(small)
+    where = dict(positions=[2, -3], layers=[0, -1])
     if analysis is not causal_trace:
-        where |= dict(steps=[0], trajectory=tiny.denoise(query.tokens[None], steps=2))
-    by_object = analysis(tiny, query, kind=MLP, corruption=NOISE, **where)
+        where |= dict(steps=[0], trajectory=small.denoise(query.tokens[None], steps=2))
+    by_object = analysis(small, query, kind=MLP, corruption=NOISE, **where)
     selection = Selection(where.pop("positions"), where.pop("layers"))
     if analysis is causal_trace:
-        of_objects = trace_query(tiny, query, MLP, NOISE, selection)
+        of_objects = trace_query(small, query, MLP, NOISE, selection)
     else:
-        run = TracedTrajectory.of(tiny, query, where["trajectory"])
+        run = TracedTrajectory.of(small, query, where["trajectory"])
         with_objects = {trace_trajectory: partial(trace_steps, canvas="forced"), temporal_effect: restore_in_loop}
         of_objects = with_objects[analysis](run, [0], restoration=MLP, corruption=NOISE, selection=selection)
     where |= vars(selection)
     by_keyword = analysis(
-        tiny, query, kind="mlp", window=2, corruption="uniform", noise=0.5, samples=2, seed=3, **where
+        small, query, kind="mlp", window=2, corruption="uniform", noise=0.5, samples=2, seed=3, **where
     )
     for result in (by_object, of_objects):
         assert torch.equal(result.scores.nan_to_num(-1), by_keyword.scores.nan_to_num(-1))
         assert {**result.record, "seconds": 0} == {**by_keyword.record, "seconds": 0}
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_an_object_beside_its_own_keywords_is_refused(tiny):
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_an_object_beside_its_own_keywords_is_refused(small):
     cases = [
         (dict(kind=MLP, window=3, corruption=NOISE), "kind= is a Restoration"),
         (dict(kind=MLP, corruption=NOISE, samples=3), "corruption= is a Corruption"),
         (dict(kind=MLP, corruption=NOISE, noise=0.1), "corruption= is a Corruption"),
     ]
-    assert unrefused(partial(causal_trace, tiny, FACT), cases) == []
+    assert unrefused(partial(causal_trace, small, FACT), cases) == []
 
 
 @pytest.mark.parametrize(("cases", "error"), [(OUT_OF_RANGE, ValueError), (OF_ANOTHER_TYPE, TypeError)])
@@ -189,33 +189,33 @@ def test_a_selection_counts_from_the_end_and_is_checked_against_the_model():
         Selection(positions=[0, -5]).within(5, 4)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_a_misspelt_keyword_is_refused_with_the_nearest(tiny):
-    query = FACT.to_query(tiny)
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_a_misspelt_keyword_is_refused_with_the_nearest(small):
+    query = FACT.to_query(small)
     calls = [
-        (partial(causal_trace, tiny, query), "widow", "causal_trace.*'window'"),
-        (partial(patch_grid, tiny, query, query, lambda logits: logits.sum(), "z"), "max_byte", "'max_bytes'"),
-        (partial(average_indirect_effect, tiny, [FACT]), "lenght", "'length'"),
-        (partial(recall_by_steps, tiny, [FACT]), "temprature", "recall_by_steps.*'temperature'"),
-        (partial(key_value_study, tiny, [FACT]), "prefixs", "'prefixes'"),
-        (partial(compute_key, tiny, query, 0), "pos", "it takes model, queries, layer"),
-        (partial(optimize_value, tiny, query, 0), "kl_facter", "optimize_value.*'kl_factor'"),
+        (partial(causal_trace, small, query), "widow", "causal_trace.*'window'"),
+        (partial(patch_grid, small, query, query, lambda logits: logits.sum(), "z"), "max_byte", "'max_bytes'"),
+        (partial(average_indirect_effect, small, [FACT]), "lenght", "'length'"),
+        (partial(recall_by_steps, small, [FACT]), "temprature", "recall_by_steps.*'temperature'"),
+        (partial(key_value_study, small, [FACT]), "prefixs", "'prefixes'"),
+        (partial(compute_key, small, query, 0), "pos", "it takes model, queries, layer"),
+        (partial(optimize_value, small, query, 0), "kl_facter", "optimize_value.*'kl_factor'"),
     ]
     offenders = [unrefused(call, [({misspelt: 1}, message)], TypeError) for call, misspelt, message in calls]
     assert offenders == [[]] * len(calls)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_a_study_takes_its_settings_as_one_object(tiny):
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_a_study_takes_its_settings_as_one_object(small):
     settings = TraceSettings(**TRACES, roles=["subject_last"], layers=[1])
-    by_object = average_facts(AverageEffect, tiny, [FACT], settings)
+    by_object = average_facts(AverageEffect, small, [FACT], settings)
     by_keyword = average_indirect_effect(
-        tiny, [FACT], MLP, corruption=NOISE, known="all", roles=["subject_last"], layers=[1]
+        small, [FACT], MLP, corruption=NOISE, known="all", roles=["subject_last"], layers=[1]
     )
     assert torch.equal(by_object.effects, by_keyword.effects)
     assert {**by_object.record, "seconds": 0} == {**by_keyword.record, "seconds": 0}
     with pytest.raises(ValueError, match="AverageTrajectoryEffect needs a canvas"):
-        average_facts(AverageTrajectoryEffect, tiny, [FACT], settings)
+        average_facts(AverageTrajectoryEffect, small, [FACT], settings)
 
 
 def test_two_layouts_of_a_study_never_share_a_record():

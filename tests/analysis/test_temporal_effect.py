@@ -51,11 +51,11 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
         run = tiny.denoise(query.tokens[None], steps=3, cfg_scale=cfg_scale)
     noise, (start, stop), layer = noise_scale(tiny, [query]), query.subject, 0
     drawn = noise * np.random.RandomState(5).randn(2, stop - start, tiny.cfg.d_model)
-    positions = [start, query.answer_positions[0] - 1, query.answer_positions[0]]
+    positions = [start, query.answer_positions[0]]
     effect = temporal_effect(
         tiny, query, trajectory=run, noise=noise, samples=2, seed=5, steps=[0, 1], positions=positions, layers=[layer]
     )
-    expected = torch.full((2, 3, len(query.answer_tokens), 2), torch.nan)
+    expected = torch.full((2, 2, len(query.answer_tokens), 2), torch.nan)
     runs = run.repeat(2)  # a row for each sample
 
     def corrupt(embedding, hook):

@@ -17,7 +17,11 @@ from weight_conversion import Architecture
 
 NOISE = dict(noise=0.5, samples=4)
 KINDS = [("resid", None), ("resid", "mlp"), ("resid", "attn"), ("mlp", None), ("attn", None)]
-by_kind = pytest.mark.parametrize(("kind", "severed"), KINDS, ids=lambda name: name or "whole")
+by_kind = pytest.mark.parametrize(
+    ("variant", "kind", "severed"),
+    [(variant, *kind) for variant, kind in zip(["masked", "causal"] * 3, [*KINDS, KINDS[0]], strict=True)],
+    ids=lambda name: name or "whole",
+)
 by_variant = pytest.mark.parametrize("variant", ["masked", "causal"])
 
 
@@ -80,7 +84,6 @@ def peak_of_tensors(run):
     return int(sizes.cumsum(0).max())
 
 
-@by_variant
 @by_kind
 def test_what_is_kept_is_counted(variant, kind, severed, monkeypatch):
     model, runs = build(variant, n_layers=4), []
@@ -97,7 +100,6 @@ def test_what_is_kept_is_counted(variant, kind, severed, monkeypatch):
     assert kept <= counted <= 1.1 * kept
 
 
-@by_variant
 @by_kind
 def test_a_budget_too_small_says_how_much_is_needed(variant, kind, severed):
     """With so much every tensor fits, from the first pass to the last cell; with a byte less nothing begins."""
