@@ -346,10 +346,13 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("name", ["aie", "compare", "recall"])
 def test_shards_are_merged(name: str, quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
     options = [*QUICK[name], "--json"]
+    n_facts = 0
     for shard in ("0", "1"):
         report = json.loads(done(name, *options, "--shard", f"{shard}/2", "--out", str(tmp_path / shard)).stdout)
         assert report["results"]["shard"] == f"{shard}/2"
         assert report["results"]["facts"] > 0
+        n_facts += report["results"]["facts"]
+    assert n_facts == quick_runs[1][name]["settings"]["facts"]
     parts = [f"--merge={tmp_path / part}" for part in ("1", "0")]
     merged = done(name, *options, *parts, "--out", str(tmp_path / "merged"))
     assert json.loads(merged.stdout)["results"] == quick_runs[1][name]["results"]
