@@ -147,6 +147,11 @@ def test_an_edit_by_the_example(examples: dict[str, Result]) -> None:
     assert "it is now above p(shy scribe of Damburg.)" in examples["rome"].stdout
 
 
+def test_the_example_compares_each_model(examples: dict[str, Result]) -> None:
+    compared = re.findall(r"^(tiny-\w+): keys, 21 people", examples["compare"].stdout, re.MULTILINE)
+    assert compared == ["tiny-mdm", "tiny-ar"]
+
+
 def test_examples_draw_their_figures(examples: dict[str, Result], folder_of_examples: Path) -> None:
     figures = list(folder_of_examples.rglob("*.png"))
     assert {path.relative_to(folder_of_examples).parts[0] for path in figures} >= {
