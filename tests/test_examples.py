@@ -327,7 +327,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 QUICKLY = {
     "04_steer_at_chosen_steps": ["--positions", "6"],
     "06_recall_by_steps": ["--limit", "5", "--steps", "1", "32"],
-    "07_trace_both_ways": ["--samples", "4"],
+    "07_trace_both_ways": ["--samples", "2", "--length", "11"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
     "reproduce_blog": [
