@@ -53,7 +53,7 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
     drawn = noise * np.random.RandomState(5).randn(2, stop - start, tiny.cfg.d_model)
     positions = [start, query.answer_positions[0]]
     effect = temporal_effect(
-        tiny, query, trajectory=run, noise=noise, samples=2, seed=5, steps=[0, 1], positions=positions, layers=[layer]
+        tiny, query, trajectory=run, noise=noise, samples=2, seed=5, steps=[1, 2], positions=positions, layers=[layer]
     )
     expected = torch.full((2, 2, len(query.answer_tokens), 2), torch.nan)
     runs = run.repeat(2)  # a row for each sample
@@ -63,7 +63,7 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
         embedding[:, start:stop] += torch.from_numpy(drawn).float()
         return embedding
 
-    for step in (0, 1):
+    for i_step, step in enumerate((1, 2)):
         _, clean = tiny.run_with_cache(run.canvases[step].clamp(min=0))
         for i, position in enumerate(positions):
             if run.canvases[step, 0, position] == -1:
@@ -77,7 +77,7 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
             hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
             hooks = [(name, on_branch(hook, "conditional")) for name, hook in hooks]
             ended = runs.replay(tiny, canvas="free", fwd_hooks=hooks).tokens[:, list(query.answer_positions)]
-            expected[step, i] = (ended == torch.tensor(query.answer_tokens)).float().T
+            expected[i_step, i] = (ended == torch.tensor(query.answer_tokens)).float().T
     torch.testing.assert_close(effect.token_scores[:, :, 0], expected.mean(3), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(effect.scores[:, :, 0], expected.prod(2).mean(2), rtol=0, atol=0, equal_nan=True)
     assert by_row or effect.clean == 1
