@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 DECORATOR = "__types_checked__"
 FOR_TYPE_CHECKERS = "__for_type_checkers__"
 _beartype = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
-PER_TEST = 2
+PER_TEST = 1
 _checked_code: dict[types.CodeType, tuple[dict[str, Any], Any]] = {}
 _calls: dict[types.CodeType, list[int]] = {}  # calls of each function that are still to be checked in this test
 _called: list[list[int]] = []  # those of the functions that this test has called

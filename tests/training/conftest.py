@@ -28,8 +28,8 @@ def tokens(toy, tokenizer):
 
 
 @pytest.fixture
-def small(tokenizer):
-    """`small("mdm")` or `small("ar")`: one layer over the words of the toy facts, the same weights each time."""
+def new_model(tokenizer):
+    """`new_model("mdm")` or `new_model("ar")`: one layer over the words of the toy facts, always the same weights."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, tiny_pair
 
     def make(kind="mdm", **changes):

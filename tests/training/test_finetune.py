@@ -23,13 +23,13 @@ ROWS = [
 
 
 @pytest.fixture
-def with_bos(small):
+def with_bos(new_model):
     """A model whose tokenizer prepends BOS, as Llama's does; ids are positions in WORDS."""
 
     def make(kind="mdm", **changes):
         n = len(WORDS)
         mask = {"mask_token_id": n} if kind == "mdm" else {}
-        model = small(kind, d_vocab=n + (kind == "mdm"), d_vocab_out=n, **mask, **changes)
+        model = new_model(kind, d_vocab=n + (kind == "mdm"), d_vocab_out=n, **mask, **changes)
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         fast = PreTrainedTokenizerFast(
@@ -184,6 +184,6 @@ def test_rows_without_ends_cannot_have_answers():
         TrainingRows(torch.zeros(2, 3, dtype=torch.long), answers=torch.tensor([1, 1]))
 
 
-def test_there_must_be_rows(small):
+def test_there_must_be_rows(new_model):
     with pytest.raises(ValueError, match=r"nothing to train on: the rows of tokens are \[0, 3\]"):
-        train(small(), torch.zeros(0, 3, dtype=torch.long), CONFIG, progress=False)
+        train(new_model(), torch.zeros(0, 3, dtype=torch.long), CONFIG, progress=False)

@@ -22,8 +22,8 @@ def ragged(tokens):
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_the_losses_of_parts_sum_to_the_loss_of_the_whole(kind, small, ragged):
-    model = small(kind)
+def test_the_losses_of_parts_sum_to_the_loss_of_the_whole(kind, new_model, ragged):
+    model = new_model(kind)
     batch = ragged.pick(torch.arange(7), "cpu").question(model, torch.Generator().manual_seed(0))
     whole = batch.loss(model(batch.tokens, logits_at=batch.rows))
     whole.backward()
@@ -40,10 +40,10 @@ def test_the_losses_of_parts_sum_to_the_loss_of_the_whole(kind, small, ragged):
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_accumulated_parts_train_as_the_whole_batch(kind, small, ragged):
-    whole = small(kind)
+def test_accumulated_parts_train_as_the_whole_batch(kind, new_model, ragged):
+    whole = new_model(kind)
     record = train(whole, ragged, CONFIG, progress=False)
-    model = small(kind)
+    model = new_model(kind)
     parts = train(model, ragged, replace(CONFIG, accumulate=4), progress=False)  # of 4, 4, 4 and 3 rows
     torch.testing.assert_close(parts.losses, record.losses)
     assert_close(model.state_dict(), whole.state_dict())
@@ -55,7 +55,7 @@ def assert_close(weights, expected):
         torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def test_two_processes_train_as_one(small, toy, tmp_path):
+def test_two_processes_train_as_one(new_model, toy, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -72,13 +72,13 @@ def test_two_processes_train_as_one(small, toy, tmp_path):
         os.environ.update(world, RANK=rank, LOCAL_RANK=rank)
         config = replace(CONFIG, accumulate=2)
         for kind in kinds:
-            record = finetune(small(kind), toy.facts()[:40], config, tmp_path / "two" / kind, progress=False)
+            record = finetune(new_model(kind), toy.facts()[:40], config, tmp_path / "two" / kind, progress=False)
             assert record.record["processes"] == 2, record.record
         torch.distributed.destroy_process_group()
 
     with forked(lambda: train_as("0")) as first, forked(lambda: train_as("1")) as second:
         for kind in kinds:
-            finetune(small(kind), toy.facts()[:40], CONFIG, tmp_path / "one" / kind, progress=False)
+            finetune(new_model(kind), toy.facts()[:40], CONFIG, tmp_path / "one" / kind, progress=False)
         for child in (first, second):
             child.join(timeout=100)
     assert (first.exitcode, second.exitcode) == (0, 0)
@@ -89,8 +89,8 @@ def test_two_processes_train_as_one(small, toy, tmp_path):
         torch.testing.assert_close(*[TrainingRecord.load(record).losses for record in records])
 
 
-def test_bfloat16_computes_in_bfloat16_on_float32_weights(small, tokens):
-    plain, half = small(), small()
+def test_bfloat16_computes_in_bfloat16_on_float32_weights(new_model, tokens):
+    plain, half = new_model(), new_model()
     dtypes, evaluations = set(), []
     half.blocks[0].mlp.hook_post.add_hook(lambda value, hook: dtypes.add(value.dtype))
 
@@ -111,41 +111,41 @@ def test_bfloat16_computes_in_bfloat16_on_float32_weights(small, tokens):
     assert not {"forward", "_original_forward"} & set(vars(half))
 
 
-def test_the_network_computes_in_bfloat16_while_it_trains(small, tokens):
-    model, dtypes = small(), []
+def test_the_network_computes_in_bfloat16_while_it_trains(new_model, tokens):
+    model, dtypes = new_model(), []
     model.blocks[0].mlp.hook_post.add_hook(lambda value, hook: dtypes.append(value.dtype))
     train(model, tokens, replace(CONFIG, steps=2, mixed_precision="bf16"), progress=False)
     model.reset_hooks()
     assert dtypes == [torch.bfloat16] * 2
 
 
-def test_the_state_of_accelerate_is_restored(small, tokens):
+def test_the_state_of_accelerate_is_restored(new_model, tokens):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     mine = Accelerator(cpu=True)
     try:
         for precision in ("bf16", "no"):
-            train(small(), tokens, replace(CONFIG, steps=1, mixed_precision=precision), progress=False)
+            train(new_model(), tokens, replace(CONFIG, steps=1, mixed_precision=precision), progress=False)
         assert mine.mixed_precision == "no"
         assert mine.device.type == "cpu"
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-    train(small(), tokens, replace(CONFIG, steps=1), progress=False)
+    train(new_model(), tokens, replace(CONFIG, steps=1), progress=False)
     assert not PartialState._shared_state
 
 
-def test_settings_that_do_not_fit_are_refused(small, tokens):
+def test_settings_that_do_not_fit_are_refused(new_model, tokens):
     def mean(model, batch, generator):
         return model(batch).mean()
 
     with pytest.raises(ValueError, match="cannot be divided into 3 parts: take one process and accumulate=1"):
-        train(small(), tokens, replace(CONFIG, accumulate=3), objective=mean, progress=False)
+        train(new_model(), tokens, replace(CONFIG, accumulate=3), objective=mean, progress=False)
     with pytest.raises(ValueError, match="'fp16' needs a GPU; on a CPU use 'no' or 'bf16'"):
-        train(small(), tokens, replace(CONFIG, mixed_precision="fp16"), progress=False)
+        train(new_model(), tokens, replace(CONFIG, mixed_precision="fp16"), progress=False)
     with pytest.raises(ValueError, match=r"those of 'tiny' are torch\.bfloat16: load it with dtype=torch\.float32"):
-        train(small().to(torch.bfloat16), tokens, replace(CONFIG, mixed_precision="bf16"), progress=False)
+        train(new_model().to(torch.bfloat16), tokens, replace(CONFIG, mixed_precision="bf16"), progress=False)
     for name in ("checkpoint_every", "evaluate_every"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
-            train(small(), tokens, CONFIG, progress=False, **{name: 0})
+            train(new_model(), tokens, CONFIG, progress=False, **{name: 0})

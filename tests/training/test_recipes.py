@@ -54,12 +54,12 @@ def test_passes_are_counted_in_whole_batches():
         TrainingConfig.for_epochs(1, 3, 4)
 
 
-def test_norms_decay_if_requested(small, tokens):
+def test_norms_decay_if_requested(new_model, tokens):
     def indifferent(model, batch, generator):
         return 0 * model(batch).sum()
 
     for decay_norms in (False, True):
-        model = small()
+        model = new_model()
         config = TrainingConfig(steps=2, batch_size=4, warmup=0, lr=0.1, weight_decay=0.5, decay_norms=decay_norms)
         train(model, tokens, config, objective=indifferent, progress=False)
         expected = (1 - 0.1 * 0.5) * (1 - 0.05 * 0.5) if decay_norms else 1.0

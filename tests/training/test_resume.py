@@ -26,9 +26,9 @@ def assert_same(left, right):
         assert torch.equal(weight, right[name]), name
 
 
-def test_the_training_of_a_killed_process_resumes(small, toy, tmp_path):
+def test_the_training_of_a_killed_process_resumes(new_model, toy, tmp_path):
     checkpoint = tmp_path / "killed" / "training" / "checkpoint.safetensors"
-    model = small()
+    model = new_model()
 
     def train_until_killed():
         finetune(model, toy.facts()[:90], LONG, tmp_path / "killed", checkpoint_every=7, progress=False)
@@ -40,8 +40,8 @@ def test_the_training_of_a_killed_process_resumes(small, toy, tmp_path):
     assert child.exitcode == -signal.SIGKILL
     assert checkpoint.exists()
     assert not (tmp_path / "killed" / "model.safetensors").exists()
-    whole = finetune(small(), toy.facts()[:90], LONG, tmp_path / "whole", progress=False)
-    resumed = finetune(small(), toy.facts()[:90], LONG, tmp_path / "killed", progress=False)
+    whole = finetune(new_model(), toy.facts()[:90], LONG, tmp_path / "whole", progress=False)
+    resumed = finetune(new_model(), toy.facts()[:90], LONG, tmp_path / "killed", progress=False)
     (begun, gone_on) = resumed.record["starts"]
     assert begun["step"] == 0
     assert 0 < gone_on["step"] < 24
@@ -57,7 +57,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("mdm", "bf16"), ("ar", "no")])
-def test_a_stopped_training_gives_the_same_weights(kind, precision, small, tokens, tmp_path):
+def test_a_stopped_training_gives_the_same_weights(kind, precision, new_model, tokens, tmp_path):
     config = replace(CONFIG, accumulate=2, mixed_precision=precision)
     calls = []
 
@@ -70,11 +70,11 @@ def test_a_stopped_training_gives_the_same_weights(kind, precision, small, token
             raise Stop
         return norm(model)
 
-    whole = small(kind)
+    whole = new_model(kind)
     never_stopped = train(whole, tokens, config, evaluate=norm, evaluate_every=1, progress=False)
     n_stops = 0
     while True:
-        model = small(kind)
+        model = new_model(kind)
         try:
             every = dict(checkpoint_every=2, evaluate_every=1)
             record = train(model, tokens, config, folder=tmp_path, evaluate=stopping_norm, **every, progress=False)
@@ -90,8 +90,8 @@ def test_a_stopped_training_gives_the_same_weights(kind, precision, small, token
     assert_same(weights(model), weights(whole))
 
 
-def test_a_complete_training_is_read_not_repeated(small, toy, tmp_path):
-    model, again = small("ar"), small("ar")
+def test_a_complete_training_is_read_not_repeated(new_model, toy, tmp_path):
+    model, again = new_model("ar"), new_model("ar")
     first = finetune(model, toy.facts()[:20], CONFIG, tmp_path, progress=False)
     stamp = (tmp_path / "model.safetensors").stat().st_mtime_ns
     second = finetune(again, toy.facts()[:20], CONFIG, tmp_path, progress=False)
@@ -101,23 +101,23 @@ def test_a_complete_training_is_read_not_repeated(small, toy, tmp_path):
     assert_same(weights(again), weights(model))
 
 
-def test_files_of_a_killed_writer_are_deleted(small, tokens, tmp_path):
-    train(small(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
+def test_files_of_a_killed_writer_are_deleted(new_model, tokens, tmp_path):
+    train(new_model(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
     (tmp_path / ".checkpoint.safetensors.abc.part").write_bytes(b"half")
-    train(small(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
+    train(new_model(), tokens, replace(CONFIG, steps=2), folder=tmp_path, progress=False)
     assert {file.name for file in tmp_path.iterdir()} == {"run.json", "checkpoint.safetensors"}
 
 
-def test_another_training_is_refused(small, tokens, tmp_path):
-    train(small(), tokens, CONFIG, folder=tmp_path, progress=False)
+def test_another_training_is_refused(new_model, tokens, tmp_path):
+    train(new_model(), tokens, CONFIG, folder=tmp_path, progress=False)
     calls = {
         r"config\.lr: 0\.003 there, 0\.1 here": dict(config=replace(CONFIG, lr=0.1)),
         "data_sha256: .* there": dict(tokens=tokens.flip(0)),
-        "weights_sha256: .* there": dict(model=train_a_little(small(), tokens)),
+        "weights_sha256: .* there": dict(model=train_a_little(new_model(), tokens)),
         "objective: 'own' there, .*": dict(objective=lambda model, batch, generator: model(batch).mean()),
     }
     for message, changed in calls.items():
-        call = dict(model=small(), tokens=tokens, config=CONFIG, folder=tmp_path, progress=False) | changed
+        call = dict(model=new_model(), tokens=tokens, config=CONFIG, folder=tmp_path, progress=False) | changed
         with pytest.raises(ValueError, match=f"was made with other settings.*{message}"):
             train(**call)
 
@@ -127,8 +127,8 @@ def train_a_little(model, tokens):
     return model
 
 
-def test_a_training_resumes_under_other_versions(small, tokens, tmp_path):
-    first = train(small(), tokens, CONFIG, folder=tmp_path, progress=False)
+def test_a_training_resumes_under_other_versions(new_model, tokens, tmp_path):
+    first = train(new_model(), tokens, CONFIG, folder=tmp_path, progress=False)
     run = (tmp_path / "run.json").read_text()
     (tmp_path / "run.json").write_text(run.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
-    assert torch.equal(train(small(), tokens, CONFIG, folder=tmp_path, progress=False).losses, first.losses)
+    assert torch.equal(train(new_model(), tokens, CONFIG, folder=tmp_path, progress=False).losses, first.losses)

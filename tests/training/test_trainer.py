@@ -24,15 +24,15 @@ CONFIG = TrainingConfig(steps=6, batch_size=16, warmup=2)
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_the_loss_falls(kind, small, tokens):
-    record = train(small(kind), tokens, replace(CONFIG, steps=16, lr=3e-2), progress=False)
+def test_the_loss_falls(kind, new_model, tokens):
+    record = train(new_model(kind), tokens, replace(CONFIG, steps=16, lr=3e-2), progress=False)
     assert record.losses.shape == (16,)
     assert record.losses[-4:].mean() < 0.8 * record.losses[:4].mean()
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_the_same_seed_gives_the_same_weights(kind, small, tokens):
-    first, again, other = small(kind), small(kind), small(kind)
+def test_the_same_seed_gives_the_same_weights(kind, new_model, tokens):
+    first, again, other = new_model(kind), new_model(kind), new_model(kind)
     config = replace(CONFIG, steps=3)
     train(first, tokens, config, progress=False)
     torch.rand(5)
@@ -44,8 +44,8 @@ def test_the_same_seed_gives_the_same_weights(kind, small, tokens):
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-def test_training_is_the_plain_loop_to_the_last_bit(kind, small, tokens):
-    model, plain = small(kind), small(kind)
+def test_training_is_the_plain_loop_to_the_last_bit(kind, new_model, tokens):
+    model, plain = new_model(kind), new_model(kind)
     record = train(model, tokens, CONFIG, progress=False)
     matrices = [weight for weight in plain.parameters() if weight.dim() == 2]
     norms = [weight for weight in plain.parameters() if weight.dim() == 1]
@@ -71,15 +71,15 @@ def test_training_is_the_plain_loop_to_the_last_bit(kind, small, tokens):
         assert torch.equal(weight, model.state_dict()[name])
 
 
-def test_global_random_numbers_stay(small, tokens):
+def test_global_random_numbers_stay(new_model, tokens):
     before = torch.get_rng_state()
-    train(small(), tokens, replace(CONFIG, steps=2, warmup=1), progress=False)
+    train(new_model(), tokens, replace(CONFIG, steps=2, warmup=1), progress=False)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_mode_and_gradients_are_restored(training, small, tokens):
-    model = small()
+def test_mode_and_gradients_are_restored(training, new_model, tokens):
+    model = new_model()
     model.train(training)
     seen = []
 
@@ -99,17 +99,17 @@ def test_mode_and_gradients_are_restored(training, small, tokens):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_training_leaves_nothing_on_the_model_but_its_weights(precision, small, tokens):
+def test_training_leaves_nothing_on_the_model_but_its_weights(precision, new_model, tokens):
     """A run on a model just trained is the run on the same weights, read from the folder."""
-    model = small()
+    model = new_model()
     attributes, modules = set(vars(model)), describe_modules(model)
     train(model, tokens, replace(CONFIG, steps=1, warmup=0, mixed_precision=precision), progress=False)
     assert set(vars(model)) - {"_weight_digests"} == attributes
     assert describe_modules(model) == modules
 
 
-def test_training_works_where_gradients_are_off(small, tokens):
-    model = small()
+def test_training_works_where_gradients_are_off(new_model, tokens):
+    model = new_model()
     before = model.W_E.clone()
     with torch.no_grad():
         train(model, tokens, CONFIG, progress=False)
@@ -117,8 +117,8 @@ def test_training_works_where_gradients_are_off(small, tokens):
     assert not torch.equal(model.W_E, before)
 
 
-def test_norms_do_not_decay(small, tokens):
-    model = small()
+def test_norms_do_not_decay(new_model, tokens):
+    model = new_model()
 
     def indifferent(model, batch, generator):
         return 0 * model(batch).sum()
@@ -136,8 +136,10 @@ def test_a_pass_sees_every_row_once():
     assert seen[:10].tolist() != seen[10:].tolist()
 
 
-def test_a_record_comes_back_from_its_file(small, tokens, tmp_path):
-    record = train(small(), tokens, CONFIG, evaluate=lambda model: {"recall": 1 / 3}, evaluate_every=4, progress=False)
+def test_a_record_comes_back_from_its_file(new_model, tokens, tmp_path):
+    record = train(
+        new_model(), tokens, CONFIG, evaluate=lambda model: {"recall": 1 / 3}, evaluate_every=4, progress=False
+    )
     again = TrainingRecord.load(record.save(tmp_path / "record.safetensors"))
     assert (again.config, again.record, again.evaluations) == (record.config, record.record, record.evaluations)
     assert again.evaluations == tuple({"step": step, "recall": 1 / 3} for step in (4, 6))
