@@ -64,8 +64,7 @@ def test_grids_are_romes(golden, number):
     others = {f"{kind}.window{window}": dict(kind=kind, window=window) for window in case["windows"] for kind in SITES}
     others |= {f"resid.severed_{severed}": dict(severed=severed) for severed in SITES}
     others |= {f"resid.{corruption}": dict(corruption=corruption) for corruption in ("replace", "uniform")}
-    # The two cases of a variant share the other settings.
-    for name, options in list(others.items())[number::2]:
+    for name, options in others.items():
         scores = causal_trace(golden.model, query, **options, **settings).scores
         torch.testing.assert_close(scores, recorded[f"{prefix}scores.{name}"], **close)
 
