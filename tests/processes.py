@@ -1,6 +1,7 @@
 """Child processes of the tests, which are copies of this one."""
 
 import ctypes
+import gc
 import multiprocessing
 import signal
 import time
@@ -50,13 +51,15 @@ def hears_ctrl_c() -> None:
 def measured_apart(*measurements: Callable[[], T]) -> list[T]:
     """The results of functions that measure the growth of resident memory, each called in a copy of this process.
 
-    The copy first returns free memory to the system, because memory that is used again hides how much a call needs.
+    The copy first returns free memory to the system, because memory that is used again hides how much a call needs, and
+    collects no garbage of its parent meanwhile, which would hide it too.
     """
     results = []
     for measure in measurements:
         receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
         def work(measure: Callable[[], T] = measure, sender: Connection = sender) -> None:
+            gc.disable()
             ctypes.CDLL(None).malloc_trim(0)
             sender.send(measure())
 
