@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def same(result, plain, tmp_path):
     again = type(result).load(result.save(tmp_path / "result.safetensors"))
     for name, value in vars(plain).items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(getattr(again, name), value, rtol=0, atol=1e-6, equal_nan=True)
+            torch.testing.assert_close(getattr(again, name), value, rtol=1e-4, atol=0, equal_nan=True)
         else:
             assert json.dumps(getattr(again, name)) == json.dumps(value)
 
@@ -69,11 +70,17 @@ ANALYSES = {
 }
 
 
+def written_by(run, query):
+    """The query whose answer is what a run writes: a random model writes no true one, so each effect would be 0."""
+    return replace(query, answer_tokens=tuple(run.tokens[0, list(query.answer_positions)].tolist()))
+
+
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 @pytest.mark.parametrize("name", ANALYSES)
 def test_a_trace_takes_numpys_numbers(small, name, tmp_path):
     query = FACT.to_query(small)
     run = small.denoise(query.tokens[None], steps=2)
+    query = written_by(run, query)
     result, plain = (ANALYSES[name](small, query, run, n, **more) for n, more in ((np.int64, NUMPY), (int, PLAIN)))
     same(result, plain, tmp_path)
 
@@ -190,6 +197,8 @@ def on_a_short_run(analysis, model, **settings):
         run = model.denoise(query.tokens[None], steps=2)
     else:
         run = model.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=2)
+        query = replace(query, tokens=run.tokens[0, :-1])
+    query = written_by(run, query)
     return analysis(model, query, [0], trajectory=run, **settings)
 
 
@@ -198,8 +207,8 @@ def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
     settings = dict(noise=0.3, samples=1, layers=[1], positions=[1, 3])
     wide, narrow = (on_a_short_run(trace_trajectory, model, canvas=canvas, **settings) for model in doubled)
     assert wide.scores.dtype == torch.float64
-    torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=0, atol=1e-4, equal_nan=True)
-    torch.testing.assert_close(wide.clean.float(), narrow.clean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(wide.scores.float(), narrow.scores, rtol=1e-3, atol=0, equal_nan=True)
+    torch.testing.assert_close(wide.clean.float(), narrow.clean, rtol=1e-3, atol=0)
     same(wide, wide, tmp_path)
 
 

@@ -80,8 +80,8 @@ def test_the_positions_of_an_answer_may_come_in_any_order(small):
     query = FACT.to_query(small)
     reverse = replace(query, answer_positions=query.answer_positions[::-1], answer_tokens=query.answer_tokens[::-1])
     forth, back = (causal_trace(small, order, noise=0.1, samples=1, layers=[0]) for order in (query, reverse))
-    torch.testing.assert_close(back.scores, forth.scores, rtol=0, atol=1e-6)
-    torch.testing.assert_close(back.token_scores.flip(2), forth.token_scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(back.scores, forth.scores, rtol=1e-4, atol=0)
+    torch.testing.assert_close(back.token_scores.flip(2), forth.token_scores, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("small", ["ar"], indirect=True)
@@ -94,4 +94,4 @@ def test_a_causal_canvas_may_end_before_the_answer_or_continue_with_it(small):
         query.answer_tokens,
     )
     alike = [causal_trace(small, canvas, noise=0.1, samples=1, layers=[0]).clean for canvas in (query, whole)]
-    assert alike[0] == pytest.approx(alike[1], abs=1e-6)
+    assert alike[0] == pytest.approx(alike[1], rel=1e-4, abs=0)

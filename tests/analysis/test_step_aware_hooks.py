@@ -93,10 +93,10 @@ def test_clean_scores_are_those_of_the_loop_under_the_same_hook(small, name, cfg
     for token, (position, step) in enumerate(zip(query.answer_positions, trace.revealed_at, strict=True)):
         score = trace.clean_token_scores[trace.steps.index(step), token]
         assert score.item() == pytest.approx(run.confidence[0, position].item(), abs=1e-5)
-    torch.testing.assert_close(trace.corrupted, trace.clean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(trace.corrupted, trace.clean, rtol=1e-3, atol=0)
     on_canvas = ~trace.scores.isnan()
     everywhere = trace.clean[:, None, None].expand_as(trace.scores)
-    torch.testing.assert_close(trace.scores[on_canvas], everywhere[on_canvas], rtol=0, atol=1e-5)
+    torch.testing.assert_close(trace.scores[on_canvas], everywhere[on_canvas], rtol=1e-3, atol=0)
 
 
 @guided_or_causal
@@ -223,4 +223,4 @@ def test_freeze_is_refused_and_a_cache_replaces_it(small):
     _, cache = small.denoise_with_cache(prompt, POINT, length=14, steps=4)
     with small.hooks(fwd_hooks=[(POINT, swap(cache, positions=[0, 1]))]):
         swapped = trace_trajectory(small, query, **settings)
-    torch.testing.assert_close(swapped.clean, trace_trajectory(small, query, **settings).clean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(swapped.clean, trace_trajectory(small, query, **settings).clean, rtol=1e-3, atol=0)

@@ -132,6 +132,10 @@ def test_each_fault_is_flagged_and_named(case, fault):
     assert any(FAULTS[fault][1] in cause for cause in report.likely), report.to_text()
 
 
+def test_every_fault_has_a_checkpoint():
+    assert {*CHECKPOINTS_BY_FAULT, "a norm left out"} == {*FAULTS}  # the last one has a test of its own
+
+
 def test_a_norm_left_out_is_named_by_its_weights(cases):
     model, _ = cases("qwen2")
     report = check_model(faulty(model, "a norm left out"), only=("weights",))

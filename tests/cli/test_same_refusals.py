@@ -212,6 +212,7 @@ KEPT = {
         ["--limit", "7", "--layer", "1", "--resamples", "9"],
         [
             (["--layer", "0"], "layers: [1] there, [1, 0] here"),
+            (["--first-tokens", "2"], "--first-tokens: 1 there, 2 here"),
             (["--length", "13"], "length: 14 there, 13 here"),
             (["--limit", "8"], "facts: "),
         ],
