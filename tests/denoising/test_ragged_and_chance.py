@@ -5,7 +5,7 @@ import torch
 
 from diffusion_lens import Fact
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.samplers import Ancestral
+from diffusion_lens.denoising.samplers import Ancestral, ReMDM
 
 SHORT, LONG = "Gustav Geisser is the", "people say Gustav Geisser was the"
 
@@ -147,10 +147,10 @@ def test_remasked_rows_are_independent(either):
     if either.kind == "ar":
         return
     prompt = torch.tensor([[5, 6], [7, 8], [9, 10]])
-    options = dict(length=10, steps=6, sampler="remdm")
-    together = either.model.denoise(prompt, seed=40, **options)
+    options = dict(length=10, steps=6, sampler=ReMDM(eta=0.3))
+    together = either.model.denoise(prompt, seed=4, **options)
     masked = together.canvases == either.model.cfg.mask_token_id
-    assert (masked[1:] & ~masked[:-1]).any(dim=(0, 2)).sum() == 2  # of three rows, two are remasked somewhere
+    assert (masked[1:] & ~masked[:-1]).any(dim=(0, 2)).all()  # each row is remasked somewhere
     for row in range(3):
         alone = either.model.denoise(prompt[row : row + 1], seed=[together.record["seeds"][row]], **options)
         assert torch.equal(alone.canvases[:, 0], together.canvases[:, row])
