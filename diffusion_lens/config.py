@@ -38,6 +38,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         tied: Whether embedding and head are one matrix.
         model_name: Name under which results record the model.
         family: Family of its checkpoint, and default format of an export.
+        use_attn_in, use_hook_mlp_in: Whether these optional hook points pass (see `model.optional_hooks`).
         trained_length: Length in positions of the texts that it was last trained on, if it is shorter than `n_ctx`;
             `None` if unknown. It is the default length of a canvas, and not part of the architecture.
     """
@@ -57,6 +58,8 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None
+    use_attn_in: bool = False
+    use_hook_mlp_in: bool = False
 
     @classmethod
     def from_architecture(
@@ -151,6 +154,12 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             qk_norm=self.qk_norm,
             tied=self.tied,
         )
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights in attention and MLPs, as TransformerLens counts: no embeddings, head, norms or biases."""
+        a = self.architecture
+        return a.n_layers * a.d_model * (2 * (a.n_heads + a.n_key_value_heads) * a.d_head + 3 * a.d_mlp)
 
     @property
     def is_on_cpu(self) -> bool:

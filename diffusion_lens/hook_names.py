@@ -1,15 +1,50 @@
 """Names of hook points: TransformerLens's and those of the denoising loop. Errors name the nearest ones."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from transformer_lens.hook_points import HookPoint
 
 # A hook, `fn(activation, hook)`, and the hooks of a call: pairs of a hook point's name, or a predicate, and a hook.
 Hook = Callable[..., Any]
 FwdHooks = Sequence[tuple[Any, Any]]
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+NamesFilter = str | Sequence[str] | Set[str] | Callable[[str], bool] | None
+
+# Other names that TransformerLens 3 and 4 have for a hook point of a block, or of the whole model.
+BLOCK_ALIASES = {
+    "hook_in": "hook_resid_pre",
+    "hook_out": "hook_resid_post",
+    "attn.hook_out": "hook_attn_out",
+    "mlp.hook_out": "hook_mlp_out",
+    "hook_attn_in": "attn.hook_attn_in",
+    "hook_q_input": "attn.hook_q_input",
+    "hook_k_input": "attn.hook_k_input",
+    "hook_v_input": "attn.hook_v_input",
+}
+ALIASES = {"embed.hook_out": "hook_embed"}
+
+Value = TypeVar("Value")
+
+
+def own_name(name: str) -> str:
+    """The name of a hook point in this library: that of an alias, and any other name as it is."""
+    if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
+        return match[1] + BLOCK_ALIASES.get(match[2], match[2])
+    return ALIASES.get(name, name)
+
+
+class ByHookPoint(dict[str, Value]):
+    """Values by the names of hook points; an alias reaches the value too, and is no key of its own."""
+
+    def __missing__(self, name: str) -> Value:
+        if (own := own_name(name)) == name:
+            raise KeyError(name)
+        return self[own]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(own_name(name) if isinstance(name, str) else name)
 
 
 def loop_hook(name: str) -> str:
@@ -52,7 +87,7 @@ def require_hook_point(name: str, hook_dict: Mapping[str, HookPoint]) -> None:
 
 
 def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) -> list[str]:
-    """The hook points that a filter (a name, names, a predicate, `None` for all) selects.
+    """The hook points that a filter (a name, names, a predicate, `None` for all) selects, by their names here.
 
     Raises:
         KeyError: A name is not a hook point.
@@ -62,11 +97,12 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
         return list(hook_dict)
     if isinstance(names_filter, str):
         require_hook_point(names_filter, hook_dict)
-        return [names_filter]
-    if isinstance(names_filter, Sequence):
+        return [own_name(names_filter)]
+    if isinstance(names_filter, Sequence | Set):
         for name in names_filter:
             require_hook_point(name, hook_dict)
-        selected = [name for name in hook_dict if name in set(names_filter)]
+        requested = set(map(own_name, names_filter))
+        selected = [name for name in hook_dict if name in requested]
     else:
         predicate: Callable[[str], bool] = names_filter
         selected = [name for name in hook_dict if predicate(name)]

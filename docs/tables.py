@@ -24,6 +24,10 @@ MEANING = {
     "blocks.{i}.hook_resid_pre": "residual stream entering the block",
     "blocks.{i}.ln1.hook_scale": "√(mean(x²) + eps) of the norm before attention",
     "blocks.{i}.ln1.hook_normalized": "x / scale, before the norm's weight",
+    "blocks.{i}.attn.hook_attn_in": "copy of the residual stream for each head; not with grouped heads",
+    "blocks.{i}.attn.hook_q_input": "copy of the residual stream for the queries of each head",
+    "blocks.{i}.attn.hook_k_input": "copy of the residual stream for the keys of each head",
+    "blocks.{i}.attn.hook_v_input": "copy of the residual stream for the values of each head",
     "blocks.{i}.attn.hook_q": "queries, before their rotation",
     "blocks.{i}.attn.hook_k": "keys, before their rotation",
     "blocks.{i}.attn.hook_v": "values",
@@ -35,6 +39,7 @@ MEANING = {
     "blocks.{i}.attn.hook_result": "output of each head, which is added to the residual stream",
     "blocks.{i}.hook_attn_out": "output of the attention, which is added to the residual stream",
     "blocks.{i}.hook_resid_mid": "residual stream between attention and MLP",
+    "blocks.{i}.hook_mlp_in": "copy of the residual stream for the MLP",
     "blocks.{i}.ln2.hook_scale": "scale of the norm before the MLP",
     "blocks.{i}.ln2.hook_normalized": "x / scale, before the norm's weight",
     "blocks.{i}.mlp.hook_pre": "the gate, before silu",
@@ -87,44 +92,48 @@ def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
     for name, meaning in MEANING.items():
         silent = model.why_silent(name.format(i=0))
         if name.startswith("denoise.") == (kind == "loop"):
-            condition = re.search(r"`?model\.set_use_attn_result\(True\)`?", silent or "")
+            condition = re.search(r"model\.set_use_\w+\(True\)", silent or "")
             rows.append((name, seen[name], f"after `{condition[0]}`" if condition else "", meaning))
     return rows
 
 
 @cache
 def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
-    """The shape at each hook point of a small random model, in axis words, and that model."""
-    sizes = _SIZES
-    cfg = DiffusionConfig.from_architecture(
-        Architecture(
-            family="diffusion_lens",
-            name="probe",
-            n_layers=1,
-            d_model=sizes["d_model"],
-            n_heads=sizes["head"],
-            n_key_value_heads=sizes["kv_head"],
-            d_head=sizes["d_head"],
-            d_mlp=sizes["d_mlp"],
-            d_vocab=sizes["d_vocab"],
-            d_vocab_out=sizes["d_vocab_out"],
-            n_ctx=32,
-            attention_dir="bidirectional",
-            readout="in_place",
-            mask_token_id=sizes["d_vocab"] - 1,
-        ),
-        device="cpu",
-    )
-    probe, seen = HookedDiffusionTransformer(cfg), {}
+    """The shape at each hook point of small random models, in axis words, and one of these models."""
+    seen: dict[str, str] = {}
 
     def record(x: torch.Tensor, hook: Any) -> None:
         seen[_template(hook.name)] = f"{_KINDS[x.dtype]}[{' '.join(_words(x.shape))}]"
 
-    probe.set_use_attn_result(True)
-    prompt = torch.zeros(sizes["batch"], 1, dtype=torch.long)
-    probe.denoise(prompt, length=sizes["pos"], steps=1, fwd_hooks=[(lambda name: True, record)])
-    probe.set_use_attn_result(False)
-    return seen, probe
+    prompt = torch.zeros(_SIZES["batch"], 1, dtype=torch.long)
+    # `use_attn_in` excludes grouped heads and `use_split_qkv_input`.
+    shared, grouped = _probe(kv_heads=_SIZES["head"]), _probe(kv_heads=_SIZES["kv_head"])
+    with shared.optional_hooks(use_attn_in=True):
+        shared.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[("blocks.0.hook_attn_in", record)])
+    for flags in ({"use_attn_result": True, "use_hook_mlp_in": True, "use_split_qkv_input": True}, {}):
+        with grouped.optional_hooks(**flags):
+            grouped.denoise(prompt, length=_SIZES["pos"], steps=1, fwd_hooks=[(lambda name: True, record)])
+    return seen, grouped
+
+
+def _probe(kv_heads: int) -> HookedDiffusionTransformer:
+    architecture = Architecture(
+        family="diffusion_lens",
+        name="probe",
+        n_layers=1,
+        d_model=_SIZES["d_model"],
+        n_heads=_SIZES["head"],
+        n_key_value_heads=kv_heads,
+        d_head=_SIZES["d_head"],
+        d_mlp=_SIZES["d_mlp"],
+        d_vocab=_SIZES["d_vocab"],
+        d_vocab_out=_SIZES["d_vocab_out"],
+        n_ctx=32,
+        attention_dir="bidirectional",
+        readout="in_place",
+        mask_token_id=_SIZES["d_vocab"] - 1,
+    )
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
 def _words(shape: Sequence[int]) -> list[str]:

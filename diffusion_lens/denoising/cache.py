@@ -12,7 +12,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.hook_names import ByHookPoint, NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, count_positions, select_positions
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.records import open_result, save_result
@@ -29,7 +29,7 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
     """
 
     def __init__(self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None) -> None:
-        self._by_step = {step: ActivationCache(by_step[step], model) for step in sorted(by_step)}
+        self._by_step = {step: ActivationCache(ByHookPoint(by_step[step]), model) for step in sorted(by_step)}
         self.n_steps = n_steps
 
     @property
@@ -206,6 +206,10 @@ def activation_shape(
         "hook_rot_k": (kv_heads, cfg.d_head),
         "hook_v": (kv_heads, cfg.d_head),
         "hook_result": (cfg.n_heads, cfg.d_model),
+        "hook_attn_in": (cfg.n_heads, cfg.d_model),
+        "hook_q_input": (cfg.n_heads, cfg.d_model),
+        "hook_k_input": (kv_heads, cfg.d_model),
+        "hook_v_input": (kv_heads, cfg.d_model),
         "hook_pre": (cfg.d_mlp,),
         "hook_pre_linear": (cfg.d_mlp,),
         "hook_post": (cfg.d_mlp,),

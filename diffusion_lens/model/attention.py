@@ -6,7 +6,7 @@ hook returned or modified a tensor, the output has the values of the fused kerne
 computation.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,20 +21,23 @@ from diffusion_lens.model.kv_cache import LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.optional_hooks import OptionalHooks
 from diffusion_lens.model.rotary import Tables, rotate, tables_at
 from diffusion_lens.shapes import Resid
 
 Heads = Float[Tensor, "batch pos head d_head"]
 KeyHeads = Float[Tensor, "batch key kv_head d_head"]
+Copies = Float[Tensor, "batch pos head d_model"]
+KeyCopies = Float[Tensor, "batch pos kv_head d_model"]
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Rotary tables and attention pattern, which all layers of one forward pass share."""
+    """Rotary tables, attention pattern and optional hook points, which all layers of one forward pass share."""
 
     rotary: Tables
     visibility: Visibility
-    use_attn_result: bool = False
+    optional: OptionalHooks = field(default_factory=OptionalHooks)
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""
@@ -44,9 +47,9 @@ class AttentionContext:
 class Attention(nn.Module):
     """Hook points carry [batch pos head d_head]; `hook_k` and `hook_v` carry the key/value heads.
 
-    `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result` [batch pos head d_model] passes only
-    when the config's `use_attn_result` is on. Where heads have norms of their own, `hook_q` and `hook_k` come before
-    them.
+    `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result`, `hook_attn_in`, `hook_q_input`,
+    `hook_k_input` and `hook_v_input` [batch pos head d_model] pass only under their flags (`OptionalHooks`). Where
+    heads have norms of their own, `hook_q` and `hook_k` come before them.
     """
 
     def __init__(
@@ -67,6 +70,10 @@ class Attention(nn.Module):
         self.d_head = d_head
         self.q_norm = nn.Identity() if q_norm is None else q_norm
         self.k_norm = nn.Identity() if k_norm is None else k_norm
+        self.hook_attn_in = StepHookPoint()
+        self.hook_q_input = StepHookPoint()
+        self.hook_k_input = StepHookPoint()
+        self.hook_v_input = StepHookPoint()
         self.hook_q = StepHookPoint()
         self.hook_k = StepHookPoint()
         self.hook_v = StepHookPoint()
@@ -111,15 +118,21 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Resid,
+        q_input: Resid | Copies,
+        k_input: Resid | KeyCopies,
+        v_input: Resid | KeyCopies,
         context: AttentionContext,
         past: LayerKeyValues | None = None,
         rows: LogitRows | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
-        """Compute attention. With `rows`, queries and outputs are computed for those rows only."""
-        q = self.hook_q(self.q(x if rows is None else rows.gather(x)).unflatten(-1, (-1, self.d_head)))
-        k = self.hook_k(self.k(x).unflatten(-1, (-1, self.d_head)))
-        v = self.hook_v(self.v(x).unflatten(-1, (-1, self.d_head)))
+        """Compute attention. With `rows`, queries and outputs are computed for those rows only.
+
+        Args:
+            q_input, k_input, v_input: The normalised residual stream, or a copy of it for each head.
+        """
+        q = self.hook_q(self._by_head(self.q, q_input if rows is None else rows.gather(q_input)))
+        k = self.hook_k(self._by_head(self.k, k_input))
+        v = self.hook_v(self._by_head(self.v, v_input))
         k = self.hook_rot_k(rotate(self.k_norm(k), context.rotary))
         if past is not None:
             k, v = past.extend(k, v)
@@ -129,12 +142,37 @@ class Attention(nn.Module):
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._explicit(q, k, v, query_context.visibility, mixed)
         z = self.hook_z(mixed)
-        if context.use_attn_result:
+        if context.optional.use_attn_result:
             result = self.hook_result(einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model"))
             summed: Tensor = result.sum(dim=2) + self.b_O
             return summed
         out: Tensor = self.o(z.flatten(2))
         return out
+
+    def copies(self, resid_pre: Resid, context: AttentionContext) -> tuple[Copies, KeyCopies, KeyCopies]:
+        """A copy of the residual stream for each head that reads it: for queries, keys and values."""
+
+        def copy(heads: int) -> Tensor:
+            return resid_pre.unsqueeze(2).repeat(1, 1, heads, 1)
+
+        n_heads, n_kv_heads = (linear.out_features // self.d_head for linear in (self.q, self.k))
+        if context.optional.use_attn_in:
+            shared = self.hook_attn_in(copy(n_heads))
+            return shared, shared, shared
+        return (
+            self.hook_q_input(copy(n_heads)),
+            self.hook_k_input(copy(n_kv_heads)),
+            self.hook_v_input(copy(n_kv_heads)),
+        )
+
+    def _by_head(self, linear: nn.Linear, x: Resid | Copies) -> Heads:
+        """A projection of the stream, or of one copy of it for each head."""
+        if x.dim() == 3:
+            heads: Heads = linear(x).unflatten(-1, (-1, self.d_head))
+            return heads
+        weight = _by_head(linear.weight, self.d_head)
+        heads = einsum(x, weight, "batch pos head model, head d model -> batch pos head d")
+        return heads + _by_head(bias_of(linear), self.d_head)
 
     def _explicit(self, q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility, fused: Heads) -> Heads:
         """Attention with scores and pattern passing their hook points."""

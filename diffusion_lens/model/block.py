@@ -27,6 +27,7 @@ class Block(nn.Module):
         self.hook_resid_pre = StepHookPoint()
         self.hook_attn_out = StepHookPoint()
         self.hook_resid_mid = StepHookPoint()
+        self.hook_mlp_in = StepHookPoint()
         self.hook_mlp_out = StepHookPoint()
         self.hook_resid_post = StepHookPoint()
 
@@ -39,8 +40,20 @@ class Block(nn.Module):
     ) -> Float[Tensor, "batch query d_model"]:
         """Run the block. With `rows`, the output is computed for those rows only."""
         resid_pre = self.hook_resid_pre(resid)
-        attn_out = self.hook_attn_out(self.attn(self.ln1(resid_pre), context, past, rows))
+        attn_out = self.hook_attn_out(self.attn(*self._attention_inputs(resid_pre, context, rows), context, past, rows))
         resid_mid = self.hook_resid_mid((resid_pre if rows is None else rows.gather(resid_pre)) + attn_out)
-        mlp_out = self.hook_mlp_out(self.mlp(self.ln2(resid_mid)))
+        mlp_in = self.hook_mlp_in(resid_mid.clone()) if context.optional.use_hook_mlp_in else resid_mid
+        mlp_out = self.hook_mlp_out(self.mlp(self.ln2(mlp_in)))
         resid_post: Tensor = self.hook_resid_post(resid_mid + mlp_out)
         return resid_post
+
+    def _attention_inputs(
+        self, resid_pre: Resid, context: AttentionContext, rows: LogitRows | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries, keys and values read: the normalised stream, or copies of it for each head."""
+        # Rows are selected only in a block where nothing is hooked, which needs no copies.
+        if context.optional.copies_by_head is None or rows is not None:
+            shared = self.ln1(resid_pre)
+            return shared, shared, shared
+        q, k, v = map(self.ln1.without_hooks, self.attn.copies(resid_pre, context))
+        return q, k, v

@@ -1,7 +1,7 @@
 """Hooking and caching as in TransformerLens, with checked names and hook points that know the denoising step."""
 
 from abc import ABC
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
@@ -12,9 +12,10 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.hook_names import ByHookPoint, NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, lend_clock
+from diffusion_lens.model.optional_hooks import OptionalHooks
 from diffusion_lens.settings import check_keywords, keywords_of, takes_any_keyword
 from diffusion_lens.step_state import StepClock
 
@@ -62,6 +63,7 @@ class Hooking(HookedRootModule, ABC):
 
     def _set_up(self) -> None:
         super().setup()
+        self.hook_dict, self.mod_dict = ByHookPoint(self.hook_dict), ByHookPoint(self.mod_dict)
         # `model.denoise` is the method that runs the loop, so the loop's hook points are stored as `model.loop_hooks`
         # and renamed here.
         for name, _ in self.loop_hooks.named_children():
@@ -95,7 +97,7 @@ class Hooking(HookedRootModule, ABC):
             *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
         )
         if return_cache_object:
-            return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+            return out, ActivationCache(ByHookPoint(cache), self, has_batch_dim=not remove_batch_dim)
         return out, cache
 
     @property
@@ -185,7 +187,7 @@ class Hooking(HookedRootModule, ABC):
     def _select(self, names_filter: NamesFilter) -> list[str]:
         """The hook points that a filter selects; one that is no longer in the network is a `RuntimeError`."""
         named = [names_filter] if isinstance(names_filter, str) else names_filter
-        for name in named if isinstance(named, Sequence) else ():
+        for name in named if isinstance(named, Sequence | Set) else ():
             self._refuse_replaced(name)
         selected = select_names(names_filter, self.hook_dict)
         for name in selected:
@@ -237,6 +239,4 @@ class Hooking(HookedRootModule, ABC):
         """The reason why a plain forward pass never reaches a hook point, or `None`."""
         if name.startswith(loop_hook("")):
             return "passes only inside the denoising loop: model.denoise(..., fwd_hooks=[...])"
-        if name.endswith("hook_result") and not self.cfg.use_attn_result:
-            return "passes only after model.set_use_attn_result(True)"
-        return None
+        return OptionalHooks.of(self.cfg).why_silent(name)

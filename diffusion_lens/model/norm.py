@@ -27,6 +27,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest d"]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = self.hook_scale((wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
+        scale = self.hook_scale(self._scale(wide))
         normalized: Tensor = self.hook_normalized((wide / scale).to(x.dtype))
         return normalized * self.weight
+
+    def without_hooks(self, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest d"]:
+        """The same function, without its hook points."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide / self._scale(wide)).to(x.dtype) * self.weight
+
+    def _scale(self, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest 1"]:
+        return (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()

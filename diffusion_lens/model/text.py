@@ -168,6 +168,35 @@ class TextInterface(Padding):
         """The text of one id."""
         return self._word(int_token)
 
+    def get_token_position(
+        self,
+        single_token: str | int,
+        input: str | Int[Tensor, "*batch pos"],
+        mode: str = "first",
+        prepend_bos: bool | None = None,
+        padding_side: str = "right",
+    ) -> int:
+        """Position of a token in a text or in one sequence of tokens, as in TransformerLens.
+
+        Args:
+            single_token: Id of the token, or a text that is exactly one token.
+            input: Text, or tokens Int[pos] or Int[1 pos].
+            mode: "first" or "last" of several occurrences.
+
+        Raises:
+            ValueError: The token does not occur, or an argument does not fit.
+        """
+        if mode not in ("first", "last"):
+            raise ValueError(f"mode={mode!r}; it must be 'first' or 'last'")
+        tokens = self.to_tokens(input, prepend_bos, padding_side) if isinstance(input, str) else input
+        if tokens.dim() > 1 and tokens.shape[0] != 1:
+            raise ValueError(f"a token is searched in one row of tokens, not in {list(tokens.shape)}")
+        token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
+        positions = (tokens.flatten() == token).nonzero().flatten().tolist()
+        if not positions:
+            raise ValueError(f"{self.words([token])[0]!r} does not occur in {self.words(tokens.flatten().tolist())}")
+        return int(positions[0 if mode == "first" else -1])
+
     def words(self, tokens: Sequence[int]) -> list[str]:
         """A label for each id: its text or, without a tokenizer, the id in brackets."""
         return [f"<{token}>" if self.tokenizer is None else self._word(token) for token in tokens]

@@ -20,15 +20,16 @@ from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows, Rows
+from diffusion_lens.model.optional_hooks import OptionalHooks, OptionalHookSettings
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
-from diffusion_lens.shapes import PosMask, Resid
+from diffusion_lens.shapes import PosMask, Resid, Tokens
 
 Input = str | Sequence[str] | Tensor
 
 
-class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
+class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hooking, ABC):
     """A masked diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
@@ -78,6 +79,29 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
     def readout(self) -> Readout:
         """The rule that says which row of the logits predicts the token at each position."""
         return READOUTS[self.cfg.readout]
+
+    def input_to_embed(
+        self,
+        input: Input,
+        prepend_bos: bool | None = None,
+        padding_side: str = "right",
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Resid, Tokens, None, Tensor | None]:
+        """The residual stream entering the first block, as in TransformerLens, for `forward(start_at_layer=0)`.
+
+        Returns:
+            Residual stream Float[batch pos d_model], tokens Int[batch pos], `None`, and the attention mask: the
+            given one, or that of the padding, or `None` without padding.
+        """
+        if isinstance(input, Tensor):
+            tokens, real = input, self.real_positions(input)
+        else:
+            tokens, real = self.tokenize(input, prepend_bos, padding_side)
+        padding = None if real is None or bool(real.all()) else real
+        mask = padding if attention_mask is None else attention_mask
+        resid = self.run_layers(tokens, attention_mask=mask, stop_at_layer=0)
+        assert resid is not None
+        return resid, tokens, None, mask
 
     def run_layers(
         self,
@@ -131,13 +155,6 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
             logits: Tensor = self.unembed(rows.without_padding(normalized))
             return logits
 
-    def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Compute each head's result [batch pos head d_model] at `attn.hook_result`, as in TransformerLens.
-
-        It takes much memory, and is off by default.
-        """
-        self.cfg.use_attn_result = use_attn_result
-
     def _enter(
         self, input: Input, attention_mask: Tensor | None, prepend_bos: bool | None, is_resid: bool
     ) -> tuple[Resid, PosMask | None]:
@@ -190,7 +207,7 @@ class DiffusionTransformer(TextInterface, WeightViews, Hooking, ABC):
         return AttentionContext(
             self._rotary.tables(n_pos, device, positions, n_past, self.cfg.dtype),
             self._pattern.visibility(n_pos, device, real, n_past),
-            self.cfg.use_attn_result,
+            OptionalHooks.of(self.cfg),
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,14 @@
 """The weights under TransformerLens's names and shapes. Those of one block are views: writing into them edits it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens import FactoredMatrix
+from transformer_lens.model_bridge.composition_scores import CompositionScores
+from transformer_lens.utilities.matrix import composition_scores
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
@@ -115,6 +117,40 @@ class WeightViews(ABC):
             }
             named |= {f"blocks.{i}.{name}": weight for name, weight in weights.items()}
         return named
+
+    def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The items of `tl_parameters`."""
+        yield from self.tl_parameters().items()
+
+    def blocks_with(self, submodule: str) -> list[tuple[int, Block]]:
+        """Index and block of each block that has a submodule of this name: here all blocks or none."""
+        return [(i, block) for i, block in enumerate(self.blocks) if submodule in block._modules]
+
+    @property
+    def all_head_labels(self) -> list[str]:
+        """The names of all query heads, in order: "L0H0", "L0H1" and so on."""
+        return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
+
+    def all_composition_scores(self, mode: str) -> CompositionScores:
+        """How much each head reads of what each head of an earlier layer writes, by weights alone.
+
+        ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖) in Frobenius norms (Elhage et al. 2021, A Mathematical Framework for Transformer
+        Circuits), as in TransformerLens. The weights of the norms count only in a model with folded norms.
+
+        Args:
+            mode: What the later head composes: "Q", "K" or "V".
+
+        Returns:
+            `scores` Float[layer head layer head], earlier head first, 0 unless its layer is earlier.
+        """
+        later = {"Q": self.QK, "K": self.QK.T, "V": self.OV}
+        if mode not in later:
+            raise ValueError(f"mode={mode!r}; it must be 'Q', 'K' or 'V'")
+        layers = list(range(self.cfg.n_layers))
+        scores = composition_scores(self.OV, later[mode], broadcast_dims=True)
+        index = torch.tensor(layers, device=scores.device)
+        earlier = index[:, None, None, None] < index[None, None, :, None]
+        return CompositionScores(scores * earlier, layers, self.all_head_labels)
 
     @property
     def QK(self) -> FactoredMatrix:

@@ -22,15 +22,18 @@ def tokens(every):
 @pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen3"], indirect=True)
 def test_every_hook_point_is_alive(every, tokens):
     model = every.model
-    model.set_use_attn_result(True)
-    try:
-        base = model(tokens)
-        # Blocks are built alike: of the points in blocks, those of one.
-        names = [name for name in network_hooks(model) if "blocks." not in name or name.startswith("blocks.1.")]
-        dead = [name for name in names if torch.allclose(model.run_with_hooks(tokens, fwd_hooks=[(name, poke)]), base)]
-    finally:
-        model.set_use_attn_result(False)
-    assert dead == []
+    # Blocks are built alike: of the points in blocks, those of one.
+    names = {name for name in network_hooks(model) if "blocks." not in name or name.startswith("blocks.1.")}
+    dead, silent = set(), names
+    for flag in ({}, {"use_attn_result": True, "use_hook_mlp_in": True}, {"use_split_qkv_input": True}):
+        with model.optional_hooks(**flag):
+            base = model(tokens)
+            passing = {name for name in names if model.why_silent(name) is None}
+            hooked = {name: model.run_with_hooks(tokens, fwd_hooks=[(name, poke)]) for name in passing}
+            dead |= {name for name, logits in hooked.items() if torch.allclose(logits, base)}
+            silent = silent - passing
+    assert dead == set()
+    assert silent == {"blocks.1.attn.hook_attn_in"}
 
 
 def test_the_hook_points_are_transformer_lens_names(every):
@@ -38,7 +41,8 @@ def test_the_hook_points_are_transformer_lens_names(every):
         "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
         "ln1.hook_scale", "ln1.hook_normalized", "ln2.hook_scale", "ln2.hook_normalized",
         "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k",
-        "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "attn.hook_result",
+        "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "attn.hook_result", "attn.hook_attn_in",
+        "attn.hook_q_input", "attn.hook_k_input", "attn.hook_v_input", "hook_mlp_in",
         "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post",
     }  # fmt: skip
     model = every.model

@@ -1,0 +1,144 @@
+"""Hook points that pass only under a flag: copies of the residual stream for each head, and for the MLP."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from diffusion_lens.model.optional_hooks import FLAGS, OptionalHooks
+
+CLOSE = dict(rtol=1e-4, atol=1e-5)
+BLOCK = "blocks.1"
+
+
+@pytest.fixture
+def tokens(every):
+    return every.tokens[:2, :8]
+
+
+@pytest.fixture
+def change(every):
+    return torch.randn(every.model.cfg.d_model, generator=torch.Generator().manual_seed(0))
+
+
+def flags_of(model):
+    """The flags that a model can have: grouped heads exclude `use_attn_in`."""
+    grouped = model.cfg.n_key_value_heads != model.cfg.n_heads
+    return sorted(set(FLAGS.values()) - ({"use_attn_in"} if grouped else set()))
+
+
+def test_a_flag_without_hooks_changes_no_number_and_lets_its_points_pass(every, tokens):
+    model = every.model
+    expected = model(tokens)
+    for flag in flags_of(model):
+        with model.optional_hooks(**{flag: True}):
+            logits, cache = model.run_with_cache(tokens)
+        assert_close(logits, expected, **CLOSE)
+        passing = {name.rpartition(".")[2] for name in cache}
+        assert {FLAGS[point] for point in passing & set(FLAGS)} == {flag}
+        assert {point for point in FLAGS if FLAGS[point] == flag} <= passing
+
+
+def test_the_same_change_of_all_copies_is_a_change_of_what_attention_reads(every, tokens, change):
+    """Against a run in which the stream itself changes, whose attention output is patched into the plain run."""
+    model = every.model
+
+    def add(activation, hook):
+        activation += change  # in place: the residual stream itself must not change
+
+    attn_out = f"{BLOCK}.hook_attn_out"
+    with model.hooks(fwd_hooks=[(f"{BLOCK}.hook_resid_pre", lambda activation, hook: activation + change)]):
+        _, cache = model.run_with_cache(tokens, names_filter=attn_out)
+    expected = model.run_with_hooks(tokens, fwd_hooks=[(attn_out, lambda activation, hook: cache[attn_out])])
+    copies = {"use_split_qkv_input": ["q_input", "k_input", "v_input"], "use_attn_in": ["attn_in"]}
+    for flag in copies.keys() & set(flags_of(model)):
+        with model.optional_hooks(**{flag: True}):
+            hooks = [(f"{BLOCK}.attn.hook_{copy}", add) for copy in copies[flag]]
+            assert_close(model.run_with_hooks(tokens, fwd_hooks=hooks), expected, **CLOSE)
+
+
+def test_a_change_of_the_mlps_copy_is_a_change_of_what_it_reads(every, tokens, change):
+    model, mlp_out = every.model, f"{BLOCK}.hook_mlp_out"
+    with model.hooks(fwd_hooks=[(f"{BLOCK}.hook_resid_mid", lambda activation, hook: activation + change)]):
+        _, cache = model.run_with_cache(tokens, names_filter=mlp_out)
+    expected = model.run_with_hooks(tokens, fwd_hooks=[(mlp_out, lambda activation, hook: cache[mlp_out])])
+    with model.optional_hooks(use_hook_mlp_in=True):
+        hook = (f"{BLOCK}.hook_mlp_in", lambda activation, hook: activation.add_(change))
+        assert_close(model.run_with_hooks(tokens, fwd_hooks=[hook]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_the_copy_of_one_head_changes_the_projection_of_that_head(every, tokens, change, of):
+    model = every.model
+    attn, ln1 = model.blocks[1].attn, model.blocks[1].ln1
+
+    def change_head_1(activation, hook):
+        activation[:, :, 1] += change
+
+    _, plain = model.run_with_cache(tokens)
+    hooks = [(f"{BLOCK}.attn.hook_{of}_input", change_head_1)]
+    with model.optional_hooks(use_split_qkv_input=True), model.hooks(fwd_hooks=hooks):
+        _, cache = model.run_with_cache(tokens)
+    stream = plain["resid_pre", 1] + change
+    normalized = stream / (stream.pow(2).mean(-1, keepdim=True) + model.cfg.eps).sqrt() * ln1.w
+    projected = normalized @ getattr(attn, f"W_{of.upper()}")[1] + getattr(attn, f"b_{of.upper()}")[1]
+    assert_close(cache[of, 1][:, :, 1], projected, **CLOSE)
+    for other in "qkv":
+        kept = [head for head in range(plain[other, 1].shape[2]) if head != 1 or other != of]
+        assert_close(cache[other, 1][:, :, kept], plain[other, 1][:, :, kept], **CLOSE)
+    assert torch.equal(cache["resid_pre", 1], plain["resid_pre", 1])
+
+
+def test_gradients_at_the_copies_add_up_to_that_of_what_attention_reads(either):
+    """The gradient at the stream is that of the skip connection plus those of all copies."""
+    model, tokens = either.model, either.tokens[:1, :6]
+    gradients = {}
+
+    def keep(gradient, hook):
+        gradients[hook.name] = gradient.clone()
+
+    names = [f"{BLOCK}.hook_resid_pre", *(f"{BLOCK}.attn.hook_{of}_input" for of in "qkv"), f"{BLOCK}.hook_resid_mid"]
+    with model.optional_hooks(use_split_qkv_input=True), model.hooks(bwd_hooks=[(name, keep) for name in names]):
+        model(tokens)[0, -1].logsumexp(-1).backward()
+    model.zero_grad()
+    stream, *copies, skipped = (gradients[name] for name in names)
+    assert_close(stream, skipped + sum(copy.sum(dim=2) for copy in copies), **CLOSE)
+
+
+def test_the_loop_has_the_copies_of_each_step(either):
+    model = either.model
+    name = f"{BLOCK}.attn.hook_k_input"
+    with model.optional_hooks(use_split_qkv_input=True):
+        trajectory, cache = model.denoise_with_cache(torch.tensor([[5, 6]]), name, length=5, steps=3)
+    canvas = trajectory.canvases[1]
+    canvas = canvas[:, : int((canvas >= 0).sum())]  # the positions that a causal model has reached
+    _, expected = model.run_with_cache(canvas, names_filter=f"{BLOCK}.hook_resid_pre")
+    assert cache[1][name].shape == (1, 5, model.cfg.n_key_value_heads, model.cfg.d_model)
+    for head in range(model.cfg.n_key_value_heads):
+        assert_close(cache[1][name][:, : canvas.shape[1], head], expected["resid_pre", 1], **CLOSE)
+
+
+def test_flags_are_refused_where_they_do_not_fit(either):
+    model = either.model
+    assert model.cfg.n_key_value_heads != model.cfg.n_heads
+    with pytest.raises(ValueError, match=r"share 2 key/value heads; use set_use_split_qkv_input"):
+        model.set_use_attn_in(True)
+    with pytest.raises(TypeError, match="use_hook_mlp_in='no'"):
+        model.set_use_hook_mlp_in("no")
+    with pytest.raises(ValueError, match=r"model\.set_use_split_qkv_input\(True\)"):
+        model.run_with_cache(either.tokens, names_filter=f"{BLOCK}.attn.hook_q_input")
+    now = r"model\.set_use_split_qkv_input\(False\): now each head normalises"
+    with model.optional_hooks(use_split_qkv_input=True), pytest.raises(ValueError, match=now):
+        model.run_with_cache(either.tokens, names_filter=f"{BLOCK}.ln1.hook_scale")
+    assert OptionalHooks.of(model.cfg) == OptionalHooks()
+
+
+def test_the_flags_of_before_come_back_after_an_error(specimen, configs):
+    model = specimen(configs["llama"]).model
+    model.set_use_attn_in(True)
+    with pytest.raises(ValueError, match="exclude each other"):
+        model.set_use_split_qkv_input(True)
+    with model.optional_hooks(use_split_qkv_input=True, use_attn_result=True):
+        assert OptionalHooks.of(model.cfg) == OptionalHooks(use_attn_result=True, use_split_qkv_input=True)
+    with pytest.raises(KeyError, match="nearest"), model.optional_hooks(use_split_qkv_input=True):
+        model.run_with_hooks(torch.tensor([[5]]), fwd_hooks=[("blocks.1.hook_q_inputs", print)])
+    assert OptionalHooks.of(model.cfg) == OptionalHooks(use_attn_in=True)

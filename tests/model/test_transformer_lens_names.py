@@ -1,0 +1,102 @@
+"""Names of TransformerLens 3 and 4 for the same hook points, and small methods of its model."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformer_lens.utilities import get_act_name
+
+from diffusion_lens.hook_names import BLOCK_ALIASES
+
+
+def test_an_alias_reaches_the_same_hook_point(either):
+    model, tokens = either.model, either.tokens[:1]
+    aliases = {f"blocks.1.{alias}": f"blocks.1.{name}" for alias, name in BLOCK_ALIASES.items()}
+    called = []
+
+    def record(activation, hook):
+        called.append(hook.name)
+
+    for alias, name in {**aliases, "embed.hook_out": "hook_embed"}.items():
+        assert model.hook_dict[alias] is model.hook_dict[name]
+        assert alias in model.hook_dict
+        assert alias not in list(model.hook_dict)
+        if model.why_silent(name) is None:
+            model.run_with_hooks(tokens, fwd_hooks=[(alias, record)])
+            model.denoise(tokens, max_new_tokens=1, steps=1, fwd_hooks=[(alias, record)])
+            model.add_hook(alias, record)
+            model(tokens)
+            model.reset_hooks()
+            assert called == [name] * 3
+            called.clear()
+
+
+def test_caches_are_read_by_aliases(either):
+    model, tokens = either.model, either.tokens[:1]
+    _, cache = model.run_with_cache(tokens, names_filter={"blocks.1.hook_out", "blocks.1.attn.hook_out"})
+    assert set(cache) == {"blocks.1.hook_resid_post", "blocks.1.hook_attn_out"}
+    assert get_act_name("in", 2) == "blocks.2.hook_in"
+    assert cache["out", 1] is cache["blocks.1.hook_out"] is cache["resid_post", 1]
+    with pytest.raises(KeyError):
+        cache["in", 1]
+    _, by_step = model.denoise_with_cache(tokens, "blocks.1.hook_out", max_new_tokens=2, steps=2)
+    assert by_step[1, "blocks.1.hook_out"] is by_step[1]["resid_post", 1]
+    with pytest.raises(KeyError, match="nearest"):
+        model.run_with_cache(tokens, names_filter={"blocks.1.hook_uot"})
+
+
+def test_a_token_is_found_where_it_stands(tiny):
+    text = "Gustav Geisser is the brave drummer of Rolsen , the"
+    tokens = tiny.to_tokens(text, prepend_bos=False)
+    for single in (" the", tiny.to_single_token(" the")):
+        assert tiny.get_token_position(single, text, prepend_bos=False) == 3
+        assert tiny.get_token_position(single, tokens, mode="last") == tokens.shape[1] - 1
+    with pytest.raises(ValueError, match="'miner' does not occur in"):
+        tiny.get_token_position(" miner", text)
+    with pytest.raises(ValueError, match="mode='middle'"):
+        tiny.get_token_position(" the", text, mode="middle")
+    with pytest.raises(ValueError, match=r"one row of tokens, not in \[2"):
+        tiny.get_token_position(" the", tokens.expand(2, -1))
+
+
+def test_a_forward_pass_goes_on_from_the_embedding(tiny):
+    texts = ["Gustav Geisser is the", "people say Gustav Geisser was the"]
+    for input in (texts[0], texts, tiny.to_tokens(texts[0])):
+        resid, tokens, no_positions, mask = tiny.input_to_embed(input)
+        assert no_positions is None
+        assert_close(tiny(resid, start_at_layer=0, attention_mask=mask), tiny(input), rtol=0, atol=0)
+        assert resid.shape[:2] == tokens.shape
+
+
+def test_composition_scores_are_ratios_of_norms(either):
+    model = either.model
+    queries_per_key = model.cfg.n_heads // model.cfg.n_key_value_heads
+    scores = {mode: model.all_composition_scores(mode) for mode in "QKV"}
+    assert scores["Q"].head_labels == model.all_head_labels
+    assert len(model.all_head_labels) == model.cfg.n_layers * model.cfg.n_heads
+    writer, reader = (0, 1), (2, 3)
+    (w, w_head), (r, r_head) = writer, reader
+    written = model.W_V[w, w_head // queries_per_key] @ model.W_O[w, w_head]
+    W_QK = model.W_Q[r, r_head] @ model.W_K[r, r_head // queries_per_key].T
+    W_OV = model.W_V[r, r_head // queries_per_key] @ model.W_O[r, r_head]
+    for mode, read in {"Q": W_QK, "K": W_QK.T, "V": W_OV}.items():
+        expected = (written @ read).norm() / written.norm() / read.norm()
+        assert_close(scores[mode][w, w_head, r, r_head], expected, rtol=1e-4, atol=1e-6)
+        assert not scores[mode][1, :, 1].any()
+        assert not scores[mode][2, :, 1].any()
+    with pytest.raises(ValueError, match="mode='O'"):
+        model.all_composition_scores("O")
+
+
+def test_parameters_have_transformer_lens_names(either):
+    model = either.model
+    assert dict(model.tl_named_parameters()).keys() == model.tl_parameters().keys()
+    assert [i for i, _ in model.blocks_with("attn")] == list(range(model.cfg.n_layers))
+    assert model.blocks_with("mamba") == []
+    weights = [weight for name, weight in model.named_parameters() if ".weight" in name and weight.dim() == 2]
+    in_blocks = sum(weight.numel() for weight in weights) - model.W_E.numel() - model.W_U.numel()
+    assert model.cfg.n_params == in_blocks
+
+
+def test_no_alias_is_a_hook_point_itself(every):
+    assert not set(every.model.hook_dict) & {f"blocks.0.{alias}" for alias in BLOCK_ALIASES}
+    assert all(torch.is_tensor(weight) for weight in every.model.tl_parameters().values())
