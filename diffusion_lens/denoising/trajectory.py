@@ -1,20 +1,18 @@
 """`Trajectory`: the result of a denoising run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens import plots
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.predictor import FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
+from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
 from diffusion_lens.denoising.sampler import Sampler
@@ -22,99 +20,12 @@ from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import whole_number
-from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
 
-_TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
 
-
-@dataclass(frozen=True, eq=False)
-class Trajectory:
-    """A finished run, with everything needed to inspect it and to repeat it.
-
-    Attributes:
-        tokens: Int[batch pos], the final canvas.
-        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id, or
-            on a causal model -1, until it is revealed.
-        revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked.
-        confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
-            is still masked.
-        given: Bool[batch pos], positions that came with the prompt.
-        real: Bool[batch pos], false at padding.
-        text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
-        words: Text of every id that occurs.
-        record: Sampler, steps, times, guidance, temperature, seeds, model, hash of the weights, hooks, modules,
-            versions, forward passes and seconds; of a replay also its kind, and the network that wrote the replayed
-            canvases.
-    """
-
-    tokens: Tokens
-    canvases: Int[Tensor, "canvas batch pos"]
-    revealed_at: Int[Tensor, "batch pos"]
-    confidence: Float[Tensor, "batch pos"]
-    given: PosMask
-    real: PosMask
-    text: list[str]
-    words: dict[int, str]
-    record: dict[str, Any]
-
-    @classmethod
-    def of(cls, run: Run, record: dict[str, Any]) -> "Trajectory":
-        """The trajectory of a finished run."""
-        model, canvas = run.model, run.canvas
-        canvases = torch.stack(run.canvases)
-        ids = canvases.unique().tolist()
-        has_text = model.tokenizer is not None
-        real = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
-        return cls(
-            tokens=run.tokens,
-            canvases=canvases,
-            revealed_at=run.revealed_at,
-            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(canvas.blanks(run.tokens), 0.0),
-            given=canvas.given,
-            real=real,
-            text=[
-                model.to_string(row[inside]) if has_text else "" for row, inside in zip(run.tokens, real, strict=True)
-            ],
-            words=dict(zip(ids, model.words(ids), strict=True)),
-            record=record,
-        )
-
-    @property
-    def first_step(self) -> int:
-        """Index of the first step: 0, or where a branch begins."""
-        return int(self.record["first_step"])
-
-    @property
-    def n_steps(self) -> int:
-        """Number of steps in this trajectory."""
-        return self.canvases.shape[0] - 1
-
-    @property
-    def forward_passes(self) -> int:
-        """Number of forward passes of the run; two guided branches in one batch count once."""
-        return int(self.record["forward_passes"])
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Number of revealed tokens per second of the run."""
-        return float((self.revealed_at >= self.first_step).sum()) / float(self.record["seconds"])
-
-    @property
-    def blank(self) -> int:
-        """Id of positions not yet revealed: [MASK], or -1 on a causal canvas."""
-        return int(self.record["blank"])
-
-    @property
-    def prompt(self) -> Tokens:
-        """Int[batch pos], the given tokens, with every other position masked."""
-        return self.tokens.masked_fill(~self.given, self.blank)
-
-    def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
-        """The positions of canvases that are not yet revealed."""
-        return canvases == self.blank
+class Trajectory(Recording):
+    """A finished run: its `Recording`, which may be taken again under intervention, whole or from a step on."""
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The part of the run from the canvas before `step` on, for a replay from there with other hooks or seeds.
@@ -145,26 +56,6 @@ class Trajectory:
             given=self.given.to(device),
             run=None,
         )
-
-    def repeat(self, n: SupportsIndex) -> "Trajectory":
-        """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
-        n = whole_number("n", n)
-        if n < 1:
-            raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
-        rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
-        return replace(
-            self,
-            **rows,
-            canvases=self.canvases.repeat(1, n, 1),
-            text=self.text * n,
-            record={**self.record, "seeds": self.record["seeds"] * n},
-        )
-
-    def row(self, index: int) -> "Trajectory":
-        """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
-        rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
-        record = {**self.record, "seeds": [self.record["seeds"][index]]}
-        return replace(self, **rows, canvases=self.canvases[:, index, None], text=[self.text[index]], record=record)
 
     def replay(
         self,
@@ -231,36 +122,6 @@ class Trajectory:
         first, second = ({name: getattr(trajectory, name) for name in names} for trajectory in (self, other))
         return TrajectoryDiff.of(first, second, self.first_step)
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return save_result(path, "trajectory", tensors, {"text": self.text, "words": self.words, "record": self.record})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Trajectory":
-        """Read what `save` wrote."""
-        tensors, record = load_result(path, "trajectory")
-        words = {int(token): word for token, word in record["words"].items()}  # JSON's keys are strings
-        return as_dataclass(cls, {**tensors, **record, "words": words})
-
-    def str_canvases(self, row: int = 0) -> list[list[str]]:
-        """The text at each position of one row, for every canvas."""
-        return [[self.words[token] for token in canvas] for canvas in self.canvases[:, row].tolist()]
-
-    def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
-        """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
-        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax)
-
-    def to_html(self, row: int = 0) -> str:
-        """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
-        return plots.canvas_table(f"{self.record['model']}: {self.text[row] or 'a run'}", *self._drawn(row))
-
-    def _drawn(self, row: int) -> tuple[list[list[str]], list[list[bool]], list[int], list[float], int]:
-        """The data that the figures of one row show."""
-        masked = self.is_masked(self.canvases[:, row]).tolist()
-        revealed_at, confidence = self.revealed_at[row].tolist(), self.confidence[row].tolist()
-        return self.str_canvases(row), masked, revealed_at, confidence, self.first_step
-
     def _begin_again(
         self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
     ) -> Run:
@@ -292,7 +153,3 @@ class Trajectory:
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")
         return step - self.first_step
-
-    def __repr__(self) -> str:
-        batch, pos = self.tokens.shape
-        return f"Trajectory({batch} x {pos} positions, {self.n_steps} steps, {self.forward_passes} forward passes)"

@@ -172,8 +172,8 @@ def recall_facts(
             prompts = [usable.facts[fact_id].prompt for fact_id in batch]
             loop = replace(settings.loop.for_facts(batch, model.cfg), steps=column)
             trajectory = denoise(model, lay_out(model, prompts, length), loop)
-            for fact_id, row in zip(batch, trajectory.tokens.tolist(), strict=True):
-                texts[fact_id].append(_decode(model, row[prompt_lengths[fact_id] :]))
+            for fact_id, written in zip(batch, trajectory.completion, strict=True):
+                texts[fact_id].append(written)
         return [Reply.to(usable.facts[fact_id], written) for fact_id, written in texts.items()]
 
     # Sorted by id first, so that the batches do not depend on the order of the facts.
@@ -211,12 +211,3 @@ def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) ->
 
 def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
     return len(model.encode(fact.prompt + fact.answer))
-
-
-def _decode(model: HookedDiffusionTransformer, tokens: list[int]) -> str:
-    """The written text without special tokens; a text that grows ends at the first end token."""
-    end = model.tokenizer.eos_token_id
-    if model.cfg.grows and end in tokens:
-        tokens = tokens[: tokens.index(end)]
-    text: str = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -16,6 +16,13 @@ from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.user_warnings import warn_user
 
 MASK_TEXT = "[MASK]"
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Anything with rows of tokens, Int[batch pos]."""
+
+    tokens: Tensor
 
 
 class TextInterface(Padding):
@@ -134,14 +141,24 @@ class TextInterface(Padding):
             f"{_unknown_token(self.tokenizer)} in place of each. Use other words, or a model that knows these"
         )
 
-    def to_string(self, tokens: Int[Tensor, "*batch pos"] | Sequence[int]) -> Any:
-        """Text of one sequence, or a list of texts for a batch. Positions not reached (-1) are left out."""
-        ids = torch.as_tensor(tokens)
+    def to_string(self, tokens: Int[Tensor, "*batch pos"] | Sequence[int] | Rows) -> Any:
+        """Text of one sequence, or a list of texts for a batch, such as a `Trajectory`.
+
+        Positions not reached (-1) are left out.
+        """
+        ids = torch.as_tensor(tokens.tokens if isinstance(tokens, Rows) else tokens)
         if ids.dim() == 0:
             ids = ids[None]
         if ids.dim() == 2:
             return [self.to_string(row) for row in ids]
         return self._require_tokenizer().decode(ids[reached(ids)].long().tolist(), clean_up_tokenization_spaces=False)
+
+    def to_completion(self, tokens: Int[Tensor, "pos"]) -> str:
+        """Text of tokens that a model wrote, without special tokens; a text that grows ends at its first end token."""
+        tokenizer, ids = self._require_tokenizer(), tokens[reached(tokens)].tolist()
+        if self.cfg.grows and tokenizer.eos_token_id in ids:
+            ids = ids[: ids.index(tokenizer.eos_token_id)]
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def to_str_tokens(
         self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None
