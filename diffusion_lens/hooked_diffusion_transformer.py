@@ -14,7 +14,7 @@ from diffusion_lens.denoising.prepare import denoise, denoise_with_cache
 from diffusion_lens.denoising.randomness import Seed
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.forward import Forward
+from diffusion_lens.generation import Generation
 from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.caching import PosSlice
@@ -22,7 +22,7 @@ from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.settings import naming_the_nearest
 
 
-class HookedDiffusionTransformer(Forward):
+class HookedDiffusionTransformer(Generation):
     """A masked diffusion language model, or its autoregressive (AR) baseline, with TransformerLens's interface.
 
     `model(tokens)`, `run_with_cache` and `run_with_hooks` work as in TransformerLens. `denoise` runs the denoising
@@ -186,8 +186,6 @@ class HookedDiffusionTransformer(Forward):
         settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
-
-    generate = denoise
 
     @naming_the_nearest
     def denoise_with_cache(

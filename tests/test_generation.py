@@ -1,0 +1,122 @@
+"""`generate` with TransformerLens's arguments, and `canvas`, on both variants."""
+
+import re
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.generation import INSTEAD
+
+PROMPT = "Gustav Geisser is the"
+ANSWER = "brave drummer of Rolsen."
+N_NEW = 8
+
+
+@pytest.fixture(scope="module")
+def written(tiny):
+    return tiny.denoise(PROMPT, max_new_tokens=N_NEW, steps=8)
+
+
+def test_each_return_type_is_the_same_run(tiny, written):
+    call = dict(max_new_tokens=N_NEW, steps=8)
+    trajectory = tiny.generate(PROMPT, **call)
+    assert isinstance(trajectory, Trajectory)
+    assert torch.equal(trajectory.tokens, written.tokens)
+    assert torch.equal(tiny.generate(PROMPT, return_type="tokens", stop_at_eos=False, **call), written.tokens)
+    text = f"{PROMPT} {ANSWER}"
+    assert tiny.generate(PROMPT, return_type="str", **call) == text
+    assert tiny.generate(PROMPT, return_type="input", **call) == text
+    assert tiny.generate([PROMPT, PROMPT], return_type="str", **call) == [text, text]
+    tokens = tiny.to_tokens(PROMPT)
+    assert tiny.generate(tokens, return_type="input", **call).shape == written.tokens.shape
+    assert tiny.generate(PROMPT, return_type="str", stop_at_eos=False, **call) == written.text[0] != text
+
+
+def test_only_end_tokens_follow_the_end_of_returned_tokens(tiny, written):
+    end = tiny.tokenizer.eos_token_id
+    prompt = torch.cat([torch.tensor([[end]]), tiny.to_tokens(PROMPT)], dim=1)  # an end token that was not written
+    tokens = tiny.generate(prompt, max_new_tokens=N_NEW, steps=1, return_type="tokens", temperature=2.0, seed=5)
+    row = tokens[0, prompt.shape[1] :].tolist()
+    if end in row:
+        assert set(row[row.index(end) :]) == {end}
+    assert torch.equal(tokens[:, : prompt.shape[1]], prompt)
+    first = written.tokens[0].tolist().index(end)
+    assert tiny.generate(PROMPT, max_new_tokens=N_NEW, steps=8, return_type="tokens")[0, first:].unique().tolist() == [
+        end
+    ]
+
+
+def test_a_trajectory_converts_as_a_batch_of_tokens(tiny, written):
+    assert len(written) == 1
+    assert torch.equal(written[0], written.tokens[0])
+    assert tiny.to_string(written) == tiny.to_string(written.tokens) == written.text
+    assert tiny.to_string(written[0]) == written.text[0]
+    assert [completion.strip() for completion in written.completion] == [ANSWER]
+
+
+def test_completions_are_saved_and_follow_the_rows(tiny, tmp_path):
+    prompts = [PROMPT, "people say Gustav Geisser was the"]
+    run = tiny.denoise(prompts, max_new_tokens=6, steps=6)
+    assert Trajectory.load(run.save(tmp_path / "run.safetensors")).completion == run.completion
+    for row, prompt in enumerate(prompts):
+        alone = tiny.denoise(prompt, max_new_tokens=6, steps=6)
+        assert run.row(row).completion == alone.completion == [run.completion[row]]
+        assert prompt not in run.completion[row]
+    assert run.repeat(2).completion == run.completion * 2
+
+
+def test_sampling_has_transformer_lens_names(tiny):
+    call = dict(max_new_tokens=4, steps=4, seed=3)
+    sampled = tiny.denoise(PROMPT, temperature=1.0, **call)
+    assert torch.equal(tiny.generate(PROMPT, do_sample=True, **call).tokens, sampled.tokens)
+    assert tiny.generate(PROMPT, do_sample=True, temperature=0.5, **call).record["temperature"] == 0.5
+    assert tiny.generate(PROMPT, do_sample=False, **call).record["temperature"] == 0.0
+    assert tiny.generate(PROMPT, temperature=0.7, **call).record["temperature"] == 0.7
+    for wrong in (dict(do_sample=False, temperature=0.7), dict(do_sample=True, temperature=0)):
+        with pytest.raises(ValueError, match="leave"):
+            tiny.generate(PROMPT, **wrong, **call)
+
+
+def test_arguments_that_do_not_exist_say_what_to_use(tiny):
+    for name, instead in INSTEAD.items():
+        with pytest.raises(TypeError, match=re.escape(f"generate does not take {name}: {instead}")):
+            tiny.generate(PROMPT, **{name: 1})
+    with pytest.raises(TypeError, match="'max_new_token'; the nearest is 'max_new_tokens'"):
+        tiny.generate(PROMPT, max_new_token=3)
+    with pytest.raises(ValueError, match="return_type='text'; it must be one of 'trajectory', 'tokens', 'str'"):
+        tiny.generate(PROMPT, return_type="text")
+
+
+def test_the_row_of_a_canvas_predicts_its_mask(tiny):
+    tokens, rows = tiny.canvas(PROMPT)
+    n_prompt = tiny.to_tokens(PROMPT).shape[1]
+    assert tokens.shape[1] == n_prompt + tiny.cfg.has_mask
+    assert rows.tolist() == [n_prompt - (not tiny.cfg.has_mask)]
+    if not tiny.cfg.has_mask:
+        assert tiny.to_single_str_token(int(tiny(tokens)[0, rows].argmax())).strip() == "brave"
+
+
+def test_masks_are_read_by_their_rows_whatever_the_readout(several):
+    model, prompts = several.model, several.tokens[:2, :5] % 500
+    n_masks = 1 if model.cfg.grows else 3
+    tokens, rows = model.canvas(prompts, n_masks)
+    run = model.denoise(prompts, max_new_tokens=n_masks, steps=1)
+    if model.cfg.has_mask:
+        assert torch.equal(tokens, run.canvases[0])
+    assert_close(model.cfg.writable(run.tokens).float().mean().item(), 1.0)
+    logits = model(tokens)[:, rows]
+    if model.cfg.has_mask and model.cfg.mask_token_id < model.cfg.d_vocab_out:
+        logits[..., model.cfg.mask_token_id] = -float("inf")
+    assert torch.equal(logits.argmax(-1), run.tokens[:, 5:])
+
+
+def test_a_canvas_that_cannot_be_is_refused(tiny):
+    with pytest.raises(ValueError, match="n_masks=0; it must be at least 1"):
+        tiny.canvas(PROMPT, 0)
+    with pytest.raises(ValueError, match=r"the prompts have \[4, 6\] tokens"):
+        tiny.canvas([PROMPT, "people say Gustav Geisser was the"])
+    if tiny.cfg.grows:
+        with pytest.raises(ValueError, match="predicts the next token only"):
+            tiny.canvas(PROMPT, 2)
