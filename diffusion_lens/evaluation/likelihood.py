@@ -28,16 +28,13 @@ from tqdm.auto import tqdm
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.refusals import require_logits
-from diffusion_lens.facts import Fact
+from diffusion_lens.evaluation.question import Question, Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
-from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.settings import at_least, not_negative
 from diffusion_lens.shapes import PosMask
-
-Text = str | Tensor
 
 
 @dataclass(frozen=True)
@@ -69,18 +66,6 @@ class NLLEstimate:
         return as_dataclass(cls, {**record, **{name: number.item() for name, number in numbers.items()}})
 
 
-@dataclass(frozen=True)
-class _Question:
-    """Tokens of a prompt and of the answer after it."""
-
-    prompt: Int[Tensor, "pos"]
-    answer: Int[Tensor, "selected"]
-
-    @property
-    def tokens(self) -> Int[Tensor, "pos"]:
-        return torch.cat([self.prompt, self.answer])
-
-
 @torch.no_grad()
 def chain_rule_nll(
     model: DiffusionTransformer, prompt: Text, answer: Text, *, cfg_scale: float = 0.0, max_batch: int = 32
@@ -104,26 +89,13 @@ def chain_rule_nll(
             both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
     _check_settings(cfg_scale, max_batch=max_batch)
-    question = _question(model, prompt, answer)
-    start, n_answer = len(question.prompt), len(question.answer)
-    if model.cfg.grows:
-        if cfg_scale:
-            raise ValueError(
-                f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
-                "use cfg_scale=0 for an autoregressive model"
-            )
-        if not start:
-            raise ValueError(
-                f"the prompt is empty, and {model.cfg.model_name!r} predicts each token from those before it: give a "
-                "prompt of at least one token, such as BOS"
-            )
-        canvases = question.tokens[None]
-        scored = torch.arange(len(question.tokens), device=canvases.device)[None] >= start
-    else:
-        canvases = question.tokens.repeat(n_answer, 1)
-        scored = torch.zeros_like(canvases, dtype=torch.bool)
-        scored[:, start:] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
-        canvases[:, start:][torch.ones_like(scored[:, start:]).triu()] = model.cfg.blank
+    question = question_of(model, prompt, answer)
+    if model.cfg.grows and cfg_scale:
+        raise ValueError(
+            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
+            "use cfg_scale=0 for an autoregressive model"
+        )
+    canvases, scored = answer_canvases(model, question)
     return _surprisals(model, question, canvases, scored, cfg_scale, max_batch).sum()
 
 
@@ -166,7 +138,7 @@ def monte_carlo_nll(
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    mask, question = model.cfg.blank, _question(model, prompt, answer)
+    mask, question = model.cfg.blank, question_of(model, prompt, answer)
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask go together: pass both, or neither to sample the noise")
@@ -193,7 +165,7 @@ def monte_carlo_nll(
 
 def _surprisals(
     model: DiffusionTransformer,
-    question: _Question,
+    question: Question,
     canvases: Int[Tensor, "sample pos"],
     scored: PosMask,
     cfg_scale: float,
@@ -221,7 +193,7 @@ def _surprisals(
 
 
 def _sample_noise(
-    question: _Question, mask: int, samples: int, batch_size: int, seed: int
+    question: Question, mask: int, samples: int, batch_size: int, seed: int
 ) -> tuple[Int[Tensor, "sample pos"], Float[Tensor, "sample pos"]]:
     """Canvases with part of the answer masked, and the probability of masking; stratified within each batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -239,36 +211,6 @@ def _standard_error(estimates: Float[Tensor, "sample"], batches: Int[Tensor, "sa
     return math.sqrt(n_batches * deviations.square().sum() / (n_batches - 1) / len(estimates) ** 2)
 
 
-def _question(model: DiffusionTransformer, prompt: Text, answer: Text) -> _Question:
-    if isinstance(prompt, str) and isinstance(answer, str):
-        ids = Fact(prompt, subject="", answer=answer).tokenize(model)
-        before, after = (torch.tensor(part, device=model.cfg.device) for part in ids)
-    elif isinstance(prompt, Tensor) and isinstance(answer, Tensor):
-        before, after = model.without_padding(_one_row(model, "prompt", prompt)), _one_row(model, "answer", answer)
-    else:
-        given = f"the prompt is {type(prompt).__name__}, the answer {type(answer).__name__}"
-        raise TypeError(f"{given}; give both as text, or both as tokens")
-    if not len(after):
-        raise ValueError("the answer is empty: there is nothing to score")
-    if bool((unwritable := ~model.cfg.writable(after)).any()):
-        token = int(after[position := int(unwritable.nonzero()[0])])
-        name = "[MASK]" if token == model.cfg.mask_token_id else f"token {token}"
-        raise ValueError(
-            f"answer[{position}] is {name}: {model.cfg.model_name!r} never writes it, so it has no likelihood"
-        )
-    check_length(len(before) + len(after), model.cfg)
-    return _Question(before, after)
-
-
-def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
-    tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
-    if tokens.dim() != 1:
-        raise ValueError(f"{name} has shape {list(tokens.shape)}; give one row, [pos] or [1 pos]")
-    if not len(tokens):
-        return torch.zeros(0, dtype=torch.long, device=model.cfg.device)
-    return check_tokens(tokens, model.cfg)[0]
-
-
 def _check_settings(cfg_scale: float, **counts: int) -> None:
     not_negative("cfg_scale", cfg_scale)
     for name, count in counts.items():
@@ -276,7 +218,7 @@ def _check_settings(cfg_scale: float, **counts: int) -> None:
 
 
 def _check_noise(
-    question: _Question, mask: int, noisy: Int[Tensor, "sample pos"], p_mask: Float[Tensor, "sample pos"]
+    question: Question, mask: int, noisy: Int[Tensor, "sample pos"], p_mask: Float[Tensor, "sample pos"]
 ) -> PosMask:
     """The scored positions of noise that the caller gives: those that it masks."""
     n_prompt, n_pos = len(question.prompt), len(question.tokens)

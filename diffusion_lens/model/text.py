@@ -141,8 +141,8 @@ class TextInterface(Padding):
             f"{_unknown_token(self.tokenizer)} in place of each. Use other words, or a model that knows these"
         )
 
-    def to_string(self, tokens: Int[Tensor, "*batch pos"] | Sequence[int] | Rows) -> Any:
-        """Text of one sequence, or a list of texts for a batch, such as a `Trajectory`.
+    def to_string(self, tokens: Int[Tensor, "*rest"] | Sequence[int] | Rows) -> Any:
+        """Text of one token or sequence, or a list of texts for a batch, such as a `Trajectory`.
 
         Positions not reached (-1) are left out.
         """
