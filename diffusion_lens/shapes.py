@@ -25,6 +25,8 @@ fact         facts of a study
 request      facts for which values are optimised
 prompt       prompts of one request
 probe        prompts that test an edit
+writer       parts of the network that write to the residual stream
+reader       inputs of parts that read it
 state        states of the model: without an edit, and with it
 iteration    iterations of a gradient descent
 d, d_other   widths of two sets of vectors that are compared

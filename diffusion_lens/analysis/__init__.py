@@ -27,6 +27,7 @@ from diffusion_lens.analysis.causal_tracing import (
     trace_steps,
     trace_trajectory,
 )
+from diffusion_lens.analysis.circuits import Circuit, EdgeScores, Faithfulness, edge_attribution, faithfulness
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
@@ -52,9 +53,12 @@ __all__ = [
     "AverageTrajectoryEffect",
     "CanvasLayout",
     "CausalTrace",
+    "Circuit",
     "Comparison",
     "Comparisons",
     "Corruption",
+    "EdgeScores",
+    "Faithfulness",
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",
@@ -79,7 +83,9 @@ __all__ = [
     "compare",
     "compare_along",
     "compute_key",
+    "edge_attribution",
     "edit_success",
+    "faithfulness",
     "key_value_study",
     "merge",
     "noise_scale",

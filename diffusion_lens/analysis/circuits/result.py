@@ -22,9 +22,6 @@ class Circuit:
 
     edges: frozenset[tuple[str, str]]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "edges", frozenset(self.edges))
-
     def __len__(self) -> int:
         return len(self.edges)
 
