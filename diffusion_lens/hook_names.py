@@ -44,7 +44,7 @@ class ByHookPoint(dict[str, Value]):
         return self[own]
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(own_name(name) if isinstance(name, str) else name)
+        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(own_name(name)))
 
 
 def loop_hook(name: str) -> str:
@@ -97,11 +97,11 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
         return list(hook_dict)
     if isinstance(names_filter, str):
         require_hook_point(names_filter, hook_dict)
-        return [own_name(names_filter)]
+        return [hook_dict[names_filter].name or names_filter]
     if isinstance(names_filter, Sequence | Set):
         for name in names_filter:
             require_hook_point(name, hook_dict)
-        requested = set(map(own_name, names_filter))
+        requested = {hook_dict[name].name for name in names_filter}
         selected = [name for name in hook_dict if name in requested]
     else:
         predicate: Callable[[str], bool] = names_filter

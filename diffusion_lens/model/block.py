@@ -52,7 +52,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What queries, keys and values read: the normalised stream, or copies of it for each head."""
         # Rows are selected only in a block where nothing is hooked, which needs no copies.
-        if context.optional.copies_by_head is None or rows is not None:
+        if not context.optional.copies_by_head or rows is not None:
             shared = self.ln1(resid_pre)
             return shared, shared, shared
         q, k, v = map(self.ln1.without_hooks, self.attn.copies(resid_pre, context))

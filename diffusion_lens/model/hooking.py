@@ -15,7 +15,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import ByHookPoint, NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import PosSlice, caching_hooks
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, lend_clock
-from diffusion_lens.model.optional_hooks import OptionalHooks
+from diffusion_lens.model.optional_hooks import why_not_passed
 from diffusion_lens.settings import check_keywords, keywords_of, takes_any_keyword
 from diffusion_lens.step_state import StepClock
 
@@ -239,4 +239,4 @@ class Hooking(HookedRootModule, ABC):
         """The reason why a plain forward pass never reaches a hook point, or `None`."""
         if name.startswith(loop_hook("")):
             return "passes only inside the denoising loop: model.denoise(..., fwd_hooks=[...])"
-        return OptionalHooks.of(self.cfg).why_silent(name)
+        return why_not_passed(name, self.cfg)

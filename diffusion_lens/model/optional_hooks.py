@@ -34,18 +34,20 @@ class OptionalHooks:
         return cls(cfg.use_attn_result, cfg.use_split_qkv_input, cfg.use_attn_in, cfg.use_hook_mlp_in)
 
     @property
-    def copies_by_head(self) -> str | None:
-        """The flag under which every head reads a copy of the residual stream of its own."""
-        return next((flag for flag in ("use_split_qkv_input", "use_attn_in") if getattr(self, flag)), None)
+    def copies_by_head(self) -> bool:
+        """Whether every head reads a copy of the residual stream of its own."""
+        return self.use_split_qkv_input or self.use_attn_in
 
-    def why_silent(self, name: str) -> str | None:
-        """The reason why a hook point does not pass under these flags, or `None`."""
-        flag = FLAGS.get(name.rpartition(".")[2])
-        if flag is not None and not getattr(self, flag):
-            return f"passes only after model.set_{flag}(True)"
-        if ".ln1." in name and (flag := self.copies_by_head) is not None:
-            return f"passes only after model.set_{flag}(False): now each head normalises its own copy of the stream"
-        return None
+
+def why_not_passed(name: str, cfg: DiffusionConfig) -> str | None:
+    """The reason why a hook point does not pass under the flags of a config, or `None`."""
+    flag = FLAGS.get(name.rpartition(".")[2])
+    if flag is not None and not getattr(cfg, flag):
+        return f"passes only after model.set_{flag}(True)"
+    if ".ln1." in name and (cfg.use_split_qkv_input or cfg.use_attn_in):
+        flag = "use_split_qkv_input" if cfg.use_split_qkv_input else "use_attn_in"
+        return f"passes only after model.set_{flag}(False): now each head normalises its own copy of the stream"
+    return None
 
 
 class OptionalHookSettings(ABC):

@@ -146,7 +146,7 @@ class TextInterface(Padding):
 
         Positions not reached (-1) are left out.
         """
-        ids = torch.as_tensor(tokens.tokens if isinstance(tokens, Rows) else tokens)
+        ids = torch.as_tensor(getattr(tokens, "tokens", tokens))
         if ids.dim() == 0:
             ids = ids[None]
         if ids.dim() == 2:
