@@ -24,7 +24,7 @@ def test_every_hook_point_has_its_row(name: str) -> None:
     text = text_of(SITE / "hook_points.html")
     model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
     names = {re.sub(r"^blocks\.\d+\.", "blocks.{i}.", point) for point in model.hook_dict}
-    assert len(names) == 29
+    assert len(names) == 34
     assert all(re.search(rf"^{re.escape(name)}$", text, re.MULTILINE) for name in names)
 
 
@@ -34,6 +34,7 @@ def test_every_hook_point_has_its_row(name: str) -> None:
         ("hook_embed", "Float[batch pos d_model]"),
         ("blocks.{i}.ln1.hook_scale", "Float[batch pos 1]"),
         ("blocks.{i}.attn.hook_k", "Float[batch pos kv_head d_head]"),
+        ("blocks.{i}.attn.hook_k_input", "Float[batch pos kv_head d_model]"),
         ("blocks.{i}.attn.hook_pattern", "Float[batch head query key]"),
         ("blocks.{i}.attn.hook_result", "Float[batch pos head d_model]"),
         ("blocks.{i}.mlp.hook_post", "Float[batch pos d_mlp]"),

@@ -1,7 +1,7 @@
 """Circuits: scores of the edges between parts of a network, and what the edges with the largest scores keep."""
 
-from diffusion_lens.analysis.circuits.edge_attribution import edge_attribution
-from diffusion_lens.analysis.circuits.faithfulness import Faithfulness, faithfulness
+from diffusion_lens.analysis.circuits.ablation import Faithfulness, faithfulness
+from diffusion_lens.analysis.circuits.attribution import edge_attribution
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
 
 __all__ = ["Circuit", "EdgeScores", "Faithfulness", "edge_attribution", "faithfulness"]
