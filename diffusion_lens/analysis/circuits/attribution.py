@@ -37,6 +37,7 @@ PATHS = ("inputs", "nodes")
 
 @begins_run
 @torch.inference_mode(False)
+@torch.no_grad()
 def edge_attribution(
     model: DiffusionTransformer,
     clean: Patchable,
@@ -60,8 +61,7 @@ def edge_attribution(
         ig_steps: Number m of gradients that are averaged; 1 is plain EAP, with the gradient of the corrupted run.
         path: "inputs" or "nodes" (see the module); "nodes" takes m runs for each writer.
         logits_at: Rows of the logits to compute, as in `patch_grid`.
-        max_bytes: Memory that the activations and gradients of the readers may take in one pass; with "nodes", several
-            runs share a pass.
+        max_bytes: Memory to use in addition to the weights; with "nodes", as many runs as fit share a pass.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -106,8 +106,8 @@ class _Passes:
         self.graph, self.clean, self.corrupted = graph, clean.guided(), corrupted.guided()
         self.given = corrupted.input
         names = [point.name for point in graph.reader_points]
-        # A pass keeps the readers' inputs, their gradients, and about as much again for its backward pass.
-        one_run = 3 * self.given.stored_bytes(names) + self.given.logits_bytes
+        # Measured: a pass keeps each reader's copy, its gradient, and about six intermediate results of its size.
+        one_run = 8 * self.given.stored_bytes(names) + 2 * self.given.logits_bytes
         stored = self.given.stored_bytes([*graph.writer_points])
         self.runs_at_once = (max_bytes - stored) // one_run
         if self.runs_at_once < 1:
@@ -116,19 +116,18 @@ class _Passes:
     def scores(self, m: int, path: str, progress: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Scores Float[writer reader], and the metric of both runs."""
         # 1. Compute both runs, and the difference that each writer makes.
-        with torch.no_grad():
-            embeddings = self.clean.input.embed(), self.given.embed()
-            runs = [
-                side.input.run(self.graph.writer_points, embedded)
-                for side, embedded in zip((self.clean, self.corrupted), embeddings, strict=True)
-            ]
-            clean, corrupted = (self.graph.written(run.activations) for run in runs)
-            wide = torch.promote_types(clean.dtype, torch.float32)
-            change = clean.to(wide) - corrupted.to(wide)
-            clean_score, corrupted_score = (
-                torch.tensor(float(side.reading(run.logits)), dtype=torch.float64)
-                for side, run in zip((self.clean, self.corrupted), runs, strict=True)
-            )
+        embeddings = self.clean.input.embed(), self.given.embed()
+        runs = [
+            side.input.run(self.graph.writer_points, embedded)
+            for side, embedded in zip((self.clean, self.corrupted), embeddings, strict=True)
+        ]
+        clean, corrupted = (self.graph.written(run.activations) for run in runs)
+        wide = torch.promote_types(clean.dtype, torch.float32)
+        change = clean.to(wide) - corrupted.to(wide)
+        clean_score, corrupted_score = (
+            torch.tensor(float(side.reading(run.logits)), dtype=torch.float64)
+            for side, run in zip((self.clean, self.corrupted), runs, strict=True)
+        )
 
         # 2. Average the gradients of the readers over the path, and contract them with the differences.
         scores = change.new_zeros(self.graph.edges.shape)

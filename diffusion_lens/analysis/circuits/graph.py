@@ -105,12 +105,6 @@ class Graph:
             table[: point.n_writers, list(point.columns)] = True
         return table
 
-    @cached_property
-    def layer_of_reader(self) -> tuple[int, ...]:
-        """The layer of each reader; `n_layers` for "logits"."""
-        per_layer = (len(self.readers) - 1) // self.n_layers
-        return tuple(column // per_layer for column in range(len(self.readers)))
-
     def written(self, activations: Mapping[str, Tensor]) -> Float[Tensor, "batch pos writer d_model"]:
         """What each writer added to the residual stream."""
         return torch.cat([_by_writer(activations[name]) for name in self.writer_points], dim=2)
