@@ -108,7 +108,8 @@ class _Passes:
         names = [point.name for point in graph.reader_points]
         # Measured: a pass keeps each reader's copy, its gradient, and about six intermediate results of its size.
         one_run = 8 * self.given.stored_bytes(names) + 2 * self.given.logits_bytes
-        stored = self.given.stored_bytes([*graph.writer_points])
+        # What every writer wrote in both runs, as activations and as one tensor, and the difference.
+        stored = 5 * self.given.stored_bytes(graph.writer_points)
         self.runs_at_once = (max_bytes - stored) // one_run
         if self.runs_at_once < 1:
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one run takes {stored + one_run:,} bytes")
