@@ -1,5 +1,7 @@
 """Hook points that pass only under a flag: copies of the residual stream for each head, and for the MLP."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -142,3 +144,39 @@ def test_the_flags_of_before_come_back_after_an_error(specimen, configs):
     with pytest.raises(KeyError, match="nearest"), model.optional_hooks(use_split_qkv_input=True):
         model.run_with_hooks(torch.tensor([[5]]), fwd_hooks=[("blocks.1.hook_q_inputs", print)])
     assert OptionalHooks.of(model.cfg) == OptionalHooks(use_attn_in=True)
+
+
+def nothing(activation, hook):
+    return activation * 0
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("ln1", "use_split_qkv_input"), ("attn.k", "use_split_qkv_input"), ("attn.o", "use_attn_result")]
+)
+def test_a_flag_that_would_pass_over_a_hook_or_a_replaced_module_is_refused(name, flag, either):
+    model = either.model
+    parent, _, last = f"{BLOCK}.{name}".rpartition(".")
+    module = model.get_submodule(f"{BLOCK}.{name}")
+    handle = module.register_forward_hook(lambda module, inputs, out: out * 0)
+    with pytest.raises(ValueError, match=f"'{BLOCK}.{name}' carries a hook, and {flag} uses its weight directly"):
+        getattr(model, f"set_{flag}")(True)
+    handle.remove()
+    setattr(model.get_submodule(parent), last, torch.nn.Sequential(module))
+    with (
+        pytest.raises(ValueError, match=f"'{BLOCK}.{name}' is a module Sequential"),
+        model.optional_hooks(**{flag: True}),
+    ):
+        pass
+    setattr(model.get_submodule(parent), last, module)
+    hooked = model.hooks(fwd_hooks=[(f"{BLOCK}.ln1.hook_normalized", nothing)])
+    with hooked, pytest.raises(ValueError, match="carries a hook"):
+        model.set_use_split_qkv_input(True)
+    assert OptionalHooks.of(model.cfg) == OptionalHooks()
+
+
+def test_flags_of_a_context_belong_to_one_thread(either):
+    model = either.model
+    with ThreadPoolExecutor(1) as pool, model.optional_hooks(use_hook_mlp_in=True):
+        refused = pool.submit(model, either.tokens)
+        assert "another thread" in str(refused.exception())
+    model(either.tokens)
