@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph
+from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, require_same_positions
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
@@ -71,16 +71,12 @@ def faithfulness(
         logits_at: Rows of the logits to compute, as in `patch_grid`.
 
     Raises:
-        ValueError: The inputs have different lengths, a circuit has an edge that the model lacks, or the scores are of
-            another architecture.
+        ValueError: The inputs differ in length or padding, a circuit has an edge that the model lacks, or the scores
+            are of another architecture.
     """
     reading, graph = Reading.of(metric, logits_at), Graph.of(model.cfg)
     (pair,) = PatchInputs(model, clean, model, corrupted, None).sides(reading)
-    if pair[0].extent != pair[1].extent:
-        raise ValueError(
-            f"the clean input has {pair[0].n_pos} positions and the corrupted one {pair[1].n_pos}: edges connect equal "
-            "positions, so give both the same length"
-        )
+    require_same_positions(*pair)
     if (edge_scores.writers, edge_scores.readers) != (list(graph.writers), list(graph.readers)):
         raise ValueError("the edge scores are of a model with other layers or heads than this one")
     chosen = [one if isinstance(one, Circuit) else edge_scores.top(one) for one in circuits]

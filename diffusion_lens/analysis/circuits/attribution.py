@@ -11,6 +11,9 @@ over m runs whose embeddings lie on the line from the corrupted to the clean one
 the scores of the embedding's edges add up to M_clean - M_corrupted. With `path="nodes"`, the output of each writer is
 interpolated in m runs of its own, at (k - 1/2)/m: the scores of every writer's edges then add up to the effect of
 patching this writer alone.
+
+Under guidance, the metric of a patched run has the unconditional branch of the corrupted run. The sums are M_clean -
+M_corrupted only where both runs have the same unconditional branch, such as at step 0.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph
+from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, require_same_positions
 from diffusion_lens.analysis.circuits.result import EdgeScores
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
@@ -65,8 +68,8 @@ def edge_attribution(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The inputs have different lengths, the metric has no gradient, a setting is unknown, or the budget
-            is too small for one run.
+        ValueError: The inputs differ in length or padding, the metric has no gradient, a setting is unknown, or the
+            budget is too small for one run.
     """
     m = at_least(1, "ig_steps", ig_steps)
     if path not in PATHS:
@@ -98,12 +101,9 @@ class _Passes:
     """The passes of one pair of inputs, and the scores of its edges."""
 
     def __init__(self, graph: Graph, clean: Side, corrupted: Side, max_bytes: int) -> None:
-        if clean.extent != corrupted.extent:
-            raise ValueError(
-                f"the clean input has {clean.n_pos} positions and the corrupted one {corrupted.n_pos}: edges connect "
-                "equal positions, so give both the same length"
-            )
-        self.graph, self.clean, self.corrupted = graph, clean.guided(), corrupted.guided()
+        require_same_positions(clean, corrupted)
+        with torch.no_grad():
+            self.graph, self.clean, self.corrupted = graph, clean.guided(), corrupted.guided()
         self.given = corrupted.input
         names = [point.name for point in graph.reader_points]
         # Measured: a pass keeps each reader's copy, its gradient, and about six intermediate results of its size.

@@ -70,3 +70,15 @@ def test_scores_of_another_network_are_refused(specimen, configs, scores, pair):
     model = specimen({**configs["llama"], "num_hidden_layers": 2}).model
     with pytest.raises(ValueError, match="other layers or heads"):
         faithfulness(model, *pair, logit, scores, [1])
+
+
+def test_inputs_with_padding_at_other_positions_are_refused(tiny):
+    clean, corrupted = ["Gustav Geisser is the", "Tilda is"], ["Tilda Drusser is the", "Gustav is"]
+    metric = lambda logits: logits[0, -1, 7] + logits[1, -1, 7]  # noqa: E731
+    scores = edge_attribution(tiny, clean, corrupted, metric, ig_steps=1)
+    other = ["Tilda Drusser is the", "Gustav is the"]
+    message = "row 1 has 2 tokens without padding in the clean input and 3 in the corrupted one"
+    with pytest.raises(ValueError, match=message):
+        edge_attribution(tiny, clean, other, metric)
+    with pytest.raises(ValueError, match=message):
+        faithfulness(tiny, clean, other, metric, scores, [1])
