@@ -136,7 +136,8 @@ class Generation(Forward, ABC):
                 "precede the one to predict, or use generate"
             )
         if isinstance(prompt, Tensor):
-            tokens, real = prompt, self.checked_real_positions(prompt)
+            tokens = prompt[None] if prompt.dim() == 1 else prompt
+            real = self.checked_real_positions(tokens)
         else:
             tokens, real = self.tokenize(prompt, prepend_bos)
         if real is not None and not bool(real.all()):

@@ -43,6 +43,9 @@ class ByHookPoint(dict[str, Value]):
             raise KeyError(name)
         return self[own]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, super().get(own_name(name), default))
+
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (isinstance(name, str) and super().__contains__(own_name(name)))
 

@@ -120,3 +120,10 @@ def test_a_canvas_that_cannot_be_is_refused(tiny):
     if tiny.cfg.grows:
         with pytest.raises(ValueError, match="predicts the next token only"):
             tiny.canvas(PROMPT, 2)
+
+
+def test_a_canvas_of_one_sequence_of_tokens(either):
+    for tokens in (either.tokens[0, :4], either.tokens[:1, :4]):
+        canvas, rows = either.model.canvas(tokens)
+        assert torch.equal(canvas[:, :4], either.tokens[:1, :4])
+        assert rows.shape == (1,)

@@ -100,3 +100,9 @@ def test_parameters_have_transformer_lens_names(either):
 def test_no_alias_is_a_hook_point_itself(every):
     assert not set(every.model.hook_dict) & {f"blocks.0.{alias}" for alias in BLOCK_ALIASES}
     assert all(torch.is_tensor(weight) for weight in every.model.tl_parameters().values())
+
+
+def test_get_reaches_what_an_alias_names(every):
+    hook_dict = every.model.hook_dict
+    assert hook_dict.get("blocks.0.hook_in") is hook_dict["blocks.0.hook_resid_pre"]
+    assert hook_dict.get("blocks.0.hook_inside") is None
