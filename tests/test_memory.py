@@ -41,7 +41,8 @@ SHARDED = replace(
     d_vocab_out=32000,
     mask_token_id=31999,
 )
-LEAST, MOST = 0.9, 1.15  # of the weights; the copied process may still have a little free memory to use again
+# Of the weights. The copied process may still have a little free memory to use again.
+LEAST, MOST = 0.8, 1.15
 BUDGET = 24 * 2**20
 
 
