@@ -158,8 +158,8 @@ class Generation(Forward, ABC):
 
     def _text(self, trajectory: Trajectory, row: int, stops: bool) -> str:
         """The text of one row, without BOS."""
-        tokens = (self._until_end(trajectory) if stops else trajectory.tokens)[row][trajectory.real[row]]
-        ids, written = tokens.tolist(), (~trajectory.given)[row][trajectory.real[row]].tolist()
+        real = trajectory.real[row]
+        ids, written = trajectory[row][real].tolist(), (~trajectory.given[row])[real].tolist()
         tokenizer = self._require_tokenizer()
         end, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
         if stops:

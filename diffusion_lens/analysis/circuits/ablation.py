@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, require_same_positions
+from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part, require_same_positions
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
@@ -22,6 +22,7 @@ from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+from diffusion_lens.shapes import Resid
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +78,18 @@ def faithfulness(
     reading, graph = Reading.of(metric, logits_at), Graph.of(model.cfg)
     (pair,) = PatchInputs(model, clean, model, corrupted, None).sides(reading)
     require_same_positions(*pair)
-    if (edge_scores.writers, edge_scores.readers) != (list(graph.writers), list(graph.readers)):
+    if edge_scores.graph != graph:
         raise ValueError("the edge scores are of a model with other layers or heads than this one")
     chosen = [one if isinstance(one, Circuit) else edge_scores.top(one) for one in circuits]
     masks = [edge_scores.mask(one) for one in chosen]
     with model.optional_hooks(**OPTIONAL):
-        runs = [side.input.run(graph.writer_points, side.input.embed()) for side in pair]
+        embedded, _ = embeddings = [side.input.embed() for side in pair]
+        runs = [side.input.run(graph.writer_points, start) for side, start in zip(pair, embeddings, strict=True)]
         replacement = graph.written(runs[1].activations)
-        scores = [_score(pair[0], graph, replacement, mask) for mask in masks]
+        scores = [_score(pair[0], embedded, graph, replacement, mask) for mask in masks]
     clean_score, corrupted_score = (float(side.reading(run.logits)) for side, run in zip(pair, runs, strict=True))
     record = {
-        "metric": getattr(metric, "__name__", type(metric).__name__),
+        "metric": reading.name,
         "clean_tokens": pair[0].tokens.tolist(),
         "corrupted_tokens": pair[1].tokens.tolist(),
         **provenance(model, model.cfg),
@@ -98,6 +100,7 @@ def faithfulness(
 
 def _score(
     clean: Side,
+    embedded: Resid,
     graph: Graph,
     replacement: Float[Tensor, "batch pos writer d_model"],
     circuit: Bool[Tensor, "writer reader"],
@@ -108,9 +111,8 @@ def _score(
 
     def keep(activation: Tensor, hook: Any) -> None:
         writers = graph.writer_points[hook.name]
-        live = activation.unsqueeze(2) if activation.dim() == 3 else activation
         rows = slice(writers.start, writers.stop)
-        change[:, :, rows] = replacement[:, :, rows] - live
+        change[:, :, rows] = replacement[:, :, rows] - by_part(activation)
 
     def replace(activation: Tensor, hook: Any) -> Tensor | None:
         point = points[hook.name]
@@ -123,8 +125,8 @@ def _score(
     points = {point.name: point for point in graph.reader_points}
     hooks: list[tuple[str, Hook]] = [(name, keep) for name in graph.writer_points if name != "hook_embed"]
     hooks += [(name, replace) for name in points]
-    given, embedded = clean.input, clean.input.embed()
-    change[:, :, :1] = replacement[:, :, :1] - embedded.unsqueeze(2)
+    given = clean.input
+    change[:, :, :1] = replacement[:, :, :1] - by_part(embedded)
     with given.at_step(), given.model.hooks(fwd_hooks=hooks):
         logits = given.model(embedded, start_at_layer=0, attention_mask=given.real, logits_at=given.rows)
     return float(clean.reading(logits))

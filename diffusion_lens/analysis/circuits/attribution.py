@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, require_same_positions
+from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part, require_same_positions
 from diffusion_lens.analysis.circuits.result import EdgeScores
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
@@ -86,7 +86,7 @@ def edge_attribution(
     record = {
         "ig_steps": m,
         "path": path,
-        "metric": getattr(metric, "__name__", type(metric).__name__),
+        "metric": reading.name,
         "logits_at": reading.rows,
         "steps": inputs.steps,
         "clean_tokens": [side.tokens.tolist() for side, _ in sides],
@@ -94,7 +94,7 @@ def edge_attribution(
         "trajectory": written_by,
         **provenance(model, model.cfg),
     }
-    return EdgeScores(scores, clean_scores, corrupted_scores, list(graph.writers), list(graph.readers), record)
+    return EdgeScores(scores, clean_scores, corrupted_scores, graph, record)
 
 
 class _Passes:
@@ -102,8 +102,7 @@ class _Passes:
 
     def __init__(self, graph: Graph, clean: Side, corrupted: Side, max_bytes: int) -> None:
         require_same_positions(clean, corrupted)
-        with torch.no_grad():
-            self.graph, self.clean, self.corrupted = graph, clean.guided(), corrupted.guided()
+        self.graph, self.clean, self.corrupted = graph, clean.guided(), corrupted.guided()
         self.given = corrupted.input
         names = [point.name for point in graph.reader_points]
         # Measured: a pass keeps each reader's copy, its gradient, and about six intermediate results of its size.
@@ -203,8 +202,7 @@ class _Passes:
         """Add the contraction of differences and gradients, of all writers or of one."""
         for point in self.graph.reader_points:
             writers = slice(point.n_writers) if only is None else slice(only, min(only + 1, point.n_writers))
-            gradient = gradients[point.name].to(change.dtype)
-            gradient = gradient.unsqueeze(2) if gradient.dim() == 3 else gradient
+            gradient = by_part(gradients[point.name]).to(change.dtype)
             part = torch.einsum("bpwd,bprd->wr", change[:, :, writers], gradient)
             scores[writers, point.columns.start : point.columns.stop] += weight * part
 

@@ -108,7 +108,7 @@ class Graph:
 
     def written(self, activations: Mapping[str, Tensor]) -> Float[Tensor, "batch pos writer d_model"]:
         """What each writer added to the residual stream."""
-        return torch.cat([_by_writer(activations[name]) for name in self.writer_points], dim=2)
+        return torch.cat([by_part(activations[name]) for name in self.writer_points], dim=2)
 
     def _writers_of(self, layer: int) -> Iterator[str]:
         yield from (f"a{layer}.h{head}" for head in range(self.n_heads))
@@ -134,6 +134,6 @@ def require_same_positions(clean: Side, corrupted: Side) -> None:
         )
 
 
-def _by_writer(activation: Tensor) -> Tensor:
-    """An activation [batch pos d_model] of a single writer with an axis for it; that of heads as it is."""
+def by_part(activation: Tensor) -> Tensor:
+    """An activation or gradient [batch pos d_model] of a single part with an axis for it; that of heads as it is."""
     return activation.unsqueeze(2) if activation.dim() == 3 else activation

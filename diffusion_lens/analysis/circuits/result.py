@@ -1,8 +1,7 @@
 """The result of edge attribution, and the circuits that it selects."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import Whole, at_least, whole_number
 
@@ -48,9 +48,7 @@ class EdgeScores:
             in the corrupted run; 0 where the reader comes before the writer.
         clean: Float[*step], metric of the clean run.
         corrupted: Float[*step], metric of the corrupted run.
-        writers: Name of each writer: "embed", head "a0.h0" of layer 0, MLP "m0", and so on.
-        readers: Name of each reader: queries "a0.h0<q>", keys "a0.h0<k>" and values "a0.h0<v>" of a head, MLP "m0", and
-            so on; the last is "logits". Keys and values are numbered by key/value head.
+        graph: The writers, the readers, and the edges between them.
         record: Number of gradients, path, metric, steps, tokens of both inputs, model, hash of the weights, hooks,
             versions.
     """
@@ -58,8 +56,7 @@ class EdgeScores:
     scores: Float[Tensor, "*step writer reader"]
     clean: Float[Tensor, "*step"]
     corrupted: Float[Tensor, "*step"]
-    writers: list[str]
-    readers: list[str]
+    graph: Graph
     record: dict[str, Any]
 
     @property
@@ -77,16 +74,22 @@ class EdgeScores:
         tokens = {name: [self.record[name][index]] for name in ("clean_tokens", "corrupted_tokens")}
         return replace(self, **parts, record={**self.record, **tokens, "steps": None, "step": step})
 
-    @cached_property
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """Name of each writer: "embed", head "a0.h0" of layer 0, MLP "m0", and so on."""
+        return self.graph.writers
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Name of each reader: queries "a0.h0<q>", keys "a0.h0<k>" and values "a0.h0<v>" of a head, MLP "m0", and so
+        on; the last is "logits". Keys and values are numbered by key/value head.
+        """
+        return self.graph.readers
+
+    @property
     def exists(self) -> Bool[Tensor, "writer reader"]:
         """True where the reader comes after the writer."""
-        order = {name: i for i, name in enumerate(self.writers)}
-        before = []
-        for reader in self.readers:
-            part = reader.split(".")[0]
-            first = f"{part}.h0" if part.startswith("a") else part
-            before.append(order.get(first, len(order)))
-        return torch.arange(len(self.writers))[:, None] < torch.tensor(before)[None]
+        return self.graph.edges
 
     def top(self, k: Whole) -> Circuit:
         """The circuit of the `k` edges with the largest absolute scores.
@@ -123,14 +126,13 @@ class EdgeScores:
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
-        names = {"writers": self.writers, "readers": self.readers}
-        return save_result(path, "edge scores", tensors, {**names, "record": self.record})
+        return save_result(path, "edge scores", tensors, {"graph": asdict(self.graph), "record": self.record})
 
     @classmethod
     def load(cls, path: str | Path) -> "EdgeScores":
         """Read what `save` wrote."""
         tensors, record = load_result(path, "edge scores")
-        return as_dataclass(cls, {**tensors, **record})
+        return as_dataclass(cls, {**tensors, **record, "graph": Graph(**record["graph"])})
 
     def __repr__(self) -> str:
         return f"EdgeScores({len(self.writers)} writers, {len(self.readers)} readers, {int(self.exists.sum())} edges)"

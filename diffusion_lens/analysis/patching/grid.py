@@ -169,7 +169,7 @@ def patch_sites(
     # 4. Join the steps and make one grid per site.
     record = {
         "method": settings.method,
-        "metric": getattr(reading.function, "__name__", type(reading.function).__name__),
+        "metric": reading.name,
         "logits_at": reading.rows,
         "cfg_scale": inputs.corrupted.record["cfg_scale"] if isinstance(inputs.corrupted, Trajectory) else 0.0,
         "clean_tokens": [side.tokens.tolist() for side, _ in sides],

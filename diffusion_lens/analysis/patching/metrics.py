@@ -111,6 +111,11 @@ class Reading:
             )
         return torch.as_tensor(value)
 
+    @property
+    def name(self) -> str:
+        """Name of the metric's function, or of its class."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
     def within(self, n_pos: int) -> "Reading":
         """This reading with non-negative rows, for a network that reads beyond the `n_pos` positions of a canvas."""
         rows = list(range(n_pos)) if self.rows is None else self.rows
