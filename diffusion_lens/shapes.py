@@ -5,6 +5,8 @@ pos          positions of the sequence, whether given or masked
 query, key   positions, as `pos`: the position that attends, and the position that is attended to
 selected     positions selected from `pos`, in the order requested
 step         denoising steps
+transition   pairs of consecutive denoising steps
+point        hook points, in order
 layer        blocks, in order
 head         attention heads
 kv_head      key/value heads; fewer than `head` with grouped-query attention

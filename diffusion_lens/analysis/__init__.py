@@ -12,6 +12,16 @@ from diffusion_lens.analysis.average_effects import (
     merge,
     recalled_facts,
 )
+from diffusion_lens.analysis.by_step import (
+    AttentionSinks,
+    RidgeSettings,
+    SinkSpan,
+    SteeringVectors,
+    TimeProbe,
+    attention_sinks,
+    difference_of_means,
+    probe_time,
+)
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing import (
     CausalTrace,
@@ -49,6 +59,7 @@ from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
 
 __all__ = [
+    "AttentionSinks",
     "AverageEffect",
     "AverageTrajectoryEffect",
     "CanvasLayout",
@@ -67,15 +78,20 @@ __all__ = [
     "PatchGrid",
     "RankOneEdit",
     "Restoration",
+    "RidgeSettings",
     "SecondMoment",
     "Selection",
+    "SinkSpan",
+    "SteeringVectors",
     "TemporalEffect",
+    "TimeProbe",
     "TraceSettings",
     "TracedTrajectory",
     "TrajectoryTrace",
     "ValueResult",
     "ValueSettings",
     "answer_probability",
+    "attention_sinks",
     "average_facts",
     "average_indirect_effect",
     "average_trajectory_effect",
@@ -83,6 +99,7 @@ __all__ = [
     "compare",
     "compare_along",
     "compute_key",
+    "difference_of_means",
     "edge_attribution",
     "edit_success",
     "faithfulness",
@@ -91,6 +108,7 @@ __all__ = [
     "noise_scale",
     "optimize_value",
     "patch_grid",
+    "probe_time",
     "recalled_facts",
     "restore_in_loop",
     "second_moment",

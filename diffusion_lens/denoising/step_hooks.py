@@ -1,10 +1,11 @@
 """Wrap a hook so that it acts only at some steps, at masked positions, or in one branch of guidance.
 
 The wrapped function is still a plain `fn(activation, hook)`. Outside the denoising loop, where `hook.step` is `None`,
-it does nothing. `acts_by_step` recognises such hooks, and that of `interventions.freeze`.
+it does nothing. `by_step` joins the functions of several steps into one hook. `acts_by_step` recognises all these, and
+the hook of `interventions.freeze`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import torch
@@ -14,7 +15,7 @@ from diffusion_lens.hook_identity import named_after
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.loop_only import acts_by_step as acts_by_step
 from diffusion_lens.loop_only import in_loop_only
-from diffusion_lens.settings import whole_numbers
+from diffusion_lens.settings import whole_number, whole_numbers
 from diffusion_lens.step_state import StepState
 
 
@@ -36,6 +37,35 @@ def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> H
         return step.index in indices or step.index - step.n_steps in indices
 
     return _when(hook_fn, acts, f"at steps {sorted(indices)}")
+
+
+def by_step(hooks: Mapping[int, Hook], n_steps: SupportsIndex) -> Hook:
+    """Call another function at each step; steps without one keep their activation.
+
+    Args:
+        hooks: Function of each step, by the step's index.
+        n_steps: Number of steps of the runs for which the functions were made. In a run of another number of steps, an
+            index stands for another time, which is a `ValueError` when the hook is first called.
+    """
+    count = whole_number("n_steps", n_steps)
+    functions = {whole_number("a step", index): hook_fn for index, hook_fn in hooks.items()}
+    if not functions or (outside := sorted(index for index in functions if not 0 <= index < count)):
+        given = f"the steps {outside}" if functions else "no step"
+        raise ValueError(f"by_step was given {given}; give a function for at least one of the steps 0 to {count - 1}")
+
+    def wrapped(activation: Tensor, hook: Any) -> Any:
+        step: StepState = hook.step
+        if step.n_steps != count:
+            raise ValueError(
+                f"by_step was made for runs of {count} steps, and this run has {step.n_steps}, in which an index is "
+                f"another time: denoise with steps={count}, or make hooks for runs of {step.n_steps} steps"
+            )
+        hook_fn = functions.get(step.index)
+        return None if hook_fn is None else hook_fn(activation, hook)
+
+    by_index = in_loop_only(wrapped)
+    by_index.__qualname__ = "by_step"
+    return by_index
 
 
 def on_branch(hook_fn: Hook, branch: str) -> Hook:

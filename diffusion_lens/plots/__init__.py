@@ -7,6 +7,7 @@ from diffusion_lens.plots.axes import HUES, RESTORED, Figure, panels, readable
 from diffusion_lens.plots.canvas_html import canvas_table
 from diffusion_lens.plots.curves import effect_curves
 from diffusion_lens.plots.heat_maps import denoising_grid, heat_map, labelled_map, trace_panels
+from diffusion_lens.plots.lines import labelled_lines
 from diffusion_lens.plots.pages import step_slider, write_page
 from diffusion_lens.plots.representations import paired_scatter, probability_by_layer, similarity_curve, spectra
 
@@ -18,6 +19,7 @@ __all__ = [
     "denoising_grid",
     "effect_curves",
     "heat_map",
+    "labelled_lines",
     "labelled_map",
     "paired_scatter",
     "panels",

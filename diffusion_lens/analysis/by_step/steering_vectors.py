@@ -1,0 +1,161 @@
+"""Steering vectors as differences of means, one for each denoising step.
+
+The vector of a hook point is the mean activation over positive inputs minus the mean over negative ones (contrastive
+activation addition, Rimsky et al. 2024, arXiv 2312.06681; difference in means, Marks and Tegmark 2023, arXiv
+2310.06824):
+
+    v = 1/|P| Σ_P h - 1/|N| Σ_N h
+
+P and N are the selected positions of all rows of a group, and every position counts the same. Over trajectories, there
+is a vector v_t for each step t, from the states at that step. The difference of one group's means at two steps,
+`positive[name][s] - positive[name][t]`, moves the state towards another step (Rulli et al. 2026, arXiv 2607.01774).
+
+Only sums are kept, not activations.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens.analysis.by_step.inputs import Readable, ReadInputs, last_layer
+from diffusion_lens.analysis.by_step.positions import Positions, check_positions, nothing_selected, select
+from diffusion_lens.analysis.by_step.vectors_result import SteeringVectors
+from diffusion_lens.hook_names import Hook, NamesFilter, select_names
+from diffusion_lens.identity import begins_run
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import provenance
+from diffusion_lens.settings import Whole, at_least
+from diffusion_lens.shapes import PosMask
+
+
+@begins_run
+@torch.no_grad()
+def difference_of_means(
+    model: DiffusionTransformer,
+    positive: Readable,
+    negative: Readable,
+    names_filter: NamesFilter,
+    *,
+    positions: Positions = "all",
+    steps: Whole | Iterable[Whole] | None = None,
+    batch_size: Whole = 16,
+    progress: bool = False,
+) -> SteeringVectors:
+    """The mean activation of positive inputs minus that of negative inputs, at each hook point and step.
+
+    The caller's hooks act while the states are read. Under guidance the states are those of the conditional branch.
+
+    Args:
+        model: Model of either variant.
+        positive, negative: The two groups: a list of trajectories, or a trajectory of several rows, for vectors by
+            step; texts, queries, facts or Int[batch pos] tokens for one vector. The numbers of rows may differ.
+        names_filter: Hook points [batch pos ...]: a name, names or a predicate.
+        positions: Positions that are averaged, as in `analysis.by_step.positions`.
+        steps: Steps of the trajectories, negative ones from the end; by default all.
+        batch_size: Number of texts or queries in a pass.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        KeyError: There is no such hook point.
+        ValueError: A hook point without positions, inputs of two kinds or of different steps, or a group in which no
+            position is selected.
+    """
+    chosen, size = check_positions(positions), at_least(1, "batch_size", batch_size)
+    names = readable_names(model, names_filter)
+    groups = {"positive": ReadInputs.of(model, positive, size), "negative": ReadInputs.of(model, negative, size)}
+    n_steps = {name: group.n_steps for name, group in groups.items()}
+    if len(set(n_steps.values())) > 1:
+        raise ValueError(f"both groups need the same kind of input and number of steps; the steps are {n_steps}")
+    indices = groups["positive"].pick_steps(steps)
+    groups["negative"].pick_steps(indices)
+
+    sums = {name: Sums(names) for name in groups}
+    axis: Sequence[int | None] = [None] if indices is None else indices
+    with tqdm(total=2 * len(axis), desc="difference of means", unit="pass", disable=not progress) as bar:
+        for index in axis:
+            for name, group in groups.items():
+                sums[name].begin()
+                for read in group.at(index):
+                    read.run(sums[name].hooks(select(read, chosen)), last_layer(names))
+                bar.update()
+
+    counts = {name: torch.tensor(each.counts) for name, each in sums.items()}
+    for name, count in counts.items():
+        if not bool(count.any()):
+            raise nothing_selected(model, positions, f"{name} inputs")
+    record = {
+        "names": names,
+        "positions": chosen,
+        "steps": indices,
+        "n_steps": n_steps["positive"],
+        "inputs": {name: group.describe() for name, group in groups.items()},
+        **provenance(model, model.cfg),
+    }
+    by_step = indices is not None
+    means = {name: each.means(by_step) for name, each in sums.items()}
+    return SteeringVectors(
+        positive=means["positive"],
+        negative=means["negative"],
+        n_positive=counts["positive"] if by_step else counts["positive"][0],
+        n_negative=counts["negative"] if by_step else counts["negative"][0],
+        record=record,
+    )
+
+
+def readable_names(model: DiffusionTransformer, names_filter: NamesFilter) -> list[str]:
+    """The hook points of a filter that one forward pass reaches.
+
+    Raises:
+        KeyError: There is no such hook point.
+        ValueError: A hook point of the loop or of a flag that is off, one of scores or patterns, or no filter.
+    """
+    if names_filter is None:
+        raise ValueError("names_filter is required: name the hook points to read, such as 'blocks.1.hook_resid_post'")
+    names = select_names(names_filter, model.hook_dict)
+    silent = {name: reason for name in names if (reason := model.why_silent(name))}
+    if silent and (not callable(names_filter) or len(silent) == len(names)):
+        raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
+    names = [name for name in names if name not in silent]
+    if between := [name for name in names if name.endswith(("hook_attn_scores", "hook_pattern"))]:
+        raise ValueError(
+            f"{between} are [batch head query key]; the states that are read have the axes [batch pos ...]"
+        )
+    return names
+
+
+class Sums:
+    """Sums of activations over selected positions, by hook point and step."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.counts: list[int] = []
+        self._sums: list[dict[str, Tensor]] = []
+
+    def begin(self) -> None:
+        """Begin the sums of another step."""
+        self.counts.append(0)
+        self._sums.append({})
+
+    def hooks(self, selected: PosMask) -> list[tuple[str, Hook]]:
+        """Hooks of a pass that add the selected positions."""
+        self.counts[-1] += int(selected.sum())
+        sums = self._sums[-1]
+
+        def add(activation: Tensor, hook: Any) -> None:
+            wide = torch.promote_types(activation.dtype, torch.float32)
+            rows = activation[selected.to(activation.device)].to(wide)
+            total = rows.sum(dim=0).double().cpu()
+            sums[hook.name] = sums[hook.name] + total if hook.name in sums else total
+
+        return [(name, add) for name in self.names]
+
+    def means(self, by_step: bool) -> dict[str, Tensor]:
+        """The mean at each hook point, with an axis of steps if there are any; NaN where nothing was selected."""
+        means = {}
+        for name in self.names:
+            each = [sums[name] / count for sums, count in zip(self._sums, self.counts, strict=True)]
+            means[name] = torch.stack(each).float() if by_step else each[0].float()
+        return means
