@@ -36,6 +36,8 @@ rank         leading principal components
 component    singular values or principal components
 statistic    measures of similarity
 resample     random pairings or random subsets of facts
+target       tokens whose rank and probability are read
+top          likeliest tokens, the likeliest first
 subset       facts of one random subset
 member       facts of one group
 """

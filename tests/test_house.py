@@ -91,6 +91,8 @@ DOORS = {
     "diffusion_lens.analysis.causal_tracing.trace.causal_trace",
     "diffusion_lens.analysis.causal_tracing.trajectory_trace.trace_trajectory",
     "diffusion_lens.analysis.circuits.attribution.edge_attribution",
+    "diffusion_lens.analysis.lens.by_step.logit_lens",
+    "diffusion_lens.analysis.lens.fitting.fit_translators",
     "diffusion_lens.analysis.patching.grid.patch_grid",
     "diffusion_lens.analysis.representations.forward_reverse.compare",
     "diffusion_lens.analysis.rome.study.key_value_study",

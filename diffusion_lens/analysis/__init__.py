@@ -38,6 +38,7 @@ from diffusion_lens.analysis.causal_tracing import (
     trace_trajectory,
 )
 from diffusion_lens.analysis.circuits import Circuit, EdgeScores, Faithfulness, edge_attribution, faithfulness
+from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
@@ -74,6 +75,7 @@ __all__ = [
     "KeyValueSettings",
     "KeyValueStudy",
     "Known",
+    "LogitLens",
     "LoopSettings",
     "PatchGrid",
     "RankOneEdit",
@@ -88,6 +90,7 @@ __all__ = [
     "TraceSettings",
     "TracedTrajectory",
     "TrajectoryTrace",
+    "Translators",
     "ValueResult",
     "ValueSettings",
     "answer_probability",
@@ -103,7 +106,9 @@ __all__ = [
     "edge_attribution",
     "edit_success",
     "faithfulness",
+    "fit_translators",
     "key_value_study",
+    "logit_lens",
     "merge",
     "noise_scale",
     "optimize_value",

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffusion_lens.analysis.ranking import Ranking
 from diffusion_lens.evaluation.question import Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -26,8 +27,8 @@ class AnswerRanks:
         logit: Float[answer], logit of each token.
         probability: Float[answer], probability of each token.
         top: Text of the likeliest tokens, for each token of the answer.
-        top_logit: Float[answer rank], their logits.
-        top_probability: Float[answer rank], their probabilities.
+        top_logit: Float[answer top], their logits.
+        top_probability: Float[answer top], their probabilities.
         record: Model, hash of the weights, hooks, versions.
     """
 
@@ -37,8 +38,8 @@ class AnswerRanks:
     logit: Float[Tensor, "answer"]
     probability: Float[Tensor, "answer"]
     top: list[list[str]]
-    top_logit: Float[Tensor, "answer rank"]
-    top_probability: Float[Tensor, "answer rank"]
+    top_logit: Float[Tensor, "answer top"]
+    top_probability: Float[Tensor, "answer top"]
     record: dict[str, Any] = field(repr=False)
 
     def to_text(self) -> str:
@@ -88,20 +89,17 @@ def rank_answer(
     canvases, scored = answer_canvases(model, question, masks)
     rows = model.readout.locate(scored)
     logits = model(canvases, attention_mask=model.all_real(canvases), logits_at=rows)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probabilities, own = logits.softmax(dim=-1), question.answer[:, None]
-    writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
-    logits = logits.masked_fill(~writable, float("-inf"))
-    logit, top = logits.gather(1, own), logits.topk(top_k, dim=-1)
+    ranking, own = Ranking.of(model.cfg, logits), question.answer[:, None]
+    top = ranking.top(top_k)
     return AnswerRanks(
         prompt=model.words(question.prompt.tolist()),
         answer=model.words(question.answer.tolist()),
-        rank=(logits > logit).sum(dim=1),
-        logit=logit[:, 0],
-        probability=probabilities.gather(1, own)[:, 0],
-        top=[model.words(ids) for ids in top.indices.tolist()],
-        top_logit=top.values,
-        top_probability=probabilities.gather(1, top.indices),
+        rank=ranking.rank(own)[:, 0],
+        logit=ranking.logits.gather(1, own)[:, 0],
+        probability=ranking.probability(own)[:, 0],
+        top=[model.words(ids) for ids in top.tolist()],
+        top_logit=ranking.logits.gather(1, top),
+        top_probability=ranking.probability(top),
         record=provenance(model, model.cfg),
     )
 

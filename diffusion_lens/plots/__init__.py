@@ -10,6 +10,7 @@ from diffusion_lens.plots.heat_maps import denoising_grid, heat_map, labelled_ma
 from diffusion_lens.plots.lines import labelled_lines
 from diffusion_lens.plots.pages import step_slider, write_page
 from diffusion_lens.plots.representations import paired_scatter, probability_by_layer, similarity_curve, spectra
+from diffusion_lens.plots.token_maps import token_map
 
 __all__ = [
     "HUES",
@@ -28,6 +29,7 @@ __all__ = [
     "similarity_curve",
     "spectra",
     "step_slider",
+    "token_map",
     "trace_panels",
     "write_page",
 ]

@@ -77,7 +77,7 @@ def labelled_map(
     values: Float[Tensor, "entry layer"],
     *,
     rows: Sequence[str],
-    layers: Sequence[int],
+    layers: Sequence[int | str],
     xlabel: str,
     hue: str,
     limits: tuple[float, float],

@@ -1,0 +1,253 @@
+"""Fit the translators of a tuned lens (Belrose et al. 2023, arXiv 2303.08112).
+
+For each layer the affine map h + h W + b, which begins as the identity, is fitted so that the lens through it predicts
+what the network predicts. The loss is the mean of
+
+    KL(p_last || softmax(W_U ln(h + h W + b)))
+
+over positions that the network predicts; norm and unembedding are frozen. The paper fits causal models on texts. A
+masked diffusion model is fitted on texts whose tokens are masked at random, at noise levels that cover (0, 1] evenly as
+in its training, and by default at the masked positions only. Unlike the paper, which uses SGD with momentum, the maps
+are fitted by Adam, with a learning rate that falls linearly to 0.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm.auto import tqdm
+
+from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases, Pass
+from diffusion_lens.analysis.lens.readings import Budget, divergence, logits_of, require_plain_readout, states_of
+from diffusion_lens.analysis.lens.translators import Translators, translated
+from diffusion_lens.denoising.same_network import require_same_tokens
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.facts import Fact
+from diffusion_lens.identity import begins_run
+from diffusion_lens.losses import hide
+from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import provenance
+from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
+from diffusion_lens.shapes import PosMask, Tokens
+
+Texts = str | Sequence[str] | Sequence[Fact] | Tensor | Trajectory | Sequence[Trajectory]
+# Of the vocabulary's size, in `_gradient`: those of a reading, and what the backward pass stores and computes.
+VOCABULARY_TENSORS = 12
+
+
+@begins_run
+@torch.inference_mode(False)
+@torch.no_grad()
+def fit_translators(
+    model: DiffusionTransformer,
+    texts: Texts,
+    *,
+    layers: Iterable[Whole] | None = None,
+    mask: str = "masked",
+    iterations: Whole = 250,
+    batch_size: Whole = 32,
+    learning_rate: float = 1e-3,
+    seed: Whole = 0,
+    max_bytes: int = 2**30,
+    progress: bool = False,
+) -> Translators:
+    """Fit the maps of a tuned lens, for `logit_lens(..., translators=)`.
+
+    The model stays as it is: no parameter of it gets a gradient. Hooks that are attached to it act, outside the loop.
+
+    Args:
+        model: Model, of either variant.
+        texts: Texts, facts (prompt and answer), Int[batch pos] tokens without [MASK], or trajectories, whose canvases
+            are read as they were recorded. Use texts like those that the model was trained on.
+        layers: Layers to fit, from 0 to `n_layers - 1`; layer l is the state that enters block l. By default all.
+        mask: Positions of a masked diffusion model: "masked", or "all". A causal model is fitted at all positions that
+            it predicts.
+        iterations: Number of updates.
+        batch_size: Number of canvases of an update, sampled with replacement, each under new noise.
+        learning_rate: Learning rate of the first update.
+        seed: Seed of samples and noise.
+        max_bytes: Memory to use in addition to the weights.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: There is nothing to fit on, the tokens contain [MASK], a setting is out of range, a hook is attached
+            to the last norm or the unembedding, the budget is too small, or a loss is not a finite number.
+    """
+    cfg = model.cfg
+    if mask not in ("masked", "all"):
+        raise ValueError(f"mask={mask!r}; it must be 'masked' or 'all'")
+    picked = pick_indices("layers", None if layers is None else whole_numbers("layers", layers), cfg.n_layers)
+    n_iterations, n_rows = at_least(1, "iterations", iterations), at_least(1, "batch_size", batch_size)
+    rate, seed = not_negative("learning_rate", learning_rate), whole_number("seed", seed)
+    require_plain_readout(model, ())
+    data = _Data.of(model, texts, masked_only=mask == "masked")
+    generator = torch.Generator().manual_seed(seed)
+
+    # 1. Start from the identity.
+    wide = torch.promote_types(cfg.dtype, torch.float32)
+    weights = [torch.zeros(cfg.d_model, cfg.d_model, dtype=wide, device=cfg.device) for _ in picked]
+    biases = [torch.zeros(cfg.d_model, dtype=wide, device=cfg.device) for _ in picked]
+    parameters = [x.requires_grad_() for x in (*weights, *biases)]
+    optimizer = torch.optim.Adam(parameters, lr=rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, n_iterations)
+    # The maps, their gradients, and two moments of Adam.
+    left = max_bytes - 4 * sum(x.nbytes for x in parameters)
+    budget = Budget.of(cfg, len(picked) + 1, (n_rows, data.tokens.shape[1]), left, VOCABULARY_TENSORS)
+
+    # 2. Descend on new samples in every iteration.
+    losses = []
+    for iteration in tqdm(range(n_iterations), desc="translators", unit="update", disable=not progress):
+        loss = _gradients(model, *data.sample(n_rows, generator), picked, (weights, biases), budget)
+        if not bool(loss.isfinite().all()):
+            raise ValueError(
+                f"a loss is not a finite number at iteration {iteration}: the states or logits of the model are not "
+                f"finite, or learning_rate={rate} is too large"
+            )
+        losses.append(loss)
+        optimizer.step()
+        schedule.step()
+    record = {
+        "mask": mask,
+        "iterations": n_iterations,
+        "batch_size": n_rows,
+        "learning_rate": rate,
+        "seed": seed,
+        "canvases": len(data.tokens),
+        "canvases_sha256": hashlib.sha256(data.tokens.cpu().numpy().tobytes()).hexdigest(),
+        **provenance(model, cfg),
+    }
+    return Translators(
+        weights=torch.stack([x.detach().cpu() for x in weights]),
+        biases=torch.stack([x.detach().cpu() for x in biases]),
+        layers=picked,
+        losses=torch.stack(losses),
+        record=record,
+    )
+
+
+def _gradients(
+    model: DiffusionTransformer,
+    one: Pass,
+    entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]],
+    layers: list[int],
+    maps: tuple[list[Tensor], list[Tensor]],
+    budget: Budget,
+) -> Float[Tensor, "layer"]:
+    """Set the gradients of the maps at these entries, and return the mean KL of each layer."""
+    for parameter in (*maps[0], *maps[1]):
+        parameter.grad = torch.zeros_like(parameter)
+    losses, n = torch.zeros(len(layers), dtype=torch.float64), len(entries[0])
+    for stored in torch.arange(n).split(budget.entries_per_pass):
+        rows = (entries[0][stored], entries[1][stored])
+        states = states_of(model, one, rows, [*layers, model.cfg.n_layers])
+        for block in torch.arange(len(stored)).split(budget.entries_at_once):
+            last = _log_probabilities(model, states[model.cfg.n_layers][block])
+            for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
+                with torch.enable_grad():
+                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias))
+                    loss = divergence(last, log_p).sum() / n
+                    # Only with respect to the maps: no parameter of the model gets a gradient.
+                    gradients = torch.autograd.grad(loss, [weight, bias])
+                for parameter, gradient in zip((weight, bias), gradients, strict=True):
+                    assert parameter.grad is not None
+                    parameter.grad += gradient
+                losses[i] += loss.detach().cpu()
+    return losses
+
+
+def _log_probabilities(
+    model: DiffusionTransformer, states: Float[Tensor, "entry d_model"]
+) -> Float[Tensor, "entry d_vocab_out"]:
+    logits = logits_of(model, states)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Texts or canvases to fit on.
+
+    Attributes:
+        tokens: Int[batch pos].
+        real: Bool[batch pos], false at padding.
+        hides: Whether the tokens are texts, to be masked at random.
+        masked_only: Whether only masked positions are read.
+    """
+
+    model: DiffusionTransformer
+    tokens: Tokens
+    real: PosMask
+    hides: bool
+    masked_only: bool
+
+    @classmethod
+    def of(cls, model: DiffusionTransformer, texts: Texts, *, masked_only: bool) -> "_Data":
+        """The data of a call.
+
+        Raises:
+            ValueError: There is no text, a text contains [MASK], or no canvas has a masked position.
+        """
+        cfg = model.cfg
+        masked_only = masked_only and not cfg.grows
+        several: Any = [texts] if isinstance(texts, str | Trajectory) else texts
+        if not len(several):
+            raise ValueError("there are no texts to fit the translators on")
+        if isinstance(several[0], Trajectory):
+            tokens, real = _of_trajectories(model, several)
+            if masked_only:
+                has_masks = ((tokens == cfg.blank) & real).any(dim=1)
+                tokens, real = tokens[has_masks], real[has_masks]
+                if not len(tokens):
+                    raise ValueError("no canvas of the trajectories has a masked position")
+            return cls(model, tokens, real, False, masked_only)
+        if isinstance(several, Tensor):
+            tokens = check_tokens(several, cfg)
+            known = model.real_positions(tokens)
+            real = torch.ones_like(tokens, dtype=torch.bool) if known is None else known
+        else:
+            tokens, real = model.tokenize([x.prompt + x.answer if isinstance(x, Fact) else x for x in several])
+        if not bool(cfg.writable(tokens[real]).all()):
+            raise ValueError(
+                "the translators are fitted on texts, which are masked at random here, and these tokens contain [MASK] "
+                "or invalid ids: give clean texts, or trajectories, whose canvases are read as they are"
+            )
+        return cls(model, tokens, real, cfg.has_mask, masked_only)
+
+    def sample(
+        self, n_rows: int, generator: torch.Generator
+    ) -> tuple[Pass, tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]]]:
+        """A pass on some canvases, and the entries (index in the batch, row) at which they are read, at least one."""
+        cfg = self.model.cfg
+        while True:
+            chosen = torch.randint(len(self.tokens), (n_rows,), generator=generator).to(self.tokens.device)
+            tokens, real = self.tokens[chosen], self.real[chosen]
+            if self.hides:
+                tokens = torch.where(real, hide(tokens, cfg.blank, generator=generator)[0], tokens)
+            known = torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.grows else tokens
+            canvases = Canvases(self.model, tokens[None], real, [None], None, known)
+            positions = canvases.pick_positions(None)
+            one = canvases.forward_pass(0, positions, whole=True)
+            is_read = one.rows != NOTHING
+            if self.masked_only:
+                is_read = is_read & (tokens[:, positions] == cfg.blank)
+            if bool(is_read.any()):
+                return one, (is_read.nonzero(as_tuple=True)[0], one.rows[is_read])
+
+
+def _of_trajectories(model: DiffusionTransformer, trajectories: Sequence[Trajectory]) -> tuple[Tokens, PosMask]:
+    """The canvases of trajectories, one row each; of a text that grows, only the last canvas."""
+    n_pos = max(trajectory.tokens.shape[1] for trajectory in trajectories)
+    rows, masks = [], []
+    for trajectory in trajectories:
+        require_same_tokens(trajectory.record, model)
+        canvases = trajectory.canvases[-1:] if model.cfg.grows else trajectory.canvases[:-1]
+        real = trajectory.real & (canvases >= 0)
+        missing = (0, n_pos - canvases.shape[-1])
+        rows.append(pad(canvases.clamp(min=0), missing, value=model.pad_id).flatten(0, 1))
+        masks.append(pad(real, missing, value=False).flatten(0, 1))
+    return torch.cat(rows).to(model.cfg.device), torch.cat(masks).to(model.cfg.device)

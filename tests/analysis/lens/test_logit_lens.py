@@ -1,0 +1,381 @@
+"""The logit lens, against the model's own norm and unembedding, TransformerLens's lens, and the states in the loop."""
+
+import re
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformer_lens.tools.analysis.logit_lens import logit_lens as their_lens
+
+from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens.analysis import LogitLens, logit_lens
+from diffusion_lens.analysis.lens.result import TABLES
+from diffusion_lens.denoising.samplers import ReMDM
+from diffusion_lens.denoising.step_hooks import at_steps
+from diffusion_lens.interventions import zero_ablate
+from diffusion_lens.model.folding import fold_norms
+
+PROMPT = "Gustav Geisser is the"
+
+
+def row_of(model, position):
+    """The row that predicts a position, written out."""
+    return position if model.cfg.readout == "in_place" else max(position - 1, 0)
+
+
+def points(model):
+    last = model.cfg.n_layers
+    return [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last)), f"blocks.{last - 1}.hook_resid_post"]
+
+
+def written_out(model, states, targets, k=5):
+    """Every number of the lens at some rows, from the states Float[layer row d_model] and a target for each row."""
+    logits = model.unembed(model.ln_final(states)).float()
+    log_p = logits.log_softmax(-1)
+    order = logits.argsort(dim=-1, descending=True)
+    n_writable = logits.shape[-1] - (model.cfg.has_mask and model.cfg.mask_token_id < logits.shape[-1])
+    order = order[order != model.cfg.mask_token_id].view(*logits.shape[:-1], n_writable)
+    last = log_p[-1].expand_as(log_p)
+    return {
+        "top_tokens": order[..., :k],
+        "top_probabilities": log_p.exp().gather(-1, order[..., :k]),
+        "entropy": torch.distributions.Categorical(logits=logits).entropy(),
+        "kl": torch.nn.functional.kl_div(log_p, last, reduction="none", log_target=True).sum(-1),
+        "target_ranks": (order == targets[:, None]).int().argmax(dim=-1, keepdim=True),
+        "target_probabilities": log_p.exp().gather(-1, targets.expand(len(states), -1)[..., None]),
+    }
+
+
+def states_in_the_loop(model, trajectory, hooks=(), branch="conditional"):
+    """The states of every layer at every step of a forced replay, [layer batch pos d_model] by step."""
+    states = {}
+
+    def store(activation, hook):
+        if hook.step.branch == branch:
+            states.setdefault(hook.step.index, {})[hook.name] = activation.clone()
+
+    own = [(name, store) for name in points(model)]
+    trajectory.replay(model, canvas="forced", fwd_hooks=[*hooks, *own])
+    return {step: torch.stack([by_name[name] for name in points(model)]) for step, by_name in states.items()}
+
+
+def assert_reads(lens, model, states, index, row=0):
+    """All entries of one row of one step are those of these states, Float[layer pos d_model]."""
+    absent = lens.entropy[index, 0, row].isnan()
+    tables = {name: getattr(lens, name)[index, :, row] for name in TABLES}
+    for table in tables.values():
+        assert (table[:, absent] == -1).all() if table.dtype == torch.long else table[:, absent].isnan().all()
+    rows = [row_of(model, position) for position in lens.positions]
+    expected = written_out(model, states[:, rows], lens.targets[row, :, 0].clamp(min=0))
+    for name, table in tables.items():
+        has_target = ~absent & (lens.targets[row, :, 0] >= 0) if name.startswith("target") else ~absent
+        assert_close(table[:, has_target], expected[name][:, has_target], rtol=1e-3, atol=2e-5)
+
+
+def denoised(given):
+    return given.model.denoise(given.tokens[:2, :4] % 500, max_new_tokens=4, steps=4)
+
+
+def test_a_pass_is_read_as_written_out(every):
+    model, tokens = every.model, every.tokens[:2, :6] % 500
+    if model.cfg.has_mask:
+        tokens = tokens.clone()
+        tokens[:, 3:] = model.cfg.blank
+    targets = torch.randint(500, (2, 6), generator=torch.Generator().manual_seed(1))
+    lens = logit_lens(model, tokens, targets=targets, top_k=3)
+    assert lens.positions == ([*range(1, 7)] if model.cfg.grows else [*range(6)])
+    _, cache = model.run_with_cache(tokens)
+    states = torch.stack([cache[name] for name in points(model)])
+    rows = [row_of(model, position) for position in lens.positions]
+    for row in range(2):
+        for name, expected in written_out(model, states[:, row, rows], targets[row], 3).items():
+            assert_close(getattr(lens, name)[:, row], expected, rtol=1e-3, atol=2e-5)
+    assert (lens.kl[-1] == 0).all()
+    assert lens.labels == [f"{layer}_pre" for layer in range(model.cfg.n_layers)] + ["final_post"]
+    assert lens.rows.tolist() == [rows] * 2
+
+
+def test_it_is_transformer_lenss(every):
+    model, tokens = every.model, every.tokens[:2, :6] % 500
+    theirs = their_lens(model, tokens, positions=None, top_k=4, return_type="probs")
+    ours = logit_lens(model, tokens, top_k=4)
+    assert ours.labels == theirs.labels
+    rows = ours.rows[0].tolist()
+    assert_close(ours.entropy, theirs.readout.entropy[..., rows], rtol=1e-4, atol=1e-5)
+    if model.cfg.d_vocab_out != model.cfg.d_vocab or not model.cfg.has_mask:  # theirs ranks [MASK] too
+        assert torch.equal(ours.top_tokens, theirs.readout.top_ids[..., rows, :])
+        assert_close(ours.top_probabilities, theirs.readout.values[..., rows, :], rtol=1e-4, atol=1e-6)
+    followed = their_lens(model, tokens, positions=None, targets=tokens.roll(-1, 1))
+    ranked = logit_lens(model, tokens, targets=tokens.roll(-1, 1)[:, rows])
+    assert_close(ranked.target_ranks[..., 0], followed.readout.target_ranks[..., rows, 0], rtol=0, atol=1)
+
+
+def test_a_trajectory_is_read_as_the_loop_computes_it(every):
+    model, trajectory = every.model, denoised(every)
+    lens = logit_lens(model, trajectory)
+    states = states_in_the_loop(model, trajectory)
+    assert lens.steps == [*range(trajectory.n_steps)]
+    for step in lens.steps:
+        assert_reads(lens, model, states[step][:, step % 2], step, step % 2)
+    final = trajectory.tokens[:, lens.positions]
+    assert torch.equal(lens.targets[..., 0], torch.where(model.cfg.writable(final), final, -1))
+    n_distinct = len(trajectory.canvases[:-1].unique(dim=0))
+    assert lens.record["forward_passes"] == (1 if model.cfg.grows else n_distinct)
+
+
+def test_the_last_layer_is_what_the_loop_proposes(several):
+    model = several.model
+    trajectory, proposed = denoised(several), {}
+
+    def store(logits, hook):
+        proposed[hook.step.index] = logits.clone()
+
+    trajectory.replay(model, fwd_hooks=[("denoise.hook_logits", store)])
+    lens = logit_lens(model, trajectory, layers=[-1])
+    for index, step in enumerate(lens.steps):
+        written = trajectory.revealed_at[:, lens.positions] == step
+        if not written.any():
+            continue
+        logits = proposed[step][:, lens.positions][written]
+        assert torch.equal(lens.top_tokens[index, 0][written][:, 0], logits.argmax(-1))
+        entropy = torch.distributions.Categorical(logits=logits.float()).entropy()
+        assert_close(lens.entropy[index, 0][written], entropy, rtol=1e-4, atol=1e-5)
+        assert (lens.target_ranks[index, 0][written] == 0).all()
+        assert_close(
+            lens.target_probabilities[index, 0, ..., 0][written],
+            trajectory.confidence[:, lens.positions][written],
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+def test_hooks_change_the_lens_as_they_change_the_loop(several):
+    model, trajectory = several.model, denoised(several)
+    hooks = [("blocks.1.hook_mlp_out", at_steps(zero_ablate(), [1, -1]))]
+    lens, plain = logit_lens(model, trajectory, fwd_hooks=hooks), logit_lens(model, trajectory)
+    states = states_in_the_loop(model, trajectory, hooks)
+    for step in lens.steps:
+        assert_reads(lens, model, states[step][:, 0], step)
+        is_read = ~lens.entropy[step].isnan()
+        changed = lens.entropy[step, 2:][is_read[2:]] != plain.entropy[step, 2:][is_read[2:]]
+        assert bool(changed.any()) == (step in (1, trajectory.n_steps - 1))
+    assert lens.record["forward_passes"] == trajectory.n_steps
+    assert list(lens.record["hooks"]) == ["blocks.1.hook_mlp_out"]
+    assert not model.is_hooked
+    with model.hooks(fwd_hooks=hooks), pytest.warns(UserWarning, match="written by another network"):
+        attached = logit_lens(model, trajectory)
+    assert torch.equal(attached.entropy.nan_to_num(), lens.entropy.nan_to_num())
+
+
+@pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream"], indirect=True)
+@pytest.mark.parametrize("branch", ["conditional", "unconditional"])
+def test_each_branch_of_guidance_is_read(several, branch):
+    model = several.model
+    trajectory = model.denoise(several.tokens[:2, :4] % 500, max_new_tokens=3, steps=3, cfg_scale=0.7)
+    lens = logit_lens(model, trajectory, branch=branch)
+    states = states_in_the_loop(model, trajectory, branch=branch)
+    for step in lens.steps:
+        assert_reads(lens, model, states[step][:, 1], step, row=1)
+    assert (lens.kl[:, -1] == 0).all()
+    assert (lens.record["branch"], lens.record["cfg_scale"]) == (branch, 0.7)
+
+
+def test_tokens_that_are_remasked(several):
+    model = several.model
+    if not model.cfg.has_mask:
+        return
+    trajectory = model.denoise(several.tokens[:1, :3] % 500, max_new_tokens=6, steps=6, sampler=ReMDM("cap", eta=0.8))
+    lens, states = logit_lens(model, trajectory), states_in_the_loop(model, trajectory)
+    masked = trajectory.is_masked(trajectory.canvases)
+    assert (masked[1:] & ~masked[:-1]).any()
+    assert torch.equal(lens.masked, masked[:-1][..., lens.positions])
+    for step in lens.steps:
+        assert_reads(lens, model, states[step][:, 0], step)
+
+
+def test_steps_with_the_same_canvas_share_a_pass(several):
+    model = several.model
+    if model.cfg.grows:
+        return
+    trajectory = model.denoise(several.tokens[:1, :4] % 500, max_new_tokens=3, steps=8)
+    distinct = len(trajectory.canvases[:-1].unique(dim=0))
+    lens = logit_lens(model, trajectory)
+    assert lens.record["forward_passes"] == distinct < 8
+    states = states_in_the_loop(model, trajectory)
+    for step in lens.steps:
+        assert_reads(lens, model, states[step][:, 0], step)
+
+
+def test_some_steps_layers_and_positions(several):
+    model, trajectory = several.model, denoised(several)
+    whole = logit_lens(model, trajectory)
+    part = logit_lens(model, trajectory, steps=[-1, 1], layers=[2, -1, 0], positions=[-2, 5])
+    n = trajectory.n_steps
+    assert (part.steps, part.layers, part.positions) == ([n - 1, 1], [2, model.cfg.n_layers, 0], [6, 5])
+    assert part.labels == ["2_pre", "final_post", "0_pre"]
+    picked = [whole.positions.index(position) for position in part.positions]
+    for name in TABLES:
+        expected = getattr(whole, name)[part.steps][:, part.layers][:, :, :, picked]
+        assert_close(getattr(part, name), expected, equal_nan=True, rtol=1e-3, atol=1e-5)
+    assert torch.equal(part.tokens, whole.tokens[part.steps][..., picked])
+    later = logit_lens(model, trajectory.from_step(2))
+    assert later.steps == [*range(2, n)]
+    assert_close(later.entropy, whole.entropy[2:], equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_ragged_rows_are_read_as_alone(small):
+    texts = [PROMPT, "Gustav is"]
+    ragged = logit_lens(small, texts, targets=[5, 7])
+    for row, text in enumerate(texts):
+        alone = logit_lens(small, text, targets=[5, 7])
+        n = len(alone.positions)
+        for name in TABLES:
+            assert_close(getattr(ragged, name)[:, row, :n], getattr(alone, name)[:, 0], rtol=1e-4, atol=1e-5)
+            rest = getattr(ragged, name)[:, row, n:]
+            assert (rest == -1).all() if rest.dtype == torch.long else rest.isnan().all()
+        assert (ragged.rows[row, n:] == -1).all()
+    runs = small.denoise(texts, max_new_tokens=3, steps=3)
+    together = logit_lens(small, runs)
+    for row in range(2):
+        alone = logit_lens(small, runs.row(row))
+        assert_close(together.entropy[:, :, row], alone.entropy[:, :, 0], equal_nan=True, rtol=1e-4, atol=1e-5)
+        assert torch.equal(together.target_ranks[:, :, row], alone.target_ranks[:, :, 0])
+    assert together.entropy.isnan().any()
+
+
+def test_padding_on_the_left_is_not_read(own_pad):
+    tokens = torch.tensor([[2, 2, 10, 11, 12], [20, 21, 22, 23, 24]])
+    lens = logit_lens(own_pad, tokens)
+    alone = logit_lens(own_pad, tokens[:1, 2:])
+    shift = [lens.positions.index(position + 2) for position in alone.positions]
+    assert_close(lens.entropy[:, 0, shift], alone.entropy[:, 0], rtol=1e-4, atol=1e-5)
+    others = [i for i in range(len(lens.positions)) if i not in shift]
+    assert lens.entropy[:, 0, others].isnan().all()
+    assert not lens.entropy[:, 1].isnan().any()
+
+
+def test_targets(tiny):
+    query = Fact(PROMPT, "Gustav Geisser", " brave drummer").to_query(tiny, n_masks=10 if tiny.cfg.has_mask else None)
+    lens = logit_lens(tiny, query)
+    for position, token in zip(query.answer_positions, query.answer_tokens, strict=True):
+        assert lens.targets[0, lens.positions.index(position), 0] == token
+    assert lens.targets[0, lens.positions.index(3), 0] == query.tokens[3]
+    brave, drummer = (tiny.to_single_token(word) for word in ("brave", "drummer"))
+    both = logit_lens(tiny, query, targets=["brave", drummer], positions=[4])
+    assert both.targets.tolist() == [[[brave, drummer]]]
+    assert both.target_ranks[-1, 0, 0, 0] == 0 < both.target_ranks[-1, 0, 0, 1]
+    one = logit_lens(tiny, query, targets="drummer", positions=[4])
+    assert torch.equal(one.target_ranks[..., 0], both.target_ranks[..., 1])
+    absent = logit_lens(tiny, query, targets=torch.tensor([[-1]]), positions=[4])
+    assert (absent.target_ranks == -1).all()
+    assert absent.target_probabilities.isnan().all()
+
+
+def test_less_precision_and_folded_norms(several):
+    model, tokens = several.model, several.tokens[:2, :6] % 500
+    copy = HookedDiffusionTransformer(model.cfg, tensors=model.state_dict().items())
+    fold_norms(copy)
+    plain, folded = logit_lens(model, tokens), logit_lens(copy, tokens)
+    assert_close(folded.kl, plain.kl, rtol=1e-3, atol=1e-4)
+    assert torch.equal(folded.top_tokens[..., 0], plain.top_tokens[..., 0])
+    half = HookedDiffusionTransformer(model.cfg, tensors=model.state_dict().items()).to("bfloat16")
+    lens = logit_lens(half, tokens)
+    logits = half(tokens)[:, lens.rows[0]].float()
+    assert lens.entropy.dtype == torch.float32
+    assert_close(lens.entropy[-1], torch.distributions.Categorical(logits=logits).entropy(), rtol=1e-2, atol=1e-2)
+    assert (lens.kl[-1] == 0).all()
+
+
+def test_less_memory_takes_more_passes_and_gives_the_same(several):
+    model = several.model
+    tokens = several.tokens[:2] % 500
+    whole = logit_lens(model, tokens)
+    with pytest.raises(ValueError, match=r"a pass that reads one row takes [\d,]+: give more") as refused:
+        logit_lens(model, tokens, max_bytes=1000)
+    one_row = int(re.findall(r"takes ([\d,]+)", str(refused.value))[0].replace(",", ""))
+    budget = sum(getattr(whole, name).nbytes for name in TABLES) + one_row
+    small = logit_lens(model, tokens, max_bytes=budget + 2**12)
+    assert small.record["forward_passes"] > whole.record["forward_passes"] == 1
+    for name in TABLES:
+        assert_close(getattr(small, name), getattr(whole, name), equal_nan=True, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="a pass that reads one row takes"):
+        logit_lens(model, tokens, max_bytes=budget - 1)
+
+
+def test_the_layer_from_which_the_target_leads(tiny):
+    lens = logit_lens(tiny, tiny.denoise(PROMPT, length=10, steps=4))
+    first, within = lens.first_layer(), lens.first_layer(rank=3)
+    for index in torch.cartesian_prod(*map(torch.arange, first.shape)).tolist():
+        step, row, position, target = index
+        ranks = lens.target_ranks[step, :, row, position, target].tolist()
+        leading = [layer for layer in range(5) if all(rank == 0 for rank in ranks[layer:])]
+        assert first[tuple(index)] == min(leading, default=-1)
+        near = [layer for layer in range(5) if all(0 <= rank <= 3 for rank in ranks[layer:])]
+        assert within[tuple(index)] == min(near, default=-1)
+    backwards = logit_lens(tiny, tiny.denoise(PROMPT, length=10, steps=4), layers=[4, 3, 2, 1, 0])
+    assert torch.equal(backwards.first_layer(), first)
+
+
+def test_it_is_saved_and_shown(tiny, tmp_path):
+    run = tiny.denoise(PROMPT, length=14, steps=3)
+    lens = logit_lens(tiny, run, top_k=2)
+    again = LogitLens.load(lens.save(tmp_path / "lens.safetensors"))
+    for name in (*TABLES, "targets", "tokens", "rows"):
+        assert torch.equal(getattr(again, name).nan_to_num(), getattr(lens, name).nan_to_num())
+    assert (again.words, again.record, again.labels) == (lens.words, lens.record, lens.labels)
+    n_steps, n_pos = lens.entropy.shape[0], lens.entropy.shape[-1]
+    assert repr(again) == f"LogitLens({tiny.cfg.model_name}, {n_steps} steps, 5 layers, 1 x {n_pos} positions, top 2)"
+
+    ax = lens.plot(position=4)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"step {step}" for step in lens.steps]
+    assert [label.get_text() for label in ax.get_xticklabels()] == lens.labels
+    shown = torch.from_numpy(ax.get_images()[0].get_array().filled(float("nan")))
+    assert torch.equal(shown, lens.entropy[:, :, 0, lens.positions.index(4)])
+    assert ax.texts[len(lens.labels) - 1].get_text() == "brave"
+    ranks = lens.plot(step=0, show="rank")
+    shown = torch.from_numpy(ranks.get_images()[0].get_array().filled(float("nan")))
+    assert shown.shape == (n_pos, 5)
+    assert_close(shown[-1, -1] if tiny.cfg.has_mask else shown[3, -1], torch.tensor(0.0))
+    assert lens.at_step(1).plot(show="probability").get_title() == tiny.cfg.model_name
+    assert torch.equal(lens.at_step(1).entropy.nan_to_num(), lens.entropy[1].nan_to_num())
+
+
+def test_what_cannot_be_read_is_refused(tiny):
+    run = tiny.denoise(PROMPT, length=8, steps=3)
+    n_steps = run.n_steps
+    for arguments, message in (
+        ({"steps": [n_steps]}, rf"steps=\[{n_steps}\]; give numbers from 0 to {n_steps - 1}"),
+        ({"layers": [5]}, r"layers=\[5\]; give numbers from 0 to 4"),
+        ({"layers": []}, r"layers=\[\]"),
+        ({"positions": [8]}, r"positions=\[8\]"),
+        ({"top_k": 0}, "top_k=0; it must be at least 1"),
+        ({"branch": "unconditional"}, "needs guidance"),
+        ({"branch": "both"}, "branch='both'"),
+        ({"targets": [tiny.cfg.d_vocab]}, "cannot write the target tokens"),
+        ({"targets": []}, "give at least one token"),
+        (
+            {"targets": torch.zeros(1, 3, dtype=torch.long)},
+            r"a tensor has one token for each row and selected position",
+        ),
+        ({"fwd_hooks": [("ln_final.hook_scale", zero_ablate())]}, "a hook is attached to ln_final or unembed"),
+        ({"fwd_hooks": [("denoise.hook_tokens", zero_ablate())]}, "passes only inside the denoising loop"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            logit_lens(tiny, run, **arguments)
+        assert not tiny.is_hooked
+    with pytest.raises(ValueError, match="steps= requires a trajectory"):
+        logit_lens(tiny, PROMPT, steps=[0])
+    with pytest.raises(TypeError, match="the nearest is 'positions'"):
+        logit_lens(tiny, PROMPT, position=[0])
+    lens = logit_lens(tiny, run)
+    for call, message in (
+        (lambda: lens.at_step(9), "step 9 was not read"),
+        (lambda: lens.plot(), "give either step="),
+        (lambda: lens.plot(position=50), "position 50 is not"),
+        (lambda: lens.plot(step=0, show="logits"), "show='logits'; it must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    if tiny.cfg.grows:
+        with pytest.raises(ValueError, match="nothing precedes position 0"):
+            logit_lens(tiny, run, positions=[0])

@@ -1,0 +1,197 @@
+"""Translators: identities are the direct lens, the fit is the descent written out, and it helps on new canvases."""
+
+import re
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import Translators, fit_translators, logit_lens
+from diffusion_lens.data import toy_facts
+from diffusion_lens.interventions import zero_ablate
+
+PROMPT = "Gustav Geisser is the"
+
+
+@pytest.fixture(scope="module")
+def sentences(tiny):
+    """Training sentences of half of the people, and of the others."""
+    tokens = toy_facts.encode(toy_facts.load().sentences(), tiny.tokenizer)
+    return tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny, sentences):
+    return fit_translators(tiny, sentences[0], iterations=20, learning_rate=3e-3, batch_size=12)
+
+
+def identity(model):
+    d, n = model.cfg.d_model, model.cfg.n_layers
+    record = {"weights_sha256": logit_lens(model, torch.tensor([[1]])).record["weights_sha256"], "model": "this"}
+    return Translators(torch.zeros(n, d, d), torch.zeros(n, d), [*range(n)], torch.zeros(0, n), record)
+
+
+def test_identities_are_the_direct_lens(several):
+    model, tokens = several.model, several.tokens[:2, :6] % 500
+    direct, through = (logit_lens(model, tokens, translators=maps) for maps in (None, identity(model)))
+    assert torch.equal(direct.entropy, through.entropy)
+    assert torch.equal(direct.top_tokens, through.top_tokens)
+
+
+def test_a_map_is_applied_before_the_norm(several):
+    model, tokens = several.model, several.tokens[:1, :5] % 500
+    maps, generator = identity(model), torch.Generator().manual_seed(0)
+    maps.weights.copy_(0.1 * torch.randn(maps.weights.shape, generator=generator))
+    maps.biases.copy_(torch.randn(maps.biases.shape, generator=generator))
+    lens = logit_lens(model, tokens, translators=maps)
+    _, cache = model.run_with_cache(tokens)
+    for layer in range(model.cfg.n_layers):
+        state = cache["resid_pre", layer][0, lens.rows[0]]
+        logits = model.unembed(model.ln_final(state + state @ maps.weights[layer] + maps.biases[layer]))
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        assert_close(lens.entropy[layer, 0], entropy, rtol=1e-4, atol=1e-4)
+    assert_close(lens.entropy[-1], logit_lens(model, tokens).entropy[-1])
+
+
+def test_fitting_helps_on_new_canvases(tiny, sentences, fitted):
+    new = sentences[1][::40][:20]
+    noisy = tiny.hide(new)[0] if tiny.cfg.has_mask else new
+    direct, tuned = (logit_lens(tiny, noisy, translators=maps) for maps in (None, fitted))
+    read = tuned.masked if tiny.cfg.has_mask else ~tuned.entropy[0].isnan()
+    for layer in range(tiny.cfg.n_layers):
+        before, after = (lens.kl[layer][read].mean() for lens in (direct, tuned))
+        assert after < 0.9 * before
+    assert torch.equal(tuned.kl[-1], direct.kl[-1])
+    assert tuned.record["translators"]["iterations"] == 20
+    run = tiny.denoise(PROMPT, length=14, steps=4)
+    in_loop = [logit_lens(tiny, run, translators=maps).kl.nanmean() for maps in (None, fitted)]
+    assert in_loop[1] < in_loop[0]
+
+
+def test_the_model_stays_as_it_was(several):
+    model = several.model
+    before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
+    model.unembed.weight.requires_grad_(True)
+    try:
+        fit_translators(model, several.tokens % 500, iterations=2)
+        assert all(p.grad is None for p in model.parameters())
+        assert model.unembed.weight.requires_grad
+    finally:
+        model.unembed.weight.requires_grad_(before["unembed.weight"][1])
+    assert all(torch.equal(p, before[name][0]) for name, p in model.named_parameters())
+    assert all(p.requires_grad == before[name][1] for name, p in model.named_parameters())
+    assert not model.is_hooked
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream", "llama"], indirect=True)
+def test_the_descent_written_out(several):
+    """On one canvas that is always the same, against Adam on a loss that is written without blocks."""
+    model = several.model
+    if model.cfg.has_mask:
+        data = model.denoise(several.tokens[:1, :4] % 500, max_new_tokens=3, steps=1)
+        tokens = data.canvases[0]
+        at = (tokens[0] == model.cfg.blank).nonzero()[:, 0]
+        rows = at if model.cfg.readout == "in_place" else at - 1
+    else:
+        data = tokens = several.tokens[:1, :7] % 500
+        rows = torch.arange(7)
+    fitted = fit_translators(model, data, layers=[0, 2], iterations=4, batch_size=1, learning_rate=0.01)
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(tokens)
+        last = logits[0, rows].log_softmax(-1)
+    for i, layer in enumerate([0, 2]):
+        state = cache["resid_pre", layer][0, rows]
+        weight, bias = torch.zeros(len(state.T), len(state.T)), torch.zeros(len(state.T))
+        optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=0.01)
+        for iteration in range(4):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (1 - iteration / 4)
+            log_p = model.unembed(model.ln_final(state + state @ weight + bias)).log_softmax(-1)
+            loss = (last.exp() * (last - log_p)).sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert_close(fitted.losses[iteration, i].float(), loss.detach(), rtol=1e-3, atol=1e-4)
+        assert_close(fitted.weights[i], weight.detach(), rtol=0.02, atol=1e-3)
+        assert_close(fitted.biases[i], bias.detach(), rtol=0.02, atol=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def test_a_seed_repeats_the_fit_and_memory_does_not_change_it(several):
+    model, tokens = several.model, several.tokens % 500
+    settings = {"iterations": 3, "batch_size": 4, "learning_rate": 1e-3}
+    first, again = (fit_translators(model, tokens, seed=3, **settings) for _ in range(2))
+    assert torch.equal(first.weights, again.weights)
+    assert not torch.equal(first.losses, fit_translators(model, tokens, seed=4, **settings).losses)
+    with pytest.raises(ValueError, match="a pass that reads one row takes") as refused:
+        fit_translators(model, tokens, max_bytes=1000, **settings)
+    one_row = int(re.findall(r"takes ([\d,]+)", str(refused.value))[0].replace(",", ""))
+    maps = 4 * (first.weights.nbytes + first.biases.nbytes)
+    small = fit_translators(model, tokens, seed=3, max_bytes=maps + one_row + 2**12, **settings)
+    assert_close(small.losses, first.losses, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_fitted_on(small):
+    texts = [PROMPT, "Gustav is"]
+    facts = toy_facts.load().facts()[:2]
+    run = small.denoise(PROMPT, max_new_tokens=4, steps=4)
+    for data in (PROMPT, texts, facts, small.to_tokens(PROMPT), run, [run, small.denoise("Gustav", max_new_tokens=2)]):
+        fitted = fit_translators(small, data, iterations=1, batch_size=2, mask="all")
+        assert fitted.weights.isfinite().all()
+        assert (fitted.biases != 0).any()
+    many = fit_translators(small, run, iterations=1, batch_size=2)
+    assert many.record["canvases"] == (1 if small.cfg.grows else 4)
+
+
+def test_half_precision(several):
+    half = HookedDiffusionTransformer(several.model.cfg, tensors=several.model.state_dict().items()).to("bfloat16")
+    tokens = several.tokens % 500
+    fitted = fit_translators(half, tokens, iterations=5, learning_rate=1e-2)
+    assert fitted.weights.dtype == torch.float32
+    assert (fitted.losses[-1] < fitted.losses[0]).all()
+    assert logit_lens(half, tokens, translators=fitted).entropy.isfinite().all()
+
+
+def test_maps_of_other_weights_are_refused(tiny, fitted, tmp_path):
+    again = Translators.load(fitted.save(tmp_path / "maps.safetensors"))
+    assert torch.equal(again.weights, fitted.weights)
+    assert (again.record, again.layers) == (fitted.record, fitted.layers)
+    assert repr(again) == f"Translators({tiny.cfg.model_name}, layers [0, 1, 2, 3], 20 iterations)"
+    weight = tiny.blocks[0].ln1.weight
+    before = weight.clone()
+    try:
+        with torch.no_grad():
+            weight.mul_(1.1)
+        with pytest.raises(ValueError, match="the translators were fitted on other weights"):
+            logit_lens(tiny, PROMPT, translators=fitted)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    part = Translators(fitted.weights[:1], fitted.biases[:1], [0], fitted.losses[:, :1], fitted.record)
+    with pytest.raises(ValueError, match=r"fitted for the layers \[0\], and not for \[1\]: .* layers=\[0, 4\]"):
+        logit_lens(tiny, PROMPT, layers=[0, 1], translators=part)
+    logit_lens(tiny, PROMPT, layers=[0, 4], translators=part)
+
+
+def test_what_cannot_be_fitted_is_refused(tiny):
+    for data, arguments, message in (
+        ([], {}, "there are no texts"),
+        (PROMPT, {"mask": "unmasked"}, "mask='unmasked'; it must be 'masked' or 'all'"),
+        (PROMPT, {"iterations": 0}, "iterations=0"),
+        (PROMPT, {"learning_rate": -1.0}, "learning_rate=-1.0"),
+        (PROMPT, {"layers": [4]}, r"layers=\[4\]; give numbers from 0 to 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit_translators(tiny, data, **arguments)
+    broken = [("blocks.0.hook_resid_post", lambda activation, hook: activation * float("nan"))]
+    with tiny.hooks(fwd_hooks=broken), pytest.raises(ValueError, match="a loss is not a finite number at iteration 0"):
+        fit_translators(tiny, PROMPT)
+    with tiny.hooks(fwd_hooks=[("ln_final.hook_scale", zero_ablate())]), pytest.raises(ValueError, match="ln_final"):
+        fit_translators(tiny, PROMPT)
+    if tiny.cfg.has_mask:
+        with pytest.raises(ValueError, match=r"these tokens contain \[MASK\]"):
+            fit_translators(tiny, tiny.canvas(PROMPT, 3)[0])
+    assert not tiny.is_hooked
