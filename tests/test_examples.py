@@ -35,17 +35,18 @@ def watches_a_fact(printed: str) -> None:
 
 def steers_at_chosen_steps(printed: str) -> None:
     for model, decisive, idle in (
-        ("tiny-mdm", "from step 3 on", "the first 3 steps"),
-        ("tiny-ar", "the first 3 steps", "from step 3 on"),
+        ("tiny-mdm", "from step 4 on", "the first 4 steps"),
+        ("tiny-ar", "the first 4 steps", "from step 4 on"),
     ):
         table = printed[printed.index(f"{model}, guidance") :].split("wrote")[0]
-        rows = re.findall(r"^  (.{22}) .*?(Gustav.*)$", table, re.MULTILINE)
+        rows = re.findall(r"^  (.{22}) .*?(today Leo.*)$", table, re.MULTILINE)
         wrote = {label.strip(): text for label, text in rows}
-        assert len(wrote) == 7
-        assert "brave drummer" in wrote["none"]
-        assert wrote[idle] == wrote["none"]
-        assert "famous miner" in wrote[decisive]
+        assert len(wrote) == 8
+        assert "brave smith" in wrote["never"]
+        assert wrote[idle] == wrote["never"]
+        assert "the young" in wrote[decisive]
         assert wrote[decisive] == wrote["every step"]
+        assert ("the young" in wrote["replay of 2 last steps"]) is (model == "tiny-mdm")
 
 
 def writes_in_another_order(printed: str) -> None:
@@ -310,6 +311,37 @@ def reproduces_the_study(printed: str) -> None:
     assert all(float(before) < 0.1 < 0.2 < float(after) for _, before, after in twin)
 
 
+def probes_the_time(printed: str) -> None:
+    tables = dict(re.findall(r"^(tiny-\w+): (.*?)wrote", printed, re.MULTILINE | re.DOTALL))
+    r2 = {
+        model: {
+            label: [float(x) for x in row.split()]
+            for label, row in re.findall(r"^ +(\D+?) +(-?\d\.\d\d.*)$", table, re.MULTILINE)
+        }
+        for model, table in tables.items()
+    }
+    mdm, ar = (r2[model] for model in ("tiny-mdm", "tiny-ar"))
+    single, everywhere = "states that predict the next tokens", "states of all tokens"
+    assert mdm[single][0] <= 0 < 0.4 < mdm[single][2]
+    assert mdm[single][-1] < 0.4  # the position alone
+    assert min(mdm["mean over the canvas"]) > 0.6
+    assert ar[single][-1] > 0.95
+    assert max(ar[everywhere][:-1]) < ar[everywhere][-1] + 0.1 < 0.5
+    assert max(mdm["the first, times permuted"] + ar["the first, times permuted"]) < 0.2
+
+
+def finds_attention_sinks(printed: str) -> None:
+    assert re.findall(r"^(tiny-\w+): 6 runs, AttentionSinks\(9 steps", printed, re.MULTILINE) == ["tiny-mdm", "tiny-ar"]
+    shares = [
+        (float(a), float(b)) for a, b in re.findall(r"^  prompt +(\d+)% of the sinks, +(\d+)%", printed, re.MULTILINE)
+    ]
+    assert len(shares) == 2
+    assert all(of_sinks > of_positions for of_sinks, of_positions in shares)
+    layers = re.findall(r"^ +\d +(\d\.\d\d) ", printed, re.MULTILINE)
+    assert len(layers) == 8
+    assert sum(map(float, layers[:4])) > sum(map(float, layers[4:]))
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_watch_a_fact": watches_a_fact,
     "02_cache_by_step": caches_by_step,
@@ -321,15 +353,19 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "08_average_effect": averages_effects,
     "09_patch_forward_into_reverse": patches_forward_into_reverse,
     "10_keys_and_values": compares_keys_and_values,
+    "13_probe_of_time": probes_the_time,
+    "14_attention_sinks": finds_attention_sinks,
     "reproduce_blog": reproduces_the_study,
 }
+PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
 # Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
-    "04_steer_at_chosen_steps": ["--positions", "6"],
     "06_recall_by_steps": ["--limit", "5", "--steps", "1", "32"],
     "07_trace_both_ways": ["--samples", "2", "--length", "11"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
+    "13_probe_of_time": ["--prompts", *PROMPTS[:30]],
+    "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],
@@ -346,6 +382,8 @@ FILES = {
     "08_average_effect": 2,
     "09_patch_forward_into_reverse": 2,
     "10_keys_and_values": 2,
+    "13_probe_of_time": 3,
+    "14_attention_sinks": 3,
     "reproduce_blog": 17,
 }
 SAVED = {
@@ -395,6 +433,8 @@ def test_the_example_runs(
             assert all(map(load_file, saved))
         elif path.suffix == ".png":
             assert path.read_bytes().startswith(PNG)
+        elif path.suffix == ".safetensors":
+            assert load_file(path)
         elif path.suffix == ".json":
             assert json.loads(path.read_text(encoding="utf-8"))["weights_sha256"]
         else:

@@ -90,7 +90,7 @@ def probe_time(
     shuffled = _shuffled(canvases, part_of, settings.seed)
 
     # 2. Read the states, and add them to the sums of their part.
-    sums = _ProbeSums(names, rows)
+    sums = _ProbeSums(names, rows, model.cfg.n_ctx)
     for canvas, permuted in zip(canvases, shuffled, strict=True):
         selected = select(canvas.read, chosen)
         parts = [part_of[unit] for unit in canvas.units]
@@ -183,12 +183,12 @@ def _shuffled(canvases: list[_Canvas], part_of: dict[int, str], seed: int) -> li
 class _ProbeSums:
     """Sums by hook point and part, and those of the predictor that knows the position only."""
 
-    def __init__(self, names: list[str], rows: str) -> None:
+    def __init__(self, names: list[str], rows: str, n_ctx: int) -> None:
         self.names, self.rows = names, rows
         self.moments: dict[str, dict[str, Moments]] = {name: {} for name in names}
         self.shapes: dict[str, torch.Size] = {}
-        # By part and position: number of rows, sum of t, sum of t².
-        self._positions: dict[str, dict[int, Tensor]] = {part: {} for part in PARTS}
+        # By part: number of rows, sum of t, and sum of t², at each position.
+        self._positions = {part: torch.zeros(3, n_ctx, dtype=torch.float64) for part in PARTS}
 
     def n_rows(self, part: str) -> int:
         """Number of rows of a part."""
@@ -223,27 +223,20 @@ class _ProbeSums:
 
     def count(self, selected: PosMask, parts: list[str], times: Float[Tensor, "batch"]) -> None:
         """Add the selected positions of a pass with their times."""
-        for row, position in selected.nonzero().tolist():
-            t = float(times[row])
-            table = self._positions[parts[row]]
-            table[position] = table.get(position, torch.zeros(3).double()) + torch.tensor([1.0, t, t * t]).double()
+        inside, n_pos = selected.cpu().double(), selected.shape[1]
+        powers = torch.stack([torch.ones_like(times), times, times * times]).double()
+        for part in set(parts):
+            rows = torch.tensor([own == part for own in parts])
+            self._positions[part][:, :n_pos] += powers[:, rows] @ inside[rows]
 
     def position_r2(self) -> float:
-        """R² on the held-out part of the mean t of each position."""
-        fitted: dict[int, Tensor] = {}
-        for part in ("train", "validation"):
-            for position, sums in self._positions[part].items():
-                fitted[position] = fitted.get(position, torch.zeros(3).double()) + sums
-        overall = torch.stack(list(fitted.values())).sum(0)
-        tested = self._positions["held_out"]
-        n, total, squares = torch.stack(list(tested.values())).sum(0).tolist()
-        residual = 0.0
-        for position, (count, y, yy) in tested.items():
-            known = fitted.get(position, overall)
-            mean = float(known[1] / known[0])
-            residual += float(yy - 2 * mean * y + count * mean * mean)
-        spread = squares - total * total / n
-        return 1 - residual / spread if spread > 0 else float("nan")
+        """R² on the held-out part of the mean t of each position, or of all positions where it was never seen."""
+        n, total, _ = self._positions["train"] + self._positions["validation"]
+        mean = torch.where(n > 0, total / n, total.sum() / n.sum())
+        count, y, yy = self._positions["held_out"]
+        residual = (yy - 2 * mean * y + count * mean * mean).sum()
+        spread = yy.sum() - y.sum() ** 2 / count.sum()
+        return float(1 - residual / spread) if spread > 0 else float("nan")
 
 
 def _fit(
