@@ -342,6 +342,19 @@ def finds_attention_sinks(printed: str) -> None:
     assert sum(map(float, layers[:4])) > sum(map(float, layers[4:]))
 
 
+def compares_circuits(printed: str) -> None:
+    """Circuits of 5% of the edges keep most of the difference, and overlap far more than by chance."""
+    kept = re.findall(r"^tiny-\w+, \w+: .*edges 0: -?0.00, .* 24: ([\d.]+), .*479: 1.00$", printed, re.MULTILINE)
+    assert len(kept) == 4
+    assert all(float(share) > 0.85 for share in kept)
+    table = printed[printed.index("by chance 0.03") : printed.index("share of the edges that end")]
+    overlap = [[float(x) for x in row.split()] for row in re.findall(r"^  tiny-\w+, \w+ +(.*)$", table, re.MULTILINE)]
+    assert [row[i] for i, row in enumerate(overlap)] == [1.0] * 4
+    assert min(min(row) for row in overlap) > 0.2
+    layers = re.findall(r"^  tiny-\w+, \w+ +0 ([\d.]+)  1 .*  logits ([\d.]+)$", printed, re.MULTILINE)
+    assert len(layers) == 4
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_watch_a_fact": watches_a_fact,
     "02_cache_by_step": caches_by_step,
@@ -355,6 +368,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "10_keys_and_values": compares_keys_and_values,
     "13_probe_of_time": probes_the_time,
     "14_attention_sinks": finds_attention_sinks,
+    "16_circuits": compares_circuits,
     "reproduce_blog": reproduces_the_study,
 }
 PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
@@ -366,6 +380,7 @@ QUICKLY = {
     "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
     "13_probe_of_time": ["--prompts", *PROMPTS[:30]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
+    "16_circuits": ["--ig-steps", "6"],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],
@@ -384,6 +399,7 @@ FILES = {
     "10_keys_and_values": 2,
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,
+    "16_circuits": 2,
     "reproduce_blog": 17,
 }
 SAVED = {
@@ -393,6 +409,7 @@ SAVED = {
     ("08_average_effect", "average_effect"): 20,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
     ("10_keys_and_values", "keys_and_values"): 252,
+    ("16_circuits", "circuits"): 8,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,

@@ -37,7 +37,15 @@ from diffusion_lens.analysis.causal_tracing import (
     trace_steps,
     trace_trajectory,
 )
-from diffusion_lens.analysis.circuits import Circuit, EdgeScores, Faithfulness, edge_attribution, faithfulness
+from diffusion_lens.analysis.circuits import (
+    Circuit,
+    EdgeScores,
+    Faithfulness,
+    NodeScores,
+    edge_attribution,
+    faithfulness,
+    node_attribution,
+)
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
@@ -77,6 +85,7 @@ __all__ = [
     "Known",
     "LogitLens",
     "LoopSettings",
+    "NodeScores",
     "PatchGrid",
     "RankOneEdit",
     "Restoration",
@@ -110,6 +119,7 @@ __all__ = [
     "key_value_study",
     "logit_lens",
     "merge",
+    "node_attribution",
     "noise_scale",
     "optimize_value",
     "patch_grid",

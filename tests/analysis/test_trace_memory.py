@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from torch.autograd.profiler import profile
+from oracles.memory import peak_of_tensors
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
@@ -73,15 +73,6 @@ def stored_bytes(thing):
         elif isinstance(value, KeptRun):
             todo += [value.activations, value.logits]
     return sum(storages.values())
-
-
-def peak_of_tensors(run):
-    """The most bytes of tensors that live at once while `run` runs, beside those that were there."""
-    with profile(profile_memory=True) as watched:
-        run()
-    events = [event for event in watched.kineto_results.events() if event.name() == "[memory]"]
-    sizes = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return int(sizes.cumsum(0).max())
 
 
 @by_kind

@@ -1,14 +1,19 @@
-"""Memory of loading a checkpoint and of a trace: growth of the peak of this process, which only Linux publishes."""
+"""Memory of loading a checkpoint and of a trace: growth of the peak of this process, which only Linux publishes.
+
+`peak_of_tensors` counts tensors only, on any system.
+"""
 
 import contextlib
 import ctypes
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
 from diffusion_lens import HookedDiffusionTransformer
 from oracles.traced_shapes import Shape
@@ -49,3 +54,12 @@ def memory_of_tracing(shape: Shape, max_bytes: int, options: dict[str, Any]) -> 
     shape.trace(model, query, max_bytes=max_bytes, **options)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {"weights": weights, "growth": peak_bytes() - before}
+
+
+def peak_of_tensors(run: Callable[[], object]) -> int:
+    """The most bytes of tensors that live at once while `run` runs, beside those that were there."""
+    with profile(profile_memory=True) as watched:
+        run()
+    events = [event for event in watched.kineto_results.events() if event.name() == "[memory]"]
+    sizes = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return int(sizes.cumsum(0).max())

@@ -3,16 +3,24 @@
 The pass reads the clean input. At each reader, the live output of every writer outside the circuit is replaced by what
 the writer wrote in the corrupted run; a writer's live output depends on the edges into it. This is exact, because a
 reader's input is the sum of all outputs before it (Conmy et al. 2023, arXiv 2304.14997; Hanna et al. 2024).
+
+At a denoising step, the metric of every pass is that of the clean canvas: it has the unconditional branch of the clean
+run under guidance, and of an answer it reads the tokens that are still masked there. So the whole graph always gives
+the metric of the clean run, and no edge that of the corrupted run.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from diffusion_lens import plots
+from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part, require_same_positions
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
@@ -21,8 +29,8 @@ from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import provenance
-from diffusion_lens.shapes import Resid
+from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.settings import Whole, whole_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,22 +39,49 @@ class Faithfulness:
 
     Attributes:
         sizes: Number of edges of each circuit.
-        scores: Float[entry], metric with each circuit alone.
-        clean: Metric of the clean run, which is that of the whole graph.
-        corrupted: Metric of the corrupted run, which is that of no edge.
-        record: Metric, tokens of both inputs, model, hash of the weights, hooks, versions.
+        scores: Float[*step entry], metric with each circuit alone.
+        clean: Float[*step], metric of the clean run, which is that of the whole graph.
+        corrupted: Float[*step], metric of the corrupted run, which is that of no edge.
+        record: Circuits, settings of the edge scores, metric, rows, steps, tokens of both inputs, model, hash of the
+            weights, hooks, versions.
     """
 
     sizes: tuple[int, ...]
-    scores: Float[Tensor, "entry"]
-    clean: float
-    corrupted: float
+    scores: Float[Tensor, "*step entry"]
+    clean: Float[Tensor, "*step"]
+    corrupted: Float[Tensor, "*step"]
     record: dict[str, Any] = field(repr=False)
 
     @property
-    def share(self) -> Float[Tensor, "entry"]:
+    def share(self) -> Float[Tensor, "*step entry"]:
         """(score - corrupted) / (clean - corrupted): 0 without edges, 1 for the whole graph; not bounded between."""
-        return (self.scores - self.corrupted) / (self.clean - self.corrupted)
+        corrupted = self.corrupted[..., None]
+        return (self.scores - corrupted) / (self.clean[..., None] - corrupted)
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "faithfulness", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Faithfulness":
+        """Read what `save` wrote."""
+        return load_fields(path, "faithfulness", cls)
+
+    def plot(self, ax: Any = None, title: str | None = None, label: str | None = None) -> Any:
+        """Curve of `share` by the number of edges, on a logarithmic axis; one curve for each step.
+
+        Args:
+            ax: Matplotlib axes to draw on; by default new ones.
+            title: Title of the figure.
+            label: Name of the curve in a legend, if there is only one curve.
+
+        Returns:
+            The matplotlib axes.
+        """
+        steps = self.record["steps"]
+        names = [label or "share"] if steps is None else [f"step {step}" for step in steps]
+        curves = dict(zip(names, self.share.view(len(names), -1), strict=True))
+        return plots.kept_by_size(curves, self.sizes, title=title, ax=ax)
 
 
 @begins_run
@@ -57,76 +92,139 @@ def faithfulness(
     corrupted: Patchable,
     metric: Metric,
     edge_scores: EdgeScores,
-    circuits: Sequence[int | Circuit],
+    circuits: Sequence[Whole | Circuit],
+    steps: Iterable[Whole] | None = None,
     *,
     logits_at: Sequence[int] | Tensor | None = None,
+    max_bytes: int = 2**30,
+    progress: bool = False,
 ) -> Faithfulness:
     """The metric with each circuit alone.
 
     Args:
         model: Model, of either variant.
-        clean, corrupted: Texts, tokens or queries of one length.
+        clean, corrupted: Inputs of one length: texts, tokens, queries or, with `steps`, trajectories.
         metric: Function of the logits, as in `patch_grid`.
-        edge_scores: Scores that order the edges (`edge_attribution`).
+        edge_scores: Scores that order the edges (`edge_attribution`). If they have steps, those of each step order its
+            edges.
         circuits: Circuits, or numbers of edges for those with the largest absolute scores.
+        steps: Steps of the trajectories, each with scores of its own.
         logits_at: Rows of the logits to compute, as in `patch_grid`.
+        max_bytes: Memory to use in addition to the weights; as many circuits as fit share a pass.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The inputs differ in length or padding, a circuit has an edge that the model lacks, or the scores
-            are of another architecture.
+        ValueError: The inputs differ in length, padding or given positions, the edge scores or a circuit are of another
+            architecture, the edge scores lack a step, or the budget is too small for one circuit.
     """
     reading, graph = Reading.of(metric, logits_at), Graph.of(model.cfg)
-    (pair,) = PatchInputs(model, clean, model, corrupted, None).sides(reading)
-    require_same_positions(*pair)
-    if edge_scores.graph != graph:
-        raise ValueError("the edge scores are of a model with other layers or heads than this one")
-    chosen = [one if isinstance(one, Circuit) else edge_scores.top(one) for one in circuits]
-    masks = [edge_scores.mask(one) for one in chosen]
+    graphs = [edge_scores.graph, *(one.graph for one in circuits if isinstance(one, Circuit))]
+    if any(other != graph for other in graphs):
+        raise ValueError("the edge scores or circuits are of a model with other layers or heads than this one")
+    inputs = PatchInputs(model, clean, model, corrupted, None if steps is None else whole_numbers("steps", steps))
+    written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
+    by_step = edge_scores.record["steps"] is not None and inputs.steps is not None
+    ordered = map(edge_scores.at_step, inputs.steps or ()) if by_step else [edge_scores] * len(pairs)
+    chosen = [[one if isinstance(one, Circuit) else scores.top(one) for one in circuits] for scores in ordered]
+    runs = [_AblatedRuns(graph, *pair, max_bytes) for pair in pairs]
     with model.optional_hooks(**OPTIONAL):
-        embedded, _ = embeddings = [side.input.embed() for side in pair]
-        runs = [side.input.run(graph.writer_points, start) for side, start in zip(pair, embeddings, strict=True)]
-        replacement = graph.written(runs[1].activations)
-        scores = [_score(pair[0], embedded, graph, replacement, mask) for mask in masks]
-    clean_score, corrupted_score = (float(side.reading(run.logits)) for side, run in zip(pair, runs, strict=True))
+        scored = [of_pair.scores(of_step, progress) for of_pair, of_step in zip(runs, chosen, strict=True)]
+    stacked = [torch.stack(values) for values in zip(*scored, strict=True)]
+    scores, clean_scores, corrupted_scores = stacked if inputs.steps is not None else [values[0] for values in stacked]
     record = {
+        "circuits": [
+            sorted(one.edges) if isinstance(one, Circuit) else len(chosen[0][i]) for i, one in enumerate(circuits)
+        ],
+        "edge_scores": {name: edge_scores.record[name] for name in ("ig_steps", "path", "metric", "steps")},
         "metric": reading.name,
-        "clean_tokens": pair[0].tokens.tolist(),
-        "corrupted_tokens": pair[1].tokens.tolist(),
+        "logits_at": reading.rows,
+        "steps": inputs.steps,
+        "clean_tokens": [side.tokens.tolist() for side, _ in pairs],
+        "corrupted_tokens": [side.tokens.tolist() for _, side in pairs],
+        "trajectory": written_by,
         **provenance(model, model.cfg),
     }
-    sizes = tuple(len(one) for one in chosen)
-    return Faithfulness(sizes, torch.tensor(scores, dtype=torch.float64), clean_score, corrupted_score, record)
+    return Faithfulness(tuple(map(len, chosen[0])), scores, clean_scores, corrupted_scores, record)
 
 
-def _score(
-    clean: Side,
-    embedded: Resid,
-    graph: Graph,
-    replacement: Float[Tensor, "batch pos writer d_model"],
-    circuit: Bool[Tensor, "writer reader"],
-) -> float:
-    """The metric of one pass over the clean input in which the edges outside a circuit carry the replacement."""
-    excluded = (graph.edges & ~circuit).to(replacement.device)
-    change = torch.zeros_like(replacement)  # replacement minus live output, of the writers that the pass has reached
+class _AblatedRuns:
+    """The passes over one clean input, in which the edges outside of circuits carry the corrupted outputs.
 
-    def keep(activation: Tensor, hook: Any) -> None:
-        writers = graph.writer_points[hook.name]
-        rows = slice(writers.start, writers.stop)
-        change[:, :, rows] = replacement[:, :, rows] - by_part(activation)
+    Raises:
+        ValueError: The inputs have other positions, or the budget is too small for one circuit.
+    """
 
-    def replace(activation: Tensor, hook: Any) -> Tensor | None:
-        point = points[hook.name]
-        outside = excluded[: point.n_writers, point.columns.start : point.columns.stop].to(change.dtype)
-        if not bool(outside.any()):
-            return None
-        moved = torch.einsum("bpwd,wr->bprd", change[:, :, : point.n_writers], outside)
-        return activation + (moved if activation.dim() == 4 else moved[:, :, 0])
+    def __init__(self, graph: Graph, clean: Side, corrupted: Side, max_bytes: int) -> None:
+        require_same_positions(clean, corrupted)
+        self.graph, given = graph, clean.input
+        written, cfg = given.stored_bytes(graph.writer_points), given.model.cfg
+        copies = given.stored_bytes(point.name for point in graph.reader_points[:4])  # those of one layer
+        one_block = given.n_rows * row_bytes(cfg, given.n_pos, len(given.read_rows)) // 3
+        one_circuit, stored = 2 * written + 4 * copies + one_block, 2 * written
+        self.circuits_at_once = (max_bytes - stored) // one_circuit
+        if self.circuits_at_once < 1:
+            raise ValueError(f"max_bytes={max_bytes:,} is too small: one circuit takes {stored + one_circuit:,} bytes")
+        self.clean = clean.guided()
+        self.corrupted = replace(corrupted, reading=self.clean.reading)
 
-    points = {point.name: point for point in graph.reader_points}
-    hooks: list[tuple[str, Hook]] = [(name, keep) for name in graph.writer_points if name != "hook_embed"]
-    hooks += [(name, replace) for name in points]
-    given = clean.input
-    change[:, :, :1] = replacement[:, :, :1] - by_part(embedded)
-    with given.at_step(), given.model.hooks(fwd_hooks=hooks):
-        logits = given.model(embedded, start_at_layer=0, attention_mask=given.real, logits_at=given.rows)
-    return float(clean.reading(logits))
+    def scores(self, circuits: Sequence[Circuit], progress: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Metric of each circuit, of the clean and of the corrupted run."""
+        # 1. Compute both runs, and keep what each writer wrote in the corrupted one.
+        embeddings = [side.input.embed() for side in (self.clean, self.corrupted)]
+        clean_run = self.clean.input.run((), embeddings[0])
+        run = self.corrupted.input.run(self.graph.writer_points, embeddings[1])
+        clean, corrupted = (
+            torch.tensor(float(self.clean.reading(logits)), dtype=torch.float64)
+            for logits in (clean_run.logits, run.logits)
+        )
+        replacement = self.graph.written(run.activations).permute(2, 0, 1, 3).contiguous()
+        del run
+
+        # 2. Compute the circuits, several in one pass.
+        blocks = [circuits[i : i + self.circuits_at_once] for i in range(0, len(circuits), self.circuits_at_once)]
+        scores = [
+            score
+            for block in tqdm(blocks, desc="circuits", unit="pass", disable=not progress)
+            for score in self._block(embeddings[0], replacement, block)
+        ]
+        return torch.tensor(scores, dtype=torch.float64), clean, corrupted
+
+    def _block(
+        self,
+        embedded: Float[Tensor, "batch pos d_model"],
+        replacement: Float[Tensor, "writer batch pos d_model"],
+        circuits: Sequence[Circuit],
+    ) -> list[float]:
+        """The metric of each circuit, from one pass over a copy of the clean rows for each."""
+        graph, given, n = self.graph, self.clean.input, len(circuits)
+        n_rows = given.n_rows
+        excluded: Bool[Tensor, "member writer reader"] = torch.stack([graph.edges & ~one.mask for one in circuits])
+        # Replacement minus live output, of the writers that the pass has reached.
+        change = replacement.new_zeros(n, *replacement.shape)
+
+        def keep(activation: Tensor, hook: Any) -> None:
+            writers = graph.writer_points[hook.name]
+            rows = slice(writers.start, writers.stop)
+            live = by_part(activation).unflatten(0, (n, n_rows)).permute(0, 3, 1, 2, 4)
+            torch.sub(replacement[rows], live, out=change[:, rows])
+
+        def replaced(activation: Tensor, hook: Any) -> Tensor | None:
+            point = points[hook.name]
+            outside = excluded[:, : point.n_writers, point.columns.start : point.columns.stop]
+            if not bool(outside.any()):
+                return None
+            weights = outside.to(change).mT
+            moved = torch.bmm(weights, change[:, : point.n_writers].flatten(2)).unflatten(2, change.shape[2:])
+            by_row = moved.permute(0, 2, 3, 1, 4).flatten(0, 1)
+            patched: Tensor = activation + (by_row if activation.dim() == 4 else by_row[:, :, 0])
+            return patched
+
+        points = {point.name: point for point in graph.reader_points}
+        hooks: list[tuple[str, Hook]] = [(name, keep) for name in graph.writer_points if name != "hook_embed"]
+        hooks += [(name, replaced) for name in points]
+        change[:, 0] = replacement[0] - embedded
+        with given.at_step(n), given.model.hooks(fwd_hooks=hooks):
+            logits = given.model(
+                embedded.repeat(n, 1, 1), start_at_layer=0, attention_mask=given.mask(n), logits_at=given.rows
+            )
+        return [float(self.clean.reading(part)) for part in logits.split(n_rows)]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from diffusion_lens.analysis.patching.metrics import UNREAD
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import mlp_out, resid_post
@@ -60,12 +61,35 @@ class Graph:
 
         Keys and values are numbered by key/value head.
         """
-        heads = {"q": self.n_heads, "k": self.n_key_value_heads, "v": self.n_key_value_heads}
-        by_layer = [
-            [*(f"a{layer}.h{head}<{of}>" for of, n in heads.items() for head in range(n)), f"m{layer}"]
+        names = (
+            f"m{layer}" if of is None else f"a{layer}.h{head}<{of}>"
             for layer in range(self.n_layers)
-        ]
-        return (*(name for names in by_layer for name in names), "logits")
+            for of, n in self._readers_of_a_layer.items()
+            for head in range(n)
+        )
+        return (*names, "logits")
+
+    @cached_property
+    def writer_groups(self) -> tuple[str, ...]:
+        """Each writer without its head: "embed", "a0", ..., "m0"."""
+        return ("embed", *(f"{part}{layer}" for layer in range(self.n_layers) for part in ["a"] * self.n_heads + ["m"]))
+
+    @cached_property
+    def reader_groups(self) -> tuple[str, ...]:
+        """Each reader without its head: "a0<q>", ..., "a0<k>", ..., "a0<v>", ..., "m0"; then "logits"."""
+        groups = (
+            f"m{layer}" if of is None else f"a{layer}<{of}>"
+            for layer in range(self.n_layers)
+            for of, n in self._readers_of_a_layer.items()
+            for _ in range(n)
+        )
+        return (*groups, "logits")
+
+    @cached_property
+    def reader_layers(self) -> tuple[str, ...]:
+        """Layer of each reader: "0", "1", and so on; "logits" of the last one."""
+        n = sum(self._readers_of_a_layer.values())
+        return (*(str(layer) for layer in range(self.n_layers) for _ in range(n)), "logits")
 
     @cached_property
     def reader_points(self) -> tuple[ReaderPoint, ...]:
@@ -91,12 +115,12 @@ class Graph:
     @cached_property
     def writer_points(self) -> dict[str, range]:
         """The writers of each hook point, as indices, in the order in which a pass reaches them."""
-        points, row = {"hook_embed": range(1)}, 1
-        for layer in range(self.n_layers):
-            points[f"blocks.{layer}.attn.hook_result"] = range(row, row + self.n_heads)
-            points[mlp_out(layer)] = range(row + self.n_heads, row + self.n_heads + 1)
-            row += self.n_heads + 1
-        return points
+        return self._writers_at("hook_result")
+
+    @cached_property
+    def node_points(self) -> dict[str, range]:
+        """`writer_points`, but heads before the output projection, which is linear: these pass without any flag."""
+        return self._writers_at("hook_z")
 
     @cached_property
     def edges(self) -> Bool[Tensor, "writer reader"]:
@@ -110,13 +134,26 @@ class Graph:
         """What each writer added to the residual stream."""
         return torch.cat([by_part(activations[name]) for name in self.writer_points], dim=2)
 
+    @property
+    def _readers_of_a_layer(self) -> dict[str | None, int]:
+        """Number of readers of queries, keys and values, and `None` for the MLP, in the order of a pass."""
+        return {"q": self.n_heads, "k": self.n_key_value_heads, "v": self.n_key_value_heads, None: 1}
+
+    def _writers_at(self, head_point: str) -> dict[str, range]:
+        points, row = {"hook_embed": range(1)}, 1
+        for layer in range(self.n_layers):
+            points[f"blocks.{layer}.attn.{head_point}"] = range(row, row + self.n_heads)
+            points[mlp_out(layer)] = range(row + self.n_heads, row + self.n_heads + 1)
+            row += self.n_heads + 1
+        return points
+
     def _writers_of(self, layer: int) -> Iterator[str]:
         yield from (f"a{layer}.h{head}" for head in range(self.n_heads))
         yield f"m{layer}"
 
 
 def require_same_positions(clean: Side, corrupted: Side) -> None:
-    """Raise a `ValueError` unless the two inputs have text and padding at the same positions."""
+    """Raise a `ValueError` unless the two inputs have prompt, masks and padding at the same positions."""
     if clean.extent != corrupted.extent:
         raise ValueError(
             f"the clean input has {clean.n_pos} positions and the corrupted one {corrupted.n_pos}: edges connect equal "
@@ -131,6 +168,11 @@ def require_same_positions(clean: Side, corrupted: Side) -> None:
         raise ValueError(
             f"row {row} has {int(real[0][row].sum())} tokens without padding in the clean input and "
             f"{int(real[1][row].sum())} in the corrupted one: edges connect equal positions, so pad both alike"
+        )
+    if clean.reading is UNREAD:
+        raise ValueError(
+            "the two trajectories were given their prompts at different positions, so the rows of the metric mean "
+            "something else in each, and edges connect equal positions: take prompts with equally many tokens"
         )
 
 

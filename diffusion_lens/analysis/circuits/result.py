@@ -1,70 +1,118 @@
-"""The result of edge attribution, and the circuits that it selects."""
+"""The results of edge and node attribution, and the circuits that edge scores select."""
 
+import math
+from abc import ABC
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import Whole, at_least, whole_number
 
 _TENSORS = ("scores", "clean", "corrupted")
 
+S = TypeVar("S", bound="AttributionScores")
+
 
 @dataclass(frozen=True)
 class Circuit:
-    """Some edges of a network's graph, as pairs (writer, reader) of names such as ("a0.h1", "m2")."""
+    """Some edges of a network's graph.
+
+    Attributes:
+        edges: Pairs (writer, reader) of names such as ("a0.h1", "m2").
+        graph: The graph that has these edges, among others.
+
+    Raises:
+        ValueError: The graph lacks one of the edges.
+    """
 
     edges: frozenset[tuple[str, str]]
+    graph: Graph
+
+    def __post_init__(self) -> None:
+        rows, columns = self._indices()
+        for writer, reader in sorted(self.edges):
+            known = writer in rows and reader in columns
+            if not known or not self.graph.edges[rows[writer], columns[reader]]:
+                raise ValueError(f"this graph has no edge from {writer!r} to {reader!r}")
 
     def __len__(self) -> int:
         return len(self.edges)
 
+    @property
+    def mask(self) -> Bool[Tensor, "writer reader"]:
+        """True at the edges of the circuit."""
+        table = torch.zeros_like(self.graph.edges)
+        rows, columns = self._indices()
+        for writer, reader in self.edges:
+            table[rows[writer], columns[reader]] = True
+        return table
+
     def jaccard(self, other: "Circuit") -> float:
-        """Edges of both circuits, divided by edges of at least one; NaN if both are empty."""
+        """Edges of both circuits, divided by edges of at least one; NaN if both are empty.
+
+        Raises:
+            ValueError: The circuits are of networks with other layers or heads, where names mean other parts.
+        """
+        if self.graph != other.graph:
+            raise ValueError(
+                f"the circuits are of different graphs, {self.graph} and {other.graph}: their edges differ"
+            )
         union = len(self.edges | other.edges)
-        return len(self.edges & other.edges) / union if union else float("nan")
+        return len(self.edges & other.edges) / union if union else math.nan
 
     def share_by_layer(self) -> dict[str, float]:
-        """Share of the edges whose reader is in each layer ("0", "1", ..., "logits"), as far as there are any."""
-        counts = Counter(
-            reader.lstrip("am").split(".")[0] if reader != "logits" else reader for _, reader in self.edges
+        """Share of the edges whose reader is in each layer ("0", "1", ..., "logits"); NaN if there are no edges."""
+        layers = dict(zip(self.graph.readers, self.graph.reader_layers, strict=True))
+        counts = Counter(layers[reader] for _, reader in self.edges)
+        return {name: counts[name] / len(self) if len(self) else math.nan for name in dict.fromkeys(layers.values())}
+
+    def _indices(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Index of each writer and of each reader by name."""
+        rows, columns = (
+            {name: i for i, name in enumerate(names)} for names in (self.graph.writers, self.graph.readers)
         )
-        in_order = sorted(counts, key=lambda name: (name == "logits", int(name) if name.isdigit() else 0))
-        return {name: counts[name] / len(self.edges) for name in in_order}
+        return rows, columns
+
+    def __repr__(self) -> str:
+        return f"Circuit({len(self)} of {int(self.graph.edges.sum())} edges)"
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeScores:
-    """The scores of all edges.
+class AttributionScores(ABC):
+    """What the scores of edges and of nodes have in common.
 
     Attributes:
-        scores: Float[*step writer reader], estimated change of the metric if the reader gets the writer's clean output
-            in the corrupted run; 0 where the reader comes before the writer.
+        scores: Estimated change of the metric.
         clean: Float[*step], metric of the clean run.
         corrupted: Float[*step], metric of the corrupted run.
         graph: The writers, the readers, and the edges between them.
-        record: Number of gradients, path, metric, steps, tokens of both inputs, model, hash of the weights, hooks,
-            versions.
+        record: Number of gradients, path, metric, rows, steps, tokens of both inputs, model, hash of the weights,
+            hooks, versions.
     """
 
-    scores: Float[Tensor, "*step writer reader"]
+    scores: Float[Tensor, "*rest"]
     clean: Float[Tensor, "*step"]
     corrupted: Float[Tensor, "*step"]
     graph: Graph
     record: dict[str, Any]
 
-    @property
-    def nodes(self) -> Float[Tensor, "*step writer"]:
-        """Sum of the scores of each writer's edges: its estimated effect when it is patched alone."""
-        return self.scores.sum(dim=-1)
+    KIND: ClassVar[str]
 
-    def at_step(self, step: Whole) -> "EdgeScores":
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """Name of each writer: "embed", head "a0.h0" of layer 0, MLP "m0", and so on."""
+        return self.graph.writers
+
+    def at_step(self: S, step: Whole) -> S:
         """The scores of one of the `steps`."""
         step = whole_number("step", step)
         if self.record["steps"] is None or step not in self.record["steps"]:
@@ -74,10 +122,84 @@ class EdgeScores:
         tokens = {name: [self.record[name][index]] for name in ("clean_tokens", "corrupted_tokens")}
         return replace(self, **parts, record={**self.record, **tokens, "steps": None, "step": step})
 
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return save_result(path, self.KIND, tensors, {"graph": asdict(self.graph), "record": self.record})
+
+    @classmethod
+    def load(cls: type[S], path: str | Path) -> S:
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, cls.KIND)
+        return as_dataclass(cls, {**tensors, **record, "graph": Graph(**record["graph"])})
+
+    def _require_one_step(self) -> None:
+        if self.clean.dim():
+            raise ValueError(f"there are scores of the steps {self.record['steps']}: take one of them by at_step")
+
+
+@dataclass(frozen=True, eq=False)
+class NodeScores(AttributionScores):
+    """The scores of all writers: the embedding, attention heads and MLPs.
+
+    Attributes:
+        scores: Float[*step writer], estimated change of the metric if the writer's clean output replaces that of the
+            corrupted run.
+        clean, corrupted, graph, record: As in `AttributionScores`.
+    """
+
+    scores: Float[Tensor, "*step writer"]
+
+    KIND = "node scores"
+
+    def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
+        """Heat map of heads and MLPs by layer; the title has the score of the embedding.
+
+        Args:
+            ax: Matplotlib axes to draw on; by default new ones.
+            title: Title of the figure.
+            limits: Scores at the ends of the colour scale; by default minus and plus the largest absolute score shown.
+
+        Returns:
+            The matplotlib axes.
+        """
+        self._require_one_step()
+        by_layer = self.scores[1:].view(self.graph.n_layers, self.graph.n_heads + 1).T
+        bound = float(by_layer.abs().max())
+        return plots.labelled_map(
+            by_layer,
+            rows=[*(f"head {head}" for head in range(self.graph.n_heads)), "MLP"],
+            layers=range(self.graph.n_layers),
+            xlabel="layer",
+            hue="RdBu",
+            limits=limits or (-bound, bound),
+            bar="score",
+            title=title or f"Effect of each part (embedding: {float(self.scores[0]):.2g})",
+            ax=ax,
+        )
+
+    def __repr__(self) -> str:
+        return f"NodeScores({len(self.writers)} writers)"
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeScores(AttributionScores):
+    """The scores of all edges.
+
+    Attributes:
+        scores: Float[*step writer reader], estimated change of the metric if the reader gets the writer's clean output
+            in the corrupted run; 0 where the reader comes before the writer.
+        clean, corrupted, graph, record: As in `AttributionScores`.
+    """
+
+    scores: Float[Tensor, "*step writer reader"]
+
+    KIND = "edge scores"
+
     @property
-    def writers(self) -> tuple[str, ...]:
-        """Name of each writer: "embed", head "a0.h0" of layer 0, MLP "m0", and so on."""
-        return self.graph.writers
+    def nodes(self) -> Float[Tensor, "*step writer"]:
+        """Sum of the scores of each writer's edges: its estimated effect when it is patched alone."""
+        return self.scores.sum(dim=-1)
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -97,42 +219,42 @@ class EdgeScores:
         Raises:
             ValueError: There are several steps (take `at_step`), or there are fewer edges.
         """
-        if self.scores.dim() > 2:
-            raise ValueError(f"there are scores of the steps {self.record['steps']}: take one of them by at_step")
+        self._require_one_step()
         k, n_edges = at_least(0, "k", k), int(self.exists.sum())
         if k > n_edges:
             raise ValueError(f"k={k}, but the graph has {n_edges} edges")
         flat = self.scores.abs().masked_fill(~self.exists, -1).flatten().topk(k).indices
-        return Circuit(frozenset(self._edge(int(index)) for index in flat))
+        pairs = (divmod(int(index), len(self.readers)) for index in flat)
+        return Circuit(frozenset((self.writers[row], self.readers[column]) for row, column in pairs), self.graph)
 
-    def mask(self, circuit: Circuit) -> Bool[Tensor, "writer reader"]:
-        """True at the edges of a circuit.
+    def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
+        """Heat map of the edges, summed over the heads of a layer: writers down, readers across.
 
-        Raises:
-            ValueError: The circuit has an edge that this graph lacks.
+        Args:
+            ax: Matplotlib axes to draw on; by default new ones.
+            title: Title of the figure.
+            limits: Sums at the ends of the colour scale; by default minus and plus the largest absolute sum.
+
+        Returns:
+            The matplotlib axes.
         """
-        table = torch.zeros_like(self.exists)
-        rows, columns = ({name: i for i, name in enumerate(names)} for names in (self.writers, self.readers))
-        for writer, reader in circuit.edges:
-            if writer not in rows or reader not in columns or not self.exists[rows[writer], columns[reader]]:
-                raise ValueError(f"this graph has no edge from {writer!r} to {reader!r}")
-            table[rows[writer], columns[reader]] = True
-        return table
-
-    def _edge(self, index: int) -> tuple[str, str]:
-        writer, reader = divmod(index, len(self.readers))
-        return self.writers[writer], self.readers[reader]
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return save_result(path, "edge scores", tensors, {"graph": asdict(self.graph), "record": self.record})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "EdgeScores":
-        """Read what `save` wrote."""
-        tensors, record = load_result(path, "edge scores")
-        return as_dataclass(cls, {**tensors, **record, "graph": Graph(**record["graph"])})
+        self._require_one_step()
+        down, across = _membership(self.graph.writer_groups), _membership(self.graph.reader_groups)
+        sums, n_edges = (down.T @ table.double() @ across for table in (self.scores, self.exists))
+        return plots.edge_map(
+            sums.masked_fill(n_edges == 0, math.nan),
+            list(dict.fromkeys(self.graph.writer_groups)),
+            list(dict.fromkeys(self.graph.reader_groups)),
+            limits=limits,
+            title=title,
+            ax=ax,
+        )
 
     def __repr__(self) -> str:
         return f"EdgeScores({len(self.writers)} writers, {len(self.readers)} readers, {int(self.exists.sum())} edges)"
+
+
+def _membership(groups: Sequence[str]) -> Float[Tensor, "entry member"]:
+    """1 where a part belongs to a group, with a column for each group."""
+    names = list(dict.fromkeys(groups))
+    return torch.tensor([[float(name == group) for name in names] for group in groups], dtype=torch.float64)
