@@ -16,26 +16,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
-from diffusion_lens import Fact, HookedDiffusionTransformer, Query, plots
-from diffusion_lens.analysis import EdgeScores, Faithfulness, answer_probability, edge_attribution, faithfulness
+from diffusion_lens import Fact, HookedDiffusionTransformer, plots
+from diffusion_lens.analysis import Circuit, answer_probability, edge_attribution, faithfulness
 from diffusion_lens.data import toy_facts
-
-
-def score_edges(
-    model: HookedDiffusionTransformer, clean: Query, corrupted: Query, sizes: Sequence[float], ig_steps: int
-) -> tuple[EdgeScores, Faithfulness]:
-    """Scores of the edges, and what the largest of them keep, for these shares of all edges."""
-    a, b = clean.answer_tokens[0], corrupted.answer_tokens[0]
-    rows = answer_probability(model, clean).rows  # where the answer is read, in place or shifted
-
-    def difference(logits: Tensor) -> Tensor:
-        return logits[0, 0, a] - logits[0, 0, b]
-
-    scores = edge_attribution(model, clean, corrupted, difference, ig_steps=ig_steps, logits_at=rows)
-    circuits = [round(size * int(scores.exists.sum())) for size in sizes]
-    return scores, faithfulness(model, clean, corrupted, difference, scores, circuits, logits_at=rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     folder = args.out / "circuits"
     sizes = sorted({0, 0.005, 0.01, 0.02, args.share, 0.1, 0.3, 1})
-    circuits, curves = {}, {}
+    circuits: dict[str, Circuit] = {}
+    figure, axes = plots.panels(1, 3, width=13.5, height=3.8)
     for model_name in args.model:
         model, name = HookedDiffusionTransformer.from_pretrained(model_name), Path(model_name).name
         for direction in ("forward", "reverse"):
@@ -69,46 +55,38 @@ def main(argv: Sequence[str] | None = None) -> None:
                 queries.append(fact.to_query(model, n_masks=n_masks, first_tokens=1))
             if len(queries[0].tokens) != len(queries[1].tokens) or queries[0].subject != queries[1].subject:
                 parser.error("the two names, and the two descriptions, must have the same number of tokens")
-            scores, curve = score_edges(model, *queries, sizes, args.ig_steps)
+            rows = answer_probability(model, queries[0]).rows  # where the answer is read, in place or shifted
+            a, b = (query.answer_tokens[0] for query in queries)
+            inputs = (model, *queries, lambda logits, a=a, b=b: logits[0, 0, a] - logits[0, 0, b])
+            scores = edge_attribution(*inputs, ig_steps=args.ig_steps, logits_at=rows)
+            n_edges, label = int(scores.exists.sum()), f"{name}, {direction}"
+            curve = faithfulness(*inputs, scores, [round(size * n_edges) for size in sizes], logits_at=rows)
+            circuits[label] = scores.top(round(args.share * n_edges))
             scores.save(folder / f"{name}_{direction}_edges.safetensors")
             curve.save(folder / f"{name}_{direction}_faithfulness.safetensors")
-            label, n_edges = f"{name}, {direction}", int(scores.exists.sum())
-            circuits[label], curves[label] = scores.top(round(args.share * n_edges)), curve
-            kept = ", ".join(
-                f"{size}: {share:.2f}" for size, share in zip(curve.sizes, curve.share.tolist(), strict=True)
-            )
+            kept = ", ".join(f"{n}: {share:.2f}" for n, share in zip(curve.sizes, curve.share.tolist(), strict=True))
             print(f"{label}: share of the logit difference ({float(curve.clean):.1f}) kept by edges {kept}")
+            curve.plot(ax=axes[0], label=label)
+            layers = circuits[label].share_by_layer()
+            axes[1].plot(list(layers), list(layers.values()), marker="o", label=label)
+            print("  share of the edges by layer:", "  ".join(f"{of} {share:.2f}" for of, share in layers.items()))
 
-    labels, n_kept = list(circuits), len(next(iter(circuits.values())))
-    overlap = [[circuits[one].jaccard(circuits[other]) for other in labels] for one in labels]
-    # Two random circuits share n_kept^2 / n_edges edges on average.
-    by_chance = n_kept / (2 * n_edges - n_kept)
+    n_kept, names = len(circuits[label]), [label.replace(", ", "\n") for label in circuits]
+    overlap = torch.tensor([[one.jaccard(other) for other in circuits.values()] for one in circuits.values()])
+    by_chance = n_kept / (2 * n_edges - n_kept)  # two random circuits have n_kept^2 / n_edges edges in common
     print(f"overlap of circuits of {n_kept} of {n_edges} edges; by chance {by_chance:.2f}:")
-    for label, row in zip(labels, overlap, strict=True):
+    for label, row in zip(circuits, overlap.tolist(), strict=True):
         print(f"  {label:20}", " ".join(f"{value:5.2f}" for value in row))
-    print("share of the edges that end in each layer:")
-    for label in labels:
-        layers = circuits[label].share_by_layer()
-        print(f"  {label:20}", "  ".join(f"{layer} {share:.2f}" for layer, share in layers.items()))
 
-    figure, axes = plots.panels(1, 3, width=13.0, height=3.8)
-    for i, label in enumerate(labels):
-        curves[label].plot(ax=axes[0], label=label)
-        layers = circuits[label].share_by_layer()
-        width = 0.8 / len(labels)
-        axes[1].bar([j + (i - (len(labels) - 1) / 2) * width for j in range(len(layers))], layers.values(), width)
-        axes[1].set_xticks(range(len(layers)), layers)
+    title, scale = f"Overlap (Jaccard); {by_chance:.2f} by chance", {"limits": (0.0, 1.0), "hue": "Purples", "bar": ""}
+    plots.labelled_map(overlap, rows=names, layers=range(len(names)), xlabel="", title=title, ax=axes[2], **scale)
+    axes[2].set_xticks(range(len(names)), names, fontsize=8)
+    for i, row in enumerate(overlap.tolist()):
+        for j, value in enumerate(row):
+            axes[2].text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.6 else "black")
     axes[0].legend(fontsize=8)
     axes[1].set_title(f"Layers in which the {n_kept} largest edges end", fontsize=10)
-    axes[1].set_xlabel("layer of the reader", fontsize=9)
-    axes[1].set_ylabel("share of the edges", fontsize=9)
-    axes[2].imshow(overlap, cmap="Purples", vmin=0, vmax=1)
-    for i, row in enumerate(overlap):
-        for j, value in enumerate(row):
-            axes[2].text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.5 else "black")
-    axes[2].set_xticks(range(len(labels)), [label.replace(", ", "\n") for label in labels], fontsize=8)
-    axes[2].set_yticks(range(len(labels)), [label.replace(", ", "\n") for label in labels], fontsize=8)
-    axes[2].set_title(f"Overlap (Jaccard); {by_chance:.2f} by chance", fontsize=10)
+    axes[1].set(xlabel="layer of the reader", ylabel="share of the edges", ylim=(0, None))
     figure.savefig(args.out / "circuits.png", dpi=110)
     print(f"wrote {folder}\nwrote {args.out / 'circuits.png'}")
 

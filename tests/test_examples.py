@@ -347,12 +347,14 @@ def compares_circuits(printed: str) -> None:
     kept = re.findall(r"^tiny-\w+, \w+: .*edges 0: -?0.00, .* 24: ([\d.]+), .*479: 1.00$", printed, re.MULTILINE)
     assert len(kept) == 4
     assert all(float(share) > 0.85 for share in kept)
-    table = printed[printed.index("by chance 0.03") : printed.index("share of the edges that end")]
+    table = printed[printed.index("by chance 0.03") :]
     overlap = [[float(x) for x in row.split()] for row in re.findall(r"^  tiny-\w+, \w+ +(.*)$", table, re.MULTILINE)]
     assert [row[i] for i, row in enumerate(overlap)] == [1.0] * 4
     assert min(min(row) for row in overlap) > 0.2
-    layers = re.findall(r"^  tiny-\w+, \w+ +0 ([\d.]+)  1 .*  logits ([\d.]+)$", printed, re.MULTILINE)
-    assert len(layers) == 4
+    layers = re.findall(r"^  share of the edges by layer: (.*)$", printed, re.MULTILINE)
+    assert [sum(map(float, re.findall(r" (0\.\d+)", shares))) for shares in layers] == pytest.approx(
+        [1.0] * 4, abs=0.03
+    )
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
