@@ -18,7 +18,9 @@ d_vocab_out  tokens that the model can write (columns of the head), without [MAS
 sample       samples of noise
 cell         cells of a grid, each a restored or patched run
 answer       tokens of an answer, in order
-entry        rows of a grid or of a list of pairs, in order
+entry        rows of a grid, of a list of pairs, or of a table, in order
+level        noise levels, or ranges of them
+feature      features of a dictionary
 axis         axes of a grid
 canvas       canvases of a denoising run: one before each step, and the final one
 rest         any further axes, as in `*rest`

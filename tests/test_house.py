@@ -95,6 +95,8 @@ DOORS = {
     "diffusion_lens.analysis.circuits.attribution.node_attribution",
     "diffusion_lens.analysis.lens.by_step.logit_lens",
     "diffusion_lens.analysis.lens.fitting.fit_translators",
+    "diffusion_lens.analysis.dictionaries.collecting.activations",
+    "diffusion_lens.analysis.dictionaries.loss.dictionary_loss",
     "diffusion_lens.analysis.patching.grid.patch_grid",
     "diffusion_lens.analysis.representations.forward_reverse.compare",
     "diffusion_lens.analysis.rome.study.key_value_study",

@@ -46,6 +46,14 @@ from diffusion_lens.analysis.circuits import (
     faithfulness,
     node_attribution,
 )
+from diffusion_lens.analysis.dictionaries import (
+    ActivationStore,
+    DictionaryLoss,
+    NoiseRange,
+    activations,
+    dictionary_loss,
+    splice,
+)
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
@@ -68,6 +76,7 @@ from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
 
 __all__ = [
+    "ActivationStore",
     "AttentionSinks",
     "AverageEffect",
     "AverageTrajectoryEffect",
@@ -77,6 +86,7 @@ __all__ = [
     "Comparison",
     "Comparisons",
     "Corruption",
+    "DictionaryLoss",
     "EdgeScores",
     "Faithfulness",
     "KeyResult",
@@ -86,6 +96,7 @@ __all__ = [
     "LogitLens",
     "LoopSettings",
     "NodeScores",
+    "NoiseRange",
     "PatchGrid",
     "RankOneEdit",
     "Restoration",
@@ -102,6 +113,7 @@ __all__ = [
     "Translators",
     "ValueResult",
     "ValueSettings",
+    "activations",
     "answer_probability",
     "attention_sinks",
     "average_facts",
@@ -111,6 +123,7 @@ __all__ = [
     "compare",
     "compare_along",
     "compute_key",
+    "dictionary_loss",
     "difference_of_means",
     "edge_attribution",
     "edit_success",
@@ -127,6 +140,7 @@ __all__ = [
     "recalled_facts",
     "restore_in_loop",
     "second_moment",
+    "splice",
     "study_keys_and_values",
     "temporal_effect",
     "trace_query",

@@ -65,13 +65,10 @@ class FactFolder:
                 identified.
             TypeError: The record has an entry that JSON cannot represent.
         """
-        require_identified(record, str(path))
-        file, described = Path(path) / "run.json", as_json(record)
-        if not file.exists():
-            write_json(described, file)
-        folder = cls.open(path)
-        require_same_run(folder.record, described, str(path))
-        return folder
+        if (Path(path) / "run.json").exists():
+            cls.open(path)  # the error of a folder that is no study over facts comes first
+        begin_folder(path, record)
+        return cls.open(path)
 
     @classmethod
     def open(cls, path: str | Path) -> "FactFolder":
@@ -129,7 +126,32 @@ class FactFolder:
 
     @cached_property
     def _study_digest(self) -> str:
-        return _digest({name: value for name, value in self.record.items() if name not in NOT_COMPARED})
+        return study_digest(self.record)
+
+
+def begin_folder(path: str | Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the description of a study to the `run.json` of its folder, or compare it with the one that is there.
+
+    Returns:
+        The content of `run.json`.
+
+    Raises:
+        ValueError: The folder belongs to another study (the message lists the differences), or a hook cannot be
+            identified.
+        TypeError: The record has an entry that JSON cannot represent.
+    """
+    require_identified(record, str(path))
+    file, described = Path(path) / "run.json", as_json(record)
+    if not file.exists():
+        write_json(described, file)
+    saved = read_run(file)
+    require_same_run(saved, described, str(path))
+    return saved
+
+
+def study_digest(record: Mapping[str, Any]) -> str:
+    """Hash of a study's description, with which its files are marked."""
+    return _digest({name: value for name, value in record.items() if name not in NOT_COMPARED})
 
 
 def work_through_batches(

@@ -6,7 +6,7 @@ A figure does not store its numbers. The result that drew it does, and `save` wr
 from diffusion_lens.plots.axes import HUES, RESTORED, Figure, panels, readable
 from diffusion_lens.plots.canvas_html import canvas_table
 from diffusion_lens.plots.circuits import edge_map, kept_by_size
-from diffusion_lens.plots.curves import effect_curves
+from diffusion_lens.plots.curves import effect_curves, level_curves
 from diffusion_lens.plots.heat_maps import denoising_grid, heat_map, labelled_map, trace_panels
 from diffusion_lens.plots.lines import labelled_lines
 from diffusion_lens.plots.pages import step_slider, write_page
@@ -25,6 +25,7 @@ __all__ = [
     "kept_by_size",
     "labelled_lines",
     "labelled_map",
+    "level_curves",
     "paired_scatter",
     "panels",
     "probability_by_layer",

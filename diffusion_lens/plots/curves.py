@@ -1,6 +1,7 @@
-"""Curves of average effects with confidence bands."""
+"""Curves with confidence bands or standard errors."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Float
@@ -47,5 +48,33 @@ def effect_curves(
     ax.set_xlabel(RESTORED[kind], fontsize=9)
     ax.set_ylabel("average indirect effect", fontsize=9)
     ax.set_title(title or "Average effect of restoring a state", fontsize=10)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    return ax
+
+
+def level_curves(
+    spans: Float[Tensor, "level axis"],
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Plot shares by noise level, each point in the middle of its range of levels, with bars of one standard error.
+
+    Args:
+        spans: Lowest and highest noise level of each point.
+        curves: Value and standard error of each point, by the label of the curve.
+    """
+    ax = one_axes(ax, width=6.0, height=3.2)
+    middles, halves = spans.mean(dim=1).numpy(), (spans.diff(dim=1)[:, 0] / 2).numpy()
+    for value in (0, 1):
+        ax.axhline(value, color="0.8", linewidth=0.8)
+    for label, points in curves.items():
+        values = [value for value, _ in points]
+        errors = [0.0 if math.isnan(error) else error for _, error in points]
+        ax.errorbar(middles, values, yerr=errors, xerr=halves, label=label, marker="o", markersize=4, capsize=2)
+    ax.tick_params(labelsize=8)
+    ax.set_xlabel("noise level t (share of masked tokens)", fontsize=9)
+    ax.set_ylabel("share", fontsize=9)
+    ax.set_title(title or "Dictionary by noise level", fontsize=10, parse_math=False)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     return ax
