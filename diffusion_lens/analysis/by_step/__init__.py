@@ -1,7 +1,7 @@
 """States by denoising step: steering vectors, probes of the denoising time, attention sinks."""
 
-from diffusion_lens.analysis.by_step.attention_sinks import attention_sinks
 from diffusion_lens.analysis.by_step.ridge import RidgeSettings
+from diffusion_lens.analysis.by_step.sinks import attention_sinks
 from diffusion_lens.analysis.by_step.sinks_result import AttentionSinks, SinkSpan
 from diffusion_lens.analysis.by_step.steering_vectors import difference_of_means
 from diffusion_lens.analysis.by_step.time_probe import probe_time

@@ -46,7 +46,8 @@ def difference_of_means(
 ) -> SteeringVectors:
     """The mean activation of positive inputs minus that of negative inputs, at each hook point and step.
 
-    The caller's hooks act while the states are read. Under guidance the states are those of the conditional branch.
+    The caller's hooks inside the network act while the states are read. Under guidance the states are those of the
+    conditional branch.
 
     Args:
         model: Model of either variant.

@@ -1,5 +1,6 @@
 """The attention that positions receive equals sums over cached patterns, and sinks follow the paper's inequality."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,19 @@ def test_padding_guidance_and_the_callers_hooks(small, guidance):
         assert torch.equal(sinks.masked, run.is_masked(run.canvases[:-1]) & run.real)
     else:
         assert not sinks.masked.any()
+
+
+def test_folded_norms_and_half_precision_change_no_attention(small):
+    run = small.denoise(PROMPTS, max_new_tokens=4, **({"steps": 4} if small.cfg.has_mask else {}))
+    sinks, folded, half = attention_sinks(small, run), deepcopy(small), deepcopy(small).to(torch.bfloat16)
+    folded.enable_compatibility_mode()
+    with pytest.warns(UserWarning, match="written by another network"):
+        of_folded = attention_sinks(folded, run)
+    assert_close(of_folded.received, sinks.received, rtol=1e-3, atol=1e-4, equal_nan=True)
+    with pytest.warns(UserWarning, match="written by another network"):
+        of_half = attention_sinks(half, run)
+    queries = of_half.present.sum(dim=-1)[:, None, None].expand(of_half.received.shape[:-1])
+    assert_close(of_half.received.nansum(dim=-1), queries.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_single_pass_has_no_steps(small):

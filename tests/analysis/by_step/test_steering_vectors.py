@@ -1,11 +1,14 @@
 """Differences of means equal stacked caches, and their hooks equal interventions written by hand."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from diffusion_lens.analysis import SteeringVectors, difference_of_means
 from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.denoising.step_hooks import acts_by_step, at_steps, by_step, while_masked
 from diffusion_lens.interventions import named, steer, zero_ablate
 
@@ -86,6 +89,29 @@ def test_padding_of_ragged_rows_is_never_read(small, positions):
     ]
     assert vectors.steps == (1, 3)
     assert_close(vectors[NAME], (means[0] - means[1])[[1, 3]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_several_runs_are_pooled_also_where_a_sampler_masks_again(small):
+    prompts = [["Gustav Geisser is the"], ["Tilda Drusser is the", "Gustav Geisser was the"], ["Gustav is the brave"]]
+    runs, caches = two_runs(small, NAME, prompts, sampler=ReMDM("rescale", eta=0.9), seed=1)
+    assert any((run.is_masked(run.canvases[1:]) & ~run.is_masked(run.canvases[:-1])).any() for run in runs)
+    vectors = difference_of_means(small, runs[:2], runs[2], NAME, positions="masked", steps=[2])
+    states, masked = [cache[2, NAME] for cache in caches], [run.is_masked(run.canvases[2]) for run in runs]
+    pooled = torch.cat([states[0][masked[0]], states[1][masked[1]]])
+    assert_close(vectors.positive[NAME][0], pooled.mean(0), rtol=1e-4, atol=1e-5)
+    assert vectors.n_positive.tolist() == [len(pooled)]
+    assert_close(vectors.negative[NAME][0], states[2][masked[2]].mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_vectors_of_a_model_in_bfloat16_are_float32_and_steer_it(small):
+    half = deepcopy(small).to(torch.bfloat16)
+    runs, _ = two_runs(half, NAME, [["Gustav Geisser is the"], ["Tilda Drusser is the"]])
+    vectors = difference_of_means(half, *runs, NAME)
+    assert vectors[NAME].dtype == torch.float32
+    steered = runs[0].replay(half, fwd_hooks=vectors.hooks(5.0))
+    assert not torch.equal(steered.confidence, runs[0].confidence)
+    assert steered.record["hooks"][NAME][0].startswith("forward: by_step #")
 
 
 def test_texts_queries_and_tokens_have_one_vector_without_steps(small):
