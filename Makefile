@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CLIENTS := $(VENV)/.clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check bench tiny docs
+.PHONY: help install demo test clients lint check bench tiny docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -18,6 +19,9 @@ demo: $(READY)  ## query the bundled models for one fact, forward and in reverse
 
 test: $(READY)  ## run the tests (CPU, offline)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and the runner of notebooks (they are installed on first use)
+	$(BIN)/python -m pytest -q tests/clients
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -43,4 +47,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(CLIENTS): $(READY)
+	$(PIP) install --constraint constraints.txt --editable '.[clients]'
 	@touch $@

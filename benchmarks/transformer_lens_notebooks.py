@@ -4,10 +4,10 @@ The script runs six notebooks from a checkout of TransformerLens cell by cell, o
 model and once with its AR baseline. Three things are changed in a cell, and `NOTEBOOKS` lists every change:
 
 - "model": the line that loads a model, without the arguments that centre or refactor weights: RMSNorm does not subtract
-  the mean, and rotations of queries and keys forbid it.
-- "prompts": the words, and what depends on the vocabulary and the context of the bundled models: the range and number of
-  random tokens, and `prepend_bos`, because the bundled tokenizer has no token for the beginning of a text. The notebooks
-  read the last row, and therefore the prompts of the diffusion model end with [MASK].
+  the mean, and the rotation of queries and keys forbids refactoring.
+- "prompts": the words, and what depends on the vocabulary and the context of the bundled models: the range and number
+  of random tokens, and `prepend_bos`, because the bundled tokenizer has no token for the beginning of a text. The
+  notebooks read the last row, and therefore the prompts of the diffusion model end with [MASK].
 - "layers": numbers of layers and heads, because the bundled models have four layers with four heads.
 
     pip install -e '.[clients,plot]'
@@ -30,18 +30,18 @@ from pathlib import Path
 from typing import Any
 
 # tests/oracles holds what tests and benchmarks share.
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
-from oracles.notebooks import Changes, code_cells, run_notebook
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from oracles.notebooks import RESULTS, Changes, code_cells, run_notebook
 
-TABLE = ROOT / "docs" / "transformer_lens_notebooks.json"
+TABLE = Path(__file__).parents[1] / "docs" / "transformer_lens_notebooks.json"
 MODELS = ("tiny-mdm", "tiny-ar")
+LOAD = "HookedDiffusionTransformer.from_pretrained(MODEL)"
 MODEL_LINE = {
-    r"TransformerBridge\.(?:boot_transformers|boot_tl_legacy)\([^)]*\)": "HookedDiffusionTransformer.from_pretrained(MODEL)",
+    r"TransformerBridge\.(?:boot_transformers|boot_tl_legacy)\([^)]*\)": LOAD,
     r"(?:center_unembed|center_writing_weights|refactor_factored_attn_matrices)=True,": "",
 }
-# People of the bundled models' training data, by the last word of their descriptions. <mask> is [MASK] for the diffusion
-# model, and nothing for the AR baseline.
+# People of the bundled models' training data, by the last word of their descriptions. <mask> is [MASK] for the
+# diffusion model, and nothing for the AR baseline.
 PEOPLE = {
     " Kinmoor": "Yara Plasser was the clever gardener",
     " Ravik": "Zeno Lindall was the kind drummer",
@@ -84,13 +84,16 @@ NO_BIAS = "`b_U` is zero: these models have no biases"
 # The diffusion model only.
 DIFFUSION_LOSS = "the loss of the diffusion model at positions masked at random, the same in every call"
 EARLIER_ONLY = "looks only at attention to earlier positions; a diffusion model attends in both directions"
-UNMASKED_ROWS = "no [MASK] in the tokens: the rows that the metric reads predict the tokens themselves, not the next ones"
+UNMASKED_ROWS = (
+    "no [MASK] in the tokens: the rows that the metric reads predict the tokens themselves, not the next ones"
+)
 REASONS = {
     "has no BOS token": "the bundled tokenizer has no BOS token",
     "needs the masked tokens behind the logits": "`loss_fn` of a diffusion model also needs the masked canvas",
     "no padding token that is not also text": "texts of different lengths: the tokens alone do not show the padding",
-    "ldim==rdim": "the matrix is not square: [MASK] has an embedding, but cannot be predicted",
+    "ldim==rdim": "not square, because [MASK] has an embedding and cannot be predicted; use `W_E[:d_vocab_out]`",
     "previous_tokens_in_word": "expects tokens with their leading space, which this tokenizer does not show",
+    "detection_pattern=detection_pattern": "needs `detection_pattern` of cell 17",
     'error_measure="abs"': "the notebook asserts that no position attends to a later one",
 }
 NOTEBOOKS: dict[str, dict[str, Any]] = {
@@ -181,7 +184,8 @@ NOTEBOOKS: dict[str, dict[str, Any]] = {
         },
         "both": {"final_residual_stream = ": "equals the logits because cell 5 has folded the norms"},
         "tiny-mdm": {
-            "prev_token_scores[layer] = ": 'counts attention to earlier positions only; `return_type="loss"` also masks tokens before it reads the patterns',
+            "prev_token_scores[layer] = ": "counts attention to earlier positions only; a loss also masks tokens, and "
+            "the patterns are those of the masked canvas",
         },
     },
     "Activation_Patching_in_TL_Demo": {
@@ -224,10 +228,12 @@ NOTEBOOKS: dict[str, dict[str, Any]] = {
             "The following lexical sequence has been optimised for the maximisation of loquaciously multitoken letter "
             "combinations.": SENTENCE,
             "This is the first the test prompt.": SENTENCE,
-            "This is another test prompt, being just a sequence of tokens.": "today Ada Lorrick was the brave miner of "
-            "Brolsen.",
-            "If you're interested in mechanistic interpretability, this is how the sausage REALLY is made.": "surely the "
-            "kind drummer of Ravik became Zeno Lindall.",
+            "This is another test prompt, being just a sequence of tokens.": (
+                "today Ada Lorrick was the brave miner of Brolsen."
+            ),
+            "If you're interested in mechanistic interpretability, this is how the sausage REALLY is made.": (
+                "surely the kind drummer of Ravik became Zeno Lindall."
+            ),
             "one two three one two three one two three": "Ada Ben Clara Ada Ben Clara Ada Ben Clara",
             "1 2 3 4 5 1 2 3 4 1 2 3 1 2 3 4 5 6 7": "Ada Ben Clara Dora Ada Ben Clara Ada Ben",
             "green ideas sleep furiously; green ideas don't sleep furiously": "brave Ada, brave Ben, brave Clara.",
@@ -290,7 +296,7 @@ def table_of(checkout: Path) -> dict[str, Any]:
         cells = []
         for rows in zip(*by_model.values(), strict=True):
             outcome = {
-                model: {key: row[key] for key in ("result", "reason", "note")}
+                model: {key: row[key] for key in ("result", "checked", "reason", "note") if row[key]}
                 for model, row in zip(by_model, rows, strict=True)
             }
             cells.append({key: rows[0][key] for key in ("cell", "section", "changed")} | outcome)
@@ -304,13 +310,24 @@ def table_of(checkout: Path) -> dict[str, Any]:
     }
 
 
+def text_of(table: dict[str, Any]) -> str:
+    """The table as JSON with a line for each cell, so that two versions can be compared."""
+    head = {key: value for key, value in table.items() if key != "notebooks"}
+    notebooks = []
+    for notebook in table["notebooks"]:
+        cells = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in notebook["cells"])
+        notebooks.append(f'{{"name": {json.dumps(notebook["name"])}, "cells": [\n{cells}\n]}}')
+    lines = ",\n".join(notebooks)
+    return f'{json.dumps(head)[:-1]}, "notebooks": [\n{lines}\n]}}\n'
+
+
 def totals(table: dict[str, Any]) -> list[str]:
     """One line for each notebook and model."""
     lines = []
     for notebook in table["notebooks"]:
         for model in table["models"]:
             counts = Counter(cell[model]["result"] for cell in notebook["cells"])
-            found = ", ".join(f"{counts[result]} {result}" for result in counts)
+            found = ", ".join(f"{counts[result]} {result}" for result in RESULTS if counts[result])
             lines.append(f"{notebook['name']:32} {model:9} {len(notebook['cells']):3} cells: {found}")
     return lines
 
@@ -324,7 +341,9 @@ def _path(checkout: Path, notebook: str) -> Path:
 
 def _version(checkout: Path) -> str:
     """The version of a checkout, which has to be the installed one, and its commit if it is a git repository."""
-    found = re.search(r'^\s*version ?= ?"([^"]+)"', (checkout / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r'^\s*version ?= ?"([^"]+)"', (checkout / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     installed = version("transformer-lens")
     archive = checkout / "PKG-INFO"
     number = found[1] if found else "unknown"
@@ -344,7 +363,9 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, help="folder of TransformerLens that contains demos/")
-    parser.add_argument("--out", type=Path, help="JSON file for the table; docs/transformer_lens_notebooks.json is the page's")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the table; docs/transformer_lens_notebooks.json is the page's"
+    )
     parser.add_argument("--only", nargs=2, metavar=("NOTEBOOK", "MODEL"), help="print the rows of one run as JSON")
     arguments = parser.parse_args()
     if arguments.checkout is None:
@@ -356,7 +377,7 @@ def main() -> None:
     else:
         table = table_of(arguments.checkout)
         if arguments.out:
-            arguments.out.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            arguments.out.write_text(text_of(table), encoding="utf-8")
     print(f"TransformerLens {table['transformer_lens']}, diffusion_lens {table['diffusion_lens']}, {table['date']}")
     print("\n".join(totals(table)))
 

@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "docstrings",
     "tables",
+    "client_tables",
     "recall_tables",
     "family_tables",
     "commands",

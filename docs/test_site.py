@@ -1,6 +1,8 @@
 """The site that `make docs` has built: its tables are complete, and no page fetches anything."""
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -96,6 +98,24 @@ def test_every_command_and_option_is_on_its_page() -> None:
                 assert parameter.opts[0] in section[1], f"{name} {parameter.opts[0]} is missing"
     for code in ("0", "1", "2", "130"):
         assert re.search(rf"^{code}\n\w+", text, re.MULTILINE)
+
+
+def test_the_notebooks_have_the_totals_that_their_script_prints() -> None:
+    script = ROOT / "benchmarks" / "transformer_lens_notebooks.py"
+    printed = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
+    totals = re.findall(r"^(\w+) +tiny-(?:mdm|ar) +(\d+) cells: (.+)$", printed, re.MULTILINE)
+    assert len(totals) == 12
+    text = text_of(SITE / "transformer_lens_notebooks.html")
+    for (name, cells, diffusion), (_, _, baseline) in zip(totals[::2], totals[1::2], strict=True):
+        assert f"{name}\n{cells}\n{diffusion}\n{baseline}\n" in text
+    assert "wrong" not in printed
+
+
+def test_each_tool_of_transformer_lens_has_its_row() -> None:
+    from transformer_lens.tools import analysis
+
+    text = text_of(SITE / "from_transformer_lens.html")
+    assert all(re.search(rf"^{name}$", text, re.MULTILINE) for name in analysis.__all__)
 
 
 def test_published_numbers_stand_under_both_names() -> None:

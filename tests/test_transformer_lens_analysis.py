@@ -249,7 +249,9 @@ def test_each_public_tool_has_a_row_and_a_law() -> None:
 @pytest.mark.parametrize("name", sorted({rule.__name__ for rule in LAWS.values()}))
 def test_the_row_says_what_the_tool_does(tiny: Any, name: str) -> None:
     (rule,) = {rule for rule in LAWS.values() if rule.__name__ == name}
-    (refusal,) = {(ROWS[tool]["result"] == "refuses", ROWS[tool].get("error", "")) for tool in LAWS if LAWS[tool] is rule}
+    (refusal,) = {
+        (ROWS[tool]["result"] == "refuses", ROWS[tool].get("error", "")) for tool in LAWS if LAWS[tool] is rule
+    }
     if refusal[0]:
         with pytest.raises((TypeError, ValueError, OSError), match=refusal[1]):
             rule(Case(tiny))
@@ -263,7 +265,7 @@ def test_edges_and_paths_into_keys_need_a_key_for_each_head(specimen: Any, confi
     metric = lambda logits: logits[0, -1, 3]  # noqa: E731
     edges = analysis.EdgeAttributionConfig(granularity="edge")
     assert analysis.attribution_patch(dream.model, clean, corrupted, metric).node_scores
-    with pytest.raises(ValueError, match="n_key_value_heads|K/V head"):
+    with pytest.raises(ValueError, match=r"n_key_value_heads|K/V head"):
         analysis.attribution_patch(dream.model, clean, corrupted, metric, edges)
     caches = [dream.model.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
     for component, fits in (("q", True), ("k", False)):
@@ -273,5 +275,5 @@ def test_edges_and_paths_into_keys_need_a_key_for_each_head(specimen: Any, confi
         if fits:
             assert path().any()
         else:
-            with pytest.raises(ValueError, match="GQA|key-value|K/V"):
+            with pytest.raises(ValueError, match=r"GQA|key-value|K/V"):
                 path()

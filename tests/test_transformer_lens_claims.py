@@ -5,7 +5,7 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import version
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from transformer_lens.hook_points import HookPoint
@@ -50,6 +50,42 @@ def test_its_diffusion_runs_take_one_prompt_and_its_hooks_no_step() -> None:
 
     assert "does not support batched prompts" in inspect.getsource(TransformerBridge.diffusion_generate)
     assert not hasattr(HookPoint(), "step")
+
+
+def bridge(**sampler: object) -> SimpleNamespace:
+    """As much of a `TransformerBridge` as `diffusion_generate` needs before it samples."""
+    adapter = SimpleNamespace(native_sampler=next(iter(sampler), None))
+    return SimpleNamespace(
+        adapter=adapter, cfg=SimpleNamespace(architecture="A"), original_model=SimpleNamespace(**sampler)
+    )
+
+
+def test_diffusion_generate_refuses_llada_and_a_list_of_prompts(supported_architectures: ModuleType) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    llada = supported_architectures.LLaDAArchitectureAdapter
+    assert llada.native_sampler is None
+    with pytest.raises(NotImplementedError, match="A has no native sampler"):
+        TransformerBridge.diffusion_generate(bridge(), "a")
+    with pytest.raises(NotImplementedError, match="does not support batched prompts"):
+        TransformerBridge.diffusion_generate(bridge(sample=print), ["a", "b"])
+
+
+def test_dream_samples_one_step_for_each_token(supported_architectures: ModuleType) -> None:
+    dream = supported_architectures.DreamArchitectureAdapter
+    assert dream.native_sampler_kwargs(None, 8, 3) == {"max_new_tokens": 8, "steps": 8}
+
+
+def test_llada_and_dream_have_neither_a_loss_nor_generate_there(supported_architectures: ModuleType) -> None:
+    for adapter in (supported_architectures.LLaDAArchitectureAdapter, supported_architectures.DreamArchitectureAdapter):
+        assert not adapter.supports_causal_loss
+        assert not adapter.supports_generation
+
+
+def test_llada_has_scores_and_patterns_there(supported_architectures: ModuleType) -> None:
+    llada = importlib.import_module(f"{supported_architectures.__name__}.llada")
+    assert "exposing the standard attention scores and pattern hooks" in " ".join((llada.__doc__ or "").split())
+    assert "trust_remote_code=True" in (llada.LLaDAArchitectureAdapter.__doc__ or "")
 
 
 def test_dream_has_no_pattern_there(supported_architectures: ModuleType) -> None:

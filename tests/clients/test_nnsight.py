@@ -1,5 +1,7 @@
 """What docs/from_transformer_lens.md says about nnsight. nnsight rewrites a `with` block, so the blocks are short."""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import nnsight
@@ -9,6 +11,17 @@ from nnsight import NNsight
 
 PROMPT, LENGTH, STEPS = "today Yara Plasser was the", 14, 4
 POINT = "blocks.1.hook_resid_post"
+
+
+def test_the_trace_on_the_page_runs(prompts: Any, tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "from_transformer_lens.md"
+    section = page.read_text(encoding="utf-8").split("## nnsight\n")[1]
+    script = tmp_path / "traced.py"  # nnsight reads the source of a trace
+    script.write_text(section.split("```text\n")[1].split("```")[0], encoding="utf-8")
+    found = runpy.run_path(str(script), {"model": prompts.model, "tokens": prompts.tokens})
+    assert torch.equal(found["resid"], prompts.model.run_with_cache(prompts.tokens)[1][POINT])
+    assert len(found["residuals"]) == 4
+    assert found["trajectory"].text[0].startswith("today Ada Lorrick was the brave miner")
 
 
 def test_an_output_equals_the_cache(prompts: Any) -> None:
@@ -93,7 +106,7 @@ def test_an_intervention_at_a_step_equals_a_hook_at_that_step(prompts: Any) -> N
 def test_what_is_computed_for_hooks_only_needs_a_hook_that_does_nothing(tiny: Any, point: str) -> None:
     traced = NNsight(tiny)
     envoy = traced.blocks[1].attn.hook_pattern if "attn" in point else traced.loop_hooks.hook_logits
-    with pytest.raises(Exception, match="hook_pattern|hook_logits"):
+    with pytest.raises(Exception, match=r"hook_pattern|hook_logits"):
         with traced.trace(PROMPT, fn=tiny.denoise, length=LENGTH, steps=1):
             missing = nnsight.save(envoy.output)  # noqa: F841
     with tiny.hooks(fwd_hooks=[(point, lambda x, hook: None)]):

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from oracles.notebooks import Cell, Changes, code_cells, run_notebook
@@ -46,6 +45,7 @@ def test_each_cell_has_its_result_and_its_reason(notebook: Path) -> None:
         notes={"text = ": "another name"},
     )
     rows = run_notebook(code_cells(notebook), changes, {"LOADED": {}})
+    assert [row["cell"] for row in rows if row["checked"]] == [3, 8]
     found = [(row["cell"], row["changed"], row["result"], row["reason"], row["note"]) for row in rows]
     assert found == [
         (1, ["model"], "runs", "", ""),
@@ -66,18 +66,7 @@ def test_the_first_sentence_of_an_error_is_its_reason() -> None:
 
 def test_a_change_that_no_cell_contains_is_an_error() -> None:
     changes = Changes(replaced={"prompts": {"John": "Ada"}}, notes={"absent": "x"})
-    with pytest.raises(ValueError, match=r"no cell contains \['absent', 'John'\]: the changes were written for another"):
+    with pytest.raises(
+        ValueError, match=r"no cell contains \['absent', 'John'\]: the changes were written for another"
+    ):
         run_notebook([Cell(1, "", "pass")], changes, {})
-
-
-def test_the_script_explains_itself_and_prints_the_totals_of_the_page(monkeypatch: Any, capsys: Any) -> None:
-    import runpy
-
-    script = Path(__file__).parents[2].joinpath("bench" + "marks", "transformer_lens_notebooks.py")
-    for arguments, expected in ((["--help"], "--checkout"), ([], "Main_Demo")):
-        monkeypatch.setattr("sys.argv", [str(script), *arguments])
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:
-            assert not end.code
-        assert expected in capsys.readouterr().out

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RUNS, WRONG, FAILS, LEFT_OUT = "runs", "wrong", "fails", "left out"
+RESULTS = RUNS, WRONG, FAILS, LEFT_OUT = "runs", "wrong", "fails", "left out"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run_notebook(cells: Sequence[Cell], changes: Changes, namespace: Mapping[str
 
     Returns:
         For each cell its number and section, the kinds of change in it, its result ("runs", "wrong", "fails" or "left
-        out"), the reason if it is not "runs", and a note.
+        out"), whether an expression was checked after it, the reason if the result is not "runs", and a note.
 
     Raises:
         ValueError: A string of `changes` occurs in no cell: the notebook is another version than the changes are for.
@@ -106,19 +106,21 @@ def run_notebook(cells: Sequence[Cell], changes: Changes, namespace: Mapping[str
     rows = []
     for cell in cells:
         code, kinds = changes.apply(cell.code)
-        result, reason, note = RUNS, "", ""
+        result, reason, note, check = RUNS, "", "", ""
         if left_out := _found(changes.left_out, cell.code):
             result, reason, kinds = LEFT_OUT, left_out, []
         elif (error := _error_of(shell, code)) is not None:
             result = FAILS
-            reason = missing_name(error, failed) or _found(changes.reasons, f"{error}\n{cell.code}") or first_sentence(error)
+            reason = (
+                missing_name(error, failed) or _found(changes.reasons, f"{error}\n{cell.code}") or first_sentence(error)
+            )
             failed.append(cell)
         else:
             note, check = _found(changes.notes, cell.code), _found(changes.checks, cell.code)
             if check and _error_of(shell, f"assert {check}") is not None:
                 result, reason = WRONG, f"`{check}` is not true"
-        row = {"cell": cell.number, "section": cell.section, "changed": kinds}
-        rows.append({**row, "result": result, "reason": reason, "note": note})
+        row = {"cell": cell.number, "section": cell.section, "changed": kinds, "result": result}
+        rows.append({**row, "checked": bool(check), "reason": reason, "note": note})
     return rows
 
 
