@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 RESULTS = ("runs", "wrong", "fails", "left out")
 VARIANTS = {"tiny-mdm": "diffusion model", "tiny-ar": "AR baseline"}
 # What a row of the tool table says of both models.
-TOOL_RESULTS = {"holds": "works", "tensors": "works; takes tensors", "refuses": "no"}
+TOOL_RESULTS = {"holds": "works", "tensors": "works", "refuses": "no"}
 
 
 def notebooks() -> dict[str, Any]:
@@ -52,7 +52,28 @@ def total_lines(table: dict[str, Any]) -> list[str]:
         *markdown(("notebook", "cells", *VARIANTS.values(), "with other layers"), rows),
         "",
         f"Made on {table['date']} with diffusion_lens {table['diffusion_lens']} and the notebooks of TransformerLens "
-        f"{table['transformer_lens']}.",
+        f"{table['transformer_lens']}. Why cells fail:",
+        "",
+        *failure_lines(table),
+    ]
+
+
+def failure_lines(table: dict[str, Any]) -> list[str]:
+    """A line for each reason of a failure, with the cells that fail for it. Cells that need others are not listed."""
+    cells_of: dict[str, dict[str, list[str]]] = {}
+    for notebook in table["notebooks"]:
+        for cell in notebook["cells"]:
+            failing = [model for model in VARIANTS if cell[model]["result"] in ("fails", "wrong")]
+            for reason in {
+                cell[model]["reason"] for model in failing if not cell[model]["reason"].startswith("needs `")
+            }:
+                who = "both models" if len(failing) == 2 else f"the {VARIANTS[failing[0]]}"
+                cells_of.setdefault(f"{who}: {_escaped(reason)}", {}).setdefault(notebook["name"], []).append(
+                    str(cell["cell"])
+                )
+    return [
+        f"- {reason} (" + "; ".join(f"{name} {', '.join(cells)}" for name, cells in by_notebook.items()) + ")"
+        for reason, by_notebook in sorted(cells_of.items())
     ]
 
 
@@ -76,7 +97,10 @@ def notebook_lines(table: dict[str, Any]) -> list[str]:
 
 def tool_lines(rows: list[dict[str, str]]) -> list[str]:
     """One line for each public name of `transformer_lens.tools.analysis`."""
-    cells = [(f"`{row['tool']}`", TOOL_RESULTS[row["result"]], row["note"]) for row in rows]
+    cells = []
+    for row in rows:
+        notes = ["takes tensors"] * (row["result"] == "tensors") + [row["note"]] * bool(row["note"])
+        cells.append((f"`{row['tool']}`", TOOL_RESULTS[row["result"]], "; ".join(notes)))
     return markdown(("`transformer_lens.tools.analysis`", "on both models", "note"), cells)
 
 
