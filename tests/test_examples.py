@@ -357,6 +357,19 @@ def compares_circuits(printed: str) -> None:
     )
 
 
+def trains_a_dictionary(printed: str) -> None:
+    levels = re.findall(r"^  t from \S+ to \S+: loss recovered (\S+), variance explained (\S+)$", printed, re.MULTILINE)
+    assert len(levels) == 4
+    assert all(float(recovered) > 0.97 and float(explained) > 0.85 for recovered, explained in levels)
+    masked, other = map(int, re.findall(r"active at (\d+)% of masked, (\d+)% of other positions", printed)[0])
+    assert masked > 30 > 15 > other
+    ((clean, ablated),) = re.findall(r"is (\S+); ablated in step 0, 1, ...: \[(.*)\]$", printed, re.MULTILINE)
+    clean, by_step = float(clean), floats(ablated.replace(",", " "))
+    assert len(by_step) == 8
+    assert max(abs(p - clean) for p in by_step[:-1]) < 0.05
+    assert by_step[-1] < 0.6 * clean
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_watch_a_fact": watches_a_fact,
     "02_cache_by_step": caches_by_step,
@@ -368,6 +381,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "08_average_effect": averages_effects,
     "09_patch_forward_into_reverse": patches_forward_into_reverse,
     "10_keys_and_values": compares_keys_and_values,
+    "12_sparse_dictionary": trains_a_dictionary,
     "13_probe_of_time": probes_the_time,
     "14_attention_sinks": finds_attention_sinks,
     "16_circuits": compares_circuits,
@@ -380,6 +394,7 @@ QUICKLY = {
     "07_trace_both_ways": ["--samples", "2", "--length", "11"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
+    "12_sparse_dictionary": ["--updates", "100", "--limit", "400"],
     "13_probe_of_time": ["--prompts", *PROMPTS[:30]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
     "16_circuits": ["--ig-steps", "6"],
@@ -399,6 +414,7 @@ FILES = {
     "08_average_effect": 2,
     "09_patch_forward_into_reverse": 2,
     "10_keys_and_values": 2,
+    "12_sparse_dictionary": 2,
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,
     "16_circuits": 2,
@@ -411,6 +427,7 @@ SAVED = {
     ("08_average_effect", "average_effect"): 20,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
     ("10_keys_and_values", "keys_and_values"): 252,
+    ("12_sparse_dictionary", "dictionary"): 2,
     ("16_circuits", "circuits"): 8,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,

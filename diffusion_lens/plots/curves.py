@@ -58,7 +58,7 @@ def level_curves(
     ax: Any = None,
     title: str | None = None,
 ) -> Any:
-    """Plot shares by noise level, each point in the middle of its range of levels, with bars of one standard error.
+    """Plot shares by noise level. Horizontal bars are ranges of levels, vertical bars are one standard error long.
 
     Args:
         spans: Lowest and highest noise level of each point.
@@ -66,12 +66,11 @@ def level_curves(
     """
     ax = one_axes(ax, width=6.0, height=3.2)
     middles, halves = spans.mean(dim=1).numpy(), (spans.diff(dim=1)[:, 0] / 2).numpy()
-    for value in (0, 1):
-        ax.axhline(value, color="0.8", linewidth=0.8)
+    ax.axhline(1, color="0.8", linewidth=0.8)
     for label, points in curves.items():
         values = [value for value, _ in points]
         errors = [0.0 if math.isnan(error) else error for _, error in points]
-        ax.errorbar(middles, values, yerr=errors, xerr=halves, label=label, marker="o", markersize=4, capsize=2)
+        ax.errorbar(middles, values, yerr=errors, xerr=halves, label=label, fmt="o", markersize=4, elinewidth=1)
     ax.tick_params(labelsize=8)
     ax.set_xlabel("noise level t (share of masked tokens)", fontsize=9)
     ax.set_ylabel("share", fontsize=9)

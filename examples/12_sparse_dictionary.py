@@ -1,0 +1,95 @@
+"""Train a sparse autoencoder on a masked diffusion model, and ablate its features at chosen steps.
+
+The Top-K autoencoder (Gao et al. 2024, arXiv 2406.04093) learns from texts masked at random noise levels. The model's
+loss on other texts shows what reconstructions lose. One feature is specific to masked positions. Those with the largest
+gradient times activity contribute to the tokens that a run writes last; ablating them matters in that step only.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from diffusion_lens import HookedDiffusionTransformer, plots
+from diffusion_lens.analysis import activations, dictionary_loss, splice
+from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.step_hooks import at_steps
+
+
+class TopK(nn.Module):
+    """An autoencoder with 16 active features: those with the largest pre-activations."""
+
+    def __init__(self, mean: Tensor, n_features: int) -> None:
+        super().__init__()
+        directions = torch.randn(n_features, len(mean), generator=torch.Generator().manual_seed(0))
+        self.decoder = nn.Parameter(directions / directions.norm(dim=1, keepdim=True))
+        self.encoder, self.bias = nn.Parameter(self.decoder.detach().T.clone()), nn.Parameter(mean)
+
+    def encode(self, x: Tensor) -> Tensor:
+        top = torch.relu((x - self.bias) @ self.encoder).topk(16, dim=-1)
+        return x.new_zeros(*x.shape[:-1], len(self.decoder)).scatter(-1, top.indices, top.values)
+
+    def decode(self, features: Tensor) -> Tensor:
+        return features @ self.decoder + self.bias
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    data = toy_facts.load()
+    parser = argparse.ArgumentParser(epilog="For a published model: --model smdm-1028m --texts FILE --prompt TEXT")
+    parser.add_argument("--model", default="tiny-mdm", help="name or path of a masked diffusion model")
+    parser.add_argument("--texts", type=Path, help="file with one text per line (default: toy sentences)")
+    parser.add_argument("--limit", type=int, default=1200, help="texts; every sixth is for evaluation (default 1200)")
+    parser.add_argument("--prompt", default=data.facts(trained="p2d", asked="d2p")[0].prompt)
+    parser.add_argument("--updates", type=int, default=400, help="updates of 256 activations each (default 400)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results (default: out)")
+    args = parser.parse_args(argv)
+    model, name = HookedDiffusionTransformer.from_pretrained(args.model, device="cpu"), "blocks.1.hook_resid_post"
+    if args.texts is None:
+        tokens = toy_facts.encode(random.Random(0).sample(data.sentences(), args.limit), model.tokenizer)
+        real = torch.ones_like(tokens)  # the end tokens that fill a row are text, as in training
+    else:
+        tokens, real = model.tokenize(args.texts.read_text(encoding="utf-8").splitlines()[: args.limit])
+    test = torch.arange(len(tokens)) % 6 == 0
+    store = activations(model, tokens[~test], name, attention_mask=real[~test], out=args.out / "dictionary")
+    everything = store.rows(name, torch.arange(len(store)))
+    sae = TopK(everything.mean(dim=0), 4 * model.cfg.d_model)
+    optimizer = torch.optim.Adam(sae.parameters(), lr=3e-3)
+    for _, x in zip(range(args.updates), store.batches(name, 256, epochs=None), strict=False):
+        optimizer.zero_grad()
+        (sae.decode(sae.encode(x)) - x).square().sum(dim=1).mean().backward()
+        optimizer.step()
+    result = dictionary_loss(model, tokens[test], name, sae, attention_mask=real[test])
+    print(f"{store}\n{result}")
+    for level, (low, high) in enumerate(result.spans.tolist()):
+        shares = f"{result.recovered(level=level).value:.3f}, variance explained {result.variance_explained[level]:.3f}"
+        print(f"  t from {low:.2f} to {high:.2f}: loss recovered {shares}")
+    masked, other = ((sae.encode(everything[store.masked == x]) > 0).float().mean(dim=0) for x in (True, False))
+    specific = int((masked - other).argmax())
+    print(f"feature {specific}: active at {masked[specific]:.0%} of masked, {other[specific]:.0%} of other positions")
+    run, cache = model.denoise_with_cache(args.prompt, name, max_new_tokens=8, steps=8)
+    last, kept = run.revealed_at.max(), []
+    written = (run.revealed_at[0] == last).nonzero()[:, 0]
+    keep = splice(sae, edit=lambda features, hook: kept.append(features) or features.retain_grad())
+    rows = model.run_with_hooks(run.canvases[last], fwd_hooks=[(name, keep)])[0, model.readout.rows(written)]
+    rows.log_softmax(dim=-1)[range(len(written)), run.tokens[0, written]].sum().backward()
+    largest = (kept[0] * kept[0].grad).sum(dim=(0, 1)).topk(5).indices
+    ablated = splice(sae, edit=lambda features, hook: features.index_fill(-1, largest, 0.0))
+    p = [run.replay(model, fwd_hooks=[(name, at_steps(ablated, step))]).confidence.prod().item() for step in range(8)]
+    print(f"p({run.text[0]!r}) is {run.confidence.prod():.2f}; ablated in step 0, 1, ...: {[round(x, 2) for x in p]}")
+    figure, (left, middle, right) = plots.panels(1, 3, width=18.0, height=3.8)
+    result.plot(ax=left)
+    middle.imshow(sae.encode(cache.stack(name)).detach()[:, 0, :, specific].numpy().T, aspect="auto", cmap="Purples")
+    middle.set_yticks(range(run.tokens.shape[1]), model.to_str_tokens(run.tokens[0]))
+    middle.set(xlabel="step", title=f"activity of feature {specific}")
+    right.bar(range(len(p)), p, color="C1")
+    right.set(xlabel="step in which five features are ablated", ylabel="p(text)")
+    figure.savefig(args.out / "dictionary.png", dpi=90)
+    result.save(args.out / "dictionary" / "loss" / "loss.safetensors")
+    print(f"wrote {args.out / 'dictionary'}\nwrote {args.out / 'dictionary.png'}")
+
+
+if __name__ == "__main__":
+    main()
