@@ -22,8 +22,8 @@ class RidgeSettings:
 
     Attributes:
         penalties: Relative penalties; the one with the highest R² on the validation units is used.
-        validation, held_out: Shares of the units (texts, or rows of trajectories) that choose the penalty, and that
-            test the probe.
+        validation: Share of the units (texts, or rows of trajectories) on which the penalty is chosen.
+        held_out: Share of the units on which the probe is tested.
         seed: Seed of the split, of the shuffled control and of the noise.
     """
 

@@ -12,7 +12,7 @@ scores of up to 50 in its histograms. This fits sums, in multiples of equal atte
 On a causal model an early position has more queries, and equal attention gives it more: e_j = Σ_(i ≥ j) 1 / (i + 1). A
 position is therefore a sink by its excess r_j - e_j. On a bidirectional model e_j is 1 everywhere, and the excess
 decides as in the paper. (The mean over the queries that see j is `incoming`. By that measure the last token of a causal
-text, with itself as the only query, would often be a sink.)
+text, whose only query is itself, would often exceed all others.)
 
 Padding, and positions that a text has not reached, are neither queries nor keys. Patterns are reduced inside the hook,
 and never kept.

@@ -105,7 +105,7 @@ class AttentionSinks:
 
     @property
     def persistence(self) -> Float[Tensor, "layer head batch pos"]:
-        """Share of the steps at which a position contains a token and is a sink; NaN if it never contains one."""
+        """Of the steps at which a position contains a token, the share at which it is a sink; NaN if there are none."""
         self._require_steps()
         return self.is_sink.sum(dim=0) / self._by_head(self.present).expand_as(self.is_sink).sum(dim=0)
 

@@ -8,7 +8,7 @@ activation addition, Rimsky et al. 2024, arXiv 2312.06681; difference in means, 
 
 P and N are the selected positions of all rows of a group, and every position counts the same. Over trajectories, there
 is a vector v_t for each step t, from the states at that step. The difference of one group's means at two steps,
-`positive[name][s] - positive[name][t]`, moves the state towards another step (Rulli et al. 2026, arXiv 2607.01774).
+`positive[name][s] - positive[name][t]`, steers from step t towards step s (Rulli et al. 2026, arXiv 2607.01774).
 
 Only sums are kept, not activations.
 """
