@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import whole_number
+from diffusion_lens.settings import naming_the_nearest, whole_number
 
 Direction = Literal["p2d", "d2p"]
 
@@ -105,6 +105,7 @@ class Fact:
         """Whether the prompt queries the direction opposite to the only one that was trained."""
         return self.trained in ("p2d", "d2p") and self.asked is not None and self.asked != self.trained
 
+    @naming_the_nearest
     def to_query(
         self,
         model: DiffusionTransformer,

@@ -147,6 +147,7 @@ class Forward(DiffusionTransformer, ABC):
         #    number.
         return total / len(starts) if loss_per_token else total
 
+    @naming_the_nearest
     def loss_fn(
         self,
         logits: Tensor,
@@ -194,6 +195,7 @@ class Forward(DiffusionTransformer, ABC):
             batch = masked_batch(self, tokens, noisy, p_mask, real=real)
         return self._loss(batch, logits[batch.rows], per_token)
 
+    @naming_the_nearest
     def hide(
         self, tokens: Tensor, attention_mask: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.forward import Forward
 from diffusion_lens.hook_names import FwdHooks
-from diffusion_lens.settings import at_least, check_keywords, keywords_of, not_negative, yes_or_no
+from diffusion_lens.settings import at_least, check_keywords, keywords_of, naming_the_nearest, not_negative, yes_or_no
 from diffusion_lens.shapes import Tokens
 
 RETURN_TYPES = ("trajectory", "tokens", "str", "input")
@@ -48,7 +48,7 @@ class Generation(Forward, ABC):
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         max_new_tokens: SupportsIndex | None = None,
         *,
         return_type: str = "trajectory",
@@ -72,7 +72,7 @@ class Generation(Forward, ABC):
         Args:
             prompt, max_new_tokens, length, steps, sampler, cfg_scale, seed: Arguments of `denoise`.
             return_type: "trajectory"; "tokens", Int[batch pos] with the prompt; "str", the text with the prompt, or
-                a list for several prompts; "input", text for text and tokens for tokens, as in TransformerLens.
+                a list for several rows; "input", text for text and tokens for tokens, as in TransformerLens.
             do_sample: Whether tokens are sampled, at temperature 1 unless another is given. By default they are if
                 `temperature` is not 0.
             temperature: Temperature as in `denoise`; 0 by default.
@@ -90,6 +90,8 @@ class Generation(Forward, ABC):
         check_keywords("generate", others, {*keywords_of(Generation.generate), *INSTEAD})
         if refused := [f"{name}: {INSTEAD[name]}" for name in others]:
             raise TypeError(f"generate does not take {'; '.join(refused)}")
+        if prompt is None:
+            raise TypeError("generate needs a prompt, text or tokens, as its first argument")
         if return_type not in RETURN_TYPES:
             raise ValueError(f"return_type={return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
         if return_type == "input":
@@ -108,8 +110,9 @@ class Generation(Forward, ABC):
         if return_type == "tokens":
             return self._until_end(trajectory) if stops else trajectory.tokens
         texts = [self._text(trajectory, row, stops) for row in range(len(trajectory))]
-        return texts[0] if isinstance(prompt, str) else texts
+        return texts[0] if len(texts) == 1 else texts
 
+    @naming_the_nearest
     def canvas(
         self, prompt: Prompt, n_masks: SupportsIndex = 1, prepend_bos: bool | None = None
     ) -> tuple[Tokens, Int[Tensor, "selected"]]:

@@ -12,6 +12,7 @@ import torch
 
 from diffusion_lens.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.settings import naming_the_nearest
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ PAIRS: dict[str, ModelPair] = {
 }
 
 
+@naming_the_nearest
 def load_pair(
     name: str,
     *,

@@ -28,6 +28,8 @@ def test_each_return_type_is_the_same_run(tiny, written):
     text = f"{PROMPT} {ANSWER}"
     assert tiny.generate(PROMPT, return_type="str", **call) == text
     assert tiny.generate(PROMPT, return_type="input", **call) == text
+    assert tiny.generate([PROMPT], return_type="str", **call) == text
+    assert tiny.generate(tiny.to_tokens(PROMPT), return_type="str", **call) == text
     assert tiny.generate([PROMPT, PROMPT], return_type="str", **call) == [text, text]
     tokens = tiny.to_tokens(PROMPT)
     assert tiny.generate(tokens, return_type="input", **call).shape == written.tokens.shape
@@ -83,6 +85,10 @@ def test_arguments_that_do_not_exist_say_what_to_use(tiny):
     for name, instead in INSTEAD.items():
         with pytest.raises(TypeError, match=re.escape(f"generate does not take {name}: {instead}")):
             tiny.generate(PROMPT, **{name: 1})
+    with pytest.raises(TypeError, match="input: pass the prompt as the first argument"):
+        tiny.generate(input=PROMPT, max_new_tokens=3)
+    with pytest.raises(TypeError, match="generate needs a prompt, text or tokens"):
+        tiny.generate(max_new_tokens=3)
     with pytest.raises(TypeError, match="'max_new_token'; the nearest is 'max_new_tokens'"):
         tiny.generate(PROMPT, max_new_token=3)
     with pytest.raises(ValueError, match="return_type='text'; it must be one of 'trajectory', 'tokens', 'str'"):

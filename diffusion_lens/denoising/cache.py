@@ -12,8 +12,8 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import ByHookPoint, NamesFilter, loop_hook, select_names
-from diffusion_lens.model.caching import PosSlice, count_positions, select_positions
+from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
+from diffusion_lens.model.caching import AliasedCache, PosSlice, count_positions, select_positions
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.records import open_result, save_result
 from diffusion_lens.settings import whole_numbers
@@ -29,7 +29,7 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
     """
 
     def __init__(self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None) -> None:
-        self._by_step = {step: ActivationCache(ByHookPoint(by_step[step]), model) for step in sorted(by_step)}
+        self._by_step = {step: AliasedCache(by_step[step], model) for step in sorted(by_step)}
         self.n_steps = n_steps
 
     @property

@@ -35,7 +35,7 @@ class Recording:
         real: Bool[batch pos], false at padding.
         text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
         completion: What the run wrote of it, without the prompt and without special tokens; a text that grows ends at
-            the first end token.
+            the first end token. Files that an earlier version saved contain none: it is then empty text.
         words: Text of every id that occurs.
         record: Sampler, steps, times, guidance, temperature, seeds, model, hash of the weights, hooks, modules,
             versions, forward passes and seconds; of a replay also its kind, and the network that wrote the replayed

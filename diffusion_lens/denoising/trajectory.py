@@ -20,7 +20,7 @@ from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import whole_number
+from diffusion_lens.settings import naming_the_nearest, whole_number
 from diffusion_lens.step_state import StepState
 
 
@@ -57,6 +57,7 @@ class Trajectory(Recording):
             run=None,
         )
 
+    @naming_the_nearest
     def replay(
         self,
         model: DiffusionTransformer,

@@ -33,7 +33,7 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
-from diffusion_lens.settings import at_least, not_negative
+from diffusion_lens.settings import at_least, naming_the_nearest, not_negative
 from diffusion_lens.shapes import PosMask
 
 
@@ -66,6 +66,7 @@ class NLLEstimate:
         return as_dataclass(cls, {**record, **{name: number.item() for name, number in numbers.items()}})
 
 
+@naming_the_nearest
 @torch.no_grad()
 def chain_rule_nll(
     model: DiffusionTransformer, prompt: Text, answer: Text, *, cfg_scale: float = 0.0, max_batch: int = 32

@@ -172,8 +172,8 @@ def recall_facts(
             prompts = [usable.facts[fact_id].prompt for fact_id in batch]
             loop = replace(settings.loop.for_facts(batch, model.cfg), steps=column)
             trajectory = denoise(model, lay_out(model, prompts, length), loop)
-            for fact_id, row in zip(batch, trajectory.tokens, strict=True):
-                texts[fact_id].append(model.to_completion(row[prompt_lengths[fact_id] :]))
+            for fact_id, written in zip(batch, trajectory.completion, strict=True):
+                texts[fact_id].append(written)
         return [Reply.to(usable.facts[fact_id], written) for fact_id, written in texts.items()]
 
     # Sorted by id first, so that the batches do not depend on the order of the facts.

@@ -4,17 +4,38 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
+from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.devices import warn_if_mps
 from transformer_lens.utilities.slice import Slice
 from transformer_lens.utilities.tensors import remove_batch_dim
 
+from diffusion_lens.hook_names import ByHookPoint
 from diffusion_lens.model.hook_points import position_axis
 
 # As in TransformerLens: an index (the axis stays), a slice or a tuple of its bounds, or several indices.
 PosSlice: TypeAlias = Any
 Hooks = list[tuple[str, Callable[..., None]]]
+
+
+class AliasedCache(ActivationCache):
+    """TransformerLens's cache, in which other names of a hook point (`hook_names.BLOCK_ALIASES`) reach it too."""
+
+    def __init__(self, cache_dict: Mapping[str, Tensor], model: Any, has_batch_dim: bool = True) -> None:
+        super().__init__(ByHookPoint(cache_dict), model, has_batch_dim)
+
+    def to(self, device: str | torch.device) -> "AliasedCache":
+        """As in TransformerLens."""
+        super().to(device)
+        self.cache_dict = ByHookPoint(self.cache_dict)
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Any) -> "AliasedCache":
+        """As in TransformerLens."""
+        sliced = super().apply_slice_to_batch_dim(batch_slice)
+        return AliasedCache(sliced.cache_dict, sliced.model, sliced.has_batch_dim)
 
 
 def caching_hooks(

@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import ByHookPoint, NamesFilter, loop_hook, select_names
-from diffusion_lens.model.caching import PosSlice, caching_hooks
+from diffusion_lens.model.caching import AliasedCache, PosSlice, caching_hooks
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, lend_clock
 from diffusion_lens.model.optional_hooks import why_not_passed
 from diffusion_lens.settings import check_keywords, keywords_of, takes_any_keyword
@@ -97,8 +97,8 @@ class Hooking(HookedRootModule, ABC):
             *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
         )
         if return_cache_object:
-            return out, ActivationCache(ByHookPoint(cache), self, has_batch_dim=not remove_batch_dim)
-        return out, cache
+            return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return out, ByHookPoint(cache)
 
     @property
     def is_hooked(self) -> bool:

@@ -1,15 +1,16 @@
 """Hook points that pass only where a flag of the config is on, under TransformerLens's names: they take much memory."""
 
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.model.hook_points import anything_listens
+from diffusion_lens.model.hook_points import anything_listens, hooked_modules
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.step_state import StepClock
@@ -68,6 +69,7 @@ class OptionalHookSettings(ABC):
     cfg: DiffusionConfig
     clock: StepClock
     blocks: Any
+    hook_dict: dict[str, Any]
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result Float[batch pos head d_model] at `attn.hook_result`, as in TransformerLens.
@@ -121,9 +123,20 @@ class OptionalHookSettings(ABC):
         """Inside, exactly these optional hook points pass; afterwards, those that passed before.
 
         Inside, no other thread may use the model.
+
+        Raises:
+            ValueError: A flag would pass over a hook or a replaced module, as in the methods above; or a hook is at a
+                hook point that would no longer pass.
         """
         with self.clock.held():
             before = OptionalHooks.of(self.cfg)
+            inside = {
+                "use_attn_result": use_attn_result,
+                "use_split_qkv_input": use_split_qkv_input,
+                "use_attn_in": use_attn_in,
+                "use_hook_mlp_in": use_hook_mlp_in,
+            }
+            self._refuse_hooks_that_would_stop(flag for flag, value in asdict(before).items() if value > inside[flag])
             try:
                 self.cfg.use_split_qkv_input = self.cfg.use_attn_in = False  # they exclude each other
                 self.set_use_attn_result(use_attn_result)
@@ -142,18 +155,46 @@ class OptionalHookSettings(ABC):
 
     def _set(self, flag: str, value: bool) -> None:
         value = yes_or_no(flag, value)
-        for i, block in enumerate(self.blocks if value else ()):
+        if value:
+            self._refuse_bypassed(flag)
+        setattr(self.cfg, flag, value)
+
+    def optional_hooks_of_pass(self) -> OptionalHooks:
+        """The flags of the config, for a forward pass; hooks at modules may have been attached after they were set.
+
+        Raises:
+            ValueError: A flag would pass over a hook or a replaced module.
+        """
+        flags = OptionalHooks.of(self.cfg)
+        for flag, value in asdict(flags).items():
+            if value:
+                self._refuse_bypassed(flag, hook_points_too=False)
+        return flags
+
+    def _refuse_bypassed(self, flag: str, hook_points_too: bool = True) -> None:
+        """Raise a `ValueError` if a flag would pass over a hook or a replaced module.
+
+        Args:
+            hook_points_too: Whether hooks at hook points count. A predicate may select those of `ln1` with others.
+        """
+        for i, block in enumerate(self.blocks):
             for name in _BYPASSED.get(flag, ()):
-                if reason := _why_not_bypassed(block.get_submodule(name)):
+                if reason := _why_not_bypassed(block.get_submodule(name), hook_points_too):
                     raise ValueError(
                         f"'blocks.{i}.{name}' {reason}, and {flag} uses its weight directly, so that it would have no "
                         "effect: take it away first, or leave the flag off"
                     )
-        setattr(self.cfg, flag, value)
+
+    def _refuse_hooks_that_would_stop(self, flags: Iterable[str]) -> None:
+        stopping = set(flags)
+        for name, point in self.hook_dict.items():
+            if FLAGS.get(name.rpartition(".")[2]) in stopping and anything_listens(point):
+                raise ValueError(f"the hook at {name!r} would not be called here: remove it first")
 
 
-def _why_not_bypassed(module: nn.Module) -> str | None:
+def _why_not_bypassed(module: nn.Module, hook_points_too: bool) -> str | None:
     """The reason why a norm or projection may compute something else than its weight says, or `None`."""
     if type(module).forward not in (nn.Linear.forward, RMSNorm.forward):
         return f"is a module {type(module).__name__}"
-    return "carries a hook" if anything_listens(module) else None
+    hooked = any(hook_points_too or not isinstance(each, HookPoint) for each in hooked_modules(module))
+    return "carries a hook" if hooked else None

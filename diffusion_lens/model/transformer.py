@@ -20,7 +20,7 @@ from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows, Rows
-from diffusion_lens.model.optional_hooks import OptionalHooks, OptionalHookSettings
+from diffusion_lens.model.optional_hooks import OptionalHookSettings
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
@@ -89,12 +89,19 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
     ) -> tuple[Resid, Tokens, None, Tensor | None]:
         """The residual stream entering the first block, as in TransformerLens, for `forward(start_at_layer=0)`.
 
+        Args:
+            input: Text, texts, or tokens Int[batch pos] or Int[pos].
+            prepend_bos: Whether text begins with BOS, as in `to_tokens`.
+            padding_side: Side on which shorter texts are padded, "left" or "right".
+            attention_mask: [batch pos], 0 at the padding of tokens.
+
         Returns:
             Residual stream Float[batch pos d_model], tokens Int[batch pos], `None`, and the attention mask: the
             given one, or that of the padding, or `None` without padding.
         """
         if isinstance(input, Tensor):
-            tokens, real = input, self.real_positions(input)
+            tokens = input[None] if input.dim() == 1 else input
+            real = self.real_positions(tokens)
         else:
             tokens, real = self.tokenize(input, prepend_bos, padding_side)
         padding = None if real is None or bool(real.all()) else real
@@ -207,7 +214,7 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         return AttentionContext(
             self._rotary.tables(n_pos, device, positions, n_past, self.cfg.dtype),
             self._pattern.visibility(n_pos, device, real, n_past),
-            OptionalHooks.of(self.cfg),
+            self.optional_hooks_of_pass(),
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

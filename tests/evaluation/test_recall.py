@@ -112,7 +112,9 @@ def test_a_sampler_that_ranks_a_batch_as_one_gets_one_prompt(tiny, monkeypatch):
 
 
 def test_prompts_share_batches_and_left_to_right_is_queried_once(tiny, monkeypatch):
-    rows = count_rows(monkeypatch, lambda model, canvas, settings: SimpleNamespace(tokens=0 * canvas.tokens))
+    rows = count_rows(
+        monkeypatch, lambda model, canvas, settings: SimpleNamespace(completion=[""] * len(canvas.tokens))
+    )
     recall = recall_by_steps(tiny, FEWER, batch_size=7, length=LENGTH)
     lengths = [len(tiny.to_tokens(fact.prompt)[0]) for fact in FEWER]
     if not tiny.cfg.has_mask:
@@ -130,8 +132,15 @@ def test_what_follows_the_end_counts_on_an_mdm_only(tiny, monkeypatch):
     """SMDM decodes the whole canvas of an MDM; its causal loop stops at the end token."""
     fact, end = FEW[0], tiny.tokenizer.eos_token_id
     prompt, answer = fact.tokenize(tiny)
-    late = torch.tensor([[*prompt, end, *answer]])
-    monkeypatch.setattr(ROOM, "denoise", lambda *_: SimpleNamespace(tokens=late))
+    late = torch.tensor([[*prompt, end, *answer, *[end] * (LENGTH - len(prompt) - len(answer) - 1)]])
+
+    def propose(ids, hook):
+        return torch.where(hook.step.masked, late, ids)
+
+    def write(model, canvas, settings):
+        return denoise(model, canvas, settings, fwd_hooks=[("denoise.hook_candidates", propose)])
+
+    monkeypatch.setattr(ROOM, "denoise", write)
     recall = recall_by_steps(tiny, [fact], steps=[2], length=LENGTH, cfg_scale=0.0)
     masked = tiny.cfg.has_mask
     assert recall.written == [[fact.answer.strip() if masked else ""]]

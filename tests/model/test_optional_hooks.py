@@ -40,6 +40,65 @@ def test_a_flag_without_hooks_changes_no_number_and_lets_its_points_pass(every, 
         assert {point for point in FLAGS if FLAGS[point] == flag} <= passing
 
 
+@pytest.mark.parametrize("fold_ln", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "a2d-qwen3"])
+def test_head_norms_and_folded_norms_see_the_copies(family, fold_ln, specimen, configs):
+    """Grouped heads with norms of their own: no number changes, and a copy is the stream that enters the block."""
+    built = specimen(configs[family])
+    model, tokens = built.model, built.tokens[:2, :8]
+    if fold_ln:
+        model.enable_compatibility_mode()
+    expected, plain = model.run_with_cache(tokens)
+    for flag in flags_of(model):
+        with model.optional_hooks(**{flag: True}):
+            logits, cache = model.run_with_cache(tokens)
+        assert_close(logits, expected, **CLOSE)
+        for name in cache:
+            if name in plain:
+                assert_close(cache[name], plain[name], **CLOSE)
+                continue
+            point = name.rpartition(".")[2]
+            if point == "hook_result":
+                summed = cache[name].sum(dim=2) + model.blocks[1].attn.b_O if name.startswith("blocks.1.") else None
+                if summed is not None:
+                    assert_close(summed, plain["attn_out", 1], **CLOSE)
+            else:
+                stream = name.split(".")[1]
+                read = plain["resid_mid" if point == "hook_mlp_in" else "resid_pre", int(stream)]
+                assert_close(cache[name], read if point == "hook_mlp_in" else read[:, :, None].expand_as(cache[name]))
+
+
+def test_a_hook_of_torch_that_a_flag_passes_over_is_refused_at_the_pass(either):
+    """Also one that was attached after the flag was set."""
+    model, tokens = either.model, either.tokens[:1, :6]
+    double = lambda module, args, out: 2 * out  # noqa: E731
+    modules = {
+        "use_attn_result": "attn.o",
+        "use_split_qkv_input": "attn.k",
+    }
+    for flag, name in modules.items():
+        with model.optional_hooks(**{flag: True}):
+            handle = model.blocks[1].get_submodule(name).register_forward_hook(double)
+            with pytest.raises(ValueError, match=f"'blocks.1.{name}' carries a hook, and {flag} uses its weight"):
+                model(tokens)
+            handle.remove()
+            model(tokens)
+
+
+def test_a_hook_that_would_stop_passing_is_refused(either):
+    model = either.model
+    model.set_use_hook_mlp_in(True)
+    with model.hooks([("blocks.0.hook_mlp_in", lambda activation, hook: activation)]):
+        with (
+            pytest.raises(ValueError, match=r"the hook at 'blocks\.0\.hook_mlp_in' would not be called here"),
+            model.optional_hooks(use_attn_result=True),
+        ):
+            pass
+        with model.optional_hooks(use_hook_mlp_in=True, use_attn_result=True):
+            pass
+    model.set_use_hook_mlp_in(False)
+
+
 def test_the_same_change_of_all_copies_is_a_change_of_what_attention_reads(every, tokens, change):
     """Against a run in which the stream itself changes, whose attention output is patched into the plain run."""
     model = every.model

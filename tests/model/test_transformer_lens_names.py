@@ -1,8 +1,11 @@
 """Names of TransformerLens 3 and 4 for the same hook points, and small methods of its model."""
 
+import inspect
+
 import pytest
 import torch
 from torch.testing import assert_close
+from transformer_lens import ActivationCache
 from transformer_lens.utilities import get_act_name
 
 from diffusion_lens.hook_names import BLOCK_ALIASES
@@ -60,11 +63,11 @@ def test_a_token_is_found_where_it_stands(tiny):
 
 def test_a_forward_pass_goes_on_from_the_embedding(tiny):
     texts = ["Gustav Geisser is the", "people say Gustav Geisser was the"]
-    for input in (texts[0], texts, tiny.to_tokens(texts[0])):
+    for input in (texts[0], texts, tiny.to_tokens(texts[0]), tiny.to_tokens(texts[0])[0]):
         resid, tokens, no_positions, mask = tiny.input_to_embed(input)
         assert no_positions is None
         assert_close(tiny(resid, start_at_layer=0, attention_mask=mask), tiny(input), rtol=0, atol=0)
-        assert resid.shape[:2] == tokens.shape
+        assert resid.shape[:2] == tokens.shape  # a batch, also of one sequence of tokens
 
 
 def test_composition_scores_are_ratios_of_norms(either):
@@ -106,3 +109,30 @@ def test_get_reaches_what_an_alias_names(every):
     hook_dict = every.model.hook_dict
     assert hook_dict.get("blocks.0.hook_in") is hook_dict["blocks.0.hook_resid_pre"]
     assert hook_dict.get("blocks.0.hook_inside") is None
+
+
+def test_caches_keep_their_aliases(either):
+    """After every method of TransformerLens's cache that returns one, and in a cache that is a plain dictionary."""
+    returning_caches = {
+        "to": lambda cache: cache.to("cpu"),
+        "remove_batch_dim": lambda cache: cache.remove_batch_dim(),
+        "apply_slice_to_batch_dim": lambda cache: cache.apply_slice_to_batch_dim(slice(0, 1)),
+    }
+    methods = inspect.getmembers(ActivationCache, inspect.isfunction)
+    annotated = {name for name, method in methods if "ActivationCache" in str(method.__annotations__.get("return"))}
+    assert annotated == returning_caches.keys()
+    model, tokens = either.model, either.tokens[:1, :5]
+    alias, name = "blocks.1.hook_in", "blocks.1.hook_resid_pre"
+    for of in returning_caches.values():
+        _, cache = model.run_with_cache(tokens)
+        expected = cache[name]
+        returned = of(cache)
+        assert_close(returned[alias], expected if returned.has_batch_dim else expected[0], rtol=0, atol=0)
+        assert returned[alias] is returned[name]
+        assert alias in returned.cache_dict
+        assert alias not in set(returned.keys())
+        assert returned.to("cpu")["in", 1].shape == returned[name].shape
+    _, plain = model.run_with_cache(tokens, return_cache_object=False)
+    assert plain[alias] is plain[name]
+    _, by_step = model.denoise_with_cache(tokens, name, max_new_tokens=1, steps=1)
+    assert torch.equal(by_step[0].to("cpu")[alias], by_step[0][name])

@@ -23,7 +23,7 @@ from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.facts import Fact
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import Whole
+from diffusion_lens.settings import Whole, naming_the_nearest
 from diffusion_lens.user_warnings import warn_user
 
 RULES = ("recalled", "one_canvas", "all")
@@ -82,6 +82,7 @@ def default_rule(first_tokens: Whole | None) -> str:
     return "one_canvas" if first_tokens == 1 else "recalled"
 
 
+@naming_the_nearest
 def recalled_facts(
     model: DiffusionTransformer,
     facts: Sequence[Fact],

@@ -36,7 +36,7 @@ from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Real, Whole
+from diffusion_lens.settings import Real, Whole, naming_the_nearest
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +254,7 @@ def trace_query(
 
 
 @torch.no_grad()
+@naming_the_nearest
 def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[Query], factor: float = 3.0) -> float:
     """`factor` standard deviations of the embeddings of the subjects' tokens (ROME's `collect_embedding_std`).
 

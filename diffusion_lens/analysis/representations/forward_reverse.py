@@ -36,10 +36,12 @@ from diffusion_lens.analysis.representations.similarity import (
     statistics,
 )
 from diffusion_lens.records import installed_version
+from diffusion_lens.settings import naming_the_nearest
 
 ROUND_OFF = torch.finfo(torch.float32).eps
 
 
+@naming_the_nearest
 def compare(
     forward: Tensor,
     reverse: Tensor,
