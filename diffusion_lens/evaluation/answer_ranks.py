@@ -1,6 +1,7 @@
 """How a model ranks a given answer after a prompt, token by token, as TransformerLens's `test_prompt` prints it."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
@@ -11,11 +12,11 @@ from diffusion_lens.analysis.ranking import Ranking
 from diffusion_lens.evaluation.question import Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import provenance
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import at_least
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AnswerRanks:
     """Ranks of the tokens of an answer, each predicted from the prompt and the answer's tokens before it.
 
@@ -29,7 +30,8 @@ class AnswerRanks:
         top: Text of the likeliest tokens, for each token of the answer.
         top_logit: Float[answer top], their logits.
         top_probability: Float[answer top], their probabilities.
-        record: Model, hash of the weights, hooks, versions.
+        record: Tokens of prompt and answer, number of masks (`None` on a model that reads none), top_k, model, hash of
+            the weights, hooks, versions.
     """
 
     prompt: list[str]
@@ -52,6 +54,15 @@ class AnswerRanks:
             lines += [f"Top {rank}th token. {_numbers(*numbers)}" for rank, numbers in enumerate(ranked)]
         ranks = [(token, int(rank)) for token, rank in zip(self.answer, self.rank, strict=True)]
         return "\n".join([*lines, f"Ranks of the answer tokens: {ranks}"])
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "answer ranks", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "AnswerRanks":
+        """Read what `save` wrote."""
+        return load_fields(path, "answer ranks", cls)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -100,7 +111,13 @@ def rank_answer(
         top=[model.words(ids) for ids in top.tolist()],
         top_logit=ranking.logits.gather(1, top),
         top_probability=ranking.probability(top),
-        record=provenance(model, model.cfg),
+        record={
+            "prompt_tokens": question.prompt.tolist(),
+            "answer_tokens": question.answer.tolist(),
+            "n_masks": None if model.cfg.grows else masks or len(question.answer),
+            "top_k": top_k,
+            **provenance(model, model.cfg),
+        },
     )
 
 

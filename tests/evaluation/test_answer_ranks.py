@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformer_lens import utilities
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.evaluation import chain_rule_nll, rank_answer
+from diffusion_lens.evaluation import AnswerRanks, chain_rule_nll, rank_answer
 
 PROMPT, ANSWER = "Gustav Geisser is the", " brave drummer"
 
@@ -46,6 +46,15 @@ def test_both_bundled_models_rank_the_answer_first(tiny):
     assert len(ranks.top[0]) == 10
     assert str(ranks).endswith(f"Ranks of the answer tokens: {[(token, 0) for token in ranks.answer]}")
     assert ranks.record["weights_sha256"]
+
+
+def test_ranks_come_back_from_their_file(tiny, tmp_path):
+    ranks = rank_answer(tiny, PROMPT, ANSWER, n_masks=10, top_k=3)
+    again = AnswerRanks.load(ranks.save(tmp_path / "ranks.safetensors"))
+    assert again.to_text() == ranks.to_text()
+    assert again.record == ranks.record
+    assert (again.record["n_masks"], again.record["top_k"]) == (None if tiny.cfg.grows else 10, 3)
+    assert again.record["answer_tokens"] == tiny.to_tokens(ANSWER, prepend_bos=False)[0].tolist()
 
 
 def test_what_cannot_be_ranked_is_refused(tiny):

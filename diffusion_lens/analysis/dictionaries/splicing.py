@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.model.hook_points import position_axis
-from diffusion_lens.settings import yes_or_no
+from diffusion_lens.settings import naming_the_nearest, yes_or_no
 from diffusion_lens.shapes import PosMask
 
 Edit = Callable[[Tensor, Any], Tensor | None]
@@ -40,6 +40,7 @@ class Dictionary(Protocol):
     def decode(self, features: Any) -> Any: ...
 
 
+@naming_the_nearest
 def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None = None) -> Hook:
     """A hook that puts a dictionary's reconstruction in the place of the activation.
 
