@@ -8,6 +8,7 @@ from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from transformer_lens.hook_points import HookPoint
 
 
@@ -69,6 +70,24 @@ def test_diffusion_generate_refuses_llada_and_a_list_of_prompts(supported_archit
         TransformerBridge.diffusion_generate(bridge(), "a")
     with pytest.raises(NotImplementedError, match="does not support batched prompts"):
         TransformerBridge.diffusion_generate(bridge(sample=print), ["a", "b"])
+
+
+def test_diffusion_generate_passes_callbacks_on_and_returns_the_final_tokens() -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    calls = []
+
+    def sample(tokens: torch.Tensor, **settings: object) -> SimpleNamespace:
+        calls.append((settings, torch.is_grad_enabled()))
+        return SimpleNamespace(sequences=torch.cat([tokens, tokens], dim=1), history=[tokens])
+
+    model = bridge(sample=sample)
+    model.cfg.device = "cpu"
+    model.adapter.native_sampler_kwargs = lambda new, prompt: {"steps": new}
+    tokens = torch.arange(6).view(2, 3)
+    final = TransformerBridge.diffusion_generate(model, tokens, 3, generation_logits_hook_func=print)
+    assert calls == [({"steps": 3, "generation_logits_hook_func": print}, False)]
+    assert torch.equal(final, torch.cat([tokens, tokens], dim=1))
 
 
 def test_dream_samples_one_step_for_each_token(supported_architectures: ModuleType) -> None:
