@@ -49,7 +49,7 @@ def total_lines(table: dict[str, Any]) -> list[str]:
     n_layers = sum(int(row[-1]) for row in rows)
     rows.append(("**all**", str(n_cells), *outcomes, str(n_layers)))
     return [
-        *markdown(("notebook", "cells", *VARIANTS.values(), "with other layers"), rows),
+        *markdown(("notebook", "cells", *VARIANTS.values(), "run with changed layers"), rows),
         "",
         f"Made on {table['date']} with diffusion_lens {table['diffusion_lens']} and the notebooks of TransformerLens "
         f"{table['transformer_lens']}. Why cells fail:",
