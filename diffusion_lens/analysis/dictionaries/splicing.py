@@ -53,13 +53,13 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
         dictionary: Object with `encode` and `decode`.
         error_term: Whether the error of the unedited reconstruction is added.
         edit: Function `edit(features, hook)` that returns new features, or writes into those that it gets, which are a
-            copy. `hook.step` is the step of the loop. For the gradient of a metric with respect to the features,
-            `features.retain_grad()` in it and keep them.
+            copy. In the loop, `hook.step` is the step. To get the gradient of a metric with respect to the features,
+            let this function call `features.retain_grad()` and keep the features.
 
     Raises:
         TypeError: The dictionary lacks a method, or one returns something else than a tensor.
         ValueError: When the hook is called: the dictionary has another width than the activation, or is on another
-            device, or the hook point has no vector for each position, as attention patterns.
+            device; or the hook point has no vector for each position, such as one of attention patterns.
     """
     check_dictionary(dictionary)
     with_error = yes_or_no("error_term", error_term)

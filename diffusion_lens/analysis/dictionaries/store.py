@@ -1,7 +1,6 @@
 """Stored activations: tables whose rows are positions, in files that stay on disk until rows are used."""
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.dictionaries.noise import Noise, NoiseRange
 from diffusion_lens.analysis.resumable import study_digest
-from diffusion_lens.hook_names import nearest
+from diffusion_lens.hook_names import nearest, own_name
 from diffusion_lens.records import open_result, read_run
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, plain_number, yes_or_no
@@ -78,9 +77,9 @@ class ActivationStore:
 
     @classmethod
     def load(cls, folder: str | Path) -> "ActivationStore":
-        """Open a folder; nothing but its list of columns is read before it is used.
+        """Open a folder. Its files are memory-mapped: rows are read from disk when they are used.
 
-        The folder of an interrupted call opens too, with the rows so far (`is_complete`).
+        The folder of an interrupted call opens too, with the rows that are stored so far (`is_complete`).
 
         Raises:
             FileNotFoundError: There are no activations.
@@ -159,21 +158,17 @@ class ActivationStore:
             KeyError: The hook point was not stored.
             IndexError: There is no such row.
         """
-        filled = [shard for shard in self.shards if len(shard)]
+        name = own_name(name)
         if name not in self.names:
             raise KeyError(f"{name!r} was not stored; the nearest are: {nearest(name, self.names)}")
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"rows are numbered from 0 to {len(self) - 1}")
-        starts = [0, *itertools.accumulate(map(len, filled))]
-        if (
-            len(indices)
-            and (only := bisect_right(starts, int(indices.min())) - 1) == bisect_right(starts, int(indices.max())) - 1
-        ):
-            return filled[only].tensors[name][indices - starts[only]]
-        found = filled[0].tensors[name].new_empty((len(indices), filled[0].tensors[name].shape[1]))
-        for start, shard in zip(starts[:-1], filled, strict=True):
-            here = (indices >= start) & (indices < start + len(shard))
-            found[here] = shard.tensors[name][indices[here] - start]
+        vectors = [shard.tensors[name] for shard in self.shards if len(shard)]
+        file_of = torch.searchsorted(self._ends, indices, right=True)
+        found = vectors[0].new_empty((len(indices), vectors[0].shape[1]))
+        for file in file_of.unique().tolist():
+            here = file_of == file
+            found[here] = vectors[file][indices[here] - (self._ends[file] - len(vectors[file]))]
         return found
 
     def batches(
@@ -215,6 +210,11 @@ class ActivationStore:
             for epoch in (itertools.count() if n_epochs is None else range(n_epochs))
         )
         return (self.rows(name, indices).to(device=device, dtype=dtype) for indices in _in_batches(orders, size))
+
+    @cached_property
+    def _ends(self) -> Int[Tensor, "entry"]:
+        """One past the last row of each file that has rows."""
+        return torch.tensor([len(shard) for shard in self.shards if len(shard)]).cumsum(dim=0)
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
         return torch.cat([torch.empty(0, dtype=dtype), *(shard.tensors[name] for shard in self.shards if len(shard))])

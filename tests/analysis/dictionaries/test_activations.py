@@ -161,6 +161,7 @@ def test_prepended_bos_is_neither_masked_nor_stored(own_pad, tmp_path):
 def test_batches_are_every_row_once_in_the_order_of_the_seed(small, tmp_path):
     store = activations(small, SENTENCES, RESID, out=tmp_path / "a", batch_size=2, shard_bytes=4000)
     everything = store.rows(RESID, torch.arange(len(store)))
+    assert torch.equal(store.rows("blocks.1.hook_out", torch.tensor([5, 0, 5])), everything[[5, 0, 5]])
     batches = list(store.batches(RESID, 16))
     assert [len(batch) for batch in batches[:-1]] == [16] * (len(batches) - 1)
     shuffled = torch.cat(batches)

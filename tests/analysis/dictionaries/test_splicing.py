@@ -109,6 +109,22 @@ def test_edits_act_at_the_chosen_steps_only(tiny):
     assert torch.equal(unspliced.canvases, plain.canvases)
 
 
+@pytest.mark.parametrize("sampler", ["confidence", "remdm"])
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_runs_with_guidance_and_remasking_are_unchanged_too(tiny, sampler):
+    model, branches = tiny, set()
+    dictionary, prompt = RandomDictionary(model.cfg.d_model), toy_facts.load().facts()[0].prompt
+    settings = dict(length=12, steps=5, cfg_scale=0.7, temperature=0.5, sampler=sampler)
+
+    def note(features, hook):
+        branches.add((hook.step.branch, len(features)))
+
+    spliced = model.denoise([prompt] * 2, fwd_hooks=[(RESID, splice(dictionary, edit=note))], **settings)
+    plain = model.denoise([prompt] * 2, fwd_hooks=[(RESID, lambda activation, hook: None)], **settings)
+    assert torch.equal(spliced.canvases, plain.canvases)
+    assert branches == {("conditional", 2), ("unconditional", 2)}
+
+
 def test_a_model_in_bf16_takes_a_dictionary_in_float32(several):
     model = copy.deepcopy(several.model).to("bfloat16")
     dictionary, tokens = RandomDictionary(model.cfg.d_model), several.tokens
