@@ -258,6 +258,21 @@ def compares_keys_and_values(printed: str) -> None:
             assert cka["values of a person"][0] < 0.05
 
 
+def reads_every_layer_by_step(printed: str) -> None:
+    lenses = re.findall(r"^(tiny-\w+, \w+): .*\n((?:  .*\n)+)", printed, re.MULTILINE)
+    first = {label: re.findall(r"^  step +\d+: (.*)$", rows, re.MULTILINE) for label, rows in lenses}
+    assert list(first) == [f"{model}, {way}" for model in ("tiny-mdm", "tiny-ar") for way in ("forward", "reverse")]
+    assert set(" ".join(first["tiny-mdm, forward"])) <= set("12. ")
+    assert {row[0] for row in first["tiny-mdm, reverse"]} == {"3"}
+    assert len(first["tiny-mdm, reverse"]) == 8
+    assert first["tiny-ar, forward"] == ["1 1 1"]
+    assert first["tiny-ar, reverse"] == ["- - -"]
+    for _, rows in lenses:
+        direct, tuned = (floats(kl) for kl in re.findall(r"KL from the last layer, \w+ +(.*)$", rows, re.MULTILINE))
+        assert all(after <= before for before, after in zip(direct[:3], tuned, strict=False))
+        assert direct[-1] == tuned[-1] == 0
+
+
 def reproduces_the_study(printed: str) -> None:
     assert "Nothing that follows is evidence about SMDM" in printed
     assert "tiny-ar was not fine-tuned here" in printed
@@ -381,6 +396,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "08_average_effect": averages_effects,
     "09_patch_forward_into_reverse": patches_forward_into_reverse,
     "10_keys_and_values": compares_keys_and_values,
+    "11_logit_lens_by_step": reads_every_layer_by_step,
     "12_sparse_dictionary": trains_a_dictionary,
     "13_probe_of_time": probes_the_time,
     "14_attention_sinks": finds_attention_sinks,
@@ -394,6 +410,7 @@ QUICKLY = {
     "07_trace_both_ways": ["--samples", "2", "--length", "11"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
+    "11_logit_lens_by_step": ["--people", "3", "--iterations", "15"],
     "12_sparse_dictionary": ["--updates", "100", "--limit", "400"],
     "13_probe_of_time": ["--prompts", *PROMPTS[:30]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
@@ -414,6 +431,7 @@ FILES = {
     "08_average_effect": 2,
     "09_patch_forward_into_reverse": 2,
     "10_keys_and_values": 2,
+    "11_logit_lens_by_step": 6,
     "12_sparse_dictionary": 2,
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,

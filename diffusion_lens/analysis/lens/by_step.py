@@ -49,6 +49,7 @@ def logit_lens(
     top_k: Whole = 5,
     targets: Targets = None,
     translators: Translators | None = None,
+    attention_mask: Tensor | None = None,
     fwd_hooks: FwdHooks = (),
     max_bytes: int = 2**30,
     progress: bool = False,
@@ -78,6 +79,7 @@ def logit_lens(
             position; Int[batch selected] has one for each selected position, -1 for none. By default the token at each
             position: of a trajectory the one that it ends with, of a query the answer's, otherwise the input's own.
         translators: Maps of a tuned lens; by default the lens is direct.
+        attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
         fwd_hooks: Pairs (hook point or predicate, function), attached to every pass.
         max_bytes: Memory to use in addition to the weights. With less memory the lens unembeds smaller blocks and,
             where the states of a canvas do not fit, takes several passes.
@@ -94,7 +96,7 @@ def logit_lens(
         _check_writer(model, inputs, fwd_hooks)
     with run_of(model, fwd_hooks):
         require_plain_readout(model, fwd_hooks)
-        canvases = Canvases.of(model, inputs, steps, branch)
+        canvases = Canvases.of(model, inputs, steps, branch, attention_mask)
         selected, n_layers = canvases.pick_positions(positions), model.cfg.n_layers
         picked = pick_indices("layers", None if layers is None else whole_numbers("layers", layers), n_layers + 1)
         n_writable = int(model.cfg.writable(torch.arange(model.cfg.d_vocab_out)).sum())

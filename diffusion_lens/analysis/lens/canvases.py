@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from diffusion_lens.config import UNREACHED, reached
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
-from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, pick_indices, whole_numbers
 from diffusion_lens.shapes import PosMask, Tokens
@@ -64,22 +64,28 @@ class Canvases:
 
     @classmethod
     def of(
-        cls, model: DiffusionTransformer, inputs: Readable, steps: Iterable[Whole] | None, branch: str
+        cls,
+        model: DiffusionTransformer,
+        inputs: Readable,
+        steps: Iterable[Whole] | None = None,
+        branch: str = "conditional",
+        attention_mask: Tensor | None = None,
     ) -> "Canvases":
         """The canvases of a trajectory, or the single one of any other input.
 
         Raises:
-            ValueError: Steps or a branch that the input does not have.
+            ValueError: Steps, a branch or a mask that do not fit the input, or tokens whose padding could be text.
         """
         if branch not in ("conditional", "unconditional"):
             raise ValueError(f"branch={branch!r}; it must be 'conditional' or 'unconditional'")
         if isinstance(inputs, Trajectory):
+            require_no_mask(attention_mask)
             return cls._of_trajectory(model, inputs, steps, branch)
         if steps is not None:
             raise ValueError("steps= requires a trajectory of model.denoise(...): other inputs are one canvas")
         if branch != "conditional":
             raise ValueError("branch='unconditional' requires a trajectory that was denoised with cfg_scale")
-        tokens, real = _tokenize(model, inputs)
+        tokens, real = tokenized(model, inputs, attention_mask)
         known = tokens.masked_fill(~(real & model.cfg.writable(tokens)), NOTHING)
         if model.cfg.grows:
             # The last row predicts the token after the text.
@@ -174,11 +180,30 @@ class Canvases:
         return torch.equal(wide, narrow)
 
 
-def _tokenize(model: DiffusionTransformer, inputs: str | Sequence[str] | Tensor | Query) -> tuple[Tokens, PosMask]:
-    """Tokens of an input, and which of them are real."""
-    inputs = inputs.tokens if isinstance(inputs, Query) else inputs
+def tokenized(
+    model: DiffusionTransformer, inputs: str | Sequence[str] | Tensor | Query, attention_mask: Tensor | None
+) -> tuple[Tokens, PosMask]:
+    """Tokens of an input, and which of them are real.
+
+    Raises:
+        ValueError: A mask for an input without padding, or tokens whose padding could be text.
+    """
+    if isinstance(inputs, Query):
+        require_no_mask(attention_mask)
+        tokens = check_tokens(inputs.tokens, model.cfg)
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
     if not isinstance(inputs, Tensor):
+        require_no_mask(attention_mask)
         return model.tokenize(inputs)
     tokens = check_tokens(inputs, model.cfg)
-    real = model.real_positions(tokens)
+    if attention_mask is None:
+        real = model.checked_real_positions(tokens)
+    else:
+        real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
     return tokens, torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+
+
+def require_no_mask(attention_mask: Tensor | None) -> None:
+    """Raise a `ValueError` if a mask is given for an input other than tokens."""
+    if attention_mask is not None:
+        raise ValueError("attention_mask= belongs to tokens: texts, queries and trajectories know their padding")

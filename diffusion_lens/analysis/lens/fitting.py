@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases, Pass
+from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases, Pass, require_no_mask, tokenized
 from diffusion_lens.analysis.lens.readings import Budget, divergence, logits_of, require_plain_readout, states_of
 from diffusion_lens.analysis.lens.translators import Translators, translated
 from diffusion_lens.denoising.same_network import require_same_tokens
@@ -30,7 +30,6 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
-from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
@@ -54,6 +53,7 @@ def fit_translators(
     batch_size: Whole = 32,
     learning_rate: float = 1e-3,
     seed: Whole = 0,
+    attention_mask: Tensor | None = None,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> Translators:
@@ -72,6 +72,7 @@ def fit_translators(
         batch_size: Number of canvases of an update, sampled with replacement, each under new noise.
         learning_rate: Learning rate of the first update.
         seed: Seed of samples and noise.
+        attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
         max_bytes: Memory to use in addition to the weights.
         progress: Whether to show a progress bar.
 
@@ -86,7 +87,7 @@ def fit_translators(
     n_iterations, n_rows = at_least(1, "iterations", iterations), at_least(1, "batch_size", batch_size)
     rate, seed = not_negative("learning_rate", learning_rate), whole_number("seed", seed)
     require_plain_readout(model, ())
-    data = _Data.of(model, texts, masked_only=mask == "masked")
+    data = _Data.of(model, texts, attention_mask, masked_only=mask == "masked")
     generator = torch.Generator().manual_seed(seed)
 
     # 1. Start from the identity.
@@ -186,7 +187,9 @@ class _Data:
     masked_only: bool
 
     @classmethod
-    def of(cls, model: DiffusionTransformer, texts: Texts, *, masked_only: bool) -> "_Data":
+    def of(
+        cls, model: DiffusionTransformer, texts: Texts, attention_mask: Tensor | None, *, masked_only: bool
+    ) -> "_Data":
         """The data of a call.
 
         Raises:
@@ -198,6 +201,7 @@ class _Data:
         if not len(several):
             raise ValueError("there are no texts to fit the translators on")
         if isinstance(several[0], Trajectory):
+            require_no_mask(attention_mask)
             tokens, real = _of_trajectories(model, several)
             if masked_only:
                 has_masks = ((tokens == cfg.blank) & real).any(dim=1)
@@ -205,12 +209,9 @@ class _Data:
                 if not len(tokens):
                     raise ValueError("no canvas of the trajectories has a masked position")
             return cls(model, tokens, real, False, masked_only)
-        if isinstance(several, Tensor):
-            tokens = check_tokens(several, cfg)
-            known = model.real_positions(tokens)
-            real = torch.ones_like(tokens, dtype=torch.bool) if known is None else known
-        else:
-            tokens, real = model.tokenize([x.prompt + x.answer if isinstance(x, Fact) else x for x in several])
+        if not isinstance(several, Tensor):
+            several = [x.prompt + x.answer if isinstance(x, Fact) else x for x in several]
+        tokens, real = tokenized(model, several, attention_mask)
         if not bool(cfg.writable(tokens[real]).all()):
             raise ValueError(
                 "the translators are fitted on texts, which are masked at random here, and these tokens contain [MASK] "

@@ -138,16 +138,14 @@ def read(
     Args:
         states: States of the layers, and of the last one.
     """
-    last_logits = logits_of(model, states[model.cfg.n_layers])
-    last = Ranking.of(model.cfg, last_logits)
-    readings = []
-    for layer in layers:
-        ranking = last
-        if layer < model.cfg.n_layers:
-            seen = states[layer] if translators is None else translators.translate(states[layer], layer)
-            ranking = Ranking.of(model.cfg, logits_of(model, seen))
-        readings.append(LayerReading.of(ranking, last.log_probabilities, targets, top_k))
-    return readings
+    last = Ranking.of(model.cfg, logits_of(model, states[model.cfg.n_layers])).log_probabilities
+
+    def reading(layer: int) -> LayerReading:
+        # A function, so that nothing of the vocabulary's size outlives the reading of its layer.
+        seen = states[layer] if translators is None else translators.translate(states[layer], layer)
+        return LayerReading.of(Ranking.of(model.cfg, logits_of(model, seen)), last, targets, top_k)
+
+    return [reading(layer) for layer in layers]
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,11 @@ def test_ragged_rows_are_read_as_alone(small):
             rest = getattr(ragged, name)[:, row, n:]
             assert (rest == -1).all() if rest.dtype == torch.long else rest.isnan().all()
         assert (ragged.rows[row, n:] == -1).all()
+    tokens, mask = small.tokenize(texts)
+    with pytest.raises(ValueError, match=r"pass attention_mask=mask"):
+        logit_lens(small, tokens)
+    masked = logit_lens(small, tokens, targets=[5, 7], attention_mask=mask)
+    assert torch.equal(masked.entropy.nan_to_num(), ragged.entropy.nan_to_num())
     runs = small.denoise(texts, max_new_tokens=3, steps=3)
     together = logit_lens(small, runs)
     for row in range(2):
@@ -365,6 +370,8 @@ def test_what_cannot_be_read_is_refused(tiny):
         assert not tiny.is_hooked
     with pytest.raises(ValueError, match="steps= requires a trajectory"):
         logit_lens(tiny, PROMPT, steps=[0])
+    with pytest.raises(ValueError, match="attention_mask= belongs to tokens"):
+        logit_lens(tiny, PROMPT, attention_mask=torch.ones(1, 4))
     with pytest.raises(TypeError, match="the nearest is 'positions'"):
         logit_lens(tiny, PROMPT, position=[0])
     lens = logit_lens(tiny, run)

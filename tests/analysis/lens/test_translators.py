@@ -57,7 +57,8 @@ def test_a_map_is_applied_before_the_norm(several):
 def test_fitting_helps_on_new_canvases(tiny, sentences, fitted):
     new = sentences[1][::40][:20]
     noisy = tiny.hide(new)[0] if tiny.cfg.has_mask else new
-    direct, tuned = (logit_lens(tiny, noisy, translators=maps) for maps in (None, fitted))
+    mask = torch.ones_like(noisy)  # the end token is text here
+    direct, tuned = (logit_lens(tiny, noisy, translators=maps, attention_mask=mask) for maps in (None, fitted))
     read = tuned.masked if tiny.cfg.has_mask else ~tuned.entropy[0].isnan()
     for layer in range(tiny.cfg.n_layers):
         before, after = (lens.kl[layer][read].mean() for lens in (direct, tuned))
