@@ -1,4 +1,4 @@
-"""Memory of loading, of a trace and of a lens: growth of the peak of this process, which only Linux publishes.
+"""Memory of loading a checkpoint and of a trace: growth of the peak of this process, which only Linux publishes.
 
 `peak_of_tensors` counts tensors only, on any system.
 """
@@ -16,7 +16,6 @@ import torch
 from torch.autograd.profiler import profile
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis import logit_lens
 from oracles.traced_shapes import Shape
 
 
@@ -43,27 +42,16 @@ def memory_of_loading(path: Path, dtype: str) -> dict[str, float]:
 @torch.no_grad()
 def memory_of_tracing(shape: Shape, max_bytes: int, options: dict[str, Any]) -> dict[str, int]:
     """Trace in this process. Returns the bytes of the weights and the growth of the peak memory during the trace."""
-    return _memory_of(shape, lambda shape, *of, **more: shape.trace(*of, **more), max_bytes=max_bytes, **options)
-
-
-@torch.no_grad()
-def memory_of_a_lens(shape: Shape, max_bytes: int) -> dict[str, int]:
-    """Read all layers in this process. Returns the same as `memory_of_tracing`."""
-    return _memory_of(shape, lambda shape, *of, **more: logit_lens(*of, **more), max_bytes=max_bytes)
-
-
-def _memory_of(shape: Shape, work: Callable[..., object], **options: Any) -> dict[str, int]:
-    """Bytes of the weights, and growth of the peak memory while `work(shape, model, query, **options)` runs."""
     small = replace(shape, n_layers=2, d_model=64, d_mlp=128, n_heads=2, d_vocab=100)
     warm = small.build()
-    work(small, warm, small.query(warm))
+    small.trace(warm, small.query(warm))
     model = shape.build()
     query = shape.query(model)
     with contextlib.suppress(AttributeError, OSError):  # If unsupported, the peak includes building the model.
         ctypes.CDLL(None).malloc_trim(0)  # Free memory that is still resident would hide growth.
         Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
-    work(shape, model, query, **options)
+    shape.trace(model, query, max_bytes=max_bytes, **options)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {"weights": weights, "growth": peak_bytes() - before}
 
