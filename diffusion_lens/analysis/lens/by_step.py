@@ -27,8 +27,9 @@ from diffusion_lens.analysis.lens.tables import Tables
 from diffusion_lens.analysis.lens.translators import Translators
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hook_names import FwdHooks
+from diffusion_lens.hook_names import FwdHooks, loop_hook, select_names
 from diffusion_lens.identity import run_of
+from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_indices, whole_number, whole_numbers
@@ -110,7 +111,7 @@ def logit_lens(
             "targets": "at each position" if targets is None or isinstance(targets, Tensor) else targets,
             "steps": canvases.steps,
             "forward_passes": tables.forward_passes,
-            "blank": model.cfg.blank,
+            "blank": model.cfg.blank if model.cfg.has_mask or model.cfg.grows else None,
             "translators": None if translators is None else translators.record,
             "trajectory": None,
             **provenance(model, model.cfg),
@@ -127,6 +128,12 @@ def _check_writer(model: DiffusionTransformer, trajectory: Trajectory, fwd_hooks
     compared only if the trajectory was written under hooks too.
     """
     require_same_tokens(trajectory.record, model)
+    points = {name for pattern, _ in fwd_hooks for name in select_names(pattern, model.hook_dict)}
+    if is_hooked(model.loop_hooks.hook_tokens) or loop_hook("hook_tokens") in points:
+        raise ValueError(
+            "a hook at 'denoise.hook_tokens' rewrites the canvas of a step, and the lens reads the recorded canvases: "
+            "remove it; the canvases of a run under this hook are in its own trajectory"
+        )
     with run_of(model, fwd_hooks if trajectory.record.get("hooks") else ()):
         warn_of_another_network({"trajectory": (trajectory.record, model)})
 

@@ -77,8 +77,8 @@ class LogitLens:
     @property
     def masked(self) -> Bool[Tensor, "*step batch selected"]:
         """True where the token is not yet revealed, and where the position is after the end of a causal text."""
-        blank: int = self.record["blank"]
-        return self.tokens == blank
+        blank = self.record["blank"]
+        return torch.zeros_like(self.tokens, dtype=torch.bool) if blank is None else self.tokens == blank
 
     def at_step(self, step: Whole) -> "LogitLens":
         """The tables of one step, without the step axis.

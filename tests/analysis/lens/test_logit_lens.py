@@ -1,6 +1,7 @@
 """The logit lens, against the model's own norm and unembedding, TransformerLens's lens, and the states in the loop."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from oracles.traced_shapes import Shape
 from torch.testing import assert_close
 from transformer_lens.tools.analysis.logit_lens import logit_lens as their_lens
 
-from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens import DiffusionConfig, Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import LogitLens, logit_lens
 from diffusion_lens.analysis.lens.result import TABLES
 from diffusion_lens.denoising.samplers import ReMDM
@@ -261,6 +262,16 @@ def test_padding_on_the_left_is_not_read(own_pad):
     assert not lens.entropy[:, 1].isnan().any()
 
 
+def test_a_bidirectional_model_without_masks(several):
+    if several.model.cfg.grows:
+        return
+    architecture = replace(several.model.cfg.architecture, mask_token_id=None)
+    model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+    lens = logit_lens(model, several.tokens[:1, :5] % 500)
+    assert not lens.masked.any()
+    assert lens.entropy.isfinite().all()
+
+
 def test_targets(tiny):
     query = Fact(PROMPT, "Gustav Geisser", " brave drummer").to_query(tiny, n_masks=10 if tiny.cfg.has_mask else None)
     lens = logit_lens(tiny, query)
@@ -365,7 +376,8 @@ def test_what_cannot_be_read_is_refused(tiny):
             r"a tensor has one token for each row and selected position",
         ),
         ({"fwd_hooks": [("ln_final.hook_scale", zero_ablate())]}, "a hook is attached to ln_final or unembed"),
-        ({"fwd_hooks": [("denoise.hook_tokens", zero_ablate())]}, "passes only inside the denoising loop"),
+        ({"fwd_hooks": [("denoise.hook_tokens", zero_ablate())]}, "rewrites the canvas of a step"),
+        ({"fwd_hooks": [("denoise.hook_logits", zero_ablate())]}, "passes only inside the denoising loop"),
     ):
         with pytest.raises(ValueError, match=message):
             logit_lens(tiny, run, **arguments)
