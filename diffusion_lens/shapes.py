@@ -31,7 +31,7 @@ prompt       prompts of one request
 probe        prompts that test an edit
 writer       parts of the network that write to the residual stream
 reader       inputs of parts that read it
-state        states of the model: without an edit, and with it
+state        states of the model: without an edit, and with it; or clean, spliced and ablated
 iteration    iterations of a gradient descent
 d, d_other   widths of two sets of vectors that are compared
 rank         leading principal components
