@@ -13,8 +13,8 @@ interpolated in m runs of its own, at (k - 1/2)/m: the scores of every writer's 
 patching this writer alone.
 
 The score of a node u is (u_clean - u_corrupted) · dM/du, with the same averages. A writer acts through its edges only,
-so this is the sum of their scores. `node_attribution` computes it without a copy of the stream for each reader, in a
-fraction of the time and memory.
+so this is the sum of their scores. `node_attribution` computes it without a copy of the stream for each reader, in less
+time and memory.
 
 Under guidance, the metric of a patched run has the unconditional branch of the corrupted run. The sums are M_clean -
 M_corrupted only where both runs have the same unconditional branch, such as at step 0.
@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
-from diffusion_lens.analysis.circuits.passes import MovedRun, Passes, Path, wide_bytes, wider
+from diffusion_lens.analysis.circuits.passes import IntegrationPath, MovedRun, Passes, wide_bytes, wider
 from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
 from diffusion_lens.analysis.kept_run import KeptRun
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
@@ -79,7 +79,7 @@ def edge_attribution(
     """
     inputs = PatchInputs(model, clean, model, corrupted, _whole_steps(steps))
     reading = Reading.of(metric, logits_at)
-    return EdgeScores(*_attribute(_EdgePasses, inputs, reading, Path(ig_steps, path), max_bytes, progress))
+    return EdgeScores(*_attribute(_EdgePasses, inputs, reading, IntegrationPath(ig_steps, path), max_bytes, progress))
 
 
 @begins_run
@@ -117,11 +117,11 @@ def node_attribution(
     """
     inputs = PatchInputs(model, clean, model, corrupted, _whole_steps(steps))
     reading = Reading.of(metric, logits_at)
-    return NodeScores(*_attribute(_NodePasses, inputs, reading, Path(ig_steps, path), max_bytes, progress))
+    return NodeScores(*_attribute(_NodePasses, inputs, reading, IntegrationPath(ig_steps, path), max_bytes, progress))
 
 
 def _attribute(
-    kind: type[Passes], inputs: PatchInputs, reading: Reading, path: Path, max_bytes: int, progress: bool
+    kind: type[Passes], inputs: PatchInputs, reading: Reading, path: IntegrationPath, max_bytes: int, progress: bool
 ) -> tuple[Tensor, Tensor, Tensor, Graph, dict[str, Any]]:
     """The fields of a result: scores, metrics of both runs, graph, record."""
     model = inputs.model

@@ -20,7 +20,7 @@ PATHS = ("inputs", "nodes")
 
 
 @dataclass(frozen=True)
-class Path:
+class IntegrationPath:
     """The runs over which gradients are averaged.
 
     Attributes:
@@ -82,7 +82,7 @@ class Passes(ABC):
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one run takes {stored + one_run:,} bytes")
         self.clean, self.corrupted = clean.guided(), corrupted.guided()
 
-    def scores(self, path: Path, progress: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def scores(self, path: IntegrationPath, progress: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The scores, and the metric of both runs."""
         # 1. Compute both runs, and the difference that each writer makes.
         embeddings = [side.input.embed() for side in (self.clean, self.corrupted)]
@@ -105,7 +105,7 @@ class Passes(ABC):
             total = total + self._scores_of(path, block, self._gradients(embeddings[1], block))
         return (total / int(path.n_runs)).cpu(), clean_score, corrupted_score
 
-    def _scores_of(self, path: Path, block: Sequence[MovedRun], gradients: dict[str, Tensor]) -> Tensor:
+    def _scores_of(self, path: IntegrationPath, block: Sequence[MovedRun], gradients: dict[str, Tensor]) -> Tensor:
         """The sum of the scores that the runs of one pass give."""
         if path.kind == "inputs":
             summed = {

@@ -145,7 +145,11 @@ class NodeScores(AttributionScores):
     Attributes:
         scores: Float[*step writer], estimated change of the metric if the writer's clean output replaces that of the
             corrupted run.
-        clean, corrupted, graph, record: As in `AttributionScores`.
+        clean: Float[*step], metric of the clean run.
+        corrupted: Float[*step], metric of the corrupted run.
+        graph: The writers, the readers, and the edges between them.
+        record: Number of gradients, path, metric, rows, steps, tokens of both inputs, model, hash of the weights,
+            hooks, versions.
     """
 
     scores: Float[Tensor, "*step writer"]
@@ -189,7 +193,11 @@ class EdgeScores(AttributionScores):
     Attributes:
         scores: Float[*step writer reader], estimated change of the metric if the reader gets the writer's clean output
             in the corrupted run; 0 where the reader comes before the writer.
-        clean, corrupted, graph, record: As in `AttributionScores`.
+        clean: Float[*step], metric of the clean run.
+        corrupted: Float[*step], metric of the corrupted run.
+        graph: The writers, the readers, and the edges between them.
+        record: Number of gradients, path, metric, rows, steps, tokens of both inputs, model, hash of the weights,
+            hooks, versions.
     """
 
     scores: Float[Tensor, "*step writer reader"]
