@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import gc
 import re
 import time
 from collections.abc import Callable
@@ -58,6 +59,7 @@ def memory_of_tracing(shape: Shape, max_bytes: int, options: dict[str, Any]) -> 
 
 def peak_of_tensors(run: Callable[[], object]) -> int:
     """The most bytes of tensors that live at once while `run` runs, beside those that were there."""
+    gc.collect()  # Otherwise tensors of earlier work, freed meanwhile, would be subtracted.
     with profile(profile_memory=True) as watched:
         run()
     events = [event for event in watched.kineto_results.events() if event.name() == "[memory]"]
