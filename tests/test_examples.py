@@ -400,7 +400,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "12_sparse_dictionary": trains_a_dictionary,
     "13_probe_of_time": probes_the_time,
     "14_attention_sinks": finds_attention_sinks,
-    "16_circuits": compares_circuits,
+    "15_circuits": compares_circuits,
     "reproduce_blog": reproduces_the_study,
 }
 PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
@@ -414,7 +414,7 @@ QUICKLY = {
     "12_sparse_dictionary": ["--updates", "100", "--limit", "400"],
     "13_probe_of_time": ["--prompts", *PROMPTS[:30]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
-    "16_circuits": ["--ig-steps", "6"],
+    "15_circuits": ["--ig-steps", "6"],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],
@@ -435,7 +435,7 @@ FILES = {
     "12_sparse_dictionary": 2,
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,
-    "16_circuits": 2,
+    "15_circuits": 2,
     "reproduce_blog": 17,
 }
 SAVED = {
@@ -446,7 +446,7 @@ SAVED = {
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
     ("10_keys_and_values", "keys_and_values"): 252,
     ("12_sparse_dictionary", "dictionary"): 2,
-    ("16_circuits", "circuits"): 8,
+    ("15_circuits", "circuits"): 8,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,
