@@ -31,6 +31,11 @@ def test_the_two_commands_stand_alone(command: str) -> None:
     assert [command] in [block.text.splitlines() for block in blocks(ROOT / "README.md")]
 
 
+def test_the_readme_lists_every_example_in_order() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(examples/\1\)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert listed == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
 def test_the_tour_names_every_room_and_no_file_that_is_not_there() -> None:
     tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", tour)
