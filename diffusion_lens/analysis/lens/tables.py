@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases, Pass
-from diffusion_lens.analysis.lens.readings import Budget, LayerReading, read, states_of
+from diffusion_lens.analysis.lens.readings import Budget, read, states_of
 from diffusion_lens.analysis.lens.result import TABLES, LogitLens
 from diffusion_lens.analysis.lens.translators import Translators
 from diffusion_lens.hook_names import FwdHooks
@@ -79,16 +79,16 @@ class Tables:
             of_block = {layer: x[block] for layer, x in states.items()}
             targets = self.targets[batch[block], selected[block]]
             readings = read(model, of_block, self.layers, targets, self.top_k, self.translators)
+            by_layer = {name: torch.stack([getattr(x, name) for x in readings]).cpu() for name in TABLES}
             for index in one.served:
-                self._write(index, readings, batch[block], selected[block])
+                self._write(index, by_layer, batch[block], selected[block])
 
-    def _write(self, index: int, readings: list[LayerReading], batch: Tensor, selected: Tensor) -> None:
-        """Write the entries that can be read on one canvas."""
+    def _write(self, index: int, by_layer: dict[str, Tensor], batch: Tensor, selected: Tensor) -> None:
+        """Write the entries that can be read on one canvas, from tables [layer entry ...]."""
         is_read = self.canvases.rows(index, self.positions)[batch, selected] != NOTHING
         b, p, kept = (x.cpu() for x in (batch[is_read], selected[is_read], is_read))
         for name, table in self.tables.items():
-            for i, reading in enumerate(readings):
-                table[index, i, b, p] = getattr(reading, name).cpu()[kept]
+            table[index][:, b, p] = by_layer[name][:, kept]
 
     def result(self, record: dict[str, Any]) -> LogitLens:
         """The finished result."""
