@@ -6,6 +6,7 @@ denoising loop and the losses.
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
     """A masked diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
-        cfg: Config of the model.
+        cfg: Config of the model, which is copied.
         tokenizer: Fast Hugging Face tokenizer; `None` for a model that takes token ids only.
         tensors: Weights in our layout; by default random weights.
         seed: Seed of the random weights.
@@ -53,7 +54,8 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
     ) -> None:
         super().__init__()
         architecture = cfg.architecture
-        self.cfg = cfg
+        # Device, dtype and flags in the config are those of one model, also if several are made from the same config.
+        self.cfg = copy(cfg)
         self.embed = build.build_embed(architecture)
         self.hook_embed = StepHookPoint()
         self.blocks = nn.ModuleList(build.build_blocks(architecture))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.records import weights_sha256
 
 
@@ -58,6 +59,14 @@ def test_the_hash_is_of_the_weights_as_they_are(several):
     behind = weights_sha256(model)
     cast = weights_sha256(model.to(torch.bfloat16))
     assert len({first, edited, behind, cast}) == 4
+
+
+def test_models_made_from_one_config_do_not_share_it(several):
+    other = HookedDiffusionTransformer(several.model.cfg).to("bfloat16")
+    other.set_use_attn_result(True)
+    assert other.cfg.dtype == torch.bfloat16
+    assert several.model.cfg.dtype == torch.float32
+    assert not several.model.cfg.use_attn_result
 
 
 def test_the_config_flag_alone_switches_head_results_on(several, tokens):
