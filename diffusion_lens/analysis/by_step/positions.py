@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_lens.analysis.by_step.inputs import ReadPass
+from diffusion_lens.analysis.inputs import ForwardPass
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, whole_numbers
@@ -46,7 +46,7 @@ def check_positions(positions: Positions) -> str | list[int]:
     return numbers
 
 
-def select(read: ReadPass, positions: str | list[int]) -> PosMask:
+def select(read: ForwardPass, positions: str | list[int]) -> PosMask:
     """Bool[batch pos], the selected positions of a pass.
 
     Raises:
@@ -74,10 +74,9 @@ def nothing_selected(model: DiffusionTransformer, positions: Positions, where: s
     )
 
 
-def _by_number(read: ReadPass, indices: Sequence[int]) -> PosMask:
+def _by_number(read: ForwardPass, indices: Sequence[int]) -> PosMask:
     present = read.present
-    real = torch.ones_like(present) if read.real is None else read.real
-    shortest = int(real.sum(dim=1).min())
+    shortest = int(read.real.sum(dim=1).min())
     if outside := [index for index in indices if not -shortest <= index < shortest]:
         raise ValueError(f"positions={outside} are outside the shortest row, which has {shortest} tokens")
     number, n_present = present.cumsum(dim=1) - 1, present.sum(dim=1, keepdim=True)

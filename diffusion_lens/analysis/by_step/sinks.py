@@ -26,10 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.by_step.inputs import ReadInputs, ReadPass, last_layer
 from diffusion_lens.analysis.by_step.sinks_result import AttentionSinks
-from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Fact, Query
+from diffusion_lens.analysis.inputs import ForwardPass, Inputs, Readable
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -43,7 +41,7 @@ HEADS = ("each", "mean")
 @torch.no_grad()
 def attention_sinks(
     model: DiffusionTransformer,
-    inputs: Trajectory | str | Sequence[str] | Tensor | Query | Fact,
+    inputs: Readable,
     *,
     threshold: float = 3.0,
     steps: Whole | Iterable[Whole] | None = None,
@@ -58,7 +56,7 @@ def attention_sinks(
 
     Args:
         model: Model of either variant.
-        inputs: A trajectory, or texts, Int[batch pos] tokens, a query or a fact for a single pass without a step.
+        inputs: A trajectory, or texts, Int[batch pos] tokens, queries or facts for a single pass without a step.
         threshold: ε, in multiples of equal attention.
         steps: Steps of the trajectory, negative ones from the end; by default all.
         layers: Layers, negative ones from the end; by default all.
@@ -72,8 +70,9 @@ def attention_sinks(
     if heads not in HEADS:
         raise ValueError(f"heads={heads!r}; it must be 'each' or 'mean'")
     epsilon = not_negative("threshold", threshold, "every position above the mean")
-    given = _one_batch(model, inputs)
-    indices, picked = given.pick_steps(steps), pick_indices("layers", layers, model.cfg.n_layers)
+    given = Inputs.of(model, inputs)
+    run, chosen, picked = given.trajectory, given.pick_steps(steps), pick_indices("layers", layers, model.cfg.n_layers)
+    indices = None if chosen is None else sorted(chosen)
     axis: Sequence[int | None] = [None] if indices is None else indices
     passes = [read for index in axis for read in given.at(index)]
     n_heads = 1 if heads == "mean" else model.cfg.n_heads
@@ -86,7 +85,6 @@ def attention_sinks(
     tokens = torch.stack([read.tokens for read in passes]).cpu()
     present = torch.stack([read.present for read in passes]).cpu()
     even, queries = zip(*(_equal_attention(read) for read in passes), strict=True)
-    run = given.trajectories[0] if given.trajectories else None
     tensors = {
         "received": torch.stack(received),
         "even": torch.stack(even),
@@ -115,18 +113,7 @@ def attention_sinks(
     )
 
 
-def _one_batch(model: DiffusionTransformer, inputs: Any) -> ReadInputs:
-    """The inputs, of which a pass without a step is a single batch, with padding if the texts differ in length."""
-    if isinstance(inputs, str | Query | Fact | Trajectory | Tensor):
-        return ReadInputs.of(model, inputs)
-    texts = list(inputs)
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a list of inputs contains texts only; give one trajectory, query or fact")
-    tokens, real = model.tokenize(texts)
-    return ReadInputs(model, (), (ReadPass(model, tokens, None if bool(real.all()) else real),))
-
-
-def _received(read: ReadPass, layers: Sequence[int], heads: str) -> Float[Tensor, "layer head batch pos"]:
+def _received(read: ForwardPass, layers: Sequence[int], heads: str) -> Float[Tensor, "layer head batch pos"]:
     """The column sums of the patterns of some layers; NaN at positions without a token."""
     summed: dict[str, Tensor] = {}
     present = read.present
@@ -138,11 +125,11 @@ def _received(read: ReadPass, layers: Sequence[int], heads: str) -> Float[Tensor
         summed[hook.name] = columns.masked_fill(~present, torch.nan).float().cpu()
 
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
-    read.run([(name, reduce) for name in names], last_layer(names))
+    read.run([(name, reduce) for name in names])
     return torch.stack([summed[name] for name in names])
 
 
-def _equal_attention(read: ReadPass) -> tuple[Tensor, Tensor]:
+def _equal_attention(read: ForwardPass) -> tuple[Tensor, Tensor]:
     """What each position receives if every query attends equally to all that it sees, and the number of its queries.
 
     Both are [batch pos], and 0 at positions without a token.
@@ -161,7 +148,7 @@ def _special(model: DiffusionTransformer, tokens: Tensor) -> Tensor:
     return torch.isin(tokens, torch.tensor(sorted(ids), dtype=tokens.dtype))
 
 
-def _require_memory(model: DiffusionTransformer, read: ReadPass, n_rows: int, max_bytes: int) -> None:
+def _require_memory(model: DiffusionTransformer, read: ForwardPass, n_rows: int, max_bytes: int) -> None:
     """Raise a `ValueError` if the result and one pattern take more than `max_bytes`."""
     batch, pos = read.tokens.shape
     pattern = 3 * batch * model.cfg.n_heads * pos * pos * max(4, model.cfg.dtype.itemsize)

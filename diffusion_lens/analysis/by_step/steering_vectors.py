@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.by_step.inputs import Readable, ReadInputs, last_layer
 from diffusion_lens.analysis.by_step.positions import Positions, check_positions, nothing_selected, select
 from diffusion_lens.analysis.by_step.vectors_result import SteeringVectors
-from diffusion_lens.hook_names import Hook, NamesFilter, select_names
+from diffusion_lens.analysis.inputs import Inputs, Readable, readable_points
+from diffusion_lens.hook_names import Hook, NamesFilter
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
@@ -65,13 +65,15 @@ def difference_of_means(
             position is selected.
     """
     chosen, size = check_positions(positions), at_least(1, "batch_size", batch_size)
-    names = readable_names(model, names_filter)
-    groups = {"positive": ReadInputs.of(model, positive, size), "negative": ReadInputs.of(model, negative, size)}
+    names = readable_points(model, names_filter)
+    given = {"positive": positive, "negative": negative}
+    groups = {name: Inputs.of(model, inputs, batch_size=size) for name, inputs in given.items()}
     n_steps = {name: group.n_steps for name, group in groups.items()}
     if len(set(n_steps.values())) > 1:
         raise ValueError(f"both groups need the same kind of input and number of steps; the steps are {n_steps}")
-    indices = groups["positive"].pick_steps(steps)
-    groups["negative"].pick_steps(indices)
+    picked = groups["positive"].pick_steps(steps)
+    groups["negative"].pick_steps(picked)
+    indices = None if picked is None else sorted(picked)
 
     sums = {name: Sums(names) for name in groups}
     axis: Sequence[int | None] = [None] if indices is None else indices
@@ -80,7 +82,7 @@ def difference_of_means(
             for name, group in groups.items():
                 sums[name].begin()
                 for read in group.at(index):
-                    read.run(sums[name].hooks(select(read, chosen)), last_layer(names))
+                    read.run(sums[name].hooks(select(read, chosen)))
                 bar.update()
 
     counts = {name: torch.tensor(each.counts) for name, each in sums.items()}
@@ -104,27 +106,6 @@ def difference_of_means(
         n_negative=counts["negative"] if by_step else counts["negative"][0],
         record=record,
     )
-
-
-def readable_names(model: DiffusionTransformer, names_filter: NamesFilter) -> list[str]:
-    """The hook points of a filter that one forward pass reaches.
-
-    Raises:
-        KeyError: There is no such hook point.
-        ValueError: A hook point of the loop or of a flag that is off, one of scores or patterns, or no filter.
-    """
-    if names_filter is None:
-        raise ValueError("names_filter is required: name the hook points to read, such as 'blocks.1.hook_resid_post'")
-    names = select_names(names_filter, model.hook_dict)
-    silent = {name: reason for name in names if (reason := model.why_silent(name))}
-    if silent and (not callable(names_filter) or len(silent) == len(names)):
-        raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
-    names = [name for name in names if name not in silent]
-    if between := [name for name in names if name.endswith(("hook_attn_scores", "hook_pattern"))]:
-        raise ValueError(
-            f"{between} are [batch head query key]; the states that are read have the axes [batch pos ...]"
-        )
-    return names
 
 
 class Sums:

@@ -25,11 +25,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.by_step.inputs import Readable, ReadInputs, ReadPass, last_layer
 from diffusion_lens.analysis.by_step.positions import Positions, check_positions, nothing_selected, select
 from diffusion_lens.analysis.by_step.ridge import LinearFits, Moments, RidgeSettings
-from diffusion_lens.analysis.by_step.steering_vectors import readable_names
 from diffusion_lens.analysis.by_step.time_probe_result import TimeProbe
+from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Inputs, TextsOrRuns, readable_points, texts_or_runs
 from diffusion_lens.denoising.cache import activation_shape
 from diffusion_lens.hook_names import Hook, NamesFilter, resid_post, resid_pre
 from diffusion_lens.identity import begins_run
@@ -47,7 +46,7 @@ ROWS = ("position", "canvas")
 @torch.no_grad()
 def probe_time(
     model: DiffusionTransformer,
-    inputs: Readable,
+    inputs: TextsOrRuns,
     names_filter: NamesFilter = None,
     *,
     positions: Positions = "masked",
@@ -60,8 +59,8 @@ def probe_time(
 
     Args:
         model: Model that reads the states; the caller's hooks act.
-        inputs: Trajectories (each of their rows is a unit), or on a model with [MASK], texts or tokens, which are
-            masked at random (each text is a unit). If units share most of their words, the test is easier.
+        inputs: Trajectories (each of their rows is a unit), or on a model with [MASK], texts, facts or tokens, which
+            are masked at random (each is a unit). If units share most of their words, the test is easier.
         names_filter: Hook points; by default the residual stream before the first block and after every block.
         positions: Positions whose states are read, as in `analysis.by_step.positions`.
         rows: "position", where each selected position is a row of the regression, or "canvas", where a row is the mean
@@ -79,10 +78,10 @@ def probe_time(
         raise ValueError(f"rows={rows!r}; it must be 'position' or 'canvas'")
     chosen, settings = check_positions(positions), ridge or RidgeSettings()
     blocks = range(model.cfg.n_layers)
-    names = readable_names(model, [resid_pre(0), *map(resid_post, blocks)] if names_filter is None else names_filter)
+    names = readable_points(model, [resid_pre(0), *map(resid_post, blocks)] if names_filter is None else names_filter)
     _require_memory(model, names, max_bytes)
-    given = ReadInputs.of(model, inputs, 1)
-    canvases = list(_canvases(given, at_least(1, "samples", samples), settings.seed))
+    given, n_samples = texts_or_runs(model, inputs), at_least(1, "samples", samples)
+    canvases = list(_canvases(model, given, n_samples, settings.seed))
 
     # 1. Assign each unit to a part, and permute the times among the canvases of each part for the control.
     units = sorted({unit for canvas in canvases for unit in canvas.units})
@@ -95,7 +94,7 @@ def probe_time(
         selected = select(canvas.read, chosen)
         parts = [part_of[unit] for unit in canvas.units]
         targets = torch.stack([canvas.times, permuted], dim=1)
-        canvas.read.run(sums.hooks(selected, parts, targets), last_layer(names))
+        canvas.read.run(sums.hooks(selected, parts, targets))
         sums.count(selected, parts, canvas.times)
     if empty := [part for part in PARTS if not sums.n_rows(part)]:
         if len(empty) == len(PARTS):
@@ -112,7 +111,7 @@ def probe_time(
         "names": names,
         "positions": chosen,
         "rows": rows,
-        "samples": None if given.trajectories else int(samples),
+        "samples": n_samples if isinstance(given, CleanTexts) else None,
         "penalties": list(settings.penalties),
         **{name: getattr(settings, name) for name in ("validation", "held_out", "seed")},
         "units": {part: list(part_of.values()).count(part) for part in PARTS},
@@ -136,36 +135,34 @@ def probe_time(
 class _Canvas:
     """A pass with the time of each row, and the unit (text or run) that each row belongs to."""
 
-    read: ReadPass
+    read: ForwardPass
     times: Float[Tensor, "batch"]
     units: tuple[int, ...]
 
 
-def _canvases(given: ReadInputs, samples: int, seed: int) -> Iterator[_Canvas]:
+def _canvases(model: DiffusionTransformer, given: CleanTexts | Inputs, samples: int, seed: int) -> Iterator[_Canvas]:
     """Every canvas of the runs, or every text under its random masks."""
-    model = given.model
-    for step in given.pick_steps(None) or ():
-        first = 0
-        for read in given.at(step):
-            assert read.step is not None
-            n_rows = len(read.tokens)
-            yield _Canvas(read, torch.full((n_rows,), read.step.t), tuple(range(first, first + n_rows)))
-            first += n_rows
-    if given.rows and not model.cfg.has_mask:
+    if isinstance(given, Inputs):
+        for step in given.pick_steps(None) or ():
+            first = 0
+            for read in given.at(step):
+                assert read.step is not None
+                n_rows = len(read.tokens)
+                yield _Canvas(read, torch.full((n_rows,), read.step.t), tuple(range(first, first + n_rows)))
+                first += n_rows
+        return
+    if not model.cfg.has_mask:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK], so texts cannot be masked for it: give trajectories of "
             "model.denoise(...)"
         )
-    if any(bool(read.masked.any()) for read in given.rows):
-        raise ValueError("a text to be masked at random contains [MASK] already: give whole texts, or trajectories")
     noise = torch.Generator().manual_seed(seed)
-    texts = [(read, row) for read in given.rows for row in range(len(read.tokens))]
-    for unit, (read, row) in enumerate(texts):
-        tokens = read.tokens[row : row + 1].repeat(samples, 1)
-        real = None if read.real is None else read.real[row : row + 1].repeat(samples, 1)
-        noisy, p_mask = hide(tokens, model.cfg.blank, generator=noise)
-        noisy = noisy if real is None else torch.where(real, noisy, tokens)
-        yield _Canvas(ReadPass(model, noisy, real), p_mask[:, 0].cpu(), (unit,) * samples)
+    for unit, row in enumerate(given.tokens):
+        # The times of one text are spread evenly, like those of a batch in training, and every position may be masked.
+        noisy, p_mask = hide(row.repeat(samples, 1), model.cfg.blank, generator=noise)
+        noisy = noisy.to(model.cfg.device)
+        read = ForwardPass(model, noisy, torch.ones_like(noisy, dtype=torch.bool))
+        yield _Canvas(read, p_mask[:, 0], (unit,) * samples)
 
 
 def _shuffled(canvases: list[_Canvas], part_of: dict[int, str], seed: int) -> list[Float[Tensor, "batch"]]:

@@ -7,83 +7,19 @@ whatever the batches are. The canvas of a model without [MASK] that writes from 
 Positions of a prepended BOS, of a fact's prompt and of padding are never masked, and do not count.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from diffusion_lens.analysis.dictionaries.noise import Mask, Span
-from diffusion_lens.analysis.resumable import name_facts
-from diffusion_lens.analysis.usable_facts import UsableFacts
-from diffusion_lens.facts import Fact
-from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
+from diffusion_lens.analysis.inputs import CleanTexts, padded
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.seeds import own_seed
-from diffusion_lens.settings import Whole, whole_number
 from diffusion_lens.shapes import PosMask, Tokens
-
-Texts = str | Sequence[str] | Sequence[Fact] | Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class CleanTexts:
-    """Texts as tokens, without padding.
-
-    Attributes:
-        tokens: Int[pos] of each text.
-        editable: Bool[pos] of each text, positions that may be masked and that count.
-        indices: Index of each text in the list that was given.
-        set_aside: Facts that the model cannot be queried for, with the reasons.
-    """
-
-    tokens: list[Int[Tensor, "_"]]
-    editable: list[Bool[Tensor, "_"]]
-    indices: list[int]
-    set_aside: dict[str, str]
-
-    @classmethod
-    def of(
-        cls, model: DiffusionTransformer, texts: Texts, attention_mask: Tensor | None, prepend_bos: bool | None
-    ) -> "CleanTexts":
-        """Texts, facts or rows of tokens, as tokens.
-
-        Raises:
-            ValueError: There is no text, one is empty or too long or contains [MASK], or the model can be queried for
-                none of the facts.
-            TypeError: The texts are of different kinds, or of none of these.
-        """
-        if isinstance(texts, Tensor):
-            found = _of_tokens(model, texts, attention_mask)
-        elif attention_mask is not None:
-            raise ValueError("attention_mask= marks the padding of token rows; texts and facts need none")
-        else:
-            given: list[Any] = [texts] if isinstance(texts, str) else list(texts)
-            if not given:
-                raise ValueError("there is no text: the list is empty")
-            if all(isinstance(text, Fact) for text in given):
-                found = _of_facts(model, given, prepend_bos)
-            elif all(isinstance(text, str) for text in given):
-                found = _of_strings(model, given, prepend_bos)
-            else:
-                kinds = sorted({type(text).__name__ for text in given})
-                raise TypeError(f"the texts are of the types {kinds}; give strings, facts, or a tensor Int[batch pos]")
-        for index, row in zip(found.indices, found.tokens, strict=True):
-            if not bool(model.cfg.writable(row).all()):
-                raise ValueError(f"text {index} contains [MASK] or an id that is no token; give clean texts")
-        return found
-
-    def sha256(self) -> str:
-        """SHA-256 of the tokens and of the positions that count."""
-        digest = hashlib.sha256()
-        for index, row, editable in zip(self.indices, self.tokens, self.editable, strict=True):
-            digest.update(f"{index} {len(row)} ".encode())
-            digest.update(row.numpy().data)
-            digest.update(editable.numpy().data)
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,32 +59,16 @@ class Canvases:
     """All canvases of a call: each text at each noise level, text by text.
 
     Attributes:
+        model: Model that reads them.
         texts: Clean texts.
         spans: Noise level of each canvas of a text, between these bounds.
         seed: Seed of the noise.
-        blank: Token at masked positions.
-        device: Device of the batches.
     """
 
+    model: DiffusionTransformer
     texts: CleanTexts
     spans: tuple[Span, ...]
     seed: int
-    blank: int
-    device: str | None
-
-    @classmethod
-    def of(
-        cls,
-        model: DiffusionTransformer,
-        texts: Texts,
-        spans: tuple[Span, ...],
-        seed: Whole,
-        attention_mask: Tensor | None,
-        prepend_bos: bool | None,
-    ) -> "Canvases":
-        """The canvases of texts; see `CleanTexts.of`."""
-        clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
-        return cls(clean, spans, whole_number("seed", seed), model.cfg.blank, model.cfg.device)
 
     def __len__(self) -> int:
         return len(self.texts.tokens) * len(self.spans)
@@ -159,21 +79,14 @@ class Canvases:
 
     def _batch(self, start: int, stop: int) -> CanvasBatch:
         rows, levels = zip(*(divmod(canvas, len(self.spans)) for canvas in range(start, stop)), strict=True)
-        shape = (stop - start, max(len(self.texts.tokens[row]) for row in rows))
-        tokens, t = torch.zeros(shape, dtype=torch.long), torch.zeros(len(rows))
-        real, editable, masked = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
-        for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
-            n_pos = len(self.texts.tokens[row])
-            tokens[i, :n_pos], real[i, :n_pos], editable[i, :n_pos] = (
-                self.texts.tokens[row],
-                True,
-                self.texts.editable[row],
-            )
-            t[i], masked[i, :n_pos] = self._noise(row, level)
-        texts = [self.texts.indices[row] for row in rows]
-        noisy = tokens.masked_fill(masked, self.blank)
+        tokens, real = padded(self.model, [self.texts.tokens[row] for row in rows])
+        editable = pad_sequence([self.texts.editable[row] for row in rows], batch_first=True)
+        noise = [self._noise(row, level) for row, level in zip(rows, levels, strict=True)]
+        t, masked = torch.stack([t for t, _ in noise]), pad_sequence([mask for _, mask in noise], batch_first=True)
+        noisy = tokens.masked_fill(masked, self.model.cfg.blank)
+        device, texts = self.model.cfg.device, [self.texts.indices[row] for row in rows]
         numbers = (torch.tensor(values) for values in (rows, texts, levels))
-        return CanvasBatch(*(x.to(self.device) for x in (tokens, noisy, real, editable, masked, t)), *numbers)
+        return CanvasBatch(*(x.to(device) for x in (tokens, noisy, real, editable, masked, t)), *numbers)
 
     def _noise(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"]]:
         """Noise level and masked positions of a canvas."""
@@ -182,41 +95,3 @@ class Canvases:
         uniform = torch.rand(1 + len(editable), generator=torch.Generator().manual_seed(seed))
         t = low + (high - low) * uniform[0]
         return t, (uniform[1:] < t) & editable
-
-
-def _of_strings(model: DiffusionTransformer, texts: Sequence[str], prepend_bos: bool | None) -> CleanTexts:
-    n_bos = len(model.encode("", prepend_bos))
-    tokens, editable = [], []
-    for index, text in enumerate(texts):
-        try:
-            row = model.tokenize(text, prepend_bos)[0][0].cpu()
-            check_length(len(row), model.cfg)
-        except ValueError as error:
-            raise ValueError(f"text {index}: {error}") from error
-        tokens.append(row)
-        editable.append(torch.arange(len(row)) >= n_bos)
-    return CleanTexts(tokens, editable, list(range(len(texts))), {})
-
-
-def _of_facts(model: DiffusionTransformer, facts: Sequence[Fact], prepend_bos: bool | None) -> CleanTexts:
-    def prepare(fact: Fact) -> tuple[list[int], list[int]]:
-        prompt, answer = fact.tokenize(model, prepend_bos)
-        check_length(len(prompt) + len(answer), model.cfg)
-        return prompt, answer
-
-    usable = UsableFacts.of(facts, prepare)
-    place = {fact_id: index for index, fact_id in enumerate(name_facts(facts))}
-    tokens = [torch.tensor(prompt + answer) for prompt, answer in usable.prepared.values()]
-    editable = [torch.arange(len(prompt + answer)) >= len(prompt) for prompt, answer in usable.prepared.values()]
-    return CleanTexts(tokens, editable, [place[fact_id] for fact_id in usable.facts], usable.set_aside)
-
-
-def _of_tokens(model: DiffusionTransformer, tokens: Tensor, attention_mask: Tensor | None) -> CleanTexts:
-    tokens = check_tokens(tokens, model.cfg)
-    if attention_mask is None:
-        real = model.checked_real_positions(tokens)
-    else:
-        real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-    kept = [row if real is None else row[real[i]] for i, row in enumerate(tokens)]
-    rows = [row.cpu().clone() for row in kept]
-    return CleanTexts(rows, [torch.ones(len(row), dtype=torch.bool) for row in rows], list(range(len(rows))), {})

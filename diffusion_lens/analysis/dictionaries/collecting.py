@@ -9,7 +9,6 @@ canvases. A file is written as a whole or not at all, so a call that was interru
 computes the same batches as an uninterrupted call, so the files are the same to the last bit.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +17,17 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases, Texts
+from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases
 from diffusion_lens.analysis.dictionaries.noise import Mask, Noise, NoiseRange, check_mask, spans_of
-from diffusion_lens.analysis.dictionaries.splicing import check_vectors, vectors
+from diffusion_lens.analysis.dictionaries.splicing import vectors
 from diffusion_lens.analysis.dictionaries.store import KIND, ActivationStore, shard_files
+from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Texts, readable_points
 from diffusion_lens.analysis.resumable import begin_folder, study_digest
 from diffusion_lens.config import as_dtype
-from diffusion_lens.hook_names import select_names
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance, save_result
-from diffusion_lens.settings import Whole, at_least
+from diffusion_lens.settings import Whole, at_least, whole_number
 
 
 @begins_run
@@ -80,10 +79,11 @@ def activations(
     # 1. Settings.
     spans = spans_of(model, t, NoiseRange())
     selection = check_mask(model, mask, spans)
-    points = points_with_vectors(model, names)
+    points = readable_points(model, names)
     size, limit = at_least(1, "batch_size", batch_size), at_least(1, "shard_bytes", shard_bytes)
     stored_dtype = None if dtype is None else as_dtype(dtype)
-    canvases = Canvases.of(model, texts, spans, seed, attention_mask, prepend_bos)
+    clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
+    canvases = Canvases(model, clean, spans, whole_number("seed", seed))
     record = {
         "kind": KIND,
         "names": points,
@@ -93,8 +93,7 @@ def activations(
         "batch_size": size,
         "shard_bytes": limit,
         "stored_dtype": None if stored_dtype is None else str(stored_dtype).removeprefix("torch."),
-        "texts": {"count": len(canvases.texts.tokens), "sha256": canvases.texts.sha256()},
-        "set_aside": canvases.texts.set_aside,
+        "texts": clean.describe(),
         "canvases": len(canvases),
         **provenance(model, model.cfg),
     }
@@ -113,34 +112,10 @@ def activations(
     return store
 
 
-def points_with_vectors(model: DiffusionTransformer, names: str | Sequence[str]) -> list[str]:
-    """The hook points of these names, each of which has a vector for each position.
-
-    Raises:
-        KeyError: There is no such hook point.
-        ValueError: A hook point does not pass in a forward pass, or has no vector for each position.
-    """
-    points = select_names(names, model.hook_dict)
-    for name in points:
-        if reason := model.why_silent(name):
-            raise ValueError(f"{name!r} {reason}")
-        check_vectors(model.hook_dict[name])
-    return points
-
-
 def run_to(model: DiffusionTransformer, batch: CanvasBatch, names: Sequence[str]) -> Mapping[str, Tensor]:
     """The activations of a batch at some hook points; the network runs no further than to the last of them."""
-    layers = [re.match(r"blocks\.(\d+)\.", name) for name in names]
-    last = max((int(layer[1]) + 1 for layer in layers if layer), default=0)
-    inside = all(layer or name == "hook_embed" for layer, name in zip(layers, names, strict=True))
-    _, cache = model.run_with_cache(
-        batch.noisy,
-        names_filter=list(names),
-        attention_mask=batch.real,
-        return_type="logits" if inside else None,
-        stop_at_layer=last if inside else None,
-    )
-    return {name: vectors(cache[name], model.hook_dict[name]) for name in names}
+    states = ForwardPass(model, batch.noisy, batch.real).states(names)
+    return {name: vectors(states[name], model.hook_dict[name]) for name in names}
 
 
 def _rows(

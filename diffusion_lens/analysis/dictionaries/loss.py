@@ -29,18 +29,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases, Texts
-from diffusion_lens.analysis.dictionaries.collecting import points_with_vectors, run_to
+from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases
+from diffusion_lens.analysis.dictionaries.collecting import run_to
 from diffusion_lens.analysis.dictionaries.loss_result import STATES, DictionaryLoss
 from diffusion_lens.analysis.dictionaries.noise import Mask, Noise, NoiseRange, check_mask, spans_of
 from diffusion_lens.analysis.dictionaries.splicing import Dictionary, check_dictionary, only_at, splice, vectors
+from diffusion_lens.analysis.inputs import CleanTexts, Texts, readable_points
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run, name_of
 from diffusion_lens.interventions import zero_ablate
 from diffusion_lens.losses import LossBatch, masked_batch, next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, at_least
+from diffusion_lens.settings import Whole, at_least, whole_number
 from diffusion_lens.shapes import PosMask
 
 
@@ -89,12 +90,13 @@ def dictionary_loss(
     if model.cfg.has_mask and any(span == (0.0, 0.0) for span in spans):
         raise ValueError("at the noise level t=0 nothing is masked, so there is no loss; give levels above 0")
     selection, size = check_mask(model, mask, spans), at_least(1, "batch_size", batch_size)
-    (point,) = points_with_vectors(model, [name])
-    canvases = Canvases.of(model, texts, spans, seed, attention_mask, prepend_bos)
+    (point,) = readable_points(model, [name])
+    clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
+    canvases = Canvases(model, clean, spans, whole_number("seed", seed))
     with tqdm(total=2 * len(canvases), desc="dictionary", unit="canvas", disable=not progress) as bar:
         means = _Means.of(model, canvases, point, selection, size, bar)
         fit = _Fit.of(means)
-        n_states, n_texts = len(STATES), len(canvases.texts.tokens)
+        n_states, n_texts = len(STATES), len(clean.tokens)
         losses = torch.zeros(n_texts, len(spans), n_states, dtype=torch.float64)
         n_counted = torch.zeros(n_texts, dtype=torch.long)
         for batch in canvases.batches(size):
@@ -109,14 +111,13 @@ def dictionary_loss(
         "mask": selection,
         "seed": canvases.seed,
         "batch_size": size,
-        "texts": {"count": n_texts, "sha256": canvases.texts.sha256()},
-        "set_aside": canvases.texts.set_aside,
+        "texts": clean.describe(),
         **provenance(model, model.cfg),
     }
     return DictionaryLoss(
         losses=losses,
         n_counted=n_counted,
-        texts=torch.tensor(canvases.texts.indices),
+        texts=torch.tensor(clean.indices),
         spans=torch.tensor(spans, dtype=torch.float64),
         variance_explained=1 - fit.residual / fit.within_levels,
         l0=fit.active / fit.n_rows,

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from diffusion_lens.analysis.inputs import check_vectors
 from diffusion_lens.hook_names import Hook
-from diffusion_lens.model.hook_points import position_axis
 from diffusion_lens.settings import naming_the_nearest, yes_or_no
 from diffusion_lens.shapes import PosMask
 
@@ -91,15 +91,6 @@ def check_dictionary(dictionary: Any) -> None:
         raise TypeError(
             f"a {type(dictionary).__name__} is no dictionary: it has no method {' and no '.join(missing)}. Give an "
             "object with encode(x) and decode(features)"
-        )
-
-
-def check_vectors(point: Any) -> None:
-    """Raise a `ValueError` unless the activation at a hook point has a vector for each position."""
-    if position_axis(point) != 1:
-        raise ValueError(
-            f"{point.name!r} is [batch head query key], and a dictionary needs a vector for each position: use a hook "
-            "point such as hook_resid_post, hook_mlp_out or attn.hook_z"
         )
 
 

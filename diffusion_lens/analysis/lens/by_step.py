@@ -20,16 +20,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases, Readable
+from diffusion_lens.analysis.inputs import Inputs, Readable
+from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases
 from diffusion_lens.analysis.lens.readings import require_plain_readout
 from diffusion_lens.analysis.lens.result import LogitLens
 from diffusion_lens.analysis.lens.tables import Tables
 from diffusion_lens.analysis.lens.translators import Translators
-from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
-from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hook_names import FwdHooks, loop_hook, select_names
+from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
-from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_indices, whole_number, whole_numbers
@@ -67,7 +65,7 @@ def logit_lens(
 
     Args:
         model: Model, of either variant.
-        inputs: A trajectory, read at every step; or a text, texts, tokens or a query, read in one pass outside the
+        inputs: A trajectory, read at every step; or texts, tokens, queries or facts, read in one pass outside the
             loop.
         layers: Layers to read, 0 to `n_layers` (see the module); negative ones count from the end.
         positions: Positions of the predicted tokens; by default all that the model predicts. On a causal model these
@@ -93,11 +91,10 @@ def logit_lens(
     Warns:
         UserWarning: Another network wrote the trajectory.
     """
-    if isinstance(inputs, Trajectory):
-        _check_writer(model, inputs, fwd_hooks)
+    given = Inputs.of(model, inputs, attention_mask=attention_mask, fwd_hooks=fwd_hooks)
     with run_of(model, fwd_hooks):
         require_plain_readout(model, fwd_hooks)
-        canvases = Canvases.of(model, inputs, steps, branch, attention_mask)
+        canvases = Canvases.of(given, steps, branch)
         selected, n_layers = canvases.pick_positions(positions), model.cfg.n_layers
         picked = pick_indices("layers", None if layers is None else whole_numbers("layers", layers), n_layers + 1)
         n_writable = int(model.cfg.writable(torch.arange(model.cfg.d_vocab_out)).sum())
@@ -113,29 +110,11 @@ def logit_lens(
             "forward_passes": tables.forward_passes,
             "blank": model.cfg.blank if model.cfg.has_mask or model.cfg.grows else None,
             "translators": None if translators is None else translators.record,
-            "trajectory": None,
+            "cfg_scale": None if given.trajectory is None else given.trajectory.record["cfg_scale"],
+            "inputs": given.describe(),
             **provenance(model, model.cfg),
         }
-        if isinstance(inputs, Trajectory):
-            record |= {"cfg_scale": inputs.record["cfg_scale"], "trajectory": canvas_provenance(inputs.record)}
         return tables.result(record)
-
-
-def _check_writer(model: DiffusionTransformer, trajectory: Trajectory, fwd_hooks: FwdHooks) -> None:
-    """Refuse the trajectory of another architecture or tokenizer, and warn if another network wrote it.
-
-    Hooks that the caller gives to the lens are an intervention on the recorded canvases, as in a replay. They are
-    compared only if the trajectory was written under hooks too.
-    """
-    require_same_tokens(trajectory.record, model)
-    points = {name for pattern, _ in fwd_hooks for name in select_names(pattern, model.hook_dict)}
-    if is_hooked(model.loop_hooks.hook_tokens) or loop_hook("hook_tokens") in points:
-        raise ValueError(
-            "a hook at 'denoise.hook_tokens' rewrites the canvas of a step, and the lens reads the recorded canvases: "
-            "remove it; the canvases of a run under this hook are in its own trajectory"
-        )
-    with run_of(model, fwd_hooks if trajectory.record.get("hooks") else ()):
-        warn_of_another_network({"trajectory": (trajectory.record, model)})
 
 
 def _targets(canvases: Canvases, targets: Targets, positions: list[int]) -> Int[Tensor, "batch selected target"]:

@@ -1,6 +1,6 @@
 """The canvases that the lens reads, and the row of the network at which each position is read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,17 +8,11 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from diffusion_lens.config import UNREACHED, reached
-from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Query
-from diffusion_lens.model.inputs import check_attention_mask, check_tokens
+from diffusion_lens.analysis.inputs import ForwardPass, Inputs
+from diffusion_lens.config import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, pick_indices, whole_numbers
-from diffusion_lens.shapes import PosMask, Tokens
-from diffusion_lens.step_state import StepState
 
-# Lenses read these; a trajectory is read step by step, anything else in one pass.
-Readable = str | Sequence[str] | Tensor | Query | Trajectory
 NOTHING = -1
 
 
@@ -27,16 +21,12 @@ class Pass:
     """One forward pass of the lens.
 
     Attributes:
-        tokens: Int[batch pos], what the network reads.
-        real: Bool[batch pos], false at padding.
-        state: The denoising step that hooks read; `None` outside the loop.
+        network_input: What the network reads.
         rows: Int[batch selected], row at which each position is read; -1 where none can be.
         served: Indices of the canvases that the pass stands for.
     """
 
-    tokens: Tokens
-    real: PosMask
-    state: StepState | None
+    network_input: ForwardPass
     rows: Int[Tensor, "batch selected"]
     served: list[int]
 
@@ -46,73 +36,40 @@ class Canvases:
     """The canvases of one input.
 
     Attributes:
-        model: Model that reads them.
-        tokens: Int[step batch pos], a canvas for each step, or a single one; -1 where a text has not been reached.
-        real: Bool[batch pos], false at padding.
-        states: What `hook.step` is on each canvas; `None` outside the loop.
+        canvases: A pass for each step, or a single one.
         steps: Step of each canvas; `None` for an input that is no trajectory.
         known: Int[batch _], token at each position that can be predicted, as far as it is known; otherwise -1. After a
             text that grows, there is one position more than the canvas has.
     """
 
-    model: DiffusionTransformer
-    tokens: Int[Tensor, "step batch pos"]
-    real: PosMask
-    states: list[StepState | None]
+    canvases: list[ForwardPass]
     steps: list[int] | None
     known: Int[Tensor, "batch _"]
 
     @classmethod
-    def of(
-        cls,
-        model: DiffusionTransformer,
-        inputs: Readable,
-        steps: Iterable[Whole] | None = None,
-        branch: str = "conditional",
-        attention_mask: Tensor | None = None,
-    ) -> "Canvases":
+    def of(cls, inputs: Inputs, steps: Iterable[Whole] | None = None, branch: str = "conditional") -> "Canvases":
         """The canvases of a trajectory, or the single one of any other input.
 
         Raises:
-            ValueError: Steps, a branch or a mask that do not fit the input, or tokens whose padding could be text.
+            ValueError: Several trajectories, or steps or a branch that do not fit the input.
         """
-        if branch not in ("conditional", "unconditional"):
-            raise ValueError(f"branch={branch!r}; it must be 'conditional' or 'unconditional'")
-        if isinstance(inputs, Trajectory):
-            require_no_mask(attention_mask)
-            return cls._of_trajectory(model, inputs, steps, branch)
-        if steps is not None:
-            raise ValueError("steps= requires a trajectory of model.denoise(...): other inputs are one canvas")
-        if branch != "conditional":
-            raise ValueError("branch='unconditional' requires a trajectory that was denoised with cfg_scale")
-        tokens, real = tokenized(model, inputs, attention_mask)
-        known = tokens.masked_fill(~(real & model.cfg.writable(tokens)), NOTHING)
-        if model.cfg.grows:
+        trajectory, picked, cfg = inputs.trajectory, inputs.pick_steps(steps), inputs.model.cfg
+        canvases = [one for step in ([None] if picked is None else picked) for one in inputs.at(step, branch)]
+        final = canvases[0].tokens if trajectory is None else trajectory.tokens.to(cfg.device)
+        known = final.masked_fill(~(canvases[0].real & cfg.writable(final)), NOTHING)
+        if trajectory is None and cfg.grows:
             # The last row predicts the token after the text.
             known = torch.cat([known, torch.full_like(known[:, :1], NOTHING)], dim=1)
-        if isinstance(inputs, Query):
-            for position, token in zip(inputs.answer_positions, inputs.answer_tokens, strict=True):
+        for row, query in enumerate(canvases[0].queries or ()):
+            for position, token in zip(query.answer_positions, query.answer_tokens, strict=True):
                 if position < known.shape[1]:
-                    known[:, position] = token
-        return cls(model, tokens[None], real, [None], None, known)
+                    known[row, position] = token
+        return cls(canvases, picked, known)
 
-    @classmethod
-    def _of_trajectory(
-        cls, model: DiffusionTransformer, trajectory: Trajectory, steps: Iterable[Whole] | None, branch: str
-    ) -> "Canvases":
-        if branch == "unconditional" and not trajectory.record["cfg_scale"]:
-            raise ValueError("branch='unconditional' needs guidance: without cfg_scale there is no such branch")
-        n_steps = len(trajectory.record["times"]) - 1
-        recorded = range(trajectory.first_step, trajectory.first_step + trajectory.n_steps)
-        selected = list(recorded) if steps is None else pick_indices("steps", whole_numbers("steps", steps), n_steps)
-        states = [trajectory.state_at(step, model.cfg.device) for step in selected]
-        canvases = torch.stack([state.tokens for state in states])
-        if branch == "unconditional":
-            canvases = canvases.masked_fill(states[0].given, trajectory.blank)
-            states = [replace(state, branch="unconditional") for state in states]
-        final, real = (x.to(model.cfg.device) for x in (trajectory.tokens, trajectory.real))
-        known = final.masked_fill(~(real & model.cfg.writable(final)), NOTHING)
-        return cls(model, canvases, real, list(states), selected, known)
+    @property
+    def model(self) -> DiffusionTransformer:
+        """Model that reads the canvases."""
+        return self.canvases[0].model
 
     def pick_positions(self, positions: Iterable[Whole] | None) -> list[int]:
         """The positions to read, all that can be predicted by default.
@@ -132,21 +89,21 @@ class Canvases:
 
     def rows(self, index: int, positions: list[int]) -> Int[Tensor, "batch selected"]:
         """Row that predicts the token at each position of one canvas; -1 at padding and where no text is before it."""
-        canvas, width = self.tokens[index], self.known.shape[1]
-        seen = reached(canvas) & self.real
-        selected = torch.tensor(positions, device=canvas.device)
-        predicted = seen.new_zeros(len(canvas), width)
+        canvas, width = self.canvases[index], self.known.shape[1]
+        present = canvas.present
+        selected = torch.tensor(positions, device=present.device)
+        predicted = present.new_zeros(len(present), width)
         # A text that grows is predicted from the tokens before it, all other canvases from the whole canvas.
-        predicted[:, selected] = seen[:, self.model.readout.rows(selected) if self.model.cfg.grows else selected]
-        _, rows = self.model.readout.locate(predicted, pad(self.real, (0, width - canvas.shape[1])))
-        table = torch.full((len(canvas), width), NOTHING, device=canvas.device)
+        predicted[:, selected] = present[:, self.model.readout.rows(selected) if self.model.cfg.grows else selected]
+        _, rows = self.model.readout.locate(predicted, pad(canvas.real, (0, width - present.shape[1])))
+        table = torch.full(predicted.shape, NOTHING, device=present.device)
         table[predicted] = rows
         return table[:, selected]
 
     def on_canvas(self, positions: list[int]) -> Int[Tensor, "step batch selected"]:
         """The token at each position of every canvas; -1 where there is none."""
-        after = self.known.shape[1] - self.tokens.shape[2]
-        wide: Tensor = pad(self.tokens, (0, after), value=UNREACHED)
+        tokens = torch.stack([canvas.tokens for canvas in self.canvases])
+        wide: Tensor = pad(tokens, (0, self.known.shape[1] - tokens.shape[2]), value=UNREACHED)
         return wide[..., positions]
 
     def passes(self, positions: list[int], is_hooked: bool) -> list[Pass]:
@@ -156,54 +113,23 @@ class Canvases:
         because no position sees a later one. A hook may act by step, and sees the whole canvas as in the loop.
         """
         passes: list[Pass] = []
-        for index in reversed(range(len(self.tokens))):
+        for index in reversed(range(len(self.canvases))):
             if passes and not is_hooked and self._covers(passes[-1].served[0], index):
                 passes[-1].served.append(index)
             else:
-                passes.append(self.forward_pass(index, positions, whole=is_hooked))
+                canvas = self.canvases[index] if is_hooked else self._reached_part(index)
+                passes.append(Pass(canvas, self.rows(index, positions), [index]))
         return passes
 
-    def forward_pass(self, index: int, positions: list[int], whole: bool) -> Pass:
-        """The pass on one canvas, on the whole of it or up to the last position that has been reached."""
-        canvas = self.tokens[index]
-        n_shown = canvas.shape[1]
-        if not whole:
-            n_shown = int((reached(canvas) & self.real).any(dim=0).nonzero().max()) + 1
-        tokens = check_tokens(canvas[:, :n_shown].clamp(min=0), self.model.cfg)
-        return Pass(tokens, self.real[:, :n_shown], self.states[index], self.rows(index, positions), [index])
+    def _reached_part(self, index: int) -> ForwardPass:
+        """One canvas up to the last position that has been reached."""
+        canvas = self.canvases[index]
+        n_shown = int(canvas.present.any(dim=0).nonzero().max()) + 1
+        return replace(canvas, tokens=canvas.tokens[:, :n_shown], real=canvas.real[:, :n_shown])
 
     def _covers(self, index: int, earlier: int) -> bool:
         """Whether a pass on one canvas computes all that is read on another."""
-        wide, narrow = self.tokens[index], self.tokens[earlier]
+        wide, narrow = self.canvases[index], self.canvases[earlier]
         if self.model.cfg.is_causal:
-            return bool((wide == narrow).where(reached(narrow) & self.real, True).all())
-        return torch.equal(wide, narrow)
-
-
-def tokenized(
-    model: DiffusionTransformer, inputs: str | Sequence[str] | Tensor | Query, attention_mask: Tensor | None
-) -> tuple[Tokens, PosMask]:
-    """Tokens of an input, and which of them are real.
-
-    Raises:
-        ValueError: A mask for an input without padding, or tokens whose padding could be text.
-    """
-    if isinstance(inputs, Query):
-        require_no_mask(attention_mask)
-        tokens = check_tokens(inputs.tokens, model.cfg)
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
-    if not isinstance(inputs, Tensor):
-        require_no_mask(attention_mask)
-        return model.tokenize(inputs)
-    tokens = check_tokens(inputs, model.cfg)
-    if attention_mask is None:
-        real = model.checked_real_positions(tokens)
-    else:
-        real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-    return tokens, torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-
-
-def require_no_mask(attention_mask: Tensor | None) -> None:
-    """Raise a `ValueError` if a mask is given for an input other than tokens."""
-    if attention_mask is not None:
-        raise ValueError("attention_mask= belongs to tokens: texts, queries and trajectories know their padding")
+            return bool((wide.tokens == narrow.tokens).where(narrow.present, True).all())
+        return torch.equal(wide.tokens, narrow.tokens)

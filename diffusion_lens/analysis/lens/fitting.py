@@ -11,23 +11,20 @@ in its training, and by default at the masked positions only. Unlike the paper, 
 are fitted by Adam, with a learning rate that falls linearly to 0.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases, Pass, require_no_mask, tokenized
+from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Inputs, TextsOrRuns, padded, texts_or_runs
+from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases
 from diffusion_lens.analysis.lens.readings import Budget, divergence, logits_of, require_plain_readout, states_of
 from diffusion_lens.analysis.lens.translators import Translators, translated
-from diffusion_lens.denoising.same_network import require_same_tokens
-from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Fact
+from diffusion_lens.config import reached
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -35,7 +32,6 @@ from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
 from diffusion_lens.shapes import PosMask, Tokens
 
-Texts = str | Sequence[str] | Sequence[Fact] | Tensor | Trajectory | Sequence[Trajectory]
 # Of the vocabulary's size, in `_gradient`: those of a reading, and what the backward pass stores and computes.
 VOCABULARY_TENSORS = 12
 
@@ -45,7 +41,7 @@ VOCABULARY_TENSORS = 12
 @torch.no_grad()
 def fit_translators(
     model: DiffusionTransformer,
-    texts: Texts,
+    texts: TextsOrRuns,
     *,
     layers: Iterable[Whole] | None = None,
     mask: str = "masked",
@@ -120,7 +116,7 @@ def fit_translators(
         "learning_rate": rate,
         "seed": seed,
         "canvases": len(data.tokens),
-        "canvases_sha256": hashlib.sha256(data.tokens.cpu().numpy().tobytes()).hexdigest(),
+        "inputs": data.source.describe(),
         **provenance(model, cfg),
     }
     return Translators(
@@ -134,7 +130,7 @@ def fit_translators(
 
 def _gradients(
     model: DiffusionTransformer,
-    one: Pass,
+    network_input: ForwardPass,
     entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]],
     layers: list[int],
     maps: tuple[list[Tensor], list[Tensor]],
@@ -146,7 +142,7 @@ def _gradients(
     losses, n = torch.zeros(len(layers), dtype=torch.float64), len(entries[0])
     for stored in torch.arange(n).split(budget.entries_per_pass):
         rows = (entries[0][stored], entries[1][stored])
-        states = states_of(model, one, rows, [*layers, model.cfg.n_layers])
+        states = states_of(network_input, rows, [*layers, model.cfg.n_layers])
         for block in torch.arange(len(stored)).split(budget.entries_at_once):
             last = _log_probabilities(model, states[model.cfg.n_layers][block])
             for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
@@ -176,79 +172,71 @@ class _Data:
     Attributes:
         tokens: Int[batch pos].
         real: Bool[batch pos], false at padding.
-        hides: Whether the tokens are texts, to be masked at random.
+        source: Texts, which are masked at random if the model has [MASK], or trajectories.
         masked_only: Whether only masked positions are read.
     """
 
     model: DiffusionTransformer
     tokens: Tokens
     real: PosMask
-    hides: bool
+    source: CleanTexts | Inputs
     masked_only: bool
 
     @classmethod
     def of(
-        cls, model: DiffusionTransformer, texts: Texts, attention_mask: Tensor | None, *, masked_only: bool
+        cls,
+        model: DiffusionTransformer,
+        texts: TextsOrRuns,
+        attention_mask: Tensor | None,
+        *,
+        masked_only: bool,
     ) -> "_Data":
         """The data of a call.
 
         Raises:
             ValueError: There is no text, a text contains [MASK], or no canvas has a masked position.
         """
-        cfg = model.cfg
-        masked_only = masked_only and not cfg.grows
-        several: Any = [texts] if isinstance(texts, str | Trajectory) else texts
-        if not len(several):
-            raise ValueError("there are no texts to fit the translators on")
-        if isinstance(several[0], Trajectory):
-            require_no_mask(attention_mask)
-            tokens, real = _of_trajectories(model, several)
-            if masked_only:
-                has_masks = ((tokens == cfg.blank) & real).any(dim=1)
-                tokens, real = tokens[has_masks], real[has_masks]
-                if not len(tokens):
-                    raise ValueError("no canvas of the trajectories has a masked position")
-            return cls(model, tokens, real, False, masked_only)
-        if not isinstance(several, Tensor):
-            several = [x.prompt + x.answer if isinstance(x, Fact) else x for x in several]
-        tokens, real = tokenized(model, several, attention_mask)
-        if not bool(cfg.writable(tokens[real]).all()):
-            raise ValueError(
-                "the translators are fitted on texts, which are masked at random here, and these tokens contain [MASK] "
-                "or invalid ids: give clean texts, or trajectories, whose canvases are read as they are"
-            )
-        return cls(model, tokens, real, cfg.has_mask, masked_only)
+        masked_only = masked_only and not model.cfg.grows
+        source = texts_or_runs(model, texts, attention_mask)
+        if isinstance(source, CleanTexts):
+            tokens, real = (x.to(model.cfg.device) for x in padded(model, source.tokens))
+            return cls(model, tokens, real, source, masked_only)
+        tokens, real = _of_trajectories(source)
+        if masked_only:
+            has_masks = ((tokens == model.cfg.blank) & real).any(dim=1)
+            tokens, real = tokens[has_masks], real[has_masks]
+            if not len(tokens):
+                raise ValueError("no canvas of the trajectories has a masked position")
+        return cls(model, tokens, real, source, masked_only)
 
     def sample(
         self, n_rows: int, generator: torch.Generator
-    ) -> tuple[Pass, tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]]]:
+    ) -> tuple[ForwardPass, tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]]]:
         """A pass on some canvases, and the entries (index in the batch, row) at which they are read, at least one."""
         cfg = self.model.cfg
         while True:
             chosen = torch.randint(len(self.tokens), (n_rows,), generator=generator).to(self.tokens.device)
             tokens, real = self.tokens[chosen], self.real[chosen]
-            if self.hides:
+            if cfg.has_mask and isinstance(self.source, CleanTexts):
+                # Every position, as in training, also the prompt of a fact.
                 tokens = torch.where(real, hide(tokens, cfg.blank, generator=generator)[0], tokens)
             known = torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.grows else tokens
-            canvases = Canvases(self.model, tokens[None], real, [None], None, known)
+            canvases = Canvases([ForwardPass(self.model, tokens, real)], None, known)
             positions = canvases.pick_positions(None)
-            one = canvases.forward_pass(0, positions, whole=True)
-            is_read = one.rows != NOTHING
+            rows = canvases.rows(0, positions)
+            is_read = rows != NOTHING
             if self.masked_only:
                 is_read = is_read & (tokens[:, positions] == cfg.blank)
             if bool(is_read.any()):
-                return one, (is_read.nonzero(as_tuple=True)[0], one.rows[is_read])
+                return canvases.canvases[0], (is_read.nonzero(as_tuple=True)[0], rows[is_read])
 
 
-def _of_trajectories(model: DiffusionTransformer, trajectories: Sequence[Trajectory]) -> tuple[Tokens, PosMask]:
+def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask]:
     """The canvases of trajectories, one row each; of a text that grows, only the last canvas."""
-    n_pos = max(trajectory.tokens.shape[1] for trajectory in trajectories)
-    rows, masks = [], []
-    for trajectory in trajectories:
-        require_same_tokens(trajectory.record, model)
+    model, rows, present = inputs.model, [], []
+    for trajectory in inputs.trajectories:
         canvases = trajectory.canvases[-1:] if model.cfg.grows else trajectory.canvases[:-1]
-        real = trajectory.real & (canvases >= 0)
-        missing = (0, n_pos - canvases.shape[-1])
-        rows.append(pad(canvases.clamp(min=0), missing, value=model.pad_id).flatten(0, 1))
-        masks.append(pad(real, missing, value=False).flatten(0, 1))
-    return torch.cat(rows).to(model.cfg.device), torch.cat(masks).to(model.cfg.device)
+        rows += list(canvases.clamp(min=0).flatten(0, 1))
+        present += list((trajectory.real & reached(canvases)).flatten(0, 1))
+    tokens = pad_sequence(rows, batch_first=True, padding_value=model.pad_id)
+    return tokens.to(model.cfg.device), pad_sequence(present, batch_first=True).to(model.cfg.device)

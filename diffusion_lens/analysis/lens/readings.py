@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.batching import CPU_LOGITS_BYTES, row_bytes
-from diffusion_lens.analysis.lens.canvases import NOTHING, Pass
+from diffusion_lens.analysis.inputs import ForwardPass
+from diffusion_lens.analysis.lens.canvases import NOTHING
 from diffusion_lens.analysis.lens.translators import Translators
 from diffusion_lens.analysis.ranking import Ranking
 from diffusion_lens.config import DiffusionConfig
@@ -91,32 +91,15 @@ def require_plain_readout(model: DiffusionTransformer, fwd_hooks: FwdHooks) -> N
 
 
 def states_of(
-    model: DiffusionTransformer,
-    lens_pass: Pass,
+    network_input: ForwardPass,
     entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]],
     layers: Sequence[int],
     fwd_hooks: FwdHooks = (),
 ) -> dict[int, Float[Tensor, "entry d_model"]]:
-    """The states of some rows at each layer, from one forward pass; other states are not kept.
-
-    Args:
-        entries: Index in the batch and row of each state.
-        fwd_hooks: The caller's hooks; the states are those that they return.
-    """
-    stored: dict[int, Tensor] = {}
-
-    def storing(layer: int) -> Any:
-        def store(activation: Tensor, hook: Any) -> None:
-            stored[layer] = activation[entries]
-
-        return store
-
-    points = [(stream_point(layer, model.cfg.n_layers), storing(layer)) for layer in layers]
-    with model.clock.at(lens_pass.state):
-        model.run_with_hooks(
-            lens_pass.tokens, return_type=None, attention_mask=lens_pass.real, fwd_hooks=[*fwd_hooks, *points]
-        )
-    return stored
+    """The states of some rows at each layer, from one forward pass; see `ForwardPass.states`."""
+    names = {layer: stream_point(layer, network_input.model.cfg.n_layers) for layer in layers}
+    states = network_input.states(names.values(), entries, fwd_hooks)
+    return {layer: states[name] for layer, name in names.items()}
 
 
 def logits_of(model: DiffusionTransformer, states: Float[Tensor, "entry d_model"]) -> Tensor:

@@ -42,7 +42,7 @@ class Tables:
         self.translators = translators
         self.forward_passes = 0
         n_batch, n_selected, n_targets = targets.shape
-        shape = (len(canvases.tokens), len(layers), n_batch, n_selected)
+        shape = (len(canvases.canvases), len(layers), n_batch, n_selected)
         wide = torch.promote_types(canvases.model.cfg.dtype, torch.float32)
         axes = {"top": (top_k,), "target": (n_targets,)}
         self.tables: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ class Tables:
         model = self.canvases.model
         passes = self.canvases.passes(self.positions, model.is_hooked or bool(fwd_hooks))
         n_states = len({*self.layers, model.cfg.n_layers})
-        n_pos = max(one.tokens.shape[1] for one in passes)
+        n_pos = max(one.network_input.tokens.shape[1] for one in passes)
         left = max_bytes - sum(table.nbytes for table in self.tables.values())
         budget = Budget.of(model.cfg, n_states, (len(self.targets), n_pos), left)
         for one in tqdm(passes, desc="logit lens", unit="pass", disable=not progress):
@@ -73,7 +73,7 @@ class Tables:
         """Fill some entries from one forward pass."""
         model = self.canvases.model
         stored = list(dict.fromkeys([*self.layers, model.cfg.n_layers]))
-        states = states_of(model, one, (batch, one.rows[batch, selected]), stored, fwd_hooks)
+        states = states_of(one.network_input, (batch, one.rows[batch, selected]), stored, fwd_hooks)
         self.forward_passes += 1
         for block in torch.arange(len(batch), device=batch.device).split(budget.entries_at_once):
             of_block = {layer: x[block] for layer, x in states.items()}
@@ -94,7 +94,7 @@ class Tables:
         """The finished result."""
         canvases, model = self.canvases, self.canvases.model
         tables, tokens = self.tables, canvases.on_canvas(self.positions).cpu()
-        rows = torch.stack([canvases.rows(index, self.positions) for index in range(len(canvases.tokens))])
+        rows = torch.stack([canvases.rows(index, self.positions) for index in range(len(canvases.canvases))])
         if canvases.steps is None:
             tables, tokens = {name: table[0] for name, table in tables.items()}, tokens[0]
         ids = torch.cat([x.flatten().cpu() for x in (tables["top_tokens"], tokens, self.targets)]).unique().tolist()

@@ -193,11 +193,11 @@ def test_what_does_not_fit_is_refused(small):
         (run, {"heads": "all"}, "it must be 'each' or 'mean'"),
         (run, {"threshold": -1}, "threshold=-1"),
         (run, {"layers": [7]}, "layers="),
-        (run, {"steps": [5]}, "steps 0 to 1"),
-        (PROMPTS, {"steps": [0]}, "steps= needs trajectories"),
+        (run, {"steps": [5]}, r"steps=\[5\]; give numbers from 0 to 1"),
+        (PROMPTS, {"steps": [0]}, "steps= requires a trajectory"),
         (run, {"max_bytes": 100}, "the attention received takes"),
     ):
         with pytest.raises(ValueError, match=message):
             attention_sinks(small, inputs, **settings)
-    with pytest.raises(ValueError, match="is not part of the trajectories, which begin at step 1"):
+    with pytest.raises(ValueError, match="is not part of a trajectory that begins at step 1"):
         attention_sinks(small, run.from_step(1), steps=[0])

@@ -243,13 +243,13 @@ def test_what_does_not_fit_is_refused(small):
         (("Gustav", "Tilda", None), {}, "names_filter is required"),
         (("Gustav", "Tilda", "blocks.0.attn.hook_pattern"), {}, r"\[batch head query key\]"),
         (("Gustav", "Tilda", "denoise.hook_logits"), {}, "inside the denoising loop"),
-        (("Gustav", "Tilda", NAME), {"steps": 0}, "steps= needs trajectories"),
+        (("Gustav", "Tilda", NAME), {"steps": 0}, "steps= requires a trajectory"),
         (("Gustav", "Tilda", NAME), {"positions": "answer"}, "needs queries or facts"),
         (("Gustav", "Tilda", NAME), {"positions": "mask"}, "nearest is 'masked'"),
         (("Gustav", "Tilda", NAME), {"positions": 1}, r"positions=\[1\] are outside the shortest row, which has 1 tok"),
         (("Gustav", "Tilda", NAME), {"positions": [0, 0]}, "each once"),
         (("Gustav", "Tilda", NAME), {"positions": "masked"}, "selects no position of the positive inputs"),
-        ((*runs, NAME), {"steps": [7]}, "steps 0 to 3"),
+        ((*runs, NAME), {"steps": [7]}, r"steps=\[7\]; give numbers from 0 to 3"),
     ]
     for inputs, settings, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(small):
         (run, {}, "there are 2 texts .* at least 3"),
         (texts, {"rows": "mean"}, "it must be 'position' or 'canvas'"),
         (texts, {"max_bytes": 1000}, r"the sums of 3 hook points take \d+,\d+ bytes"),
-        (["Gustav [MASK]"] * 3, {}, r"contains \[MASK\] already"),
+        (["Gustav [MASK]"] * 3, {}, r"text 0 contains \[MASK\]"),
         (texts, {"samples": 0}, "samples=0"),
         (texts, {"positions": "answer"}, "needs queries"),
     ):

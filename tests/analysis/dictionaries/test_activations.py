@@ -130,7 +130,7 @@ def test_facts_store_their_answers_only(small, tmp_path):
     facts[2] = unusable
     store = activations(small, facts, RESID, out=tmp_path / "a")
     assert set(store.text.tolist()) == {0, 1, 3, 4}
-    assert list(store.record["set_aside"]) == [unusable.id]
+    assert list(store.record["texts"]["set_aside"]) == [unusable.id]
     for index in (0, 4):
         prompt, answer = facts[index].tokenize(small)
         rows = (store.text == index).nonzero()[:, 0]
@@ -202,13 +202,13 @@ def test_what_does_not_fit_is_refused(small, tmp_path):
         ({"t": 0, "mask": "masked"}, "mask='masked' selects nothing at the noise level t=0"),
         ({"t": 1, "mask": "unmasked"}, "mask='unmasked' selects nothing at the noise level t=1"),
         ({"mask": "mask"}, "mask='mask'; it must be 'masked', 'unmasked' or 'all'"),
-        ({"names": "blocks.0.attn.hook_pattern"}, r"\[batch head query key\], and a dictionary needs a vector"),
+        ({"names": "blocks.0.attn.hook_pattern"}, r"\[batch head query key\], and a vector for each position"),
         ({"names": "denoise.hook_logits"}, "passes only inside the denoising loop"),
         ({"texts": []}, "there is no text: the list is empty"),
         ({"texts": ["Ada", ""]}, "text 1: "),
         ({"texts": torch.tensor([[5, small.cfg.mask_token_id]])}, r"text 0 contains \[MASK\]"),
         ({"texts": [" ".join(["Ada"] * 999)]}, "text 0: 999 positions do not fit into the context"),
-        ({"attention_mask": torch.ones(1, 2)}, "attention_mask= marks the padding of token rows"),
+        ({"attention_mask": torch.ones(1, 2)}, "attention_mask= belongs to tokens"),
         ({"batch_size": 0}, "batch_size=0; it must be at least 1"),
         ({"dtype": "int8"}, "cannot have the dtype 'int8'"),
     ):

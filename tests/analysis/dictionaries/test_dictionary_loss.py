@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused(small):
         ({"t": [0.5, 0]}, "at the noise level t=0 nothing is masked, so there is no loss"),
         ({"t": 1e-9, "mask": "masked"}, "mask='masked' selects no position of any canvas"),
         ({"dictionary": RandomDictionary(3)}, "encode of RandomDictionary failed at .*must have the width 32"),
-        ({"name": "blocks.0.attn.hook_attn_scores"}, r"\[batch head query key\], and a dictionary needs a vector"),
+        ({"name": "blocks.0.attn.hook_attn_scores"}, r"\[batch head query key\], and a vector for each position"),
     ):
         with pytest.raises(ValueError, match=message):
             lose(**options)

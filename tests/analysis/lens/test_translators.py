@@ -182,7 +182,7 @@ def test_maps_of_other_weights_are_refused(tiny, fitted, tmp_path):
 
 def test_what_cannot_be_fitted_is_refused(tiny):
     for data, arguments, message in (
-        ([], {}, "there are no texts"),
+        ([], {}, "there is no text"),
         (PROMPT, {"mask": "unmasked"}, "mask='unmasked'; it must be 'masked' or 'all'"),
         (PROMPT, {"iterations": 0}, "iterations=0"),
         (PROMPT, {"learning_rate": -1.0}, "learning_rate=-1.0"),
@@ -196,7 +196,7 @@ def test_what_cannot_be_fitted_is_refused(tiny):
     with tiny.hooks(fwd_hooks=[("ln_final.hook_scale", zero_ablate())]), pytest.raises(ValueError, match="ln_final"):
         fit_translators(tiny, PROMPT)
     if tiny.cfg.has_mask:
-        with pytest.raises(ValueError, match=r"these tokens contain \[MASK\]"):
+        with pytest.raises(ValueError, match=r"text 0 contains \[MASK\]"):
             fit_translators(tiny, tiny.canvas(PROMPT, 3)[0])
     assert not tiny.is_hooked
 
