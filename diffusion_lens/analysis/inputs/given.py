@@ -173,8 +173,8 @@ def _check_canvases(model: DiffusionTransformer, runs: Sequence[Trajectory], fwd
     points = {name for pattern, _ in fwd_hooks for name in select_names(pattern, model.hook_dict)}
     if is_hooked(model.loop_hooks.hook_tokens) or loop_hook("hook_tokens") in points:
         raise ValueError(
-            "a hook at 'denoise.hook_tokens' rewrites the canvas of a step, and the recorded canvases are read as they "
-            "are, so it would do nothing here: remove it"
+            "a hook at 'denoise.hook_tokens' rewrites the canvas of a step, and recorded ones are read as they are: "
+            "remove it"
         )
     with run_of(model, fwd_hooks if any(run.record.get("hooks") for run in runs) else ()):
         names = ["trajectory"] if len(runs) == 1 else [f"trajectory {i}" for i in range(len(runs))]

@@ -184,12 +184,7 @@ class _Data:
 
     @classmethod
     def of(
-        cls,
-        model: DiffusionTransformer,
-        texts: TextsOrRuns,
-        attention_mask: Tensor | None,
-        *,
-        masked_only: bool,
+        cls, model: DiffusionTransformer, texts: TextsOrRuns, attention_mask: Tensor | None, *, masked_only: bool
     ) -> "_Data":
         """The data of a call.
 
@@ -233,10 +228,10 @@ class _Data:
 
 def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask]:
     """The canvases of trajectories, one row each; of a text that grows, only the last canvas."""
-    model, rows, present = inputs.model, [], []
+    rows, present, model = [], [], inputs.model
     for trajectory in inputs.trajectories:
-        canvases = trajectory.canvases[-1:] if model.cfg.grows else trajectory.canvases[:-1]
+        canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
+        canvases = canvases[-1:] if model.cfg.grows else canvases[:-1]
         rows += list(canvases.clamp(min=0).flatten(0, 1))
-        present += list((trajectory.real & reached(canvases)).flatten(0, 1))
-    tokens = pad_sequence(rows, batch_first=True, padding_value=model.pad_id)
-    return tokens.to(model.cfg.device), pad_sequence(present, batch_first=True).to(model.cfg.device)
+        present += list((real & reached(canvases)).flatten(0, 1))
+    return padded(model, rows)[0], pad_sequence(present, batch_first=True)

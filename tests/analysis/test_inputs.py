@@ -1,0 +1,130 @@
+"""What users give is read, and refused, in the same way by the lens, the analyses by step and those of dictionaries."""
+
+from functools import partial
+
+import pytest
+import torch
+from refusals import unrefused
+from torch.testing import assert_close
+
+from diffusion_lens import Fact
+from diffusion_lens.analysis import (
+    activations,
+    attention_sinks,
+    dictionary_loss,
+    difference_of_means,
+    fit_translators,
+    logit_lens,
+    probe_time,
+)
+from diffusion_lens.analysis.inputs import CleanTexts, Inputs
+from diffusion_lens.interventions import zero_ablate
+
+NAME = "blocks.1.hook_resid_post"
+TEXTS = ["Gustav Geisser is the", "Ada is", "today Tilda Drusser was the brave"]
+
+
+class Identity:
+    def encode(self, x):
+        return x
+
+    def decode(self, features):
+        return features
+
+
+def means(model, inputs, **settings):
+    return difference_of_means(model, inputs, inputs, NAME, **settings)
+
+
+def losses(model, inputs, **settings):
+    return dictionary_loss(model, inputs, NAME, Identity(), **settings)
+
+
+def test_steps_hooks_and_trajectories_are_refused_by_one_rule(tiny):
+    run = tiny.denoise("Ada is", max_new_tokens=3, **({"steps": 3} if tiny.cfg.has_mask else {}))
+    for analyse in (logit_lens, attention_sinks, means):
+        call = partial(analyse, tiny)
+        cases = [
+            ({"inputs": []}, "there is no input"),
+            ({"inputs": [run, "Ada"]}, "trajectories cannot be mixed with other inputs"),
+            ({"inputs": "Ada", "steps": [0]}, "steps= requires a trajectory of model.denoise"),
+            ({"inputs": run, "steps": [3]}, r"steps=\[3\]; give numbers from 0 to 2"),
+            ({"inputs": run, "steps": [1, -2]}, r"steps=\[1, -2\] contains duplicates"),
+            ({"inputs": run, "steps": []}, r"steps=\[\]"),
+            ({"inputs": run.from_step(1), "steps": [0]}, "step 0 is not part of a trajectory that begins at step 1"),
+            ({"inputs": torch.tensor([[tiny.cfg.d_vocab]])}, "is not among the"),
+        ]
+        assert unrefused(call, cases) == []
+        assert unrefused(call, [({"inputs": [3]}, "an input is a int")], TypeError) == []
+    for analyse in (logit_lens, attention_sinks, means, fit_translators, probe_time):
+        with (
+            tiny.hooks(fwd_hooks=[("denoise.hook_tokens", zero_ablate())]),
+            pytest.raises(ValueError, match="rewrites the canvas of a step"),
+        ):
+            analyse(tiny, run)
+    for analyse in (logit_lens, attention_sinks):
+        with pytest.raises(ValueError, match="2 trajectories are given; give one"):
+            analyse(tiny, [run, run])
+
+
+def test_clean_texts_are_refused_by_one_rule(tiny, tmp_path):
+    masked = tiny.canvas("Ada", 2)[0] if tiny.cfg.has_mask else torch.tensor([[5, tiny.cfg.d_vocab - 1]])
+    cases = [
+        ([], "there is no text: the list is empty", ValueError),
+        (["Ada", 3], r"the texts are of the types \['int', 'str'\]", TypeError),
+        (Fact("Ada is the baker", "Ada", " baker").to_query(tiny), r"of the types \['Query'\]", TypeError),
+        (["Ada", " ".join(["Ada"] * 999)], "text 1: 9.. positions do not fit", ValueError),
+    ]
+    if tiny.cfg.has_mask:
+        cases.append((masked, r"text 0 contains \[MASK\] or an id that is no token", ValueError))
+    collect = partial(activations, names=NAME, out=tmp_path / "a")
+    for analyse in (fit_translators, probe_time, collect, losses):
+        for given, message, error in cases:
+            with pytest.raises(error, match=message):
+                analyse(tiny, given)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_mask_belongs_to_tokens(small, tmp_path):
+    tokens, mask = small.tokenize(TEXTS)
+    collect = partial(activations, names=NAME, out=tmp_path / "a")
+    for analyse in (logit_lens, fit_translators, collect, losses):
+        with pytest.raises(ValueError, match="attention_mask= belongs to tokens"):
+            analyse(small, TEXTS, attention_mask=mask)
+    for analyse in (logit_lens, fit_translators, collect, losses, attention_sinks, means):
+        with pytest.raises(ValueError, match="the tokens alone do not show what is padding"):
+            analyse(small, tokens)
+    of_texts, of_tokens = (CleanTexts.of(small, *given) for given in ((TEXTS,), (tokens, mask)))
+    assert [row.tolist() for row in of_texts.tokens] == [row.tolist() for row in of_tokens.tokens]
+
+
+def test_facts_and_queries_of_different_lengths_are_read_as_alone(tiny):
+    facts = [Fact("Gustav Geisser is the", "Gustav Geisser", " brave"), Fact("Ada is the", "Ada", " baker")]
+    queries = [fact.to_query(tiny, n_masks=1 if tiny.cfg.has_mask else None) for fact in facts]
+    together, received = logit_lens(tiny, queries), attention_sinks(tiny, queries).received
+    for row, query in enumerate(queries):
+        alone, n = logit_lens(tiny, query), len(query.tokens)
+        n_read = len(alone.positions)
+        assert_close(together.entropy[:, row, :n_read], alone.entropy[:, 0], rtol=1e-4, atol=1e-5)
+        assert torch.equal(together.targets[row, :n_read], alone.targets[0])
+        assert_close(received[..., row, :n], attention_sinks(tiny, query).received[..., 0, :], rtol=1e-4, atol=1e-5)
+    of_fact = logit_lens(tiny, facts[0])
+    of_query = logit_lens(tiny, Inputs.of(tiny, facts[0]).rows[0].queries[0])
+    assert torch.equal(of_fact.entropy.nan_to_num(), of_query.entropy.nan_to_num())
+
+
+def test_states_are_those_of_a_cache_at_the_step(several):
+    model = several.model
+    tokens = torch.randint(3, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+    names = ["hook_embed", "blocks.0.attn.hook_z", "blocks.1.hook_resid_post", "ln_final.hook_normalized"]
+    run, seen = model.denoise(tokens, max_new_tokens=3), []
+    (one,) = Inputs.of(model, run).at(2)
+    counting = [("hook_embed", lambda activation, hook: seen.append(hook.step.index))]
+    for chosen in (names, names[:3], names[:1]):
+        states = one.states(chosen, fwd_hooks=counting)
+        _, cache = model.run_with_cache(run.canvases[2].clamp(min=0), names_filter=chosen)
+        for name in chosen:
+            assert_close(states[name], cache[name])
+    assert seen == [2, 2, 2]
+    entries = (torch.tensor([1, 0]), torch.tensor([3, 2]))
+    assert torch.equal(one.states(names, entries)[names[1]], one.states(names)[names[1]][entries])
