@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.losses import LossBatch, hide, loss_batch, masked_batch, next_token_batch, noise_of
-from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.logit_rows import Rows
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
@@ -128,7 +127,7 @@ class Forward(DiffusionTransformer, ABC):
                 f"samples={samples} with return_type='both': each noise sample has its own logits; use samples=1 there"
             )
         # 1. Mask the tokens, once for each noise sample.
-        tokens, real = self._checked(input, real)
+        tokens, real = self.checked_tokens(input, real)
         batch = loss_batch(self, tokens, real, generator, samples)
         mask = self.all_real(tokens) if real is None else real
         total: Any = 0.0
@@ -176,7 +175,7 @@ class Forward(DiffusionTransformer, ABC):
             ValueError: The logits have another shape, or `noisy` is missing on a masked diffusion model, whose logits
                 on the clean text predict nothing.
         """
-        tokens, real = self._checked(tokens, attention_mask)
+        tokens, real = self.checked_tokens(tokens, attention_mask)
         if tuple(logits.shape) != (*tokens.shape, self.cfg.d_vocab_out):
             raise ValueError(
                 f"the logits have shape {list(logits.shape)}; for these tokens it must be "
@@ -210,18 +209,11 @@ class Forward(DiffusionTransformer, ABC):
             The masked tokens, Int[batch pos], and the probability with which each position was masked,
             Float[batch pos].
         """
-        tokens, real = self._checked(tokens, attention_mask)
+        tokens, real = self.checked_tokens(tokens, attention_mask)
         if not self.cfg.has_mask:
             raise ValueError(f"{self.cfg.model_name!r} has no [MASK], so none of its tokens can be masked")
         noisy, p_mask = hide(tokens, self.cfg.blank, generator=noise_of(self, generator))
         return (noisy if real is None else torch.where(real, noisy, tokens)), p_mask
-
-    def _checked(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens of a loss, and which of them are real, by the mask or else by the padding tokens."""
-        tokens = check_tokens(tokens, self.cfg)
-        if attention_mask is None:
-            return tokens, self.checked_real_positions(tokens)
-        return tokens, check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
 
     def _loss(self, batch: LossBatch, logits: Tensor, per_token: bool) -> Tensor:
         """The loss, or with `per_token` the contribution of each position that can be predicted."""

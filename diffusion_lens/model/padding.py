@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.shapes import PosMask, Tokens
 
 
@@ -98,6 +99,17 @@ class Padding(ABC):
                     "attention_mask=torch.ones_like(tokens)"
                 )
         return None
+
+    def checked_tokens(self, tokens: Tensor, attention_mask: Tensor | None = None) -> tuple[Tokens, PosMask | None]:
+        """Tokens on the model's device, and which of them are real, by the mask or else by `checked_real_positions`.
+
+        Raises:
+            ValueError: Tokens or a mask that do not fit the model, or without a mask, padding that could be text.
+        """
+        tokens = check_tokens(tokens, self.cfg)
+        if attention_mask is None:
+            return tokens, self.checked_real_positions(tokens)
+        return tokens, check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
 
     def all_real(self, tokens: Tokens) -> Tensor | None:
         """An `attention_mask` for tokens without padding; `None` if no token would be read as padding anyway."""

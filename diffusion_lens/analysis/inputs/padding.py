@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Tokens
 
@@ -15,16 +14,8 @@ from diffusion_lens.shapes import PosMask, Tokens
 def read_tokens(
     model: DiffusionTransformer, tokens: Tensor, attention_mask: Tensor | None = None
 ) -> tuple[Tokens, PosMask]:
-    """Tokens on the model's device, and Bool[batch pos], false at padding.
-
-    Raises:
-        ValueError: Tokens or a mask that do not fit the model, or without a mask, padding that could be text.
-    """
-    tokens = check_tokens(tokens, model.cfg)
-    if attention_mask is None:
-        real = model.checked_real_positions(tokens)
-    else:
-        real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
+    """`model.checked_tokens` with a mask also where there is no padding."""
+    tokens, real = model.checked_tokens(tokens, attention_mask)
     return tokens, torch.ones_like(tokens, dtype=torch.bool) if real is None else real
 
 
