@@ -116,7 +116,7 @@ class ModelChoice:
         cfg.device = "meta"
         empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         model = HookedDiffusionTransformer(cfg, tokenizer, tensors=empty)
-        cfg.device = "cpu"  # Canvases have values, so they need a real device.
+        model.cfg.device = "cpu"  # Canvases have values, so they need a real device.
         return model
 
     def load(self) -> "HookedDiffusionTransformer":
