@@ -4,13 +4,12 @@ The pass reads the clean input. At each reader, the live output of every writer 
 the writer wrote in the corrupted run; a writer's live output depends on the edges into it. This is exact, because a
 reader's input is the sum of all outputs before it (Conmy et al. 2023, arXiv 2304.14997; Hanna et al. 2024).
 
-At a denoising step, the metric of every pass is that of the clean canvas: it has the unconditional branch of the clean
-run under guidance, and of an answer it reads the tokens that are still masked there. So the whole graph always gives
-the metric of the clean run, and no edge that of the corrupted run.
+At a denoising step, the metric of every pass is that of the clean canvas, as in `edge_attribution`. So the whole graph
+always gives the metric of the clean run, and no edge that of the corrupted run.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from tqdm.auto import tqdm
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.batching import row_bytes
-from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part, require_same_positions
+from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
+from diffusion_lens.analysis.circuits.sides import on_one_metric, require_same_positions
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
@@ -164,8 +164,7 @@ class _AblatedRuns:
         self.circuits_at_once = (max_bytes - stored) // one_circuit
         if self.circuits_at_once < 1:
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one circuit takes {stored + one_circuit:,} bytes")
-        self.clean = clean.guided()
-        self.corrupted = replace(corrupted, reading=self.clean.reading)
+        self.clean, self.corrupted = on_one_metric(clean, corrupted)
 
     def scores(self, circuits: Sequence[Circuit], progress: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Metric of each circuit, of the clean and of the corrupted run."""

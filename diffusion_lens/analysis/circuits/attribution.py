@@ -16,8 +16,9 @@ The score of a node u is (u_clean - u_corrupted) · dM/du, with the same average
 so this is the sum of their scores. `node_attribution` computes it without a copy of the stream for each reader, in less
 time and memory.
 
-Under guidance, the metric of a patched run has the unconditional branch of the corrupted run. The sums are M_clean -
-M_corrupted only where both runs have the same unconditional branch, such as at step 0.
+At a denoising step, the metric of both runs is that of the clean canvas: of an answer it reads the tokens that are
+still masked there, and under guidance it has the unconditional branch of the clean run. Scores are 0 once the clean run
+has revealed the whole answer.
 
 In bfloat16 the passes themselves round, and more steps do not help: with 40 to 64 steps, the sums were off by up to
 0.4% on the bundled AR baseline and by 1 to 20% on small random models (0.3% and 1 to 9% in float32). Differences and

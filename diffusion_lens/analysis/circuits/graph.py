@@ -13,8 +13,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from diffusion_lens.analysis.patching.metrics import UNREAD
-from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hook_names import mlp_out, resid_post
 
@@ -150,30 +148,6 @@ class Graph:
     def _writers_of(self, layer: int) -> Iterator[str]:
         yield from (f"a{layer}.h{head}" for head in range(self.n_heads))
         yield f"m{layer}"
-
-
-def require_same_positions(clean: Side, corrupted: Side) -> None:
-    """Raise a `ValueError` unless the two inputs have prompt, masks and padding at the same positions."""
-    if clean.extent != corrupted.extent:
-        raise ValueError(
-            f"the clean input has {clean.n_pos} positions and the corrupted one {corrupted.n_pos}: edges connect equal "
-            "positions, so give both the same length"
-        )
-    real = [
-        torch.ones_like(side.tokens, dtype=torch.bool) if side.real is None else side.real
-        for side in (clean, corrupted)
-    ]
-    if bool((differs := (real[0] != real[1]).any(dim=1)).any()):
-        row = int(differs.nonzero()[0])
-        raise ValueError(
-            f"row {row} has {int(real[0][row].sum())} tokens without padding in the clean input and "
-            f"{int(real[1][row].sum())} in the corrupted one: edges connect equal positions, so pad both alike"
-        )
-    if clean.reading is UNREAD:
-        raise ValueError(
-            "the two trajectories were given their prompts at different positions, so the rows of the metric mean "
-            "something else in each, and edges connect equal positions: take prompts with equally many tokens"
-        )
 
 
 def by_part(activation: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.circuits.graph import Graph, by_part, require_same_positions
+from diffusion_lens.analysis.circuits.graph import Graph, by_part
+from diffusion_lens.analysis.circuits.sides import on_one_metric, require_same_positions
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hook_names import Hook
@@ -80,7 +81,7 @@ class Passes(ABC):
         self.runs_at_once = (max_bytes - stored) // one_run
         if self.runs_at_once < 1:
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one run takes {stored + one_run:,} bytes")
-        self.clean, self.corrupted = clean.guided(), corrupted.guided()
+        self.clean, self.corrupted = on_one_metric(clean, corrupted)
 
     def scores(self, path: IntegrationPath, progress: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The scores, and the metric of both runs."""

@@ -225,12 +225,18 @@ class EdgeScores(AttributionScores):
         """The circuit of the `k` edges with the largest absolute scores.
 
         Raises:
-            ValueError: There are several steps (take `at_step`), or there are fewer edges.
+            ValueError: There are several steps (take `at_step`), there are fewer edges, or the scores do not order the
+                edges because all are 0 or one is not finite. No edge and all edges can be taken of any scores.
         """
         self._require_one_step()
         k, n_edges = at_least(0, "k", k), int(self.exists.sum())
         if k > n_edges:
             raise ValueError(f"k={k}, but the graph has {n_edges} edges")
+        if 0 < k < n_edges and not (bool(self.scores.isfinite().all()) and bool(self.scores.any())):
+            raise ValueError(
+                "the scores are all 0 or not finite, so none is the largest: the metric does not differ between "
+                "the inputs, as after the step that reveals the answer, or it overflows. Take another step or metric"
+            )
         flat = self.scores.abs().masked_fill(~self.exists, -1).flatten().topk(k).indices
         pairs = (divmod(int(index), len(self.readers)) for index in flat)
         return Circuit(frozenset((self.writers[row], self.readers[column]) for row, column in pairs), self.graph)

@@ -11,7 +11,14 @@ from transformer_lens.tools.analysis.attribution_patching import faithfulness as
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import answer_probability
-from diffusion_lens.analysis.circuits import Circuit, Faithfulness, edge_attribution, faithfulness, node_attribution
+from diffusion_lens.analysis.circuits import (
+    Circuit,
+    EdgeScores,
+    Faithfulness,
+    edge_attribution,
+    faithfulness,
+    node_attribution,
+)
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.data import toy_facts
 
@@ -145,13 +152,41 @@ def test_both_ends_are_exact_at_every_step(cfg_scale):
     """Also where the steps have revealed different answers, and under guidance."""
     tiny = bundled("tiny-mdm")
     facts = toy_facts.load().facts("p2d", "p2d")
-    queries = [facts[row].to_query(tiny, n_masks=5, first_tokens=1) for row in (0, 5)]
+    queries = [facts[row].to_query(tiny, n_masks=5, first_tokens=2) for row in (0, 5)]
     runs = [tiny.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale) for query in queries]
     metric = answer_probability(tiny, queries[0])
     scores = edge_attribution(tiny, *runs, metric, steps=[0, 4], ig_steps=1)
     curve = faithfulness(tiny, *runs, metric, scores, [int(scores.exists.sum()), 0], steps=[0, 4])
     assert_close(curve.scores, torch.stack([curve.clean, curve.corrupted], dim=1), rtol=0, atol=1e-5)
     assert_close(curve.clean, scores.clean, rtol=0, atol=1e-6)
+    assert_close(curve.corrupted, scores.corrupted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "settings", "step"), [("tiny-mdm", {"cfg_scale": 0.8}, 3), ("tiny-ar", {}, 1)])
+def test_scores_are_those_of_the_clean_canvas_s_metric(name, settings, step):
+    """The corrupted run has revealed another first token, which would make the metric of its own canvas 0."""
+    model, facts = bundled(name), toy_facts.load().facts("p2d", "p2d")
+    length = {"length": 9, "steps": 5} if model.cfg.has_mask else {"max_new_tokens": 5}
+    runs = [model.denoise(facts[row].prompt, **settings, **length) for row in (0, 5)]
+    query = facts[0].to_query(model, first_tokens=2)
+    metric, first = answer_probability(model, query), query.answer_positions[0]
+    revealed = [run.canvases[step][0, first] for run in runs]
+    assert revealed[0] == query.answer_tokens[0] != revealed[1]
+    assert model.cfg.blank != revealed[1] >= 0
+    scores = node_attribution(model, *runs, metric, steps=[step], ig_steps=30)
+    assert scores.clean - scores.corrupted > 0.1
+    assert_close(scores.scores[:, 0].double(), scores.clean - scores.corrupted, rtol=0.05, atol=0)
+
+
+def test_scores_that_order_no_edges_select_none():
+    graph = Graph(n_layers=1, n_heads=1, n_key_value_heads=1)
+    for score in (0.0, math.nan):
+        table = torch.zeros(graph.edges.shape).masked_fill(graph.edges, score)
+        scores = EdgeScores(table, torch.tensor(1.0), torch.tensor(1.0), graph, {"steps": None})
+        assert len(scores.top(0)) == 0
+        assert len(scores.top(int(graph.edges.sum()))) == int(graph.edges.sum())
+        with pytest.raises(ValueError, match="the scores are all 0 or not finite"):
+            scores.top(2)
 
 
 def test_a_small_budget_splits_the_circuits_and_changes_no_score(either):
