@@ -212,3 +212,21 @@ def test_faithfulness_comes_back_from_its_file(either, tmp_path):
     assert (again.sizes, again.record["logits_at"]) == (curve.sizes, [-2, -1])
     assert torch.equal(again.share, curve.share)
     assert again.record["circuits"] == [0, sorted(map(list, scores.top(2).edges))]
+
+
+def test_guided_steps_have_the_guided_metric_and_hooks_read_the_step():
+    """All passes read the step: a factor of step/3 changes nothing at step 3, and an error elsewhere."""
+    tiny, scale, step = bundled("tiny-mdm"), 0.8, 3
+    runs = [
+        tiny.denoise(prompt, length=9, steps=5, cfg_scale=scale)
+        for prompt in ("Gustav Geisser is the", "Tilda Drusser is the")
+    ]
+    canvases = [run.canvases[step] for run in runs]
+    unconditional = tiny(canvases[0].masked_fill(runs[0].given, tiny.cfg.mask_token_id))
+    by_hand = [logit(unconditional + (1 + scale) * (tiny(canvas) - unconditional)).item() for canvas in canvases]
+    scores = node_attribution(tiny, *runs, logit, steps=[step], ig_steps=2)
+    assert (scores.clean.item(), scores.corrupted.item()) == pytest.approx(tuple(by_hand), rel=1e-4)
+    by_step = ("blocks.0.hook_mlp_out", lambda x, hook: x * (hook.step.index / step))
+    with tiny.hooks(fwd_hooks=[by_step]), pytest.warns(UserWarning, match="written by another network"):
+        hooked = node_attribution(tiny, *runs, logit, steps=[step], ig_steps=2)
+    assert_close(hooked.scores, scores.scores, rtol=1e-4, atol=1e-5)

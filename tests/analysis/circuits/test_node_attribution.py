@@ -173,3 +173,15 @@ def test_the_curve_of_faithfulness_has_a_logarithmic_axis():
     assert [list(line.get_xdata()) for line in lines] == [[0, 10, 100]] * 2
     assert [list(line.get_ydata()) for line in lines] == [[0.0, 0.5, 1.0], [1.0, 0.25, 0.0]]
     assert ax.get_xscale() == "symlog"
+
+
+def test_gradients_are_taken_at_k_of_m(either):
+    """EAP-IG, eq. 3 of Hanna et al.: with m = 2, halfway between the inputs and in the clean run."""
+    model, pair = either.model, (either.tokens[:1, :6], either.tokens[1:2, :6])
+    clean, corrupted = (model.embed(tokens).detach() for tokens in pair)
+    expected = 0.0
+    for share in (0.5, 1.0):
+        leaf = torch.lerp(corrupted, clean, share).requires_grad_()
+        (gradient,) = torch.autograd.grad(logit(model(leaf, start_at_layer=0)), leaf)
+        expected += ((clean - corrupted) * gradient).sum().item() / 2
+    assert node_attribution(model, *pair, logit, ig_steps=2).scores[0].item() == pytest.approx(expected, rel=1e-3)
