@@ -24,15 +24,25 @@ BLOCK_ALIASES = {
     "hook_v_input": "attn.hook_v_input",
 }
 ALIASES = {"embed.hook_out": "hook_embed"}
+_GRADIENT = "_grad"  # the end of the names under which caches store gradients
 
 Value = TypeVar("Value")
 
 
 def own_name(name: str) -> str:
-    """The name of a hook point in this library: that of an alias, and any other name as it is."""
+    """The name of a hook point in this library, or of its gradient: that of an alias; any other name as it is."""
+    if name.endswith(_GRADIENT):
+        return own_name(name.removesuffix(_GRADIENT)) + _GRADIENT
     if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
         return match[1] + BLOCK_ALIASES.get(match[2], match[2])
     return ALIASES.get(name, name)
+
+
+def aliases_of(name: str) -> list[str]:
+    """The other names of a hook point."""
+    if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
+        return [match[1] + alias for alias, own in BLOCK_ALIASES.items() if own == match[2]]
+    return [alias for alias, own in ALIASES.items() if own == name]
 
 
 class ByHookPoint(dict[str, Value]):
@@ -89,11 +99,27 @@ def require_hook_point(name: str, hook_dict: Mapping[str, HookPoint]) -> None:
         raise KeyError(f"there is no hook point {name!r}; nearest are: {nearest(name, hook_dict)}")
 
 
+def _means(predicate: Callable[[str], bool], alias: str) -> bool:
+    """Whether a predicate accepts an alias for its own sake, and not as one of many names that share a part with it.
+
+    A predicate such as `"resid_pre" not in name`, or one for all names that end in "_out", accepts names that no hook
+    point has as well. It asks for the names of this library.
+    """
+    owner, _, last = alias.rpartition(".")
+    like_it = (f"{owner}.hook_no", f"{owner}.{last.replace('hook_', 'hook_no_', 1)}", f"no.{last}.no")
+    try:
+        return bool(predicate(alias)) and not any(predicate(name) for name in like_it)
+    except Exception:
+        # A predicate need only know the names in `hook_dict`.
+        return False
+
+
 def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) -> list[str]:
     """The hook points that a filter (a name, names, a predicate, `None` for all) selects, by their names here.
 
     Raises:
         KeyError: A name is not a hook point.
+        TypeError: The filter is something else, such as a generator, or a list of predicates.
         ValueError: The filter selects no hook point.
     """
     if names_filter is None:
@@ -103,12 +129,18 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
         return [hook_dict[names_filter].name or names_filter]
     if isinstance(names_filter, Sequence | Set):
         for name in names_filter:
+            if not isinstance(name, str):
+                raise TypeError(f"a list of hook points has their names, not {name!r}; pass one predicate by itself")
             require_hook_point(name, hook_dict)
         requested = {hook_dict[name].name for name in names_filter}
         selected = [name for name in hook_dict if name in requested]
-    else:
+    elif callable(names_filter):
         predicate: Callable[[str], bool] = names_filter
-        selected = [name for name in hook_dict if predicate(name)]
+        selected = [
+            name for name in hook_dict if predicate(name) or any(_means(predicate, a) for a in aliases_of(name))
+        ]
+    else:
+        raise TypeError(f"{names_filter!r} is no filter of hook points; pass a name, a list of names, or one predicate")
     if not selected:
         raise ValueError(
             f"the filter {names_filter!r} matches no hook point; names look like {next(iter(hook_dict))!r}, "

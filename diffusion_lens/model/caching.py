@@ -26,6 +26,9 @@ class AliasedCache(ActivationCache):
     def __init__(self, cache_dict: Mapping[str, Tensor], model: Any, has_batch_dim: bool = True) -> None:
         super().__init__(ByHookPoint(cache_dict), model, has_batch_dim)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.cache_dict
+
     def to(self, device: str | torch.device) -> "AliasedCache":
         """As in TransformerLens."""
         super().to(device)

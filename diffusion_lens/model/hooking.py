@@ -88,11 +88,7 @@ class Hooking(HookedRootModule, ABC):
             TypeError: An argument that neither this method nor the model takes; the message gives the nearest.
         """
         self._check_keywords("run_with_cache", kwargs)
-        selected = self._select(names_filter)
-        silent = {name: reason for name in selected if (reason := self.why_silent(name))}
-        names = [name for name in selected if name not in silent]
-        if not names or (silent and not callable(names_filter) and names_filter is not None):
-            raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
+        names = self._select_passing(names_filter, in_loop=False)
         out, cache = super().run_with_cache(
             *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
         )
@@ -115,9 +111,7 @@ class Hooking(HookedRootModule, ABC):
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
-        self._check_hookable(name)
-        with self.clock.held():
-            super().add_hook(name, hook, *args, **kwargs)
+        self._attach(name, hook, *args, **kwargs)
 
     def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens."""
@@ -130,8 +124,15 @@ class Hooking(HookedRootModule, ABC):
             check_keywords(method, given, known)
 
     def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
-        self._check_hookable(name)
-        super()._enable_hook(name, hook, dir)
+        self._attach(name, hook, dir, level=self.context_level)
+
+    def _attach(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
+        points = self._check_hookable(name)
+        with self.clock.held():
+            for point in points:
+                handle: Any = self.hook_dict[point].add_hook(hook, *args, **kwargs)
+                # A predicate may select points that do not pass, beside others; a name says that the hook matters.
+                handle.by_predicate = callable(name)
 
     def run_with_hooks(
         self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
@@ -159,30 +160,53 @@ class Hooking(HookedRootModule, ABC):
     ) -> Any:
         """As in TransformerLens: a dict to be filled, and the forward and backward hooks that fill it.
 
+        Other names of a hook point (`hook_names.BLOCK_ALIASES`) reach what the dict has, unless `cache` is a plain one.
+
         Args:
             pos_slice: Positions to cache (of scores and patterns, the queries): an index (its axis stays), a slice, or
                 indices.
 
         Raises:
-            ValueError: A filter that matches nothing.
+            ValueError: A filter that matches nothing, or a named hook point that does not pass.
         """
         self.is_caching = True
-        points = {name: self.hook_dict[name] for name in self._select(names_filter)}
-        cached: dict[str, Tensor] = {} if cache is None else cache
+        points = {name: self.hook_dict[name] for name in self._select_passing(names_filter)}
+        cached: dict[str, Tensor] = ByHookPoint() if cache is None else cache
         return cached, *caching_hooks(points, cached, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
 
-    def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens; a filter that matches nothing is an error."""
-        selected = self._select(names_filter)
+    def add_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+    ) -> Any:
+        """As in TransformerLens, and as in `get_caching_hooks`; a filter that matches nothing is an error."""
+        selected = self._select_passing(names_filter)
+        cached: dict[str, Tensor] = ByHookPoint() if cache is None else cache
         with self.clock.held():
-            return super().add_caching_hooks(selected, *args, **kwargs)
+            return super().add_caching_hooks(selected, incl_bwd, device, remove_batch_dim, cached)
 
-    def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> None:
-        """Refuse a hook whose filter selects nothing, or only hook points that this kind of call never reaches."""
+    def _select_passing(self, names_filter: NamesFilter, in_loop: bool = True) -> list[str]:
+        """The hook points of a filter that pass; without any, or if a name is among the others, a `ValueError`."""
+        selected = self._select(names_filter)
+        silent = {name: reason for name in selected if (reason := self._why_not_reached(name, in_loop))}
+        names = [name for name in selected if name not in silent]
+        if not names or (silent and not callable(names_filter) and names_filter is not None):
+            raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
+        return names
+
+    def _check_hookable(self, name: str | Callable[[str], bool], in_loop: bool = True) -> list[str]:
+        """The hook points of a filter; it may not select only those that this kind of call never reaches."""
         points = self._select(name)
-        reasons = [None if in_loop and point.startswith(loop_hook("")) else self.why_silent(point) for point in points]
+        reasons = [self._why_not_reached(point, in_loop) for point in points]
         if all(reasons):
             raise ValueError(f"{points[0]!r} {reasons[0]}")
+        return points
+
+    def _why_not_reached(self, name: str, in_loop: bool) -> str | None:
+        return None if in_loop and name.startswith(loop_hook("")) else self.why_silent(name)
 
     def _select(self, names_filter: NamesFilter) -> list[str]:
         """The hook points that a filter selects; one that is no longer in the network is a `RuntimeError`."""

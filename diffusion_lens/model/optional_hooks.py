@@ -15,15 +15,16 @@ from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.step_state import StepClock
 
-# The flag of the config under which a hook point passes.
-FLAGS = {
-    "hook_result": "use_attn_result",
-    "hook_q_input": "use_split_qkv_input",
-    "hook_k_input": "use_split_qkv_input",
-    "hook_v_input": "use_split_qkv_input",
-    "hook_attn_in": "use_attn_in",
+# The flag of the config under which a hook point of a block passes.
+_FLAGS_IN_BLOCK = {
+    "attn.hook_result": "use_attn_result",
+    "attn.hook_q_input": "use_split_qkv_input",
+    "attn.hook_k_input": "use_split_qkv_input",
+    "attn.hook_v_input": "use_split_qkv_input",
+    "attn.hook_attn_in": "use_attn_in",
     "hook_mlp_in": "use_hook_mlp_in",
 }
+FLAGS = {name.rpartition(".")[2]: flag for name, flag in _FLAGS_IN_BLOCK.items()}
 # The modules of a block whose weights are used directly under a flag: hooks at them do not run, nor does other code.
 _BYPASSED = {
     "use_attn_result": ("attn.o",),
@@ -163,23 +164,33 @@ class OptionalHookSettings(ABC):
         """The flags of the config, for a forward pass; hooks at modules may have been attached after they were set.
 
         Raises:
-            ValueError: A flag would pass over a hook or a replaced module.
+            ValueError: A flag would pass over a hook or a replaced module, or a hook or another module is at a hook
+                point that does not pass. Hooks that a predicate attached, with others, do not count.
         """
         flags = OptionalHooks.of(self.cfg)
-        for flag, value in asdict(flags).items():
+        is_on = asdict(flags)
+        for flag, value in is_on.items():
             if value:
-                self._refuse_bypassed(flag, hook_points_too=False)
+                self._refuse_bypassed(flag, by_predicate_too=False)
+        absent = [(name, flag) for name, flag in _FLAGS_IN_BLOCK.items() if not is_on[flag]]
+        for i, block in enumerate(self.blocks):
+            for name, flag in absent:
+                if reason := _why_it_matters(_module_at(block, name), by_predicate_too=False):
+                    raise ValueError(
+                        f"'blocks.{i}.{name}' {reason}, and passes only after model.set_{flag}(True): call it, or take "
+                        "it away"
+                    )
         return flags
 
-    def _refuse_bypassed(self, flag: str, hook_points_too: bool = True) -> None:
+    def _refuse_bypassed(self, flag: str, by_predicate_too: bool = True) -> None:
         """Raise a `ValueError` if a flag would pass over a hook or a replaced module.
 
         Args:
-            hook_points_too: Whether hooks at hook points count. A predicate may select those of `ln1` with others.
+            by_predicate_too: Whether hooks count that a predicate attached, at these hook points with others.
         """
         for i, block in enumerate(self.blocks):
             for name in _BYPASSED.get(flag, ()):
-                if reason := _why_not_bypassed(block.get_submodule(name), hook_points_too):
+                if reason := _why_not_bypassed(block.get_submodule(name), by_predicate_too):
                     raise ValueError(
                         f"'blocks.{i}.{name}' {reason}, and {flag} uses its weight directly, so that it would have no "
                         "effect: take it away first, or leave the flag off"
@@ -192,9 +203,33 @@ class OptionalHookSettings(ABC):
                 raise ValueError(f"the hook at {name!r} would not be called here: remove it first")
 
 
-def _why_not_bypassed(module: nn.Module, hook_points_too: bool) -> str | None:
+def _why_not_bypassed(module: nn.Module, by_predicate_too: bool) -> str | None:
     """The reason why a norm or projection may compute something else than its weight says, or `None`."""
     if type(module).forward not in (nn.Linear.forward, RMSNorm.forward):
         return f"is a module {type(module).__name__}"
-    hooked = any(hook_points_too or not isinstance(each, HookPoint) for each in hooked_modules(module))
+    for name, inside in module._modules.items():
+        if name.startswith("hook_") and (reason := _why_it_matters(inside, by_predicate_too)):
+            return reason if isinstance(inside, HookPoint) else f"has at {name!r} what {reason}"
+    hooked = any(not isinstance(each, HookPoint) for each in hooked_modules(module))
     return "carries a hook" if hooked else None
+
+
+def _why_it_matters(point: nn.Module | None, by_predicate_too: bool) -> str | None:
+    """The reason why what is at a hook point may change an activation, or read it, or `None`."""
+    if point is None:
+        return None
+    if not isinstance(point, HookPoint) or type(point).forward is not HookPoint.forward:
+        return f"is a module {type(point).__name__}"
+    if not (point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks):
+        return None
+    hooks = (point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks)
+    handles = point.fwd_hooks + point.bwd_hooks
+    passed_over = 0 if by_predicate_too else sum(getattr(handle, "by_predicate", False) for handle in handles)
+    return "carries a hook" if sum(map(len, hooks)) > passed_over else None
+
+
+def _module_at(block: nn.Module, name: str) -> nn.Module | None:
+    module: nn.Module | None = block
+    for part in name.split("."):
+        module = None if module is None else module._modules.get(part)
+    return module

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.testing import assert_close
+from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens.model.optional_hooks import FLAGS, OptionalHooks
 
@@ -239,3 +240,88 @@ def test_flags_of_a_context_belong_to_one_thread(either):
         refused = pool.submit(model, either.tokens)
         assert "another thread" in str(refused.exception())
     model(either.tokens)
+
+
+class Zero(torch.nn.Module):
+    def forward(self, x):
+        return 0 * x
+
+
+@pytest.fixture
+def put(either):
+    """A function that puts a module in the place of a hook point; the hook points come back after the test."""
+    model, replaced = either.model, {}
+
+    def put_it(name, module):
+        parent, _, last = name.rpartition(".")
+        replaced.setdefault(name, model.get_submodule(name))
+        setattr(model.get_submodule(parent), last, module)
+        model.setup()
+
+    yield put_it
+    for name, point in list(replaced.items()):
+        put_it(name, point)
+
+
+@pytest.mark.parametrize("module", [Zero(), type("ZeroPoint", (HookPoint,), {"forward": Zero.forward})()])
+def test_a_module_in_the_place_of_a_point_that_does_not_pass_is_refused(either, put, module):
+    model, tokens = either.model, either.tokens[:1, :4]
+    kind = type(module).__name__
+    normalized = f"{BLOCK}.ln1.hook_normalized"
+    point = model.get_submodule(normalized)
+    put(normalized, module)
+    model(tokens)
+    with pytest.raises(ValueError, match=f"is a module {kind}, and use_split_qkv_input uses its weight directly"):
+        model.set_use_split_qkv_input(True)
+    put(normalized, point)
+    with model.optional_hooks(use_split_qkv_input=True):
+        put(normalized, module)
+        with pytest.raises(ValueError, match=f"{kind}, and use_split_qkv_input uses its weight directly"):
+            model(tokens)
+        put(normalized, point)
+    for name in sorted(OPTIONAL_POINTS):
+        point = model.get_submodule(f"{BLOCK}.{name}")
+        put(f"{BLOCK}.{name}", module)
+        flag = OPTIONAL_POINTS[name]
+        with pytest.raises(ValueError, match=f"'{BLOCK}.{name}' is a module {kind}.*set_{flag}.True.: call it"):
+            model(tokens)
+        put(f"{BLOCK}.{name}", point)
+    model(tokens)
+
+
+OPTIONAL_POINTS = {
+    "attn.hook_result": "use_attn_result",
+    "attn.hook_q_input": "use_split_qkv_input",
+    "attn.hook_k_input": "use_split_qkv_input",
+    "attn.hook_v_input": "use_split_qkv_input",
+    "attn.hook_attn_in": "use_attn_in",
+    "hook_mlp_in": "use_hook_mlp_in",
+}
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_hook_at_a_point_that_does_not_pass_is_refused_unless_a_predicate_attached_it(either, of_torch):
+    model, tokens = either.model, either.tokens[:1, :4]
+
+    def refused(name, message):
+        point = model.get_submodule(name)
+        handle = point.register_forward_hook(lambda *args: None) if of_torch else point.add_hook(nothing).hook
+        with pytest.raises(ValueError, match=message):
+            model(tokens)
+        handle.remove()
+        point.remove_hooks()
+
+    with model.hooks(fwd_hooks=[(lambda name: True, lambda activation, hook: None)]):
+        model(tokens)
+        refused(f"{BLOCK}.attn.hook_result", f"'{BLOCK}.attn.hook_result' carries a hook, and passes only after")
+    with model.optional_hooks(use_split_qkv_input=True):
+        with model.hooks(fwd_hooks=[(lambda name: True, lambda activation, hook: None)]):
+            model(tokens)
+        refused(f"{BLOCK}.ln1.hook_normalized", "'blocks.1.ln1' carries a hook, and use_split_qkv_input uses")
+    model.set_use_attn_result(True)
+    model.add_hook(f"{BLOCK}.attn.hook_result", nothing)
+    model.set_use_attn_result(False)
+    with pytest.raises(ValueError, match=f"'{BLOCK}.attn.hook_result' carries a hook"):
+        model(tokens)
+    model.reset_hooks()
+    model(tokens)

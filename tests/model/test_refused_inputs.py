@@ -150,3 +150,14 @@ def test_the_package_says_its_version():
     from importlib.metadata import version
 
     assert diffusion_lens.__version__ == version("diffusion-lens")
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_filters_that_are_none_are_refused(either):
+    model, tokens = either.model, either.tokens[:1, :5]
+    for wrong, message in (
+        ([lambda name: True], "a list of hook points has their names, not <function"),
+        ((name for name in model.hook_dict), "no filter of hook points; pass a name, a list of names"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            model.run_with_cache(tokens, names_filter=wrong)

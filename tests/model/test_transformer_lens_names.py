@@ -8,12 +8,22 @@ from torch.testing import assert_close
 from transformer_lens import ActivationCache
 from transformer_lens.utilities import get_act_name
 
-from diffusion_lens.hook_names import BLOCK_ALIASES
+# Other names of hook points of a block, and the names here.
+NAMES = {
+    "hook_in": "hook_resid_pre",
+    "hook_out": "hook_resid_post",
+    "attn.hook_out": "hook_attn_out",
+    "mlp.hook_out": "hook_mlp_out",
+    "hook_attn_in": "attn.hook_attn_in",
+    "hook_q_input": "attn.hook_q_input",
+    "hook_k_input": "attn.hook_k_input",
+    "hook_v_input": "attn.hook_v_input",
+}
 
 
 def test_an_alias_reaches_the_same_hook_point(either):
     model, tokens = either.model, either.tokens[:1]
-    aliases = {f"blocks.1.{alias}": f"blocks.1.{name}" for alias, name in BLOCK_ALIASES.items()}
+    aliases = {f"blocks.1.{alias}": f"blocks.1.{name}" for alias, name in NAMES.items()}
     called = []
 
     def record(activation, hook):
@@ -101,7 +111,7 @@ def test_parameters_have_transformer_lens_names(either):
 
 
 def test_no_alias_is_a_hook_point_itself(every):
-    assert not set(every.model.hook_dict) & {f"blocks.0.{alias}" for alias in BLOCK_ALIASES}
+    assert not set(every.model.hook_dict) & {f"blocks.0.{alias}" for alias in NAMES}
     assert all(torch.is_tensor(weight) for weight in every.model.tl_parameters().values())
 
 
@@ -136,3 +146,69 @@ def test_caches_keep_their_aliases(either):
     assert plain[alias] is plain[name]
     _, by_step = model.denoise_with_cache(tokens, name, max_new_tokens=1, steps=1)
     assert torch.equal(by_step[0].to("cpu")[alias], by_step[0][name])
+
+
+def selected_by(model, predicate):
+    _, cache = model.run_with_cache(torch.tensor([[5, 6]]), names_filter=predicate)
+    return set(cache)
+
+
+def test_predicates_see_the_names_of_transformer_lens_4(either):
+    model, tokens = either.model, either.tokens[:1, :5]
+    mixed = ("blocks.1.mlp.hook_out", "blocks.0.hook_resid_pre", "blocks.1.hook_in", "blocks.1.hook_resid_pre")
+    expected = {"blocks.1.hook_mlp_out", "blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre"}
+    assert selected_by(model, lambda name: name in mixed) == expected
+    blocks = [f"blocks.{i}." for i in range(model.cfg.n_layers)]
+    outputs = {f"{block}hook_{out}" for block in blocks for out in ("resid_post", "attn_out", "mlp_out")}
+    assert selected_by(model, lambda name: name.endswith("hook_out")) == outputs | {"hook_embed"}
+    called = []
+    with model.hooks(
+        fwd_hooks=[(lambda name: name in mixed, lambda activation, hook: called.append(hook.name))],
+    ):
+        model(tokens)
+    assert sorted(called) == sorted(expected)
+    model.add_hook(lambda name: name == "blocks.1.hook_out", lambda activation, hook: called.append(hook.name))
+    model(tokens)
+    model.reset_hooks()
+    assert called[3:] == ["blocks.1.hook_resid_post"]
+
+
+def test_a_predicate_of_parts_of_names_selects_by_the_names_here(either):
+    model = either.model
+    names = set(selected_by(model, None))
+    assert selected_by(model, lambda name: "resid_pre" not in name) == {
+        name for name in names if not name.endswith("hook_resid_pre")
+    }
+    assert selected_by(model, lambda name: name.endswith("_out")) == {name for name in names if name.endswith("_out")}
+    in_attention = {name for name in names if name.startswith("blocks.1.attn.")}
+    assert selected_by(model, lambda name: name.startswith("blocks.1.attn.")) == in_attention
+    known = dict.fromkeys(model.hook_dict, False) | {"blocks.0.hook_resid_mid": True}
+    assert selected_by(model, lambda name: known[name]) == {"blocks.0.hook_resid_mid"}
+
+
+def test_dictionaries_of_caching_hooks_are_read_by_aliases(either):
+    model, tokens = either.model, either.tokens[:1, :5]
+    alias, name = "blocks.1.hook_in", "blocks.1.hook_resid_pre"
+    cached, forward, backward = model.get_caching_hooks([alias], incl_bwd=True)
+    with model.hooks(forward, backward):
+        model(tokens)[0, -1].logsumexp(-1).backward()
+    added = model.add_caching_hooks([alias])
+    model(tokens)
+    model.reset_hooks()
+    assert list(cached) == [name, f"{name}_grad"]
+    assert list(added) == [name]
+    for values in (cached, added, ActivationCache(cached, model)):
+        assert values[alias] is values[name]
+        assert_close(values[alias], cached[name], rtol=0, atol=0)
+    assert cached[f"{alias}_grad"] is cached[f"{name}_grad"]
+    assert ActivationCache(cached, model)["in", 1] is cached[name]
+    _, cache = model.run_with_cache(tokens, names_filter=alias)
+    assert alias in cache
+    assert name in cache
+    assert "blocks.2.hook_in" not in cache
+    everything, forward, _ = model.get_caching_hooks(lambda name: name.startswith("blocks.1."))
+    with model.hooks(forward):
+        model(tokens)
+    assert everything[alias] is everything[name]
+    with pytest.raises(ValueError, match=r"'blocks\.1\.attn\.hook_result' passes only after"):
+        model.add_caching_hooks(["blocks.1.attn.hook_result"])
