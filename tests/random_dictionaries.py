@@ -21,6 +21,29 @@ class RandomDictionary(nn.Module):
         return features @ self.decoder + self.bias
 
 
+class Rescaling:
+    """A dictionary that keeps the norm of what it encodes until it decodes, as SAEs of SAELens do."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        self.norm = x.norm(dim=-1, keepdim=True)
+        return torch.relu(x / self.norm)
+
+    def decode(self, features: Tensor) -> Tensor:
+        reconstruction = features * self.norm
+        del self.norm
+        return reconstruction
+
+
+class InPlace:
+    """A dictionary whose methods write into what they get."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.sub_(1).relu_()
+
+    def decode(self, features: Tensor) -> Tensor:
+        return features.mul_(0.5).add_(1)
+
+
 class Identity(nn.Module):
     """A dictionary that loses nothing."""
 

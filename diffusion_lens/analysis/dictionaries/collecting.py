@@ -84,6 +84,8 @@ def activations(
     stored_dtype = None if dtype is None else as_dtype(dtype)
     clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
     canvases = Canvases(model, clean, spans, whole_number("seed", seed))
+    if not any(bool(batch.selected(selection).any()) for batch in canvases.batches(size)):
+        raise ValueError(f"mask={mask!r} selects no position of any canvas at t={t}; give another t, or more texts")
     record = {
         "kind": KIND,
         "names": points,
@@ -106,10 +108,7 @@ def activations(
             writer.add(_rows(model, batch, points, selection, stored_dtype), len(batch.tokens))
             bar.update(len(batch.tokens))
     writer.flush()
-    store = ActivationStore.load(out)
-    if not len(store):
-        raise ValueError(f"mask={mask!r} selects no position of any canvas at t={t}; give another t, or more texts")
-    return store
+    return ActivationStore.load(out)
 
 
 def run_to(model: DiffusionTransformer, batch: CanvasBatch, names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -82,8 +82,8 @@ def dictionary_loss(
     Raises:
         KeyError: There is no such hook point.
         TypeError: The dictionary lacks `encode` or `decode`.
-        ValueError: The dictionary does not fit the hook point, a setting is out of range or does not fit the model, or
-            no position is selected.
+        ValueError: The dictionary does not fit the hook point, a setting is out of range or does not fit the model, no
+            position is selected, or the model predicts no token of a text (an AR baseline that of a single token).
     """
     check_dictionary(dictionary)
     spans = spans_of(model, t, NoiseRange(samples=4))
@@ -92,6 +92,7 @@ def dictionary_loss(
     selection, size = check_mask(model, mask, spans), at_least(1, "batch_size", batch_size)
     (point,) = readable_points(model, [name])
     clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
+    _require_predictions(model, clean)
     canvases = Canvases(model, clean, spans, whole_number("seed", seed))
     with tqdm(total=2 * len(canvases), desc="dictionary", unit="canvas", disable=not progress) as bar:
         means = _Means.of(model, canvases, point, selection, size, bar)
@@ -125,6 +126,19 @@ def dictionary_loss(
         overall_variance_explained=float(1 - fit.residual.sum() / fit.overall),
         record=record,
     )
+
+
+def _require_predictions(model: DiffusionTransformer, clean: CleanTexts) -> None:
+    """Raise a `ValueError` that names the texts of which the model predicts no token."""
+    if not model.cfg.grows:
+        return
+    rows = zip(clean.indices, clean.editable, strict=True)
+    if unpredicted := [index for index, editable in rows if not bool(editable[1:].any())]:
+        shown = ", ".join(map(str, unpredicted[:5])) + (", ..." if len(unpredicted) > 5 else "")
+        raise ValueError(
+            f"{model.cfg.model_name!r} does not predict the first token of a text, so texts of one token have no loss: "
+            f"leave out the texts {shown}"
+        )
 
 
 @dataclass

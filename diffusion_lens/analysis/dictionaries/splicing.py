@@ -49,6 +49,9 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
     at `attn.hook_z` is head times d_head. A dictionary that is a module computes in the dtype of its weights; the
     result has the dtype of the activation. The name of the hook in records contains a digest of the weights.
 
+    A dictionary gets copies, into which it may write. It may keep what `encode` has seen until the next `decode`, as
+    SAEs of SAELens with `normalize_activations="layer_norm"` do: each `decode` follows an `encode` of its own.
+
     Args:
         dictionary: Object with `encode` and `decode`.
         error_term: Whether the error of the unedited reconstruction is added.
@@ -58,8 +61,9 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
 
     Raises:
         TypeError: The dictionary lacks a method, or one returns something else than a tensor.
-        ValueError: When the hook is called: the dictionary has another width than the activation, or is on another
-            device; or the hook point has no vector for each position, such as one of attention patterns.
+        ValueError: The dictionary reshapes heads itself, as SAEs of SAELens for hook_z do. When the hook is called: the
+            dictionary has another width than the activation, or is on another device; or the hook point has no vector
+            for each position, such as one of attention patterns.
     """
     check_dictionary(dictionary)
     with_error = yes_or_no("error_term", error_term)
@@ -68,15 +72,15 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
         # 1. Features and their reconstruction, in the dictionary's dtype.
         x = vectors(activation, hook)
         features = _encoded(dictionary, x, hook)
-        unedited = reconstruction = None
-        if with_error or edit is None:
-            unedited = reconstruction = _decoded(dictionary, features, x, hook)
-        if edit is not None:
-            reconstruction = _decoded(dictionary, _edited(edit, features, hook), x, hook)
-        assert reconstruction is not None
-        # 2. Without an edit the difference is exactly 0 in value, and carries the gradient of the features.
+        edited = features if edit is None else _edited(edit, features, hook)
+        unedited = reconstruction = _decoded(dictionary, edited, x, hook)
+        # 2. The error term. Without an edit the difference is exactly 0 in value, and carries the gradient of the
+        #    features.
         if with_error:
-            assert unedited is not None
+            if edit is not None:
+                with torch.no_grad():
+                    _encoded(dictionary, x, hook)  # for what a dictionary keeps until `decode`
+                    unedited = _decoded(dictionary, features, x, hook)
             reconstruction = x.detach() + (reconstruction - unedited.detach())
         return reconstruction.to(activation.dtype).reshape(activation.shape)
 
@@ -85,12 +89,17 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
 
 
 def check_dictionary(dictionary: Any) -> None:
-    """Raise a `TypeError` unless an object has `encode` and `decode`."""
+    """Raise a `TypeError` unless an object has `encode` and `decode`; a `ValueError` if it reshapes heads itself."""
     missing = [name for name in ("encode", "decode") if not callable(getattr(dictionary, name, None))]
     if missing:
         raise TypeError(
             f"a {type(dictionary).__name__} is no dictionary: it has no method {' and no '.join(missing)}. Give an "
             "object with encode(x) and decode(features)"
+        )
+    if getattr(dictionary, "hook_z_reshaping_mode", False):
+        raise ValueError(
+            f"this {type(dictionary).__name__} flattens heads itself, and a splice gives it flattened ones: call "
+            "dictionary.turn_off_forward_pass_hook_z_reshaping()"
         )
 
 
@@ -156,10 +165,10 @@ def _edited(edit: Edit, features: Tensor, hook: Any) -> Tensor:
 
 
 def _called(dictionary: Dictionary, method: str, given: Tensor, x: Tensor, hook: Any) -> Tensor:
-    """What a method of the dictionary returns; an error of shapes in it names the hook point and its width."""
+    """What a method of the dictionary returns for a copy; an error of shapes names the hook point and its width."""
     called = f"{method} of {type(dictionary).__name__}"
     try:
-        returned = getattr(dictionary, method)(given)
+        returned = getattr(dictionary, method)(given.clone())
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

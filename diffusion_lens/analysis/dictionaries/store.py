@@ -151,24 +151,30 @@ class ActivationStore:
             chosen &= self.masked == yes_or_no("masked", masked)
         return chosen.nonzero()[:, 0]
 
-    def rows(self, name: str, indices: Int[Tensor, "selected"]) -> Float[Tensor, "selected d"]:
+    def rows(self, name: str, indices: Whole | Iterable[Whole]) -> Float[Tensor, "selected d"]:
         """The vectors of some rows at a hook point, in this order.
+
+        Args:
+            name: Hook point.
+            indices: Numbers of rows, or a mask Bool[entry] of all rows, such as `store.masked`: a tensor, an array or a
+                list. A single number is one row.
 
         Raises:
             KeyError: The hook point was not stored.
             IndexError: There is no such row.
+            TypeError: The indices are no whole numbers.
+            ValueError: The indices have several axes, or a mask has another length than the store.
         """
         name = own_name(name)
         if name not in self.names:
             raise KeyError(f"{name!r} was not stored; the nearest are: {nearest(name, self.names)}")
-        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
-            raise IndexError(f"rows are numbered from 0 to {len(self) - 1}")
+        numbers = self._numbers(indices)
         vectors = [shard.tensors[name] for shard in self.shards if len(shard)]
-        file_of = torch.searchsorted(self._ends, indices, right=True)
-        found = vectors[0].new_empty((len(indices), vectors[0].shape[1]))
+        file_of = torch.searchsorted(self._ends, numbers, right=True)
+        found = vectors[0].new_empty((len(numbers), vectors[0].shape[1]))
         for file in file_of.unique().tolist():
             here = file_of == file
-            found[here] = vectors[file][indices[here] - (self._ends[file] - len(vectors[file]))]
+            found[here] = vectors[file][numbers[here] - (self._ends[file] - len(vectors[file]))]
         return found
 
     def batches(
@@ -210,6 +216,29 @@ class ActivationStore:
             for epoch in (itertools.count() if n_epochs is None else range(n_epochs))
         )
         return (self.rows(name, indices).to(device=device, dtype=dtype) for indices in _in_batches(orders, size))
+
+    def _numbers(self, indices: Any) -> Int[Tensor, "selected"]:
+        """Numbers of rows, from numbers or from a mask of all rows."""
+        try:
+            given = torch.as_tensor(indices).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"the indices of rows are a {type(indices).__name__}; give whole numbers, such as those of "
+                "store.select(...), or a mask of all rows"
+            ) from error
+        if given.dim() > 1 or (given.dtype == torch.bool and given.shape != (len(self),)):
+            raise ValueError(
+                f"the indices of rows are {given.dtype} {list(given.shape)}; give a list of whole numbers, or a mask "
+                f"of all {len(self)} rows"
+            )
+        if given.dtype == torch.bool:
+            return given.nonzero()[:, 0]
+        if given.numel() and (given.is_floating_point() or given.is_complex()):
+            raise TypeError(f"the indices of rows are {given.dtype}; give whole numbers, or a mask of all rows")
+        numbers = given.long().reshape(-1)
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self):
+            raise IndexError(f"rows are numbered from 0 to {len(self) - 1}")
+        return numbers
 
     @cached_property
     def _ends(self) -> Int[Tensor, "entry"]:

@@ -4,6 +4,7 @@ import copy
 import hashlib
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +181,32 @@ def test_batches_are_every_row_once_in_the_order_of_the_seed(small, tmp_path):
     assert torch.equal(torch.cat(list(store.batches(RESID, 5))), shuffled)
 
 
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_rows_are_chosen_by_numbers_or_by_a_mask(small, tmp_path):
+    store = activations(small, SENTENCES[:4], RESID, out=tmp_path / "a", batch_size=2, shard_bytes=2000)
+    assert len(store.shards) > 1
+    everything, n_rows = store.rows(RESID, torch.arange(len(store))), len(store)
+    assert torch.equal(store.rows(RESID, store.masked), everything[store.masked])
+    assert torch.equal(store.rows(RESID, store.masked.tolist()), everything[store.masked])
+    for numbers in ([4, 0], (4, 0), np.array([4, 0]), torch.tensor([4, 0], dtype=torch.int32)):
+        assert torch.equal(store.rows(RESID, numbers), everything[[4, 0]])
+    assert torch.equal(store.rows(RESID, 3), everything[[3]])
+    assert store.rows(RESID, []).shape == (0, small.cfg.d_model)
+    for refused, error, message in (
+        (
+            store.masked[:-1],
+            ValueError,
+            rf"are torch.bool \[{n_rows - 1}\]; give .* a mask of all {n_rows} rows",
+        ),
+        (torch.zeros(2, 2).long(), ValueError, r"are torch.int64 \[2, 2\]; give a list of whole numbers"),
+        (torch.tensor([0.5]), TypeError, "are torch.float32; give whole numbers, or a mask"),
+        (["first"], TypeError, "the indices of rows are a list; give whole numbers, such as those of store.select"),
+        ([-1], IndexError, f"rows are numbered from 0 to {n_rows - 1}"),
+    ):
+        with pytest.raises(error, match=message):
+            store.rows(RESID, refused)
+
+
 def test_the_callers_hooks_are_felt_and_recorded(small, tmp_path):
     settings = dict(names=RESID, out=tmp_path / "a")
     plain = activations(small, SENTENCES, **settings)
@@ -211,6 +238,7 @@ def test_what_does_not_fit_is_refused(small, tmp_path):
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask= belongs to tokens"),
         ({"batch_size": 0}, "batch_size=0; it must be at least 1"),
         ({"dtype": "int8"}, "cannot have the dtype 'int8'"),
+        ({"t": 1e-9, "mask": "masked"}, "mask='masked' selects no position of any canvas at t=1e-09"),
     ):
         with pytest.raises(ValueError, match=message):
             collect(**options)

@@ -212,6 +212,14 @@ def test_canvases_without_a_masked_position_cost_nothing(small):
     assert result.n_rows.tolist() == [sum(len(small.encode(sentence)) for sentence in SENTENCES[:2])]
 
 
+@pytest.mark.parametrize("small", ["ar"], indirect=True)
+def test_texts_of_which_nothing_is_predicted_are_named_before_anything_runs(small):
+    """Whatever the batches are."""
+    for size in (1, 2, 32):
+        with pytest.raises(ValueError, match=r"does not predict the first token of a text.*leave out the texts 1, 3$"):
+            dictionary_loss(small, [SENTENCES[0], "Ada", SENTENCES[1], "is"], RESID, Identity(), batch_size=size)
+
+
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 def test_what_does_not_fit_is_refused(small):
     def lose(**options):

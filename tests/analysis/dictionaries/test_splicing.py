@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_dictionaries import Identity, RandomDictionary
+from random_dictionaries import Identity, InPlace, RandomDictionary, Rescaling
 
 from diffusion_lens.analysis import splice
 from diffusion_lens.analysis.dictionaries.splicing import check_dictionary
@@ -83,6 +83,44 @@ def test_gradients_of_features_are_those_of_small_edits(several):
         return model.run_with_hooks(tokens, fwd_hooks=[(RESID, hook)])[0, 8].logsumexp(dim=-1).item()
 
     assert kept[0].grad[..., 3].sum().item() == pytest.approx((value(1e-5) - value(-1e-5)) / 2e-5, rel=1e-4)
+
+
+def double(features, hook):
+    return features * 2
+
+
+@pytest.mark.parametrize("edit", [None, double])
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_gradients_reach_the_layers_below_through_the_features_only(either, edit):
+    dictionary, point = RandomDictionary(8), either.model.hook_dict[RESID]
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    spliced = splice(dictionary, edit=edit)(x, point)
+    by_hand = dictionary.decode(dictionary.encode(x) * (1 if edit is None else 2))
+    weights = torch.linspace(-1, 2, 8)
+    gradients = [torch.autograd.grad((value * weights).sum(), x)[0] for value in (spliced, by_hand)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("error_term", [True, False])
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_dictionaries_that_write_or_keep_state_give_the_formula(either, error_term):
+    """The formula is written out here, without either habit."""
+    point = either.model.hook_dict[RESID]
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    plain = {
+        InPlace: (lambda x: torch.relu(x - 1), lambda features: features * 0.5 + 1),
+        Rescaling: (
+            lambda x: torch.relu(x / x.norm(dim=-1, keepdim=True)),
+            lambda features: features * x.norm(dim=-1, keepdim=True),
+        ),
+    }
+    for kind, (encode, decode) in plain.items():
+        error, kept, given = x - decode(encode(x)) if error_term else 0, [], x.clone()
+        for edit, factor in ((None, 1), (double, 2), (lambda features, hook, kept=kept: kept.append(features), 1)):
+            spliced = splice(kind(), error_term=error_term, edit=edit)(given, point)
+            torch.testing.assert_close(spliced, decode(encode(x) * factor) + error)
+            assert torch.equal(given, x)
+        assert torch.equal(kept[0], encode(x))
 
 
 def test_edits_act_at_the_chosen_steps_only(tiny):
@@ -170,6 +208,8 @@ def test_what_does_not_fit_is_refused(either):
     width = model.cfg.d_model
     with pytest.raises(TypeError, match="SimpleNamespace is no dictionary: it has no method decode"):
         check_dictionary(SimpleNamespace(encode=lambda x: x))
+    with pytest.raises(ValueError, match=r"call dictionary.turn_off_forward_pass_hook_z_reshaping\(\)"):
+        splice(SimpleNamespace(encode=Identity().encode, decode=Identity().decode, hook_z_reshaping_mode=True))
     with pytest.raises(
         ValueError, match=rf"encode of RandomDictionary failed at '{RESID}'.*must have the width {width}"
     ):
