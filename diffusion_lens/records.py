@@ -83,8 +83,9 @@ def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], reco
     if target.suffix != ".safetensors":
         raise ValueError(f"results are safetensors files; {target} should end in .safetensors")
     part = _PART.get()
-    metadata = {RECORD: to_json({"kind": kind, **record})} | ({} if part is None else {PART: part})
-    write_safetensors(tensors, target, metadata)
+    # One entry of metadata only: safetensors writes several in an order that varies from file to file.
+    described = {"kind": kind, **record, **({} if part is None else {PART: part})}
+    write_safetensors(tensors, target, {RECORD: to_json(described)})
     return target
 
 
@@ -101,8 +102,8 @@ def part_of_run(mark: str) -> Iterator[None]:
 def mark_of(path: str | Path) -> str | None:
     """The mark that `part_of_run` wrote into a result; `None` if it was saved without one."""
     with _opened(path, "result") as file:
-        mark: str | None = (file.metadata() or {}).get(PART)
-    return mark
+        in_metadata: str | None = (file.metadata() or {}).get(PART)  # as earlier versions wrote it
+        return in_metadata or _record_of(file).get(PART)
 
 
 def kind_of(path: str | Path) -> str:
@@ -157,6 +158,7 @@ def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if record.pop("kind", None) != kind:
         raise ValueError(f"{path} is not a saved {kind}")
+    record.pop(PART, None)
     return tensors, record
 
 

@@ -12,7 +12,8 @@ from diffusion_lens.analysis.resumable import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.prepare import denoise
 from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
-from diffusion_lens.records import load_result, save_result
+from diffusion_lens.records import PART, RECORD, load_result, mark_of, save_result
+from weight_conversion import to_json, write_safetensors
 
 TOY = toy_facts.load()
 FACTS = [*TOY.facts("p2d", "d2p")[:24:3], *TOY.facts("d2p", "p2d")[:9:3]]
@@ -211,3 +212,24 @@ def test_a_batch_saved_in_part_is_computed_whole(tmp_path):
     assert saved == {**texts, "b": "before"}
     list(work_through_batches(["a", "bc", "de"], work, Note.load, folder))
     assert len(batches) == 2
+
+
+def test_files_of_a_study_are_the_same_bytes_each_time(tmp_path):
+    folder, contents = FactFolder.start(tmp_path, {"facts": {"a": None}}), set()
+    for _ in range(12):
+        folder.save("a", Note("again"))
+        contents.add(folder.file("a").read_bytes())
+    assert len(contents) == 1
+    assert Note.load(folder.file("a")).text == "again"
+
+
+def test_a_mark_that_an_earlier_version_wrote_is_read(tmp_path):
+    """It was an entry of the metadata of its own."""
+    folder = FactFolder.start(tmp_path, {"facts": {"a": None}})
+    folder.save("a", Note("before"))
+    metadata = {RECORD: to_json({"kind": "note", "text": "before"}), PART: mark_of(folder.file("a"))}
+    write_safetensors({}, folder.file("a"), metadata)
+    assert folder.has("a")
+    write_safetensors({}, folder.file("a"), {**metadata, PART: "another"})
+    with pytest.raises(ValueError, match="belongs to another study or another fact"):
+        folder.has("a")
