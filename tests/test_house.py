@@ -87,6 +87,9 @@ MOST_ARGUMENTS = 8
 DOORS = {
     "diffusion_lens.analysis.average_effects.average.average_indirect_effect",
     "diffusion_lens.analysis.average_effects.average_trajectory.average_trajectory_effect",
+    "diffusion_lens.analysis.by_step.sinks.attention_sinks",
+    "diffusion_lens.analysis.by_step.steering_vectors.difference_of_means",
+    "diffusion_lens.analysis.by_step.time_probe.probe_time",
     "diffusion_lens.analysis.causal_tracing.temporal.temporal_effect",
     "diffusion_lens.analysis.causal_tracing.trace.causal_trace",
     "diffusion_lens.analysis.causal_tracing.trajectory_trace.trace_trajectory",

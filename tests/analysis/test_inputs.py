@@ -9,6 +9,8 @@ from torch.testing import assert_close
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import (
+    AttentionSinks,
+    TimeProbe,
     activations,
     attention_sinks,
     dictionary_loss,
@@ -17,7 +19,7 @@ from diffusion_lens.analysis import (
     logit_lens,
     probe_time,
 )
-from diffusion_lens.analysis.inputs import CleanTexts, Inputs
+from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Inputs
 from diffusion_lens.interventions import zero_ablate
 
 NAME = "blocks.1.hook_resid_post"
@@ -88,12 +90,22 @@ def test_clean_texts_are_refused_by_one_rule(tiny, tmp_path):
 def test_a_mask_belongs_to_tokens(small, tmp_path):
     tokens, mask = small.tokenize(TEXTS)
     collect = partial(activations, names=NAME, out=tmp_path / "a")
-    for analyse in (logit_lens, fit_translators, collect, losses):
+    for analyse in (logit_lens, fit_translators, collect, losses, attention_sinks, probe_time):
         with pytest.raises(ValueError, match="attention_mask= belongs to tokens"):
             analyse(small, TEXTS, attention_mask=mask)
     for analyse in (logit_lens, fit_translators, collect, losses, attention_sinks, means):
         with pytest.raises(ValueError, match="the tokens alone do not show what is padding"):
             analyse(small, tokens)
+    with pytest.raises(TypeError, match="give a pair"):
+        means(small, tokens, attention_mask=mask)
+    of_pair = difference_of_means(small, tokens, TEXTS[1], NAME, attention_mask=(mask, None))
+    assert_close(of_pair[NAME], difference_of_means(small, TEXTS, TEXTS[1], NAME)[NAME])
+    assert of_pair.n_positive == mask.sum()
+    of_texts, of_tokens = attention_sinks(small, TEXTS), attention_sinks(small, tokens, attention_mask=mask)
+    assert torch.equal(of_texts.received.nan_to_num(), of_tokens.received.nan_to_num())
+    if small.cfg.has_mask:
+        of_texts, of_tokens = probe_time(small, TEXTS), probe_time(small, tokens, attention_mask=mask)
+        assert torch.equal(of_texts.r2, of_tokens.r2)
     of_texts, of_tokens = (CleanTexts.of(small, *given) for given in ((TEXTS,), (tokens, mask)))
     assert [row.tolist() for row in of_texts.tokens] == [row.tolist() for row in of_tokens.tokens]
 
@@ -128,3 +140,43 @@ def test_states_are_those_of_a_cache_at_the_step(several):
     assert seen == [2, 2, 2]
     entries = (torch.tensor([1, 0]), torch.tensor([3, 2]))
     assert torch.equal(one.states(names, entries)[names[1]], one.states(names)[names[1]][entries])
+
+
+@pytest.mark.filterwarnings("ignore:the trajectory .*written by another network")
+def test_canvases_share_passes_where_nothing_is_hooked(small, monkeypatch):
+    """With the same numbers as one pass for each canvas, which a hook that changes nothing enforces."""
+    n_passes, run_pass = [0], ForwardPass.run
+
+    def counted(self, *args):
+        n_passes[0] += 1
+        run_pass(self, *args)
+
+    def count(analyse):
+        n_passes[0] = 0
+        return analyse(), n_passes[0]
+
+    monkeypatch.setattr(ForwardPass, "run", counted)
+    settings = {"steps": 12} if small.cfg.has_mask else {}
+    runs = [small.denoise(prompts, max_new_tokens=3, **settings) for prompts in (TEXTS, TEXTS[:1])]
+    distinct = [len(run.canvases[:-1].unique_consecutive(dim=0)) if small.cfg.has_mask else 1 for run in runs]
+    n_steps = runs[0].n_steps
+    assert max(distinct) < n_steps
+    n_sinks, n_means, n_probe = distinct[0], 2 * sum(distinct), sum(distinct)
+    for analyse, n_shared, n_alone in (
+        (lambda: attention_sinks(small, runs[0]), n_sinks, n_steps),
+        (lambda: difference_of_means(small, runs, runs[::-1], NAME, positions=[-1]), n_means, 4 * n_steps),
+        (lambda: probe_time(small, runs, NAME, positions="all"), n_probe, 2 * n_steps),
+    ):
+        shared, n = count(analyse)
+        with small.hooks(fwd_hooks=[("hook_embed", lambda activation, hook: None)]):
+            alone, n_of_hooked = count(analyse)
+        assert (n, n_of_hooked) == (n_shared, n_alone)
+        if isinstance(shared, AttentionSinks):
+            assert_close(shared.received, alone.received, rtol=1e-4, atol=1e-5, equal_nan=True)
+            assert torch.equal(shared.n_queries, alone.n_queries)
+        elif isinstance(shared, TimeProbe):
+            assert_close(shared.weights[NAME], alone.weights[NAME], rtol=1e-3, atol=1e-4)
+            assert_close(shared.r2, alone.r2, rtol=1e-4, atol=1e-4)
+        else:
+            assert_close(shared.positive[NAME], alone.positive[NAME], rtol=1e-4, atol=1e-5)
+            assert torch.equal(shared.n_positive, alone.n_positive)

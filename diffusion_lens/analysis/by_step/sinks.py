@@ -26,8 +26,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.by_step.sinks_result import AttentionSinks
-from diffusion_lens.analysis.inputs import ForwardPass, Inputs, Readable
+from diffusion_lens.analysis.inputs import ForwardPass, Inputs, Readable, SharedPass, passes_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -35,6 +36,8 @@ from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, not_negative, pick_indices
 
 HEADS = ("each", "mean")
+# 4 + 8 + 8 + 1 + 1 of the result, and 8 + 1 + 1 of the canvases to be read.
+_BYTES_OF_A_POSITION = 32
 
 
 @begins_run
@@ -47,12 +50,14 @@ def attention_sinks(
     steps: Whole | Iterable[Whole] | None = None,
     layers: Iterable[Whole] | None = None,
     heads: str = "each",
+    attention_mask: Tensor | None = None,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> AttentionSinks:
     """The attention that each position receives, by step, layer and head, and which positions are sinks.
 
-    The caller's hooks act, also those that change patterns. Under guidance it is the conditional branch.
+    The caller's hooks act, also those that change patterns. Without hooks, steps with the same canvas share a forward
+    pass; a causal model takes a single one. Under guidance it is the conditional branch.
 
     Args:
         model: Model of either variant.
@@ -61,7 +66,8 @@ def attention_sinks(
         steps: Steps of the trajectory, negative ones from the end; by default all.
         layers: Layers, negative ones from the end; by default all.
         heads: "each", or "mean" for the average over the heads of a layer, which takes less memory.
-        max_bytes: Most memory for the result and for the pattern of one layer.
+        attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
+        max_bytes: Most memory for the result and for one forward pass.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -70,31 +76,33 @@ def attention_sinks(
     if heads not in HEADS:
         raise ValueError(f"heads={heads!r}; it must be 'each' or 'mean'")
     epsilon = not_negative("threshold", threshold, "every position above the mean")
-    given = Inputs.of(model, inputs)
+    given = Inputs.of(model, inputs, attention_mask=attention_mask)
     run, chosen, picked = given.trajectory, given.pick_steps(steps), pick_indices("layers", layers, model.cfg.n_layers)
     indices = None if chosen is None else sorted(chosen)
-    axis: Sequence[int | None] = [None] if indices is None else indices
-    passes = [read for index in axis for read in given.at(index)]
-    n_heads = 1 if heads == "mean" else model.cfg.n_heads
-    _require_memory(model, passes[0], len(passes) * len(picked) * n_heads, max_bytes)
+    batch, pos = next(given.at(None if indices is None else indices[0])).tokens.shape
+    n_steps, n_heads = 1 if indices is None else len(indices), 1 if heads == "mean" else model.cfg.n_heads
+    _require_memory(model, (batch, pos), (n_steps, len(picked), n_heads), max_bytes)
 
-    received = [
-        _received(read, picked, heads)
-        for read in tqdm(passes, desc="attention sinks", unit="step", disable=not progress)
-    ]
-    tokens = torch.stack([read.tokens for read in passes]).cpu()
-    present = torch.stack([read.present for read in passes]).cpu()
-    even, queries = zip(*(_equal_attention(read) for read in passes), strict=True)
     tensors = {
-        "received": torch.stack(received),
-        "even": torch.stack(even),
-        "n_queries": torch.stack(queries),
-        "canvases": tokens,
-        "masked": torch.stack([read.masked for read in passes]).cpu(),
-        "special": _special(model, tokens) & present,
+        "received": torch.full((n_steps, len(picked), n_heads, batch, pos), torch.nan),
+        "even": torch.empty(n_steps, batch, pos),
+        "n_queries": torch.empty(n_steps, batch, pos, dtype=torch.long),
+        "canvases": torch.empty(n_steps, batch, pos, dtype=torch.long),
+        "masked": torch.empty(n_steps, batch, pos, dtype=torch.bool),
+        "special": torch.empty(n_steps, batch, pos, dtype=torch.bool),
     }
-    final = tokens[0] if run is None else run.tokens.cpu()
-    ids = torch.cat([tokens.flatten(), final.flatten()]).unique().tolist()
+    ids: set[int] = set()
+    with tqdm(total=n_steps, desc="attention sinks", unit="step", disable=not progress) as bar:
+        for one in passes_of(given, indices):
+            _receive(one, picked, tensors["received"])
+            for index, canvas in one.served.items():
+                tensors["even"][index], tensors["n_queries"][index] = _equal_attention(canvas)
+                tensors["canvases"][index], tensors["masked"][index] = canvas.tokens, canvas.masked
+                tensors["special"][index] = _special(model, canvas.tokens) & canvas.present
+                ids |= set(canvas.tokens.unique().tolist())
+                bar.update()
+    final = tensors["canvases"][0] if run is None else run.tokens.cpu()
+    named = sorted(ids | set(final.unique().tolist()))
     record = {
         "steps": indices,
         "n_steps": given.n_steps,
@@ -105,28 +113,28 @@ def attention_sinks(
     }
     return AttentionSinks(
         **(tensors if indices is not None else {name: x[0] for name, x in tensors.items()}),
-        given=torch.zeros_like(tokens[0], dtype=torch.bool) if run is None else run.given.cpu(),
+        given=torch.zeros_like(final, dtype=torch.bool) if run is None else run.given.cpu(),
         final=final,
         threshold=epsilon,
-        words=dict(zip(ids, model.words(ids), strict=True)),
+        words=dict(zip(named, model.words(named), strict=True)),
         record=record,
     )
 
 
-def _received(read: ForwardPass, layers: Sequence[int], heads: str) -> Float[Tensor, "layer head batch pos"]:
-    """The column sums of the patterns of some layers; NaN at positions without a token."""
-    summed: dict[str, Tensor] = {}
-    present = read.present
+def _receive(one: SharedPass, layers: Sequence[int], received: Float[Tensor, "step layer head batch pos"]) -> None:
+    """Write the column sums of the patterns of some layers, at the positions and steps that the pass serves."""
+    inside = {index: one.on_read(canvas.present) for index, canvas in one.served.items()}
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
 
     def reduce(pattern: Tensor, hook: Any) -> None:
-        wide = torch.promote_types(pattern.dtype, torch.float32)
-        columns = torch.einsum("bhqk,bq->hbk", pattern.to(wide), present.to(wide))
-        columns = columns.mean(dim=0, keepdim=True) if heads == "mean" else columns
-        summed[hook.name] = columns.masked_fill(~present, torch.nan).float().cpu()
+        wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
+        of_layer = received[:, names.index(hook.name)]
+        for index, present in inside.items():
+            columns = (present[:, None, None].to(wide) @ wide)[:, :, 0].transpose(0, 1)
+            columns = columns.mean(dim=0, keepdim=True) if len(of_layer[index]) == 1 else columns
+            of_layer[index, ..., : pattern.shape[-1]] = columns.masked_fill(~present, torch.nan)
 
-    names = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
-    read.run([(name, reduce) for name in names])
-    return torch.stack([summed[name] for name in names])
+    one.read.run([(name, reduce) for name in names])
 
 
 def _equal_attention(read: ForwardPass) -> tuple[Tensor, Tensor]:
@@ -139,22 +147,31 @@ def _equal_attention(read: ForwardPass) -> tuple[Tensor, Tensor]:
     allowed = visibility.dense(tokens.shape[1], tokens.shape[1], tokens.device)[:, 0].expand(len(tokens), -1, -1)
     seen = (allowed & present[:, :, None] & present[:, None, :]).float()
     shares = seen / seen.sum(dim=2, keepdim=True).clamp(min=1)
-    return shares.sum(dim=1).cpu(), seen.sum(dim=1).long().cpu()
+    return shares.sum(dim=1), seen.sum(dim=1)
 
 
 def _special(model: DiffusionTransformer, tokens: Tensor) -> Tensor:
     """True at special tokens of the tokenizer other than [MASK]."""
     ids = set(getattr(model.tokenizer, "all_special_ids", ())) - {model.cfg.mask_token_id}
-    return torch.isin(tokens, torch.tensor(sorted(ids), dtype=tokens.dtype))
+    return torch.isin(tokens, torch.tensor(sorted(ids), dtype=tokens.dtype, device=tokens.device))
 
 
-def _require_memory(model: DiffusionTransformer, read: ForwardPass, n_rows: int, max_bytes: int) -> None:
-    """Raise a `ValueError` if the result and one pattern take more than `max_bytes`."""
-    batch, pos = read.tokens.shape
-    pattern = 3 * batch * model.cfg.n_heads * pos * pos * max(4, model.cfg.dtype.itemsize)
-    needed = n_rows * batch * pos * 4 + pattern
+def _require_memory(
+    model: DiffusionTransformer, shape: tuple[int, int], entries: tuple[int, int, int], max_bytes: int
+) -> None:
+    """Raise a `ValueError` if the result and one pass take more than `max_bytes`.
+
+    Args:
+        shape: Rows and positions of a canvas.
+        entries: Number of steps, layers and heads of the result.
+    """
+    cfg, (batch, pos), (n_steps, n_layers, n_heads) = model.cfg, shape, entries
+    # Scores, their softmax and the pattern, beside the states of a block.
+    one_pass = batch * (3 * cfg.n_heads * pos * pos * max(4, cfg.dtype.itemsize) + row_bytes(cfg, pos, 0))
+    # Beside the attention: equal attention, numbers of queries, canvases and two flags, and the canvases of the passes.
+    needed = n_steps * batch * pos * (4 * n_layers * n_heads + _BYTES_OF_A_POSITION) + one_pass
     if needed > max_bytes:
         raise ValueError(
-            f"the attention received takes {needed:,} bytes, of which {pattern:,} are for the pattern of one layer, "
-            f"but max_bytes is {max_bytes:,}: give fewer steps or layers, heads='mean', or fewer rows"
+            f"the attention received takes {needed:,} bytes, of which {one_pass:,} are for one forward pass, but "
+            f"max_bytes is {max_bytes:,}: give fewer steps or layers, heads='mean', or fewer rows"
         )

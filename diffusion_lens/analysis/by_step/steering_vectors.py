@@ -13,7 +13,7 @@ is a vector v_t for each step t, from the states at that step. The difference of
 Only sums are kept, not activations.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.by_step.positions import Positions, check_positions, nothing_selected, select
 from diffusion_lens.analysis.by_step.vectors_result import SteeringVectors
-from diffusion_lens.analysis.inputs import Inputs, Readable, readable_points
+from diffusion_lens.analysis.inputs import Inputs, Readable, passes_of, readable_points
 from diffusion_lens.hook_names import Hook, NamesFilter
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -42,12 +42,13 @@ def difference_of_means(
     positions: Positions = "all",
     steps: Whole | Iterable[Whole] | None = None,
     batch_size: Whole = 16,
+    attention_mask: tuple[Tensor | None, Tensor | None] = (None, None),
     progress: bool = False,
 ) -> SteeringVectors:
     """The mean activation of positive inputs minus that of negative inputs, at each hook point and step.
 
-    The caller's hooks inside the network act while the states are read. Under guidance the states are those of the
-    conditional branch.
+    The caller's hooks inside the network act while the states are read. Without hooks, steps with the same canvas share
+    a forward pass; a causal model takes a single one. Under guidance the states are those of the conditional branch.
 
     Args:
         model: Model of either variant.
@@ -57,6 +58,7 @@ def difference_of_means(
         positions: Positions that are averaged, as in `analysis.by_step.positions`.
         steps: Steps of the trajectories, negative ones from the end; by default all.
         batch_size: Number of texts or queries in a pass.
+        attention_mask: Of positive and of negative tokens, [batch pos], 1 at real tokens, 0 at padding.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -66,8 +68,10 @@ def difference_of_means(
     """
     chosen, size = check_positions(positions), at_least(1, "batch_size", batch_size)
     names = readable_points(model, names_filter)
-    given = {"positive": positive, "negative": negative}
-    groups = {name: Inputs.of(model, inputs, batch_size=size) for name, inputs in given.items()}
+    if isinstance(attention_mask, Tensor):
+        raise TypeError("attention_mask= is one mask; give a pair, of the positive and of the negative tokens")
+    given = zip(("positive", "negative"), (positive, negative), attention_mask, strict=True)
+    groups = {name: Inputs.of(model, each, attention_mask=mask, batch_size=size) for name, each, mask in given}
     n_steps = {name: group.n_steps for name, group in groups.items()}
     if len(set(n_steps.values())) > 1:
         raise ValueError(f"both groups need the same kind of input and number of steps; the steps are {n_steps}")
@@ -75,15 +79,13 @@ def difference_of_means(
     groups["negative"].pick_steps(picked)
     indices = None if picked is None else sorted(picked)
 
-    sums = {name: Sums(names) for name in groups}
-    axis: Sequence[int | None] = [None] if indices is None else indices
-    with tqdm(total=2 * len(axis), desc="difference of means", unit="pass", disable=not progress) as bar:
-        for index in axis:
-            for name, group in groups.items():
-                sums[name].begin()
-                for read in group.at(index):
-                    read.run(sums[name].hooks(select(read, chosen)))
-                bar.update()
+    n_means = 1 if indices is None else len(indices)
+    sums = {name: Sums(names, n_means) for name in groups}
+    for name, group in groups.items():
+        passes = passes_of(group, indices)
+        for one in tqdm(passes, desc=f"means of the {name} inputs", unit="pass", disable=not progress):
+            selected = {index: one.on_read(select(canvas, chosen)) for index, canvas in one.served.items()}
+            one.read.run(sums[name].hooks(selected))
 
     counts = {name: torch.tensor(each.counts) for name, each in sums.items()}
     for name, count in counts.items():
@@ -109,28 +111,24 @@ def difference_of_means(
 
 
 class Sums:
-    """Sums of activations over selected positions, by hook point and step."""
+    """Sums of activations over selected positions, by hook point and step; `n` is the number of steps."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], n: int) -> None:
         self.names = names
-        self.counts: list[int] = []
-        self._sums: list[dict[str, Tensor]] = []
+        self.counts = [0] * n
+        self._sums: list[dict[str, Tensor]] = [{} for _ in range(n)]
 
-    def begin(self) -> None:
-        """Begin the sums of another step."""
-        self.counts.append(0)
-        self._sums.append({})
-
-    def hooks(self, selected: PosMask) -> list[tuple[str, Hook]]:
-        """Hooks of a pass that add the selected positions."""
-        self.counts[-1] += int(selected.sum())
-        sums = self._sums[-1]
+    def hooks(self, selected: Mapping[int, PosMask]) -> list[tuple[str, Hook]]:
+        """Hooks of a pass that add the positions that are selected at each of its steps."""
+        for index, of_step in selected.items():
+            self.counts[index] += int(of_step.sum())
 
         def add(activation: Tensor, hook: Any) -> None:
             wide = torch.promote_types(activation.dtype, torch.float32)
-            rows = activation[selected.to(activation.device)].to(wide)
-            total = rows.sum(dim=0).double().cpu()
-            sums[hook.name] = sums[hook.name] + total if hook.name in sums else total
+            for index, of_step in selected.items():
+                sums = self._sums[index]
+                total = activation[of_step.to(activation.device)].to(wide).sum(dim=0).double().cpu()
+                sums[hook.name] = sums[hook.name] + total if hook.name in sums else total
 
         return [(name, add) for name in self.names]
 

@@ -19,27 +19,38 @@ the same vector at every step, and what it contains about t at a later layer was
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.by_step.positions import Positions, check_positions, nothing_selected, select
 from diffusion_lens.analysis.by_step.ridge import LinearFits, Moments, RidgeSettings
 from diffusion_lens.analysis.by_step.time_probe_result import TimeProbe
-from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Inputs, TextsOrRuns, readable_points, texts_or_runs
+from diffusion_lens.analysis.by_step.time_probe_sums import PARTS, ProbeSums
+from diffusion_lens.analysis.inputs import (
+    CleanTexts,
+    ForwardPass,
+    Inputs,
+    SharedPass,
+    TextsOrRuns,
+    passes_of,
+    readable_points,
+    texts_or_runs,
+)
 from diffusion_lens.denoising.cache import activation_shape
-from diffusion_lens.hook_names import Hook, NamesFilter, resid_post, resid_pre
+from diffusion_lens.hook_names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least
-from diffusion_lens.shapes import PosMask
 
-PARTS = ("train", "validation", "held_out")
 ROWS = ("position", "canvas")
+# d x d matrices in float64 that `_fit` computes from the sums.
+_REGRESSION_MATRICES = 8
 
 
 @begins_run
@@ -53,6 +64,7 @@ def probe_time(
     rows: str = "position",
     samples: Whole = 8,
     ridge: RidgeSettings | None = None,
+    attention_mask: Tensor | None = None,
     max_bytes: int = 2**31,
 ) -> TimeProbe:
     """Fit a linear probe of the denoising time at each hook point, and test it on held-out texts or runs.
@@ -67,35 +79,39 @@ def probe_time(
             over the selected positions of a canvas.
         samples: Number of times that each text is masked; their times cover (0, 1) evenly.
         ridge: Penalties, split and seed.
-        max_bytes: Most memory for the sums, three d x d matrices in float64 for each hook point.
+        attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
+        max_bytes: Most memory for the sums, three d x d matrices in float64 for each hook point, and for the regression
+            or a forward pass beside them. The samples of a text are read in as many passes as this requires, the rows
+            of a trajectory together, as they were denoised.
 
     Raises:
         KeyError: There is no such hook point.
         ValueError: Texts for a model without [MASK], or with [MASK] in them, fewer than three units, a part of the
-            split without a row, or a budget that is too small.
+            split without a row, validation rows of one time only, or a budget that is too small.
     """
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}; it must be 'position' or 'canvas'")
     chosen, settings = check_positions(positions), ridge or RidgeSettings()
     blocks = range(model.cfg.n_layers)
     names = readable_points(model, [resid_pre(0), *map(resid_post, blocks)] if names_filter is None else names_filter)
-    _require_memory(model, names, max_bytes)
-    given, n_samples = texts_or_runs(model, inputs), at_least(1, "samples", samples)
-    canvases = list(_canvases(model, given, n_samples, settings.seed))
+    given, n_samples = texts_or_runs(model, inputs, attention_mask), at_least(1, "samples", samples)
+    n_at_once = _samples_at_once(model, names, given, n_samples, max_bytes)
+    passes = list(_passes(model, given, n_samples, n_at_once, settings.seed))
 
     # 1. Assign each unit to a part, and permute the times among the canvases of each part for the control.
-    units = sorted({unit for canvas in canvases for unit in canvas.units})
+    units = sorted({unit for one in passes for unit in one.units})
     part_of = dict(zip(units, settings.split(len(units)), strict=True))
-    shuffled = _shuffled(canvases, part_of, settings.seed)
+    shuffled = _shuffled(passes, part_of, settings.seed)
 
     # 2. Read the states, and add them to the sums of their part.
-    sums = _ProbeSums(names, rows, model.cfg.n_ctx)
-    for canvas, permuted in zip(canvases, shuffled, strict=True):
-        selected = select(canvas.read, chosen)
-        parts = [part_of[unit] for unit in canvas.units]
-        targets = torch.stack([canvas.times, permuted], dim=1)
-        canvas.read.run(sums.hooks(selected, parts, targets))
-        sums.count(selected, parts, canvas.times)
+    sums = ProbeSums(names, rows, model.cfg.n_ctx)
+    for one, permuted in zip(passes, shuffled, strict=True):
+        canvases, parts = one.shared.served.values(), [part_of[unit] for unit in one.units]
+        selected = [one.shared.on_read(select(canvas, chosen)) for canvas in canvases]
+        targets = torch.stack([one.times, permuted], dim=2)
+        one.shared.read.run(sums.hooks(selected, parts, targets))
+        for of_canvas, times in zip(selected, one.times, strict=True):
+            sums.count(of_canvas, parts, times)
     if empty := [part for part in PARTS if not sums.n_rows(part)]:
         if len(empty) == len(PARTS):
             raise nothing_selected(model, positions, "inputs")
@@ -132,108 +148,46 @@ def probe_time(
 
 
 @dataclass(frozen=True, eq=False)
-class _Canvas:
-    """A pass with the time of each row, and the unit (text or run) that each row belongs to."""
+class _Pass:
+    """A pass with the times of the rows of each canvas that it serves, and the unit (text or run) of each row."""
 
-    read: ForwardPass
-    times: Float[Tensor, "batch"]
+    shared: SharedPass
+    times: Float[Tensor, "canvas batch"]
     units: tuple[int, ...]
 
 
-def _canvases(model: DiffusionTransformer, given: CleanTexts | Inputs, samples: int, seed: int) -> Iterator[_Canvas]:
-    """Every canvas of the runs, or every text under its random masks."""
+def _passes(
+    model: DiffusionTransformer, given: CleanTexts | Inputs, samples: int, n_at_once: int, seed: int
+) -> Iterator[_Pass]:
+    """The passes over every canvas of the runs, or over every text under its random masks."""
     if isinstance(given, Inputs):
-        for step in given.pick_steps(None) or ():
-            first = 0
-            for read in given.at(step):
-                assert read.step is not None
-                n_rows = len(read.tokens)
-                yield _Canvas(read, torch.full((n_rows,), read.step.t), tuple(range(first, first + n_rows)))
-                first += n_rows
+        first = [0, *accumulate(len(run) for run in given.trajectories)]
+        for one in passes_of(given, given.pick_steps(None)):
+            times = [canvas.step.t for canvas in one.served.values() if canvas.step is not None]
+            units = range(first[one.run], first[one.run + 1])
+            yield _Pass(one, torch.tensor(times)[:, None].repeat(1, len(units)), tuple(units))
         return
-    if not model.cfg.has_mask:
-        raise ValueError(
-            f"{model.cfg.model_name!r} has no [MASK], so texts cannot be masked for it: give trajectories of "
-            "model.denoise(...)"
-        )
     noise = torch.Generator().manual_seed(seed)
     for unit, row in enumerate(given.tokens):
         # The times of one text are spread evenly, like those of a batch in training, and every position may be masked.
         noisy, p_mask = hide(row.repeat(samples, 1), model.cfg.blank, generator=noise)
-        noisy = noisy.to(model.cfg.device)
-        read = ForwardPass(model, noisy, torch.ones_like(noisy, dtype=torch.bool))
-        yield _Canvas(read, p_mask[:, 0], (unit,) * samples)
+        for tokens, times in zip(noisy.split(n_at_once), p_mask[:, 0].clone().split(n_at_once), strict=True):
+            tokens = tokens.to(model.cfg.device)
+            read = ForwardPass(model, tokens, torch.ones_like(tokens, dtype=torch.bool))
+            yield _Pass(SharedPass(read, {0: read}), times[None], (unit,) * len(tokens))
 
 
-def _shuffled(canvases: list[_Canvas], part_of: dict[int, str], seed: int) -> list[Float[Tensor, "batch"]]:
+def _shuffled(passes: list[_Pass], part_of: dict[int, str], seed: int) -> list[Float[Tensor, "canvas batch"]]:
     """The times, permuted among all canvases of the same part."""
-    times = torch.cat([canvas.times for canvas in canvases])
-    parts = [part_of[unit] for canvas in canvases for unit in canvas.units]
+    times = torch.cat([one.times.flatten() for one in passes])
+    parts = [part_of[unit] for one in passes for _ in one.times for unit in one.units]
     noise = torch.Generator().manual_seed(seed)
     permuted = times.clone()
     for part in PARTS:
         rows = torch.tensor([i for i, own in enumerate(parts) if own == part])
         permuted[rows] = times[rows[torch.randperm(len(rows), generator=noise)]]
-    return list(permuted.split([len(canvas.times) for canvas in canvases]))
-
-
-class _ProbeSums:
-    """Sums by hook point and part, and those of the predictor that knows the position only."""
-
-    def __init__(self, names: list[str], rows: str, n_ctx: int) -> None:
-        self.names, self.rows = names, rows
-        self.moments: dict[str, dict[str, Moments]] = {name: {} for name in names}
-        self.shapes: dict[str, torch.Size] = {}
-        # By part: number of rows, sum of t, and sum of t², at each position.
-        self._positions = {part: torch.zeros(3, n_ctx, dtype=torch.float64) for part in PARTS}
-
-    def n_rows(self, part: str) -> int:
-        """Number of rows of a part."""
-        moments = self.moments[self.names[0]].get(part)
-        return 0 if moments is None else moments.n
-
-    def hooks(
-        self, selected: PosMask, parts: list[str], targets: Float[Tensor, "batch axis"]
-    ) -> list[tuple[str, Hook]]:
-        """Hooks of a pass that add its rows."""
-        rows_of = {part: torch.tensor([own == part for own in parts]) for part in set(parts)}
-
-        def add(activation: Tensor, hook: Any) -> None:
-            self.shapes[hook.name] = activation.shape[2:]
-            # Apple's GPUs have no float64.
-            device = torch.device("cpu") if activation.device.type == "mps" else activation.device
-            states = activation.flatten(2).to(device).double()
-            inside, times = selected.to(device), targets.to(device)
-            for part, rows in rows_of.items():
-                x, own, y = (each[rows.to(device)] for each in (states, inside, times))
-                if self.rows == "canvas":
-                    count = own.sum(dim=1)
-                    x = (x * own[..., None]).sum(dim=1)[count > 0] / count[count > 0][:, None]
-                    y = y[count > 0]
-                else:
-                    x, y = x[own], y[own.nonzero()[:, 0]]
-                if len(x):
-                    moments, before = Moments.of(x, y), self.moments[hook.name].get(part)
-                    self.moments[hook.name][part] = moments if before is None else before + moments
-
-        return [(name, add) for name in self.names]
-
-    def count(self, selected: PosMask, parts: list[str], times: Float[Tensor, "batch"]) -> None:
-        """Add the selected positions of a pass with their times."""
-        inside, n_pos = selected.cpu().double(), selected.shape[1]
-        powers = torch.stack([torch.ones_like(times), times, times * times]).double()
-        for part in set(parts):
-            rows = torch.tensor([own == part for own in parts])
-            self._positions[part][:, :n_pos] += powers[:, rows] @ inside[rows]
-
-    def position_r2(self) -> float:
-        """R² on the held-out part of the mean t of each position, or of all positions where it was never seen."""
-        n, total, _ = self._positions["train"] + self._positions["validation"]
-        mean = torch.where(n > 0, total / n, total.sum() / n.sum())
-        count, y, yy = self._positions["held_out"]
-        residual = (yy - 2 * mean * y + count * mean * mean).sum()
-        spread = yy.sum() - y.sum() ** 2 / count.sum()
-        return float(1 - residual / spread) if spread > 0 else float("nan")
+    parts_of_passes = permuted.split([one.times.numel() for one in passes])
+    return [own.view_as(one.times) for own, one in zip(parts_of_passes, passes, strict=True)]
 
 
 def _fit(
@@ -244,7 +198,13 @@ def _fit(
     Column 0 is t, column 1 t permuted. Each has its own penalty; the penalty that is returned is that of t.
     """
     train, validation, held_out = (moments[part] for part in PARTS)
-    on_validation = torch.stack([fit.r2(validation) for fit in train.fit(penalties)]).nan_to_num(nan=-torch.inf)
+    on_validation = torch.stack([fit.r2(validation) for fit in train.fit(penalties)])
+    if bool(on_validation.isnan().any()):
+        raise ValueError(
+            f"the penalty cannot be chosen: R² on the validation part is not defined, because its {validation.n} rows "
+            "all have the same time. Give more texts with samples= of at least 2, more steps or runs, or a larger "
+            "share, ridge=RidgeSettings(validation=...)"
+        )
     best = on_validation.argmax(dim=0).tolist()
     together = train + validation
     fits = together.fit(penalties)
@@ -254,12 +214,30 @@ def _fit(
     return LinearFits(weights.cpu(), bias.cpu()), penalties[best[0]], fit.r2(held_out).cpu(), fit.r2(together).cpu()
 
 
-def _require_memory(model: DiffusionTransformer, names: list[str], max_bytes: int) -> None:
-    """Raise a `ValueError` if the sums of all hook points take more than `max_bytes`."""
+def _samples_at_once(
+    model: DiffusionTransformer, names: list[str], given: CleanTexts | Inputs, samples: int, max_bytes: int
+) -> int:
+    """Number of samples of a text in one pass, so that a call takes at most `max_bytes`.
+
+    Raises:
+        ValueError: The budget does not suffice for one sample, or texts are given for a model without [MASK].
+    """
+    texts = given.tokens if isinstance(given, CleanTexts) else []
+    if texts and not model.cfg.has_mask:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no [MASK], so texts cannot be masked for it: give trajectories of "
+            "model.denoise(...)"
+        )
     widths = [torch.Size(activation_shape(name, model.cfg, 1, 1)).numel() for name in names]
-    needed = sum(len(PARTS) * 8 * width * width for width in widths)
+    matrix, n_pos = 8 * max(widths) ** 2, max(map(len, texts), default=0)
+    # Tokens and flags of all samples are kept, because times are permuted before anything is read.
+    kept = sum(len(PARTS) * 8 * width * width for width in widths) + 16 * samples * sum(map(len, texts))
+    one_sample = row_bytes(model.cfg, n_pos, 0) + n_pos * max(widths) * (8 + model.cfg.dtype.itemsize)
+    needed = kept + max(_REGRESSION_MATRICES * matrix, 2 * matrix + one_sample)
     if needed > max_bytes:
         raise ValueError(
-            f"the sums of {len(names)} hook points take {needed:,} bytes, but max_bytes is {max_bytes:,}: give fewer "
-            "hook points in one call (names_filter), or a larger max_bytes"
+            f"the sums of {len(names)} hook points take {needed:,} bytes with what is computed from them and one "
+            f"sample of a text, but max_bytes is {max_bytes:,}: give fewer hook points in one call (names_filter), or "
+            "a larger max_bytes"
         )
+    return max(1, min(samples, (max_bytes - kept - 2 * matrix) // max(1, one_sample)))

@@ -1,14 +1,14 @@
 """The canvases that the lens reads, and the row of the network at which each position is read."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from diffusion_lens.analysis.inputs import ForwardPass, Inputs
+from diffusion_lens.analysis.inputs import ForwardPass, Inputs, shared_passes
 from diffusion_lens.config import UNREACHED
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, pick_indices, whole_numbers
@@ -107,29 +107,6 @@ class Canvases:
         return wide[..., positions]
 
     def passes(self, positions: list[int], is_hooked: bool) -> list[Pass]:
-        """The forward passes that the canvases need.
-
-        Without hooks, equal canvases share a pass. So do the canvases of a causal model that continue one another,
-        because no position sees a later one. A hook may act by step, and sees the whole canvas as in the loop.
-        """
-        passes: list[Pass] = []
-        for index in reversed(range(len(self.canvases))):
-            if passes and not is_hooked and self._covers(passes[-1].served[0], index):
-                passes[-1].served.append(index)
-            else:
-                canvas = self.canvases[index] if is_hooked else self._reached_part(index)
-                passes.append(Pass(canvas, self.rows(index, positions), [index]))
-        return passes
-
-    def _reached_part(self, index: int) -> ForwardPass:
-        """One canvas up to the last position that has been reached."""
-        canvas = self.canvases[index]
-        n_shown = int(canvas.present.any(dim=0).nonzero().max()) + 1
-        return replace(canvas, tokens=canvas.tokens[:, :n_shown], real=canvas.real[:, :n_shown])
-
-    def _covers(self, index: int, earlier: int) -> bool:
-        """Whether a pass on one canvas computes all that is read on another."""
-        wide, narrow = self.canvases[index], self.canvases[earlier]
-        if self.model.cfg.is_causal:
-            return bool((wide.tokens == narrow.tokens).where(narrow.present, True).all())
-        return torch.equal(wide.tokens, narrow.tokens)
+        """The forward passes that the canvases need; see `analysis.inputs.shared_passes`."""
+        shared = shared_passes(self.canvases, is_hooked)
+        return [Pass(one.read, self.rows(next(iter(one.served)), positions), list(one.served)) for one in shared]

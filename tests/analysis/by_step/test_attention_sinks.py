@@ -1,10 +1,13 @@
 """The attention that positions receive equals sums over cached patterns, and sinks follow the paper's inequality."""
 
+import re
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from oracles.memory import peak_of_tensors
 from torch.testing import assert_close
 
 from diffusion_lens.analysis import AttentionSinks, SinkSpan, attention_sinks
@@ -201,3 +204,13 @@ def test_what_does_not_fit_is_refused(small):
             attention_sinks(small, inputs, **settings)
     with pytest.raises(ValueError, match="is not part of a trajectory that begins at step 1"):
         attention_sinks(small, run.from_step(1), steps=[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"heads": "mean", "layers": [0]}], ids=["each", "mean"])
+def test_tensors_of_a_call_take_at_most_the_budget(tiny, settings):
+    run = tiny.denoise(PROMPTS[:1] * 8, max_new_tokens=8, **({"steps": 30} if tiny.cfg.has_mask else {}))
+    sinks = partial(attention_sinks, tiny, run, **settings)
+    with pytest.raises(ValueError, match="the attention received takes") as refused:
+        sinks(max_bytes=1)
+    least = int(re.findall(r"takes ([\d,]+)", str(refused.value))[0].replace(",", ""))
+    assert 0.2 * least < peak_of_tensors(partial(sinks, max_bytes=least)) <= least

@@ -1,7 +1,11 @@
 """The probe of the denoising time equals least squares on stacked activations, and finds what was planted."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
+from oracles.memory import peak_of_tensors
 from torch.testing import assert_close
 
 from diffusion_lens.analysis import RidgeSettings, TimeProbe, probe_time
@@ -189,3 +193,21 @@ def test_every_unit_is_in_one_part():
         assert len(parts) == n_units
         assert set(parts) == {"train", "validation", "held_out"}
     assert parts.count("held_out") == 20
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_tensors_of_a_call_take_at_most_the_budget(tiny):
+    texts = [" ".join(["Gustav is the brave"] * 8)] * 3
+    probe, results = partial(probe_time, tiny, texts, "blocks.0.hook_resid_pre", positions="all", samples=64), []
+    with pytest.raises(ValueError, match="the sums of 1 hook points take") as refused:
+        probe(max_bytes=1)
+    budget = 2 * int(re.findall(r"take ([\d,]+)", str(refused.value))[0].replace(",", ""))
+    assert 0.2 * budget < peak_of_tensors(lambda: results.append(probe(max_bytes=budget))) <= budget
+    assert_close(results[0].r2_fitted, probe().r2_fitted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_a_penalty_that_cannot_be_chosen_is_refused(small):
+    texts = ["Gustav Geisser is the brave", "Tilda Drusser was the young", "Ada is the brave"]
+    with pytest.raises(ValueError, match=r"validation part is not defined, .* all have the same time. Give more texts"):
+        probe_time(small, texts, NAME, samples=1, positions="all")
