@@ -406,13 +406,14 @@ CHECKS: dict[str, Callable[[str], None]] = {
 PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
 # Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
+    "04_steer_at_chosen_steps": ["--negative", *PROMPTS[:8]],
     "06_recall_by_steps": ["--limit", "5", "--steps", "1", "32"],
     "07_trace_both_ways": ["--samples", "2", "--length", "11"],
     "08_average_effect": ["--facts", "4", "--samples", "4"],
     "10_keys_and_values": ["--layers", "1", "--people", "30", "--resamples", "29"],
-    "11_logit_lens_by_step": ["--people", "3", "--iterations", "15"],
-    "12_sparse_dictionary": ["--updates", "100", "--limit", "400"],
-    "13_probe_of_time": ["--prompts", *PROMPTS[:30]],
+    "11_logit_lens_by_step": ["--people", "3", "--iterations", "8"],
+    "12_sparse_dictionary": ["--updates", "80", "--limit", "300"],
+    "13_probe_of_time": ["--prompts", *PROMPTS[:25]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
     "15_circuits": ["--ig-steps", "6"],
     "reproduce_blog": [
