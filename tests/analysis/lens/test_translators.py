@@ -11,6 +11,8 @@ from torch.testing import assert_close
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import Translators, fit_translators, logit_lens
+from diffusion_lens.analysis.lens import fitting
+from diffusion_lens.analysis.lens.readings import states_of
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
 
@@ -138,16 +140,58 @@ def test_a_seed_repeats_the_fit_and_memory_does_not_change_it(several):
     assert_close(small.losses, first.losses, rtol=1e-3, atol=1e-5)
 
 
-def test_what_is_fitted_on(small):
-    texts = [PROMPT, "Gustav is"]
-    facts = toy_facts.load().facts()[:2]
-    run = small.denoise(PROMPT, max_new_tokens=4, steps=4)
-    for data in (PROMPT, texts, facts, small.to_tokens(PROMPT), run, [run, small.denoise("Gustav", max_new_tokens=2)]):
-        fitted = fit_translators(small, data, iterations=1, batch_size=2, mask="all")
-        assert fitted.weights.isfinite().all()
-        assert (fitted.biases != 0).any()
-    many = fit_translators(small, run, iterations=1, batch_size=2)
-    assert many.record["canvases"] == (1 if small.cfg.grows else 4)
+def read_in_fits(model, data, monkeypatch, **settings):
+    """What each row of some updates contains: tokens, flags of real positions, and the rows that are read."""
+    seen = []
+
+    def spy(network_input, entries, layers):
+        tokens, real = network_input.tokens.tolist(), network_input.real.tolist()
+        read = [sorted(entries[1][entries[0] == row].tolist()) for row in range(len(tokens))]
+        seen.extend(zip(tokens, real, read, strict=True))
+        return states_of(network_input, entries, layers)
+
+    monkeypatch.setattr(fitting, "states_of", spy)
+    fitted = fit_translators(model, data, layers=[0], iterations=3, batch_size=4, **settings)
+    assert (fitted.biases != 0).any()
+    return seen, fitted.record["canvases"]
+
+
+@pytest.mark.parametrize("mask", ["masked", "all"])
+def test_which_rows_of_texts_are_fitted(small, monkeypatch, mask):
+    texts, facts = [PROMPT, "Gustav is"], toy_facts.load().facts()[:2]
+    of_texts = [small.to_tokens(text)[0].tolist() for text in texts]
+    of_facts = [prompt + answer for prompt, answer in (fact.tokenize(small) for fact in facts)]
+    for data, expected in ((PROMPT, of_texts[:1]), (texts, of_texts), (facts, of_facts)):
+        seen, n_canvases = read_in_fits(small, data, monkeypatch, mask=mask)
+        assert n_canvases == len(expected)
+        used = set()
+        for tokens, real, read in seen:
+            n = sum(real)
+            assert real == [i < n for i in range(len(tokens))]
+            assert all(token == small.pad_id for token in tokens[n:])
+            masked = [i for i, token in enumerate(tokens[:n]) if small.cfg.has_mask and token == small.cfg.blank]
+            (text,) = (i for i, own in enumerate(expected) if len(own) == n and same(tokens, own, masked))
+            used.add(text)
+            assert read == (masked if small.cfg.has_mask and mask == "masked" else list(range(n)))
+        assert len(used) == len(expected)
+
+
+def same(tokens, text, masked):
+    return all(i in masked or tokens[i] == token for i, token in enumerate(text))
+
+
+def test_which_rows_of_trajectories_are_fitted(small, monkeypatch):
+    settings = {"steps": 4} if small.cfg.has_mask else {}
+    run = small.denoise([PROMPT, "Gustav is"], max_new_tokens=4, **settings)
+    assert not run.real.all()
+    seen, n_canvases = read_in_fits(small, run, monkeypatch)
+    canvases = run.canvases[:-1] if small.cfg.has_mask else run.canvases[-1:]
+    assert n_canvases == 2 * len(canvases)
+    given = [(canvas[row].tolist(), run.real[row].tolist()) for canvas in canvases for row in range(2)]
+    for tokens, real, read in seen:
+        assert (tokens, real) in given
+        blank = small.cfg.blank if small.cfg.has_mask else None
+        assert read == [i for i, token in enumerate(tokens) if real[i] and blank in (None, token)]
 
 
 def test_half_precision(several):
