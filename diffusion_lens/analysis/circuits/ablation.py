@@ -22,7 +22,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
-from diffusion_lens.analysis.circuits.sides import on_one_metric, require_same_positions
+from diffusion_lens.analysis.circuits.sides import on_one_metric, require_plain_stream, require_same_positions
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
@@ -114,9 +114,11 @@ def faithfulness(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The inputs differ in length, padding or given positions, the edge scores or a circuit are of another
-            architecture, the edge scores lack a step, or the budget is too small for one circuit.
+        ValueError: The inputs differ in length, padding or given positions, a hook of the caller changes the residual
+            stream as in `edge_attribution`, the edge scores or a circuit are of another architecture, the edge scores
+            lack a step, or the budget is too small for one circuit.
     """
+    require_plain_stream(model)
     reading, graph = Reading.of(metric, logits_at), Graph.of(model.cfg)
     graphs = [edge_scores.graph, *(one.graph for one in circuits if isinstance(one, Circuit))]
     if any(other != graph for other in graphs):

@@ -36,6 +36,7 @@ from torch import Tensor
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
 from diffusion_lens.analysis.circuits.passes import IntegrationPath, MovedRun, Passes, wide_bytes, wider
 from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
+from diffusion_lens.analysis.circuits.sides import require_plain_stream
 from diffusion_lens.analysis.kept_run import KeptRun
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
@@ -75,9 +76,11 @@ def edge_attribution(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The inputs differ in length, padding or given positions, the metric has no gradient, a setting is
+        ValueError: The inputs differ in length, padding or given positions, a hook of the caller changes the residual
+            stream between the parts that write to it and those that read it, the metric has no gradient, a setting is
             unknown, or the budget is too small for one run.
     """
+    require_plain_stream(model)
     inputs = PatchInputs(model, clean, model, corrupted, _whole_steps(steps))
     reading = Reading.of(metric, logits_at)
     return EdgeScores(*_attribute(_EdgePasses, inputs, reading, IntegrationPath(ig_steps, path), max_bytes, progress))
@@ -101,6 +104,9 @@ def node_attribution(
 ) -> NodeScores:
     """The score of every writer: embedding, head or MLP. The scores are those of `edge_attribution(...).nodes`.
 
+    The caller may have hooks anywhere in the network, also in the residual stream, where `edge_attribution` refuses
+    them.
+
     Args:
         model: Model whose corrupted run is patched, of either variant.
         clean, corrupted: Inputs of one length: texts, tokens, queries or, with `steps`, trajectories.
@@ -114,7 +120,7 @@ def node_attribution(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The same as in `edge_attribution`.
+        ValueError: As in `edge_attribution`, except for hooks.
     """
     inputs = PatchInputs(model, clean, model, corrupted, _whole_steps(steps))
     reading = Reading.of(metric, logits_at)

@@ -1,11 +1,51 @@
-"""The clean and the corrupted run of a circuit: their positions and their metric."""
+"""What edges require: a plain residual stream, and two runs with equal positions and one metric."""
 
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from diffusion_lens.analysis.patching.metrics import UNREAD
 from diffusion_lens.analysis.patching.runs import Side
+from diffusion_lens.model.hook_points import is_hooked
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+# What lies in a block between the outputs of writers and the inputs of readers: hook points, and modules around them.
+_BETWEEN = (
+    "hook_resid_pre",
+    "attn.hook_q_input",
+    "attn.hook_k_input",
+    "attn.hook_v_input",
+    "attn.hook_attn_in",
+    "hook_attn_out",
+    "hook_resid_mid",
+    "hook_mlp_in",
+    "hook_resid_post",
+)
+_AROUND = ("", "attn")
+
+
+def require_plain_stream(model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if the caller has a hook or another module between what writers write and readers read.
+
+    An edge stands for the sum of outputs that a reader reads. Where a hook changes the sum, or an output after its
+    writer, a change of the output is no longer the same change of the reader's input.
+    """
+    for layer, block in enumerate(model.blocks):
+        points = [name for name in _BETWEEN if is_hooked(block.get_submodule(name))]
+        modules = [name for name in _AROUND if _has_hook_of_torch(block.get_submodule(name))]
+        if found := [".".join(("blocks", str(layer), name)).removesuffix(".") for name in points + modules]:
+            raise ValueError(
+                f"a hook or another module is at {', '.join(map(repr, found))}, between the outputs that are added to "
+                "the residual stream and the parts that read it, and an edge stands for an unchanged output: attach it "
+                "to what one part writes ('hook_embed', 'attn.hook_z', 'attn.hook_result', 'hook_mlp_out'), or use "
+                "node_attribution, which takes hooks anywhere"
+            )
+
+
+def _has_hook_of_torch(module: nn.Module) -> bool:
+    """Whether a module, as opposed to those in it, carries a hook of torch."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def on_one_metric(clean: Side, corrupted: Side) -> tuple[Side, Side]:

@@ -185,3 +185,30 @@ def test_gradients_are_taken_at_k_of_m(either):
         (gradient,) = torch.autograd.grad(logit(model(leaf, start_at_layer=0)), leaf)
         expected += ((clean - corrupted) * gradient).sum().item() / 2
     assert node_attribution(model, *pair, logit, ig_steps=2).scores[0].item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_hooks_between_writers_and_readers_are_refused_for_edges_only(either):
+    model, pair = either.model, (either.tokens[:1, :6], either.tokens[1:2, :6])
+    scores = edge_attribution(model, *pair, logit, ig_steps=1)
+    bend = lambda stream, hook: 2 * stream.tanh()  # noqa: E731
+    stream = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_in", "hook_resid_post")
+    copies = ("attn.hook_q_input", "attn.hook_k_input", "attn.hook_v_input")
+    with model.optional_hooks(use_split_qkv_input=True, use_hook_mlp_in=True):
+        for name in (*stream, *copies):
+            with (
+                model.hooks(fwd_hooks=[(f"blocks.1.{name}", bend)]),
+                pytest.raises(ValueError, match=f"a hook or another module is at 'blocks.1.{name}'"),
+            ):
+                edge_attribution(model, *pair, logit)
+    for module, name in ((model.blocks[1], "blocks.1"), (model.blocks[1].attn, "blocks.1.attn")):
+        handle = module.register_forward_hook(lambda module, given, out: 2 * out)
+        with pytest.raises(ValueError, match=f"another module is at '{name}', between"):
+            faithfulness(model, *pair, logit, scores, [3])
+        handle.remove()
+    inside = [("blocks.1.hook_mlp_out", bend), ("blocks.1.ln2.hook_normalized", bend), ("blocks.0.attn.hook_z", bend)]
+    with model.hooks(fwd_hooks=inside):
+        edges, nodes = (call(model, *pair, logit, ig_steps=2) for call in (edge_attribution, node_attribution))
+        assert_close(edges.nodes, nodes.scores, rtol=1e-3, atol=1e-4)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_post", bend)]):
+        nodes = node_attribution(model, *pair, logit, ig_steps=96)
+    assert nodes.scores[0].item() == pytest.approx(float(nodes.clean - nodes.corrupted), rel=0.1, abs=0.02)
