@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from diffusion_lens import plots
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
-from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores
+from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores, NodeScores
 from diffusion_lens.analysis.circuits.sides import on_one_metric, require_plain_stream, require_same_positions
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
@@ -91,8 +91,8 @@ def faithfulness(
     clean: Patchable,
     corrupted: Patchable,
     metric: Metric,
-    edge_scores: EdgeScores,
-    circuits: Sequence[Whole | Circuit],
+    edge_scores: EdgeScores | NodeScores,
+    circuits: Iterable[Whole | Circuit] | Whole | Circuit,
     steps: Iterable[Whole] | None = None,
     *,
     logits_at: Sequence[int] | Tensor | None = None,
@@ -114,11 +114,17 @@ def faithfulness(
         progress: Whether to show a progress bar.
 
     Raises:
+        TypeError: The scores are of nodes, or `circuits` is not a list of circuits or sizes.
         ValueError: The inputs differ in length, padding or given positions, a hook of the caller changes the residual
             stream as in `edge_attribution`, the edge scores or a circuit are of another architecture, the edge scores
             lack a step, or the budget is too small for one circuit.
     """
     require_plain_stream(model)
+    if isinstance(edge_scores, NodeScores):
+        raise TypeError("NodeScores do not order edges: give faithfulness the result of edge_attribution")
+    if not isinstance(circuits, Iterable):
+        raise TypeError(f"circuits={circuits!r} is one circuit or size; give several in a list, such as [{circuits!r}]")
+    circuits = list(circuits)
     reading, graph = Reading.of(metric, logits_at), Graph.of(model.cfg)
     graphs = [edge_scores.graph, *(one.graph for one in circuits if isinstance(one, Circuit))]
     if any(other != graph for other in graphs):

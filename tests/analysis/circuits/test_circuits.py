@@ -15,6 +15,7 @@ from diffusion_lens.analysis.circuits import (
     Circuit,
     EdgeScores,
     Faithfulness,
+    NodeScores,
     edge_attribution,
     faithfulness,
     node_attribution,
@@ -230,3 +231,15 @@ def test_guided_steps_have_the_guided_metric_and_hooks_read_the_step():
     with tiny.hooks(fwd_hooks=[by_step]), pytest.warns(UserWarning, match="written by another network"):
         hooked = node_attribution(tiny, *runs, logit, steps=[step], ig_steps=2)
     assert_close(hooked.scores, scores.scores, rtol=1e-4, atol=1e-5)
+
+
+def test_circuits_come_from_any_iterable_and_other_arguments_are_refused(every, pair, scores):
+    listed = faithfulness(every.model, *pair, logit, scores, [0, 5])
+    generated = faithfulness(every.model, *pair, logit, scores, (size for size in (0, 5)))
+    assert generated.sizes == (0, 5)
+    assert torch.equal(generated.scores, listed.scores)
+    with pytest.raises(TypeError, match=r"circuits=5 is one circuit or size; give several in a list, such as \[5\]"):
+        faithfulness(every.model, *pair, logit, scores, 5)
+    nodes = NodeScores(scores.nodes, scores.clean, scores.corrupted, scores.graph, scores.record)
+    with pytest.raises(TypeError, match="NodeScores do not order edges"):
+        faithfulness(every.model, *pair, logit, nodes, [5])
