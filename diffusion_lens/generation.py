@@ -4,7 +4,7 @@ from abc import ABC
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Prompt, lay_out
@@ -42,6 +42,16 @@ INSTEAD = {
     "pixel_values": "these models read text only",
 }
 
+# Their values in TransformerLens that change nothing, where these are not `None`.
+_DEFAULTS = {
+    "freq_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "use_past_kv_cache": True,
+    "output_logits": False,
+    "return_cache": False,
+    "return_input_tokens": False,
+}
+
 
 class Generation(Forward, ABC):
     """A model that generates text with the argument names of TransformerLens, and lays out masked prompts."""
@@ -76,19 +86,23 @@ class Generation(Forward, ABC):
             do_sample: Whether tokens are sampled, at temperature 1 unless another is given. By default they are if
                 `temperature` is not 0.
             temperature: Temperature as in `denoise`; 0 by default.
-            stop_at_eos: Whether returned text ends at the first end token that the run wrote, and returned tokens
-                contain only end tokens after it. A trajectory always contains every token.
+            stop_at_eos: Whether what the run wrote ends at its first end token: the returned tokens contain only end
+                tokens after it, and the returned text contains neither it nor what follows. Given tokens are always
+                returned; between them, each stretch that the run wrote ends by itself. A trajectory always contains
+                every token, and its `completion` all that a diffusion model wrote, without special tokens.
             verbose: The same as `progress`.
             attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
         Raises:
-            TypeError: An argument of TransformerLens that does not exist here (the message says what to use), or an
-                unknown one.
+            TypeError: An argument of TransformerLens that does not exist here, at another value than its default there
+                (the message says what to use), or an unknown one.
             ValueError: Arguments exclude each other, or one does not fit (see `denoise`).
         """
         # 1. Check the arguments.
         check_keywords("generate", others, {*keywords_of(Generation.generate), *INSTEAD})
-        if refused := [f"{name}: {INSTEAD[name]}" for name in others]:
+        if refused := [
+            f"{name}: {INSTEAD[name]}" for name, value in others.items() if not _changes_nothing(name, value)
+        ]:
             raise TypeError(f"generate does not take {'; '.join(refused)}")
         if prompt is None:
             raise TypeError("generate needs a prompt, text or tokens, as its first argument")
@@ -107,9 +121,12 @@ class Generation(Forward, ABC):
         # 3. Convert the result.
         if return_type == "trajectory":
             return trajectory
+        ended = self._ended(trajectory) if stops else torch.zeros_like(trajectory.given)
         if return_type == "tokens":
-            return self._until_end(trajectory) if stops else trajectory.tokens
-        texts = [self._text(trajectory, row, stops) for row in range(len(trajectory))]
+            return (
+                trajectory.tokens.masked_fill(ended, self.tokenizer.eos_token_id) if ended.any() else trajectory.tokens
+            )
+        texts = [self._text(trajectory, row, ~ended[row]) for row in range(len(trajectory))]
         return texts[0] if len(texts) == 1 else texts
 
     @naming_the_nearest
@@ -150,24 +167,29 @@ class Generation(Forward, ABC):
         rows = self.readout.rows(torch.arange(n_prompt, n_prompt + n_masks, device=tokens.device))
         return tokens if self.cfg.grows else lay_out(self, tokens, max_new_tokens=n_masks).tokens, rows
 
-    def _until_end(self, trajectory: Trajectory) -> Tokens:
-        """Tokens in which end tokens follow the first end token that the run wrote."""
+    def _ended(self, trajectory: Trajectory) -> Bool[Tensor, "batch pos"]:
+        """The positions from the first end token on in each stretch of positions that the run wrote."""
         end = getattr(self.tokenizer, "eos_token_id", None)
-        if end is None:
-            return trajectory.tokens
         written = ~trajectory.given & trajectory.real
-        after = ((trajectory.tokens == end) & written).cumsum(dim=1) > 0
-        return trajectory.tokens.masked_fill(after & written, end)
+        if end is None:
+            return torch.zeros_like(written)
+        n_ends = ((trajectory.tokens == end) & written).cumsum(dim=1)
+        n_before_stretch = n_ends.masked_fill(written, 0).cummax(dim=1).values
+        return written & (n_ends > n_before_stretch)
 
-    def _text(self, trajectory: Trajectory, row: int, stops: bool) -> str:
-        """The text of one row, without BOS."""
-        real = trajectory.real[row]
-        ids, written = trajectory[row][real].tolist(), (~trajectory.given[row])[real].tolist()
-        tokenizer = self._require_tokenizer()
-        end, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-        if stops:
-            ids = next((ids[:i] for i, own in enumerate(written) if own and ids[i] == end), ids)
-        return str(self.to_string(ids[1:] if ids and ids[0] == bos and not written[0] else ids))
+    def _text(self, trajectory: Trajectory, row: int, kept: Bool[Tensor, "pos"]) -> str:
+        """The text of some positions of one row, without a given BOS at the beginning."""
+        shown = (trajectory.real[row] & kept).nonzero().flatten()
+        bos = self._require_tokenizer().bos_token_id
+        if len(shown) and int(trajectory[row][shown[0]]) == bos and bool(trajectory.given[row, shown[0]]):
+            shown = shown[1:]
+        return str(self.to_string(trajectory[row][shown]))
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether an argument of TransformerLens has its default value there."""
+    default = _DEFAULTS.get(name)
+    return value is default or (isinstance(value, int | float) and value == default)
 
 
 def _temperature(do_sample: bool | None, temperature: SupportsFloat | None) -> float:

@@ -1,11 +1,16 @@
 """`generate` with TransformerLens's arguments, and `canvas`, on both variants."""
 
+import inspect
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
+from transformer_lens.model_bridge import TransformerBridge
 
+from diffusion_lens import HookedDiffusionTransformer, generation
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.generation import INSTEAD
 
@@ -36,18 +41,64 @@ def test_each_return_type_is_the_same_run(tiny, written):
     assert tiny.generate(PROMPT, return_type="str", stop_at_eos=False, **call) == written.text[0] != text
 
 
-def test_only_end_tokens_follow_the_end_of_returned_tokens(tiny, written):
-    end = tiny.tokenizer.eos_token_id
-    prompt = torch.cat([torch.tensor([[end]]), tiny.to_tokens(PROMPT)], dim=1)  # an end token that was not written
-    tokens = tiny.generate(prompt, max_new_tokens=N_NEW, steps=1, return_type="tokens", temperature=2.0, seed=5)
-    row = tokens[0, prompt.shape[1] :].tolist()
-    if end in row:
-        assert set(row[row.index(end) :]) == {end}
-    assert torch.equal(tokens[:, : prompt.shape[1]], prompt)
-    first = written.tokens[0].tolist().index(end)
-    assert tiny.generate(PROMPT, max_new_tokens=N_NEW, steps=8, return_type="tokens")[0, first:].unique().tolist() == [
-        end
+@pytest.fixture
+def returned(tiny, written, monkeypatch):
+    """A function from the tokens of a run, and which of them are given and real, to what `generate` returns of it."""
+
+    def convert(tokens, given, real, **more):
+        run = replace(
+            written,
+            tokens=torch.tensor(tokens),
+            canvases=torch.tensor([tokens]),
+            revealed_at=torch.tensor(tokens),
+            confidence=torch.ones(len(tokens), len(tokens[0])),
+            given=torch.tensor(given, dtype=torch.bool),
+            real=torch.tensor(real, dtype=torch.bool),
+        )
+        monkeypatch.setattr(generation, "lay_out", lambda *args: None)
+        monkeypatch.setattr(generation, "denoise", lambda *args, **kwargs: run)
+        return tiny.generate(torch.tensor([[5]]), **more)
+
+    return convert
+
+
+def test_each_written_stretch_ends_at_its_first_end_token(tiny, returned, monkeypatch):
+    """Given tokens are kept, end tokens among them too; padding, which may be the end token, is not text."""
+    bos, a, b, c, d = (tiny.to_single_token(word) for word in ("today", " the", " brave", " drummer", " of"))
+    known, end = tiny.tokenizer, tiny.tokenizer.eos_token_id
+    monkeypatch.setattr(tiny, "tokenizer", SimpleNamespace(decode=known.decode, eos_token_id=end, bos_token_id=bos))
+    rows = [
+        [bos, a, end, b, end, c, end, d, c],
+        [end, end, bos, a, b, c, d, end, end],
+        [bos, a, b, c, d, a, b, c, d],
     ]
+    given = [[1, 1, 1, 0, 0, 0, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0], [0] * 9]
+    real = [[1] * 9, [0, 0] + [1] * 7, [1] * 9]
+    call = dict(tokens=rows, given=given, real=real)
+    expected = [[bos, a, end, b, end, end, end, d, c], *rows[1:]]
+    assert returned(**call, return_type="tokens").tolist() == expected
+    assert returned(**call, return_type="tokens", stop_at_eos=False).tolist() == rows
+    ended = [
+        "the<eos> brave of drummer",
+        "the brave drummer of",
+        "today the brave drummer of the brave drummer of",
+    ]
+    assert returned(**call, return_type="str") == ended
+    whole = "the<eos> brave<eos> drummer<eos> of drummer"
+    assert returned(**call, return_type="str", stop_at_eos=False)[0] == whole
+
+
+def test_a_text_that_is_filled_in_keeps_what_was_given():
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    end = model.tokenizer.eos_token_id
+
+    def write_ends(logits, hook):
+        logits[..., end] += 1e4
+
+    prompt, hooks = "Gustav Geisser is the [MASK] drummer of Rolsen.", [("denoise.hook_logits", write_ends)]
+    call = dict(prompt=prompt, max_new_tokens=0, fwd_hooks=hooks)
+    assert model.generate(**call, return_type="str") == "Gustav Geisser is the drummer of Rolsen."
+    assert model.generate(**call, return_type="tokens")[0].tolist().count(end) == 1
 
 
 def test_a_trajectory_converts_as_a_batch_of_tokens(tiny, written):
@@ -84,7 +135,7 @@ def test_sampling_has_transformer_lens_names(tiny):
 def test_arguments_that_do_not_exist_say_what_to_use(tiny):
     for name, instead in INSTEAD.items():
         with pytest.raises(TypeError, match=re.escape(f"generate does not take {name}: {instead}")):
-            tiny.generate(PROMPT, **{name: 1})
+            tiny.generate(PROMPT, **{name: 7})
     with pytest.raises(TypeError, match="input: pass the prompt as the first argument"):
         tiny.generate(input=PROMPT, max_new_tokens=3)
     with pytest.raises(TypeError, match="generate needs a prompt, text or tokens"):
@@ -93,6 +144,19 @@ def test_arguments_that_do_not_exist_say_what_to_use(tiny):
         tiny.generate(PROMPT, max_new_token=3)
     with pytest.raises(ValueError, match="return_type='text'; it must be one of 'trajectory', 'tokens', 'str'"):
         tiny.generate(PROMPT, return_type="text")
+
+
+def test_transformer_lenss_own_defaults_change_nothing(tiny, written):
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(TransformerBridge.generate).parameters.items()
+        if name in INSTEAD and name != "input"
+    }
+    assert len(defaults) == len(INSTEAD) - 1
+    assert torch.equal(tiny.generate(PROMPT, max_new_tokens=N_NEW, steps=8, **defaults).tokens, written.tokens)
+    for name, default in defaults.items():
+        with pytest.raises(TypeError, match=f"generate does not take {name}"):
+            tiny.generate(PROMPT, **{name: (not default) if isinstance(default, bool) else "other"})
 
 
 def test_the_row_of_a_canvas_predicts_its_mask(tiny):
@@ -133,3 +197,9 @@ def test_a_canvas_of_one_sequence_of_tokens(either):
         canvas, rows = either.model.canvas(tokens)
         assert torch.equal(canvas[:, :4], either.tokens[:1, :4])
         assert rows.shape == (1,)
+
+
+def test_completions_of_texts_that_grow_end(tiny):
+    """A diffusion model's completion is all that it wrote, without special tokens."""
+    end, a, b = tiny.tokenizer.eos_token_id, tiny.to_single_token(" the"), tiny.to_single_token(" brave")
+    assert tiny.to_completion(torch.tensor([a, end, b])) == ("the" if tiny.cfg.grows else "the brave")

@@ -29,7 +29,7 @@ class Ranking:
         return cls(wide.masked_fill(~writable, float("-inf")), wide.log_softmax(dim=-1))
 
     def rank(self, tokens: Int[Tensor, "entry target"]) -> Int[Tensor, "entry target"]:
-        """Number of tokens that are likelier, for each token; 0 is the likeliest."""
+        """Number of strictly likelier tokens, for each token; 0 is the likeliest, and tokens that tie have one rank."""
         logits = self.logits.gather(-1, tokens)
         # One target at a time, because all comparisons together would have an axis more than the logits.
         ranks = [(self.logits > logits[:, i, None]).sum(dim=-1) for i in range(tokens.shape[1])]
