@@ -173,9 +173,10 @@ class Generation(Forward, ABC):
         written = ~trajectory.given & trajectory.real
         if end is None:
             return torch.zeros_like(written)
-        n_ends = ((trajectory.tokens == end) & written).cumsum(dim=1)
+        n_ends = (trajectory.tokens == end).cumsum(dim=1)
         n_before_stretch = n_ends.masked_fill(written, 0).cummax(dim=1).values
-        return written & (n_ends > n_before_stretch)
+        ended: Tensor = n_ends > n_before_stretch
+        return ended
 
     def _text(self, trajectory: Trajectory, row: int, kept: Bool[Tensor, "pos"]) -> str:
         """The text of some positions of one row, without a given BOS at the beginning."""

@@ -70,10 +70,10 @@ def test_each_written_stretch_ends_at_its_first_end_token(tiny, returned, monkey
     rows = [
         [bos, a, end, b, end, c, end, d, c],
         [end, end, bos, a, b, c, d, end, end],
-        [bos, a, b, c, d, a, b, c, d],
+        [end, bos, a, b, c, d, a, b, c],
     ]
     given = [[1, 1, 1, 0, 0, 0, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0], [0] * 9]
-    real = [[1] * 9, [0, 0] + [1] * 7, [1] * 9]
+    real = [[1] * 9, [0, 0] + [1] * 7, [0] + [1] * 8]
     call = dict(tokens=rows, given=given, real=real)
     expected = [[bos, a, end, b, end, end, end, d, c], *rows[1:]]
     assert returned(**call, return_type="tokens").tolist() == expected
@@ -81,7 +81,7 @@ def test_each_written_stretch_ends_at_its_first_end_token(tiny, returned, monkey
     ended = [
         "the<eos> brave of drummer",
         "the brave drummer of",
-        "today the brave drummer of the brave drummer of",
+        "today the brave drummer of the brave drummer",
     ]
     assert returned(**call, return_type="str") == ended
     whole = "the<eos> brave<eos> drummer<eos> of drummer"
@@ -106,6 +106,7 @@ def test_a_trajectory_converts_as_a_batch_of_tokens(tiny, written):
     assert torch.equal(written[0], written.tokens[0])
     assert tiny.to_string(written) == tiny.to_string(written.tokens) == written.text
     assert tiny.to_string(written[0]) == written.text[0]
+    assert tiny.to_str_tokens(written) == tiny.to_str_tokens(written[0])
     assert [completion.strip() for completion in written.completion] == [ANSWER]
 
 

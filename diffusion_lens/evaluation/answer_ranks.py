@@ -23,8 +23,8 @@ class AnswerRanks:
     Attributes:
         prompt: Text of each token of the prompt.
         answer: Text of each token of the answer.
-        rank: Int[answer], rank of each token among all that the model can write, that is, without [MASK]; 0 is the
-            likeliest.
+        rank: Int[answer], rank of each token among all that the model can write, that is, without [MASK]: the number
+            of strictly likelier tokens.
         logit: Float[answer], logit of each token.
         probability: Float[answer], probability of each token.
         top: Text of the likeliest tokens, for each token of the answer.

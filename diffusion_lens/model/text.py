@@ -160,10 +160,9 @@ class TextInterface(Padding):
             ids = ids[: ids.index(tokenizer.eos_token_id)]
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def to_str_tokens(
-        self, input: str | Tensor | Sequence[int] | Sequence[str], prepend_bos: bool | None = None
-    ) -> Any:
-        """The text of each token of one sequence; for a list of texts, a list for each."""
+    def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> Any:
+        """The text of each token of one sequence, also of a `Trajectory` of one row; for texts, a list for each."""
+        input = getattr(input, "tokens", input)
         if isinstance(input, str):
             input = self.to_tokens(input, prepend_bos)[0]
         elif not isinstance(input, Tensor) and any(isinstance(text, str) for text in input):
