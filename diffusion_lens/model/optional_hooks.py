@@ -32,6 +32,8 @@ _BYPASSED = {
     "use_attn_in": ("ln1", "attn.q", "attn.k", "attn.v"),
 }
 
+_HOOKED = "carries a hook"
+
 
 @dataclass(frozen=True)
 class OptionalHooks:
@@ -209,9 +211,9 @@ def _why_not_bypassed(module: nn.Module, by_predicate_too: bool) -> str | None:
         return f"is a module {type(module).__name__}"
     for name, inside in module._modules.items():
         if name.startswith("hook_") and (reason := _why_it_matters(inside, by_predicate_too)):
-            return reason if isinstance(inside, HookPoint) else f"has at {name!r} what {reason}"
+            return reason if reason == _HOOKED else f"has in the place of {name!r} a module {type(inside).__name__}"
     hooked = any(not isinstance(each, HookPoint) for each in hooked_modules(module))
-    return "carries a hook" if hooked else None
+    return _HOOKED if hooked else None
 
 
 def _why_it_matters(point: nn.Module | None, by_predicate_too: bool) -> str | None:
@@ -225,7 +227,7 @@ def _why_it_matters(point: nn.Module | None, by_predicate_too: bool) -> str | No
     hooks = (point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks)
     handles = point.fwd_hooks + point.bwd_hooks
     passed_over = 0 if by_predicate_too else sum(getattr(handle, "by_predicate", False) for handle in handles)
-    return "carries a hook" if sum(map(len, hooks)) > passed_over else None
+    return _HOOKED if sum(map(len, hooks)) > passed_over else None
 
 
 def _module_at(block: nn.Module, name: str) -> nn.Module | None:

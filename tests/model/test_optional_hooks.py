@@ -271,7 +271,7 @@ def test_a_module_in_the_place_of_a_point_that_does_not_pass_is_refused(either, 
     point = model.get_submodule(normalized)
     put(normalized, module)
     model(tokens)
-    with pytest.raises(ValueError, match=f"is a module {kind}, and use_split_qkv_input uses its weight directly"):
+    with pytest.raises(ValueError, match=f"ln1. has in the place of .hook_normalized. a module {kind}, and use_split"):
         model.set_use_split_qkv_input(True)
     put(normalized, point)
     with model.optional_hooks(use_split_qkv_input=True):
