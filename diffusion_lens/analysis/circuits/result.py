@@ -75,6 +75,16 @@ class Circuit:
         counts = Counter(layers[reader] for _, reader in self.edges)
         return {name: counts[name] / len(self) if len(self) else math.nan for name in dict.fromkeys(layers.values())}
 
+    def save(self, path: str | Path) -> Path:
+        """Write the edges and the graph to one `.safetensors` file."""
+        return save_result(path, "circuit", {}, {"edges": sorted(self.edges), "graph": asdict(self.graph)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        """Read what `save` wrote."""
+        _, saved = load_result(path, "circuit")
+        return cls(frozenset((writer, reader) for writer, reader in saved["edges"]), Graph(**saved["graph"]))
+
     def _indices(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """Index of each writer and of each reader by name."""
         rows, columns = (

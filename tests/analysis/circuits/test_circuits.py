@@ -243,3 +243,8 @@ def test_circuits_come_from_any_iterable_and_other_arguments_are_refused(every, 
     nodes = NodeScores(scores.nodes, scores.clean, scores.corrupted, scores.graph, scores.record)
     with pytest.raises(TypeError, match="NodeScores do not order edges"):
         faithfulness(every.model, *pair, logit, nodes, [5])
+
+
+def test_a_circuit_comes_back_from_its_file(tmp_path):
+    circuit = Circuit(frozenset({("embed", "a0.h1<q>"), ("m0", "logits")}), Graph(1, 2, 1))
+    assert Circuit.load(circuit.save(tmp_path / "circuit.safetensors")) == circuit
