@@ -38,13 +38,6 @@ def own_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def aliases_of(name: str) -> list[str]:
-    """The other names of a hook point."""
-    if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
-        return [match[1] + alias for alias, own in BLOCK_ALIASES.items() if own == match[2]]
-    return [alias for alias, own in ALIASES.items() if own == name]
-
-
 class ByHookPoint(dict[str, Value]):
     """Values by the names of hook points; an alias reaches the value too, and is no key of its own."""
 
@@ -99,23 +92,10 @@ def require_hook_point(name: str, hook_dict: Mapping[str, HookPoint]) -> None:
         raise KeyError(f"there is no hook point {name!r}; nearest are: {nearest(name, hook_dict)}")
 
 
-def _means(predicate: Callable[[str], bool], alias: str) -> bool:
-    """Whether a predicate accepts an alias for its own sake, and not as one of many names that share a part with it.
-
-    A predicate such as `"resid_pre" not in name`, or one for all names that end in "_out", accepts names that no hook
-    point has as well. It asks for the names of this library.
-    """
-    owner, _, last = alias.rpartition(".")
-    like_it = (f"{owner}.hook_no", f"{owner}.{last.replace('hook_', 'hook_no_', 1)}", f"no.{last}.no")
-    try:
-        return bool(predicate(alias)) and not any(predicate(name) for name in like_it)
-    except Exception:
-        # A predicate need only know the names in `hook_dict`.
-        return False
-
-
 def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) -> list[str]:
     """The hook points that a filter (a name, names, a predicate, `None` for all) selects, by their names here.
+
+    A predicate is called with the names here; aliases work by name.
 
     Raises:
         KeyError: A name is not a hook point.
@@ -136,9 +116,7 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
         selected = [name for name in hook_dict if name in requested]
     elif callable(names_filter):
         predicate: Callable[[str], bool] = names_filter
-        selected = [
-            name for name in hook_dict if predicate(name) or any(_means(predicate, a) for a in aliases_of(name))
-        ]
+        selected = [name for name in hook_dict if predicate(name)]
     else:
         raise TypeError(f"{names_filter!r} is no filter of hook points; pass a name, a list of names, or one predicate")
     if not selected:
