@@ -1,4 +1,4 @@
-"""Wrap a hook so that it acts only at some steps, at masked positions, or in one branch of guidance.
+"""Wrap a hook so that it acts only at some steps, positions, or in one branch of guidance.
 
 The wrapped function is still a plain `fn(activation, hook)`. Outside the denoising loop, where `hook.step` is `None`,
 it does nothing. `by_step` joins the functions of several steps into one hook. `acts_by_step` recognises all these, and
@@ -11,11 +11,14 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from diffusion_lens.config import reached
 from diffusion_lens.hook_identity import named_after
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.loop_only import acts_by_step as acts_by_step
 from diffusion_lens.loop_only import in_loop_only
+from diffusion_lens.readout import READOUTS
 from diffusion_lens.settings import whole_number, whole_numbers
+from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
 
 
@@ -83,16 +86,42 @@ def while_masked(hook_fn: Hook) -> Hook:
     other position sees.
     """
 
+    return named_after(_where(hook_fn, lambda step: step.masked, "while_masked"), hook_fn, "while masked")
+
+
+def while_predicting(hook_fn: Hook, readout: str) -> Hook:
+    """Act only on the rows whose logits predict a position that is not yet revealed; the others keep their activation.
+
+    On a causal model this is the last row that the text has reached. Left padding before a masked first token counts as
+    a row.
+
+    Args:
+        readout: "in_place" or "shifted", as in `model.cfg.readout`.
+    """
+    if readout not in READOUTS:
+        raise ValueError(f"readout={readout!r}; it must be one of {', '.join(map(repr, READOUTS))}")
+
+    def rows(step: StepState) -> PosMask:
+        chosen = torch.zeros_like(step.masked)
+        chosen[READOUTS[readout].locate(step.masked)] = True
+        return chosen & reached(step.tokens)
+
+    return named_after(_where(hook_fn, rows, "while_predicting"), hook_fn, "while predicting")
+
+
+def _where(hook_fn: Hook, rows: Callable[[StepState], PosMask], name: str) -> Hook:
+    """The hook, whose result is used at some rows."""
+
     def wrapped(activation: Tensor, hook: Any) -> Tensor:
         if hook.name.endswith(("hook_attn_scores", "hook_pattern")):
-            raise ValueError(f"{hook.name} is [batch head query key]: while_masked needs [batch pos ...]")
-        masked = hook.step.masked
+            raise ValueError(f"{hook.name} is [batch head query key]: {name} needs [batch pos ...]")
+        chosen = rows(hook.step)
         copy = activation.clone()
         returned = hook_fn(copy, hook)
         changed = copy if returned is None else returned
-        return torch.where(masked.view(*masked.shape, *[1] * (activation.dim() - 2)), changed, activation)
+        return torch.where(chosen.view(*chosen.shape, *[1] * (activation.dim() - 2)), changed, activation)
 
-    return named_after(in_loop_only(wrapped), hook_fn, "while masked")
+    return in_loop_only(wrapped)
 
 
 def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:

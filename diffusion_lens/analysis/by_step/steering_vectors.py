@@ -96,6 +96,7 @@ def difference_of_means(
         "positions": chosen,
         "steps": indices,
         "n_steps": n_steps["positive"],
+        "readout": model.cfg.readout,
         "inputs": {name: group.describe() for name, group in groups.items()},
         **provenance(model, model.cfg),
     }

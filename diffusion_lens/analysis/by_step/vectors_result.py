@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.denoising.cache import resolve_steps
-from diffusion_lens.denoising.step_hooks import at_steps, by_step, while_masked
+from diffusion_lens.denoising.step_hooks import at_steps, by_step, while_masked, while_predicting
 from diffusion_lens.hook_names import Hook, nearest
 from diffusion_lens.interventions import Indices, steer
 from diffusion_lens.records import load_result, save_result
@@ -109,7 +109,8 @@ class SteeringVectors:
         Args:
             scale: Factor of the vectors.
             steps: Steps at which to steer, negative ones from the end; by default all that the vectors have.
-            positions: Positions as in `interventions.steer`, or "masked" (`while_masked`); by default all.
+            positions: Positions as in `interventions.steer`, "masked" (`while_masked`), or "predicting", the rows whose
+                logits predict a [MASK] or, on a growing text, the next token (`while_predicting`); by default all.
             names: Hook points; by default all that have a vector.
 
         Raises:
@@ -118,10 +119,11 @@ class SteeringVectors:
         """
         factor = plain_number("scale", scale)
         chosen = self.names if names is None else (names,) if isinstance(names, str) else tuple(names)
-        if isinstance(positions, str) and positions != "masked":
-            raise ValueError(f"positions={positions!r}; it must be 'masked', indices, a slice, or None for all")
-        only_masked = isinstance(positions, str)
-        selected: Any = None if only_masked else positions
+        if isinstance(positions, str) and positions not in ("masked", "predicting"):
+            raise ValueError(
+                f"positions={positions!r}; it must be 'masked', 'predicting', indices, a slice, or None for all"
+            )
+        selected: Any = None if isinstance(positions, str) else positions
         hooks = []
         for name in chosen:
             vector = self[name]
@@ -134,7 +136,9 @@ class SteeringVectors:
                 self._require_means(name, list(rows), vector[list(rows.values())])
                 of_steps = {step: steer(vector[row], factor, selected) for step, row in rows.items()}
                 hook_fn = by_step(of_steps, self.record["n_steps"])
-            hooks.append((name, while_masked(hook_fn) if only_masked else hook_fn))
+            if positions == "predicting":
+                hook_fn = while_predicting(hook_fn, self.record["readout"])
+            hooks.append((name, while_masked(hook_fn) if positions == "masked" else hook_fn))
         return hooks
 
     def save(self, path: str | Path) -> Path:

@@ -174,6 +174,21 @@ def test_hooks_add_the_vector_of_the_step(small):
     assert_close(plain, small.run_with_hooks("Tilda is", fwd_hooks=[(NAME, steer(single[NAME], 0.5))]))
 
 
+def test_hooks_steer_the_rows_that_predict(several):
+    """Those from which the vectors were computed, which by hand are other rows where the readout is shifted."""
+    model = several.model
+    runs, _ = two_runs(model, NAME)
+    vectors = difference_of_means(model, *runs, NAME, positions="predicting")
+    (hook,), seen = vectors.hooks(4.0, positions="predicting"), []
+    store = (NAME, lambda activation, hook: seen.append(activation.clone()))
+    for fwd_hooks in ([store], [hook, store]):
+        runs[1].replay(model, fwd_hooks=fwd_hooks)
+    chosen = chosen_by_hand(model, runs[1], "predicting")
+    plain, steered = torch.stack(seen[:4]), torch.stack(seen[4:])
+    expected = torch.where(chosen[..., None], 4.0 * vectors[NAME][:, None, None], torch.tensor(0.0))
+    assert_close(steered - plain, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_steering_towards_a_word_makes_the_models_write_it(tiny):
     word, steps = "young", {"steps": 7} if tiny.cfg.has_mask else {}
     young = [fact for fact in PEOPLE if fact.description.startswith(word)][1::5]
@@ -270,7 +285,7 @@ def test_what_does_not_fit_is_refused(small):
         longer.replay(small, fwd_hooks=vectors.hooks())
     for settings, message in (
         ({"steps": [3]}, r"no vectors of the steps \[3\]"),
-        ({"positions": "all"}, "it must be 'masked'"),
+        ({"positions": "all"}, "it must be 'masked', 'predicting'"),
     ):
         with pytest.raises(ValueError, match=message):
             vectors.hooks(**settings)
