@@ -206,11 +206,12 @@ def test_what_does_not_fit_is_refused(small):
         attention_sinks(small, run.from_step(1), steps=[0])
 
 
-@pytest.mark.parametrize("settings", [{}, {"heads": "mean", "layers": [0]}], ids=["each", "mean"])
-def test_tensors_of_a_call_take_at_most_the_budget(tiny, settings):
-    run = tiny.denoise(PROMPTS[:1] * 8, max_new_tokens=8, **({"steps": 30} if tiny.cfg.has_mask else {}))
-    sinks = partial(attention_sinks, tiny, run, **settings)
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+@pytest.mark.parametrize("heads", ["each", "mean"])
+def test_tensors_of_a_call_take_at_most_the_budget(small, heads):
+    run = small.denoise(PROMPTS[0], max_new_tokens=4, steps=200)
+    sinks = partial(attention_sinks, small, run, heads=heads)
     with pytest.raises(ValueError, match="the attention received takes") as refused:
         sinks(max_bytes=1)
     least = int(re.findall(r"takes ([\d,]+)", str(refused.value))[0].replace(",", ""))
-    assert 0.2 * least < peak_of_tensors(partial(sinks, max_bytes=least)) <= least
+    assert 0.6 * least < peak_of_tensors(partial(sinks, max_bytes=least)) <= least
