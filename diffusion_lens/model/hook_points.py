@@ -110,9 +110,16 @@ class StepHookPoint(HookPoint):
         return f"a hook at {self.name!r} ({', '.join(functions) or 'of torch'})"
 
 
+def listens(module: nn.Module) -> bool:
+    """Whether a module itself carries a hook of torch, as which TransformerLens attaches its own."""
+    return bool(
+        module._forward_hooks or module._backward_hooks or module._forward_pre_hooks or module._backward_pre_hooks
+    )
+
+
 def is_hooked(point: nn.Module) -> bool:
     """Whether a hook is attached to a hook point of any kind; another module in its place counts as a hook."""
-    return not isinstance(point, HookPoint) or _listens(point)
+    return not isinstance(point, HookPoint) or listens(point)
 
 
 def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator[nn.Module]:
@@ -129,7 +136,7 @@ def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator
         if id(module) in seen:
             continue
         seen.add(id(module))
-        # As in `_listens`, without the cost of a call for each module.
+        # As in `listens`, without the cost of a call for each module.
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             yield module
         waiting.extend(module._modules.values())  # type: ignore[arg-type]  # None is in `seen`
@@ -153,13 +160,6 @@ def lend_clock(point: HookPoint, clock: StepClock) -> None:
 def position_axis(point: HookPoint) -> int:
     """Axis of the positions in a hook point's activation: 1, or 2 (the queries) for scores and patterns."""
     return 1 if point.pos_dim is None else point.pos_dim
-
-
-def _listens(module: nn.Module) -> bool:
-    """Whether a module carries a hook of torch, as which TransformerLens attaches its own."""
-    return bool(
-        module._forward_hooks or module._backward_hooks or module._forward_pre_hooks or module._backward_pre_hooks
-    )
 
 
 def _kind(dtype: torch.dtype) -> str:

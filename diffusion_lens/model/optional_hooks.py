@@ -10,7 +10,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.model.hook_points import anything_listens, hooked_modules
+from diffusion_lens.model.hook_points import anything_listens, hooked_modules, listens
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.step_state import StepClock
@@ -222,7 +222,7 @@ def _why_it_matters(point: nn.Module | None, by_predicate_too: bool) -> str | No
         return None
     if not isinstance(point, HookPoint) or type(point).forward is not HookPoint.forward:
         return f"is a module {type(point).__name__}"
-    if not (point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks):
+    if not listens(point):
         return None
     hooks = (point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks)
     handles = point.fwd_hooks + point.bwd_hooks

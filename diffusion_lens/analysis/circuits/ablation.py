@@ -22,7 +22,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
 from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores, NodeScores
-from diffusion_lens.analysis.circuits.sides import on_one_metric, require_plain_stream, require_same_positions
+from diffusion_lens.analysis.circuits.sides import joined, on_one_metric, require_plain_stream, require_same_positions
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
@@ -30,7 +30,7 @@ from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, whole_numbers
+from diffusion_lens.settings import Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ def faithfulness(
     graphs = [edge_scores.graph, *(one.graph for one in circuits if isinstance(one, Circuit))]
     if any(other != graph for other in graphs):
         raise ValueError("the edge scores or circuits are of a model with other layers or heads than this one")
-    inputs = PatchInputs(model, clean, model, corrupted, None if steps is None else whole_numbers("steps", steps))
+    inputs = PatchInputs.of(model, clean, model, corrupted, steps)
     written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
     by_step = edge_scores.record["steps"] is not None and inputs.steps is not None
     ordered = map(edge_scores.at_step, inputs.steps or ()) if by_step else [edge_scores] * len(pairs)
@@ -137,19 +137,14 @@ def faithfulness(
     runs = [_AblatedRuns(graph, *pair, max_bytes) for pair in pairs]
     with model.optional_hooks(**OPTIONAL):
         scored = [of_pair.scores(of_step, progress) for of_pair, of_step in zip(runs, chosen, strict=True)]
-    stacked = [torch.stack(values) for values in zip(*scored, strict=True)]
-    scores, clean_scores, corrupted_scores = stacked if inputs.steps is not None else [values[0] for values in stacked]
+    scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
     record = {
         "circuits": [
             sorted(one.edges) if isinstance(one, Circuit) else len(chosen[0][i]) for i, one in enumerate(circuits)
         ],
         "edge_scores": {name: edge_scores.record[name] for name in ("ig_steps", "path", "metric", "steps")},
-        "metric": reading.name,
-        "logits_at": reading.rows,
         "steps": inputs.steps,
-        "clean_tokens": [side.tokens.tolist() for side, _ in pairs],
-        "corrupted_tokens": [side.tokens.tolist() for _, side in pairs],
-        "trajectory": written_by,
+        **inputs.describe(reading, pairs, written_by),
         **provenance(model, model.cfg),
     }
     return Faithfulness(tuple(map(len, chosen[0])), scores, clean_scores, corrupted_scores, record)

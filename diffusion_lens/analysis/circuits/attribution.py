@@ -36,14 +36,14 @@ from torch import Tensor
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
 from diffusion_lens.analysis.circuits.passes import IntegrationPath, MovedRun, Passes, wide_bytes, wider
 from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
-from diffusion_lens.analysis.circuits.sides import require_plain_stream
+from diffusion_lens.analysis.circuits.sides import joined, require_plain_stream
 from diffusion_lens.analysis.kept_run import KeptRun
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, whole_numbers
+from diffusion_lens.settings import Whole
 
 
 @begins_run
@@ -81,7 +81,7 @@ def edge_attribution(
             unknown, or the budget is too small for one run.
     """
     require_plain_stream(model)
-    inputs = PatchInputs(model, clean, model, corrupted, _whole_steps(steps))
+    inputs = PatchInputs.of(model, clean, model, corrupted, steps)
     reading = Reading.of(metric, logits_at)
     return EdgeScores(*_attribute(_EdgePasses, inputs, reading, IntegrationPath(ig_steps, path), max_bytes, progress))
 
@@ -122,7 +122,7 @@ def node_attribution(
     Raises:
         ValueError: As in `edge_attribution`, except for hooks.
     """
-    inputs = PatchInputs(model, clean, model, corrupted, _whole_steps(steps))
+    inputs = PatchInputs.of(model, clean, model, corrupted, steps)
     reading = Reading.of(metric, logits_at)
     return NodeScores(*_attribute(_NodePasses, inputs, reading, IntegrationPath(ig_steps, path), max_bytes, progress))
 
@@ -137,24 +137,15 @@ def _attribute(
     passes = [kind(graph, *pair, max_bytes) for pair in sides]
     with model.optional_hooks(**kind.optional) if kind.optional else nullcontext():
         scored = [of_pair.scores(path, progress) for of_pair in passes]
-    stacked = [torch.stack(values) for values in zip(*scored, strict=True)]
-    scores, clean_scores, corrupted_scores = stacked if inputs.steps is not None else [values[0] for values in stacked]
+    scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
     record = {
         "ig_steps": path.n_runs,
         "path": path.kind,
-        "metric": reading.name,
-        "logits_at": reading.rows,
         "steps": inputs.steps,
-        "clean_tokens": [side.tokens.tolist() for side, _ in sides],
-        "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
-        "trajectory": written_by,
+        **inputs.describe(reading, sides, written_by),
         **provenance(model, model.cfg),
     }
     return scores, clean_scores, corrupted_scores, graph, record
-
-
-def _whole_steps(steps: Iterable[Whole] | None) -> list[int] | None:
-    return None if steps is None else whole_numbers("steps", steps)
 
 
 class _EdgePasses(Passes):

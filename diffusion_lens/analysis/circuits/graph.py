@@ -59,13 +59,8 @@ class Graph:
 
         Keys and values are numbered by key/value head.
         """
-        names = (
-            f"m{layer}" if of is None else f"a{layer}.h{head}<{of}>"
-            for layer in range(self.n_layers)
-            for of, n in self._readers_of_a_layer.items()
-            for head in range(n)
-        )
-        return (*names, "logits")
+        inputs = self._inputs_of_parts
+        return (*(f"m{layer}" if of is None else f"a{layer}.h{head}<{of}>" for layer, of, head in inputs), "logits")
 
     @cached_property
     def writer_groups(self) -> tuple[str, ...]:
@@ -75,19 +70,13 @@ class Graph:
     @cached_property
     def reader_groups(self) -> tuple[str, ...]:
         """Each reader without its head: "a0<q>", ..., "a0<k>", ..., "a0<v>", ..., "m0"; then "logits"."""
-        groups = (
-            f"m{layer}" if of is None else f"a{layer}<{of}>"
-            for layer in range(self.n_layers)
-            for of, n in self._readers_of_a_layer.items()
-            for _ in range(n)
-        )
-        return (*groups, "logits")
+        inputs = self._inputs_of_parts
+        return (*(f"m{layer}" if of is None else f"a{layer}<{of}>" for layer, of, _ in inputs), "logits")
 
     @cached_property
     def reader_layers(self) -> tuple[str, ...]:
         """Layer of each reader: "0", "1", and so on; "logits" of the last one."""
-        n = sum(self._readers_of_a_layer.values())
-        return (*(str(layer) for layer in range(self.n_layers) for _ in range(n)), "logits")
+        return (*(str(layer) for layer, _, _ in self._inputs_of_parts), "logits")
 
     @cached_property
     def reader_points(self) -> tuple[ReaderPoint, ...]:
@@ -133,9 +122,12 @@ class Graph:
         return torch.cat([by_part(activations[name]) for name in self.writer_points], dim=2)
 
     @property
-    def _readers_of_a_layer(self) -> dict[str | None, int]:
-        """Number of readers of queries, keys and values, and `None` for the MLP, in the order of a pass."""
-        return {"q": self.n_heads, "k": self.n_key_value_heads, "v": self.n_key_value_heads, None: 1}
+    def _inputs_of_parts(self) -> list[tuple[int, str | None, int]]:
+        """Layer, "q", "k" or "v" (`None` for the MLP) and head of each reader but the last, in the order of a pass."""
+        of_a_layer = {"q": self.n_heads, "k": self.n_key_value_heads, "v": self.n_key_value_heads, None: 1}
+        return [
+            (layer, of, head) for layer in range(self.n_layers) for of, n in of_a_layer.items() for head in range(n)
+        ]
 
     def _writers_at(self, head_point: str) -> dict[str, range]:
         points, row = {"hook_embed": range(1)}, 1

@@ -1,13 +1,14 @@
-"""What edges require: a plain residual stream, and two runs with equal positions and one metric."""
+"""What edges require: a plain residual stream, and two runs with equal positions and one metric; their steps joined."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from diffusion_lens.analysis.patching.metrics import UNREAD
 from diffusion_lens.analysis.patching.runs import Side
-from diffusion_lens.model.hook_points import is_hooked
+from diffusion_lens.model.hook_points import is_hooked, listens
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 # What lies in a block between the outputs of writers and the inputs of readers: hook points, and modules around them.
@@ -33,7 +34,7 @@ def require_plain_stream(model: DiffusionTransformer) -> None:
     """
     for layer, block in enumerate(model.blocks):
         points = [name for name in _BETWEEN if is_hooked(block.get_submodule(name))]
-        modules = [name for name in _AROUND if _has_hook_of_torch(block.get_submodule(name))]
+        modules = [name for name in _AROUND if listens(block.get_submodule(name))]
         if found := [".".join(("blocks", str(layer), name)).removesuffix(".") for name in points + modules]:
             raise ValueError(
                 f"a hook or another module is at {', '.join(map(repr, found))}, between the outputs that are added to "
@@ -41,11 +42,6 @@ def require_plain_stream(model: DiffusionTransformer) -> None:
                 "to what one part writes ('hook_embed', 'attn.hook_z', 'attn.hook_result', 'hook_mlp_out'), or use "
                 "node_attribution, which takes hooks anywhere"
             )
-
-
-def _has_hook_of_torch(module: nn.Module) -> bool:
-    """Whether a module, as opposed to those in it, carries a hook of torch."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def on_one_metric(clean: Side, corrupted: Side) -> tuple[Side, Side]:
@@ -76,3 +72,9 @@ def require_same_positions(clean: Side, corrupted: Side) -> None:
             "the two trajectories were given their prompts at different positions, so the rows of the metric mean "
             "something else in each, and edges connect equal positions: take prompts with equally many tokens"
         )
+
+
+def joined(by_step: Iterable[tuple[Tensor, Tensor, Tensor]], steps: Sequence[int] | None) -> tuple[Tensor, ...]:
+    """The scores and both metrics with an axis of steps, or without steps, those of the single pair of inputs."""
+    stacked = [torch.stack(values) for values in zip(*by_step, strict=True)]
+    return tuple(stacked if steps is not None else (values[0] for values in stacked))

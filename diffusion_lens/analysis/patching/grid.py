@@ -34,7 +34,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, at_least, whole_numbers
+from diffusion_lens.settings import Whole, at_least
 
 
 def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProbability:
@@ -116,7 +116,7 @@ def patch_grid(
     """
     source = model if source_model is None else source_model
     reading = Reading.of(metric, logits_at)
-    inputs = PatchInputs(source, clean, model, corrupted, None if steps is None else whole_numbers("steps", steps))
+    inputs = PatchInputs.of(source, clean, model, corrupted, steps)
     settings = PatchSettings(
         resolve_sites(sites),
         positions,
@@ -169,12 +169,8 @@ def patch_sites(
     # 4. Join the steps and make one grid per site.
     record = {
         "method": settings.method,
-        "metric": reading.name,
-        "logits_at": reading.rows,
+        **inputs.describe(reading, sides, provenances),
         "cfg_scale": inputs.corrupted.record["cfg_scale"] if isinstance(inputs.corrupted, Trajectory) else 0.0,
-        "clean_tokens": [side.tokens.tolist() for side, _ in sides],
-        "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
-        "trajectory": provenances,
         "source": None if inputs.source is inputs.model else provenance(inputs.source, inputs.source.cfg),
         **provenance(inputs.model, cfg),
     }

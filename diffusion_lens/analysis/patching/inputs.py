@@ -13,7 +13,7 @@ from diffusion_lens.denoising.same_network import canvas_provenance, require_sam
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings import Whole, pick_indices, whole_numbers
 
 Patchable = str | Sequence[str] | Tensor | Query | Trajectory
 
@@ -35,6 +35,18 @@ class PatchInputs:
     model: DiffusionTransformer
     corrupted: Patchable
     steps: list[int] | None
+
+    @classmethod
+    def of(
+        cls,
+        source: DiffusionTransformer,
+        clean: Patchable,
+        model: DiffusionTransformer,
+        corrupted: Patchable,
+        steps: Iterable[Whole] | None,
+    ) -> "PatchInputs":
+        """The inputs, with steps as callers give them."""
+        return cls(source, clean, model, corrupted, None if steps is None else whole_numbers("steps", steps))
 
     def pick_layers(self, layers: Iterable[Whole] | None) -> list[int]:
         """The layers to sweep.
@@ -72,6 +84,23 @@ class PatchInputs:
         return {
             "clean": canvas_provenance(self.clean.record),
             "corrupted": canvas_provenance(self.corrupted.record),
+        }
+
+    def describe(
+        self, reading: Reading, sides: Sequence[tuple[Side, Side]], written_by: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The metric and the inputs, for the record.
+
+        Args:
+            sides: Both sides, of each step if there are steps.
+            written_by: The networks of `canvas_provenances`.
+        """
+        return {
+            "metric": reading.name,
+            "logits_at": reading.rows,
+            "clean_tokens": [side.tokens.tolist() for side, _ in sides],
+            "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
+            "trajectory": written_by,
         }
 
     def sides(self, reading: Reading) -> list[tuple[Side, Side]]:
