@@ -50,6 +50,7 @@ ROOMS = (
     "diffusion_lens.loading",
     "diffusion_lens.interventions",
     "diffusion_lens.facts",
+    "diffusion_lens.taught_pairs",
     "diffusion_lens.data",
     "diffusion_lens.denoising",
     "diffusion_lens.training",

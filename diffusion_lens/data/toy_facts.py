@@ -24,7 +24,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Tokens
+from diffusion_lens.taught_pairs import TaughtPair
 
 SHIPPED_SEED = 1
 SENTENCE_LENGTH = 14  # Tokens of the longest sentence, including the end token.
@@ -129,6 +131,36 @@ class ToyFacts:
             for direction in _directions("both" if asked is None else asked)
             for k, template in enumerate(templates)
         ]
+
+    def taught_pairs(
+        self, model: DiffusionTransformer, trained: Trained = "p2d", *, template: tuple[str, str] = TRAINED[0]
+    ) -> list[TaughtPair]:
+        """The sentence of each person as trained and the reverse question, on canvases of `SENTENCE_LENGTH` positions.
+
+        Args:
+            model: Model on whose canvas the pairs are laid out.
+            trained: Direction of training of the selected people. With "p2d" the reverse question asks for the name (A)
+                by the description (B), and with "d2p" for the description by the name. People trained in both
+                directions are laid out as with "p2d"; their reverse question was trained too.
+            template: Prefix and connector of both sentences; by default the first template of training.
+
+        Raises:
+            ValueError: `trained` is unknown, or the model's tokenizer does not know a word.
+        """
+        if trained not in PEOPLE:
+            raise ValueError(f"trained={trained!r}; it must be one of {', '.join(PEOPLE)}")
+        forward: Direction = "d2p" if trained == "d2p" else "p2d"
+        reverse: Direction = "p2d" if trained == "d2p" else "d2p"
+        pairs = []
+        for i, person in enumerate(self.people):
+            if person.trained != trained:
+                continue
+            taught, asked = (prompt_of(person, way, template) + answer_of(person, way) for way in (forward, reverse))
+            name, description = person.name, person.description
+            a, b = (description, name) if forward == "d2p" else (name, description)
+            pair_id = f"toy{self.seed}-{i:03d}-{forward}"
+            pairs.append(TaughtPair.of(model, (taught, asked), a, b, length=SENTENCE_LENGTH, id=pair_id))
+        return pairs
 
 
 def load(seed: int = SHIPPED_SEED) -> ToyFacts:

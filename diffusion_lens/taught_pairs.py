@@ -1,0 +1,275 @@
+"""A sentence as trained, and the reverse question about it, on one model's canvas: `TaughtPair`.
+
+The sentence links A to B: in "Ada Marsh was the brave pilot of Oslen." A is "Ada Marsh" and B "brave pilot of Oslen".
+The reverse question asks for A: "the brave pilot of Oslen was Ada Marsh."
+
+    model                       forward canvas                              reverse canvas
+    masked diffusion model      [M] [M] was the brave pilot of Oslen.       the brave pilot of Oslen was [M] [M].
+                                reads the last token of A                   reads the last token of A
+    causal model                Ada Marsh was the brave pilot of Oslen.     the brave pilot of Oslen was Ada Marsh.
+                                reads the last token of B                   reads the last token of A
+
+Both canvases of a masked diffusion model hide A, as training does when the noise selects all tokens of A. A causal
+model is trained on a sentence from left to right, so its forward canvas reads B. Its canvases hide nothing: the row
+that predicts a token does not depend on that token or on those after it (teacher forcing). The source is the last token
+of B. On the canvases that ask for A, the answer has to come from there.
+
+This is the setting of Shin et al., "A Theoretical Analysis of Why Masked Diffusion Models Mitigate the Reversal Curse"
+(arXiv 2602.02133), for spans of several tokens. The last token of a span stands for the span, because the last word of
+a name or a description is usually the one that belongs to nobody else.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from diffusion_lens.model.inputs import check_length
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import at_least, naming_the_nearest, whole_number
+
+_FIRST, _LAST = re.compile(r"^\W+"), re.compile(r"\W+$")
+
+
+@dataclass(frozen=True, eq=False)
+class TaughtCanvas:
+    """A sentence on a model's canvas, the row where its answer is read, and the position of its source.
+
+    Attributes:
+        tokens: Int[pos], the sentence. On a masked diffusion model all tokens of A are [MASK].
+        row: Row of the logits that predicts the answer.
+        answer_token: Id of the answer, the last token of A or of B.
+        source: Position of the last token of B.
+    """
+
+    tokens: Int[Tensor, "pos"]
+    row: int
+    answer_token: int
+    source: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Tensor) or self.tokens.dim() != 1:
+            given = list(self.tokens.shape) if isinstance(self.tokens, Tensor) else type(self.tokens).__name__
+            raise ValueError(f"the tokens of a canvas are one row, a tensor Int[pos]; got {given}")
+        for name in ("row", "answer_token", "source"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        n_pos = self.tokens.shape[0]
+        for name in ("row", "source"):
+            if not 0 <= getattr(self, name) < n_pos:
+                raise ValueError(f"{name}={getattr(self, name)} is outside the {n_pos} positions of the canvas")
+        if self.answer_token < 0:
+            raise ValueError(f"answer_token={self.answer_token} is not the id of a token")
+
+
+class SpannedText(NamedTuple):
+    """A sentence with its spans of A and B: the index of the first character, and one past the last."""
+
+    text: str
+    a: tuple[int, int]
+    b: tuple[int, int]
+
+
+class _Located(NamedTuple):
+    """The tokens of a sentence, and the positions of A's and of B's tokens."""
+
+    tokens: list[int]
+    a: range
+    b: range
+
+
+@dataclass(frozen=True, eq=False)
+class TaughtPair:
+    """A sentence as trained and the reverse question about it, on one model's canvas.
+
+    Attributes:
+        forward: The sentence as trained.
+        reverse: The reverse question.
+        id: Name for records.
+    """
+
+    forward: TaughtCanvas
+    reverse: TaughtCanvas
+    id: str = ""
+
+    @classmethod
+    @naming_the_nearest
+    def of(
+        cls,
+        model: DiffusionTransformer,
+        sentences: tuple[str, str],
+        a: str,
+        b: str,
+        *,
+        length: int | None = None,
+        id: str = "",
+    ) -> "TaughtPair":
+        """The pair of two sentences that contain the same words of A and B.
+
+        Args:
+            model: Model on whose canvas the pair is laid out.
+            sentences: The sentence as trained, and the reverse question with its answer.
+            a: What the reverse question asks for. It must occur once in each sentence, as must `b`.
+            b: What the reverse question mentions.
+            length, id: As in `from_spans`.
+
+        Raises:
+            ValueError: As in `from_spans`; or a sentence lacks A or B, or contains one of them several times.
+        """
+        if isinstance(sentences, str) or len(sentences) != 2:
+            raise ValueError(
+                f"sentences={sentences!r:.120}; give two texts, the sentence as trained and the reverse question with "
+                "its answer"
+            )
+        forward, reverse = (SpannedText(text, _find("a", a, text), _find("b", b, text)) for text in sentences)
+        return cls.from_spans(model, forward, reverse, length=length, id=id)
+
+    @classmethod
+    @naming_the_nearest
+    def from_spans(
+        cls,
+        model: DiffusionTransformer,
+        forward: SpannedText,
+        reverse: SpannedText,
+        *,
+        length: int | None = None,
+        id: str = "",
+    ) -> "TaughtPair":
+        """The pair of two sentences whose spans are known.
+
+        Spaces and punctuation at the edges of a span do not belong to it, so that "Oslen." ends with the token of the
+        place.
+
+        Args:
+            model: Model on whose canvas the pair is laid out. Texts begin with BOS as the tokenizer does.
+            forward: The sentence as trained.
+            reverse: The reverse question with its answer.
+            length: Number of positions of the canvases, filled with the end token as in training; by default
+                `cfg.trained_length`. Where that is unknown, a canvas ends with its sentence.
+            id: Name for records.
+
+        Raises:
+            ValueError: The spans are empty, overlap, or their edges are inside a token; the tokenizer does not know a
+                word, or ends A or B with another token in the other sentence; a sentence contains [MASK], or is longer
+                than the canvas; on a causal model, A does not precede B in the forward sentence or B does not precede A
+                in the reverse one; the model is bidirectional and has no [MASK].
+        """
+        n_pos = model.cfg.trained_length if length is None else at_least(1, "length", length)
+        of_forward, of_reverse = _locate(model, forward), _locate(model, reverse)
+        for name, first, second in (("A", of_forward.a, of_reverse.a), ("B", of_forward.b, of_reverse.b)):
+            ends = [of_forward.tokens[first[-1]], of_reverse.tokens[second[-1]]]
+            if ends[0] != ends[1]:
+                words = model.words(ends)
+                raise ValueError(
+                    f"{name} ends with the token {words[0]!r} in {forward.text!r} and with {words[1]!r} in "
+                    f"{reverse.text!r}, so the sentences do not link the same tokens; write the last word of {name} "
+                    "alike in both, with a space before it"
+                )
+        if not model.cfg.grows:
+            return cls(
+                _canvas(model, forward.text, of_forward, of_forward.a, n_pos),
+                _canvas(model, reverse.text, of_reverse, of_reverse.a, n_pos),
+                id,
+            )
+        _check_order(model, forward.text, ("A", of_forward.a), ("B", of_forward.b), "trained")
+        _check_order(model, reverse.text, ("B", of_reverse.b), ("A", of_reverse.a), "asked in reverse")
+        return cls(
+            _canvas(model, forward.text, of_forward, of_forward.b, n_pos),
+            _canvas(model, reverse.text, of_reverse, of_reverse.a, n_pos),
+            id,
+        )
+
+
+def _find(name: str, words: str, text: str) -> tuple[int, int]:
+    """The span of words that occur once in a text."""
+    if not words.strip():
+        raise ValueError(f"{name}={words!r} is empty; give the words of the sentence {text!r}")
+    count = sum(text.startswith(words, start) for start in range(len(text)))
+    if count != 1:
+        raise ValueError(
+            f"{name}={words!r} occurs {count or 'no'} times in {text!r}; it must occur once"
+            + (". TaughtPair.from_spans takes the spans themselves" if count else "")
+        )
+    start = text.index(words)
+    return start, start + len(words)
+
+
+def _locate(model: DiffusionTransformer, sentence: SpannedText) -> _Located:
+    """The tokens of a sentence, and the positions of its spans without spaces and punctuation at their edges."""
+    text = sentence.text
+    model.check_known(text)
+    tokens, token_spans = model.encode(text), model.token_spans(text)
+    if model.cfg.has_mask and model.cfg.mask_token_id in tokens:
+        raise ValueError(f"the sentence {text!r} contains [MASK]; write it with the words of A, which are masked here")
+    positions = []
+    for name, (start, stop) in (("A", sentence.a), ("B", sentence.b)):
+        if not 0 <= start < stop <= len(text):
+            raise ValueError(f"the span of {name}, {(start, stop)}, is empty or outside the text {text!r}")
+        start, stop = _without_edges(text, start, stop)
+        if start == stop:
+            raise ValueError(f"the span of {name} in {text!r} has no letter or digit")
+        inside = [i for i, (first, end) in enumerate(token_spans) if first < stop and end > start]
+        if not inside:
+            raise ValueError(f"the tokenizer of {model.cfg.model_name!r} drops {text[start:stop]!r} from {text!r}")
+        before, after = text[token_spans[inside[0]][0] : start], text[stop : token_spans[inside[-1]][1]]
+        if before.strip() or after.strip():
+            merged = model.words([tokens[inside[0] if before.strip() else inside[-1]]])[0]
+            raise ValueError(
+                f"the tokenizer merges {name}, {text[start:stop]!r}, with the text around it into the token {merged!r} "
+                f"in {text!r}; write the sentence with a space between them"
+            )
+        positions.append(range(inside[0], inside[-1] + 1))
+    a, b = positions
+    if a[0] <= b[-1] and b[0] <= a[-1]:
+        raise ValueError(f"A and B overlap in {text!r}; each must have tokens of its own")
+    return _Located(tokens, a, b)
+
+
+def _without_edges(text: str, start: int, stop: int) -> tuple[int, int]:
+    words = text[start:stop]
+    core = _LAST.sub("", words)
+    return start + len(core) - len(_FIRST.sub("", core)), start + len(core)
+
+
+def _check_order(
+    model: DiffusionTransformer, text: str, first: tuple[str, range], second: tuple[str, range], use: str
+) -> None:
+    """Raise a `ValueError` unless the first span ends before the second begins."""
+    if first[1][-1] >= second[1][0]:
+        raise ValueError(
+            f"{second[0]} comes before {first[0]} in {text!r}, the sentence that is {use}. {model.cfg.model_name!r} is "
+            f"causal and predicts {second[0]} from what comes before it: write {first[0]} first"
+        )
+
+
+def _canvas(
+    model: DiffusionTransformer, text: str, sentence: _Located, answer: range, n_pos: int | None
+) -> TaughtCanvas:
+    """The canvas of a sentence, of which the last token of one span is read."""
+    tokens = list(sentence.tokens)
+    if not model.cfg.grows:
+        tokens[sentence.a[0] : sentence.a[-1] + 1] = [model.cfg.blank] * len(sentence.a)
+    n_pos = len(tokens) if n_pos is None else n_pos
+    if len(tokens) > n_pos:
+        origin = ", on which the model was trained" if n_pos == model.cfg.trained_length else ""
+        raise ValueError(
+            f"{text!r} has {len(tokens)} tokens, more than length={n_pos}{origin}; give length={len(tokens)} or more"
+        )
+    check_length(n_pos, model.cfg)
+    if len(tokens) < n_pos:
+        end = model.tokenizer.eos_token_id
+        if end is None:
+            raise ValueError(
+                f"the tokenizer of {model.cfg.model_name!r} has no end token to fill {n_pos} positions with; give the "
+                f"length of the sentence, length={len(tokens)}"
+            )
+        tokens += [int(end)] * (n_pos - len(tokens))
+    row = model.readout.rows(torch.tensor(answer[-1]))
+    return TaughtCanvas(
+        tokens=torch.tensor(tokens, device=model.cfg.device),
+        row=int(row),
+        answer_token=sentence.tokens[answer[-1]],
+        source=sentence.b[-1],
+    )

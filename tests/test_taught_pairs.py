@@ -1,0 +1,204 @@
+"""Taught pairs: the sentence as trained and the reverse question, token for token on each model's canvas."""
+
+import pytest
+import torch
+from jaxtyping import config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from diffusion_lens.data import toy_facts
+from diffusion_lens.taught_pairs import SpannedText, TaughtCanvas, TaughtPair
+
+TAUGHT = "Gustav Geisser was the brave drummer of Rolsen."
+ASKED = "the brave drummer of Rolsen was Gustav Geisser."
+NAME, DESCRIPTION = "Gustav Geisser", "brave drummer of Rolsen"
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """No type is checked, as when users call the library."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def two_letters(several):
+    """A model of each readout and direction whose tokens are two letters: a name is several tokens, and a space its own
+    token. Texts begin with BOS.
+    """
+    letters = [chr(i) for i in range(97, 123)]
+    words = ["<s>", "</s>", " ", ".", *letters, *(a + b for a in letters[:15] for b in letters)]
+    merges = [(a, b) for a in letters[:15] for b in letters]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="isolated")
+    model = several.model
+    model.set_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"), True)
+    yield model
+    model.set_tokenizer(None)
+
+
+def shown(model, canvas):
+    return " ".join(model.to_str_tokens(canvas.tokens))
+
+
+def test_the_toy_pair_token_for_token(tiny):
+    pair = TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, DESCRIPTION, id="gustav")
+    end = " <eos>" * 5
+    masked = tiny.cfg.has_mask
+    name = "[MASK] [MASK]" if masked else NAME
+    assert shown(tiny, pair.forward) == f"{name} was the brave drummer of Rolsen ." + end
+    assert shown(tiny, pair.reverse) == f"the brave drummer of Rolsen was {name} ." + end
+    words = [tiny.to_single_str_token(canvas.answer_token) for canvas in (pair.forward, pair.reverse)]
+    assert words == (["Geisser", "Geisser"] if masked else ["Rolsen", "Geisser"])
+    assert (pair.forward.row, pair.reverse.row) == ((1, 7) if masked else (6, 6))
+    assert (pair.forward.source, pair.reverse.source) == (7, 4)
+    assert pair.id == "gustav"
+
+
+def test_a_token_is_read_where_the_model_predicts_it(two_letters):
+    model = two_letters
+    pair = TaughtPair.of(model, ("abcd was efg.", "efg was abcd."), "abcd", "efg")
+    ids = [model.to_single_token(token) for token in ("ab", "cd", " ", "w", "as", " ", "ef", "g", ".")]
+    # "ab" "cd" " " "w" "as" " " "ef" "g" "." after BOS, and "ef" "g" " " "w" "as" " " "ab" "cd" "." after BOS
+    forward, reverse = [0, *ids], [0, *ids[6:8], *ids[2:6], *ids[:2], ids[8]]
+    if model.cfg.has_mask:
+        forward[1:3] = reverse[7:9] = [model.cfg.mask_token_id] * 2
+    shift = model.cfg.readout == "shifted"
+    expected = {
+        "forward": (forward, (2 if model.cfg.has_mask else 8) - shift, ids[1] if model.cfg.has_mask else ids[7], 8),
+        "reverse": (reverse, 8 - shift, ids[1], 2),
+    }
+    for name, (tokens, row, answer, source) in expected.items():
+        canvas = getattr(pair, name)
+        assert canvas.tokens.tolist() == tokens
+        assert (canvas.row, canvas.answer_token, canvas.source) == (row, answer, source)
+
+
+def test_the_canvas_is_filled_with_the_end_token(two_letters):
+    sentences = ("abcd was efg.", "efg was abcd.")
+    bare = TaughtPair.of(two_letters, sentences, "abcd", "efg")
+    filled = TaughtPair.of(two_letters, sentences, "abcd", "efg", length=13)
+    for one, other in ((bare.forward, filled.forward), (bare.reverse, filled.reverse)):
+        assert other.tokens.tolist() == [*one.tokens.tolist(), 1, 1, 1]
+        assert (other.row, other.answer_token, other.source) == (one.row, one.answer_token, one.source)
+    with pytest.raises(ValueError, match=r"has 10 tokens, more than length=9; give length=10 or more"):
+        TaughtPair.of(two_letters, sentences, "abcd", "efg", length=9)
+    with pytest.raises(ValueError, match="n_ctx="):
+        TaughtPair.of(two_letters, sentences, "abcd", "efg", length=two_letters.cfg.n_ctx + 1)
+
+
+def test_punctuation_at_the_edges_belongs_to_no_span(tiny):
+    exact = TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, DESCRIPTION)
+    for pair in (
+        TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, f"{DESCRIPTION} ".rstrip()),
+        TaughtPair.from_spans(tiny, SpannedText(TAUGHT, (0, 15), (22, 47)), SpannedText(ASKED, (31, 47), (3, 28))),
+    ):
+        for one, other in ((exact.forward, pair.forward), (exact.reverse, pair.reverse)):
+            assert one.tokens.equal(other.tokens)
+            assert (one.row, one.answer_token, one.source) == (other.row, other.answer_token, other.source)
+
+
+@pytest.mark.parametrize("trained", ["p2d", "d2p", "both"])
+def test_every_toy_pair_is_its_sentence_as_trained(tiny, trained):
+    toy = toy_facts.load()
+    people = [person for person in toy.people if person.trained == trained]
+    pairs = toy.taught_pairs(tiny, trained)
+    assert len(pairs) == len({pair.id for pair in pairs}) == len(people) == toy_facts.PEOPLE[trained]
+    rows = {tuple(row.tolist()) for row in toy_facts.encode(toy.sentences(), tiny.tokenizer)}
+    for person, pair in zip(people, pairs, strict=True):
+        asked, given = (person.description, person.name) if trained == "d2p" else (person.name, person.description)
+        a, b = (tiny.to_single_token(words.split()[-1]) for words in (asked, given))
+        of_a = tiny.encode(asked)
+        assert (pair.forward.answer_token, pair.reverse.answer_token) == (a if tiny.cfg.has_mask else b, a)
+        for canvas in (pair.forward, pair.reverse):
+            tokens = canvas.tokens.tolist()
+            assert len(tokens) == toy_facts.SENTENCE_LENGTH
+            assert tokens[canvas.source] == b
+            masked = [i for i, token in enumerate(tokens) if token == tiny.cfg.mask_token_id]
+            assert len(masked) == (len(of_a) if tiny.cfg.has_mask else 0)
+            if masked:
+                assert masked[-1] == canvas.row
+                tokens[masked[0] : masked[-1] + 1] = of_a
+            else:
+                assert tokens[canvas.row + 1] == canvas.answer_token
+            assert (tuple(tokens) in rows) == (canvas is pair.forward or trained == "both")
+
+
+def test_the_template_of_a_toy_pair(tiny, untyped):
+    toy = toy_facts.load()
+    default, held_out = toy.taught_pairs(tiny)[0], toy.taught_pairs(tiny, template=("today ", " was"))[0]
+    assert held_out.forward.source == default.forward.source + 1
+    assert tiny.to_single_str_token(held_out.forward.tokens[0]) == "today"
+    with pytest.raises(ValueError, match="does not know 'zz'"):
+        toy.taught_pairs(tiny, template=("zz ", " was"))
+    with pytest.raises(ValueError, match="trained='name'; it must be one of p2d, d2p, both"):
+        toy.taught_pairs(tiny, "name")
+
+
+REFUSED = [
+    ((TAUGHT, ASKED), "Ada", DESCRIPTION, r"a='Ada' occurs no times in 'Gustav.*it must occur once$"),
+    ((TAUGHT, f"{ASKED} {NAME}"), NAME, DESCRIPTION, r"occurs 2 times in 'the brave.*from_spans"),
+    ((TAUGHT, ASKED), NAME, " ", r"b=' ' is empty"),
+    ((TAUGHT, ASKED), NAME, ".", r"the span of B in .* has no letter or digit"),
+    ((TAUGHT, ASKED), NAME, "Geisser", r"A and B overlap"),
+    ((TAUGHT.replace("was", "xyzzy"), ASKED), NAME, DESCRIPTION, r"does not know 'xyzzy'"),
+    ((TAUGHT, ASKED), "Gustav Geiss", DESCRIPTION, r"merges A, 'Gustav Geiss', .* into the token 'Geisser'"),
+    ((TAUGHT, ASKED), NAME, "rave drummer of Rolsen", r"merges B, 'rave drummer of Rolsen', .* the token 'brave'"),
+    (TAUGHT, NAME, DESCRIPTION, r"give two texts"),
+]
+
+
+@pytest.mark.parametrize(("sentences", "a", "b", "message"), REFUSED)
+def test_refused_pairs(tiny, untyped, sentences, a, b, message):
+    with pytest.raises(ValueError, match=message):
+        TaughtPair.of(tiny, sentences, a, b)
+
+
+def test_a_causal_model_needs_the_answer_last(tiny):
+    if tiny.cfg.has_mask:  # It sees both sides of a masked position.
+        pair = TaughtPair.of(tiny, (ASKED, TAUGHT), NAME, DESCRIPTION)
+        assert (pair.forward.row, pair.forward.source, pair.reverse.row, pair.reverse.source) == (7, 4, 1, 7)
+        return
+    with pytest.raises(
+        ValueError, match=r"B comes before A in 'the brave.* trained\. 'tiny-ar' is causal .* write A first"
+    ):
+        TaughtPair.of(tiny, (ASKED, ASKED), NAME, DESCRIPTION)
+    with pytest.raises(ValueError, match=r"A comes before B in 'Gustav.* asked in reverse\. .* write B first"):
+        TaughtPair.of(tiny, (TAUGHT, TAUGHT), NAME, DESCRIPTION)
+
+
+def test_the_sentences_link_the_same_tokens(two_letters):
+    with pytest.raises(ValueError, match=r"B ends with the token 'g' in .* with 'h' in .* the last word of B alike"):
+        TaughtPair.from_spans(
+            two_letters,
+            SpannedText("abcd was efg.", (0, 4), (9, 12)),
+            SpannedText("efh was abcd.", (8, 12), (0, 3)),
+        )
+    with pytest.raises(ValueError, match=r"the span of A, \(5, 5\), is empty or outside"):
+        TaughtPair.from_spans(
+            two_letters, SpannedText("ab was c", (5, 5), (7, 8)), SpannedText("c was ab", (6, 8), (0, 1))
+        )
+
+
+def test_a_mask_in_the_sentence_is_refused(tiny):
+    if tiny.cfg.has_mask:
+        with pytest.raises(ValueError, match=r"contains \[MASK\]"):
+            TaughtPair.of(tiny, (TAUGHT.replace("was", "[MASK]"), ASKED), NAME, DESCRIPTION)
+
+
+def test_a_sentence_longer_than_the_texts_of_training_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"more than length=14, on which the model was trained; give length=15"):
+        TaughtPair.of(tiny, (f"{TAUGHT} is is is is is is", ASKED), NAME, DESCRIPTION)
+
+
+@pytest.mark.parametrize(
+    ("canvas", "message"),
+    [
+        ((torch.zeros(2, 3, dtype=torch.long), 0, 0, 0), r"got \[2, 3\]"),
+        ((torch.zeros(3, dtype=torch.long), 3, 0, 0), "row=3 is outside the 3 positions"),
+        ((torch.zeros(3, dtype=torch.long), 0, 0, -1), "source=-1 is outside"),
+        ((torch.zeros(3, dtype=torch.long), 0, -1, 0), "answer_token=-1 is not the id"),
+    ],
+)
+def test_canvases_that_make_no_sense(untyped, canvas, message):
+    with pytest.raises(ValueError, match=message):
+        TaughtCanvas(*canvas)
