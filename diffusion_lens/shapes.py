@@ -22,7 +22,7 @@ entry        rows of a grid, of a list of pairs, or of a table, in order
 level        noise levels, or ranges of them
 feature      features of a dictionary
 axis         axes of a grid
-canvas       canvases of a denoising run: one before each step, and the final one
+canvas       canvases of a denoising run: one before each step, and the final one; or the two of a pair
 rest         any further axes, as in `*rest`
 role         roles of tokens in a fact: first token of the subject, last token of the prompt, ...
 fact         facts of a study
@@ -42,6 +42,11 @@ target       tokens whose rank and probability are read
 top          likeliest tokens, the likeliest first
 subset       facts of one random subset
 member       facts of one group
+candidate    candidate answers
+parameter    weight matrices, in the order of their names
+term         terms of a sum of outer products
+route        attention scores from reader to source: forward, reverse, and counterfactual
+estimate     two numbers that are compared: of own and shuffled pairs, or predicted and measured
 """
 
 from typing import TypeAlias

@@ -73,7 +73,19 @@ from diffusion_lens.analysis.rome import (
     study_keys_and_values,
 )
 from diffusion_lens.analysis.selection import Selection
+from diffusion_lens.analysis.signatures import (
+    FactSignatures,
+    GradientAlignment,
+    ReversalSignatures,
+    edge_cut,
+    evidence,
+    gradient_alignment,
+    isotropic_route_correlation,
+    reversal_signatures,
+    routes,
+)
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
+from diffusion_lens.taught_pairs import TaughtCanvas, TaughtPair
 
 __all__ = [
     "ActivationStore",
@@ -88,7 +100,9 @@ __all__ = [
     "Corruption",
     "DictionaryLoss",
     "EdgeScores",
+    "FactSignatures",
     "Faithfulness",
+    "GradientAlignment",
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",
@@ -100,11 +114,14 @@ __all__ = [
     "PatchGrid",
     "RankOneEdit",
     "Restoration",
+    "ReversalSignatures",
     "RidgeSettings",
     "SecondMoment",
     "Selection",
     "SinkSpan",
     "SteeringVectors",
+    "TaughtCanvas",
+    "TaughtPair",
     "TemporalEffect",
     "TimeProbe",
     "TraceSettings",
@@ -126,9 +143,13 @@ __all__ = [
     "dictionary_loss",
     "difference_of_means",
     "edge_attribution",
+    "edge_cut",
     "edit_success",
+    "evidence",
     "faithfulness",
     "fit_translators",
+    "gradient_alignment",
+    "isotropic_route_correlation",
     "key_value_study",
     "logit_lens",
     "merge",
@@ -139,6 +160,8 @@ __all__ = [
     "probe_time",
     "recalled_facts",
     "restore_in_loop",
+    "reversal_signatures",
+    "routes",
     "second_moment",
     "splice",
     "study_keys_and_values",

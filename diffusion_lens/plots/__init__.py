@@ -11,12 +11,15 @@ from diffusion_lens.plots.heat_maps import denoising_grid, heat_map, labelled_ma
 from diffusion_lens.plots.lines import labelled_lines
 from diffusion_lens.plots.pages import step_slider, write_page
 from diffusion_lens.plots.representations import paired_scatter, probability_by_layer, similarity_curve, spectra
+from diffusion_lens.plots.signatures import Curve, SignaturePanels, signature_panels
 from diffusion_lens.plots.token_maps import token_map
 
 __all__ = [
     "HUES",
     "RESTORED",
+    "Curve",
     "Figure",
+    "SignaturePanels",
     "canvas_table",
     "denoising_grid",
     "edge_map",
@@ -30,6 +33,7 @@ __all__ = [
     "panels",
     "probability_by_layer",
     "readable",
+    "signature_panels",
     "similarity_curve",
     "spectra",
     "step_slider",

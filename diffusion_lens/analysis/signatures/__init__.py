@@ -1,0 +1,20 @@
+"""The three signatures with which arXiv 2602.02133 explains why masked diffusion models mitigate the reversal curse."""
+
+from diffusion_lens.analysis.signatures.alignment import GradientAlignment
+from diffusion_lens.analysis.signatures.fact_result import FactSignatures
+from diffusion_lens.analysis.signatures.measures import edge_cut, evidence, gradient_alignment, routes
+from diffusion_lens.analysis.signatures.result import ReversalSignatures
+from diffusion_lens.analysis.signatures.routes import isotropic_route_correlation
+from diffusion_lens.analysis.signatures.study import reversal_signatures
+
+__all__ = [
+    "FactSignatures",
+    "GradientAlignment",
+    "ReversalSignatures",
+    "edge_cut",
+    "evidence",
+    "gradient_alignment",
+    "isotropic_route_correlation",
+    "reversal_signatures",
+    "routes",
+]

@@ -1,0 +1,72 @@
+"""Alignment of the gradients of the two losses of each pair, with shuffled pairs as the baseline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.analysis.signatures.canvases import CanvasBatch
+from diffusion_lens.analysis.signatures.gradients import Gradients, losses_after_step
+from diffusion_lens.analysis.signatures.outer_sums import inner, norms, own_and_shuffled
+
+STEP = 0.001  # Share of the forward loss by which the small step lowers it, to first order.
+
+
+@dataclass(frozen=True, eq=False)
+class GradientAlignment:
+    """How the gradients of the forward and of the reverse loss agree, for each pair.
+
+    Attributes:
+        cosines: Float[fact parameter estimate], cosine of the two gradients of a pair, and the mean of the cosines of
+            its forward gradient with the reverse gradients of the other pairs of its batch. The second is the baseline:
+            a generic fall of the reverse loss, which all pairs share, shows in both.
+        transfers: Float[fact parameter], <g_forward, g_reverse> / |g_forward|².
+        steps: Float[fact estimate], change of the reverse loss, in nats, by a step along minus the forward gradient in
+            all these matrices that lowers the pair's forward loss by 0.1% to first order: predicted, and measured. The
+            measured one is NaN in less than float32, where so small a step is lost in rounding.
+        losses: Float[fact canvas], in nats.
+        parameters: Names of the weight matrices.
+    """
+
+    cosines: Float[Tensor, "fact parameter estimate"]
+    transfers: Float[Tensor, "fact parameter"]
+    steps: Float[Tensor, "fact estimate"]
+    losses: Float[Tensor, "fact canvas"]
+    parameters: list[str]
+
+    @classmethod
+    def of(cls, forward: CanvasBatch, reverse: CanvasBatch, parameters: Sequence[str]) -> "GradientAlignment":
+        """The alignment in one batch: two forward and two backward passes, and one forward pass for the step."""
+        gradients = [Gradients.of(batch, parameters) for batch in (forward, reverse)]
+        one, other = gradients
+        compared, transfers = [], []
+        for name in parameters:
+            products = inner(one.by_name[name], other.by_name[name])
+            lengths = [norms(each.by_name[name]) for each in gradients]
+            compared.append(own_and_shuffled(products / lengths[0][:, None] / lengths[1][None, :]))
+            transfers.append(products.diagonal() / lengths[0].square())
+        return cls(
+            cosines=torch.stack(compared, dim=1).float(),
+            transfers=torch.stack(transfers, dim=1).float(),
+            steps=_small_step(reverse, one, other).float(),
+            losses=torch.stack([each.losses for each in gradients], dim=1).float(),
+            parameters=list(parameters),
+        )
+
+    @classmethod
+    def joined(cls, batches: Sequence["GradientAlignment"]) -> "GradientAlignment":
+        """The facts of several batches."""
+        names = ("cosines", "transfers", "steps", "losses")
+        tensors = {name: torch.cat([getattr(each, name) for each in batches]) for name in names}
+        return cls(**tensors, parameters=batches[0].parameters)
+
+
+def _small_step(reverse: CanvasBatch, of_forward: Gradients, of_reverse: Gradients) -> Float[Tensor, "fact estimate"]:
+    """The change of each reverse loss by a small step on the forward loss: predicted, and measured."""
+    sizes = STEP * of_forward.losses / of_forward.inner(of_forward)
+    predicted = -sizes * of_forward.inner(of_reverse)
+    if reverse.model.cfg.dtype not in (torch.float32, torch.float64):
+        return torch.stack([predicted, torch.full_like(predicted, torch.nan)], dim=1)
+    return torch.stack([predicted, losses_after_step(reverse, of_forward, sizes) - of_reverse.losses], dim=1)

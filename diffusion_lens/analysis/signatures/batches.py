@@ -1,0 +1,53 @@
+"""Batches of pairs within a memory budget."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.settings import Whole, at_least
+from diffusion_lens.taught_pairs import TaughtPair
+
+LARGEST = 32
+
+
+def pair_bytes(cfg: DiffusionConfig, n_pos: int, n_facts: int) -> int:
+    """Bytes to reserve for one pair of canvases of `n_pos` positions in a batch of `n_facts`.
+
+    Gradients need most: inputs and output gradients of every matrix for both canvases, in float32 at least, and the
+    graph of one pass. Inner products of a matrix need a table of positions by positions.
+    """
+    assert cfg.d_mlp is not None
+    size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
+    d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
+    read_and_written = 4 * cfg.d_model + 2 * d_attn + 2 * d_key_value + 4 * cfg.d_mlp
+    graph = cfg.d_model * (6 * size + 4 * wide) + (5 * cfg.d_mlp + 6 * d_attn) * size
+    scores = 3 * cfg.n_heads * n_pos**2 * wide
+    tables = 3 * n_facts * n_pos**2 * wide
+    head = 12 * cfg.d_vocab_out * 8
+    return n_pos * cfg.n_layers * (2 * read_and_written * wide + graph) + scores + tables + head
+
+
+def plan_batches(
+    cfg: DiffusionConfig, pairs: Sequence[TaughtPair], batch_size: Whole | None, max_bytes: int
+) -> list[range]:
+    """The indices of the pairs that are computed together: batches of nearly equal sizes, so that none has one pair
+    only.
+
+    Args:
+        batch_size: Largest number of pairs; by default as many as fit `max_bytes`, at most 32.
+
+    Raises:
+        ValueError: The budget does not suffice for two pairs, or for `batch_size` pairs.
+    """
+    n_pos = max(len(canvas.tokens) for pair in pairs for canvas in (pair.forward, pair.reverse))
+    least = min(2, len(pairs))
+    wanted = least if batch_size is None else min(at_least(1, "batch_size", batch_size), len(pairs))
+    if (needed := wanted * pair_bytes(cfg, n_pos, wanted)) > max_bytes:
+        smaller = "" if wanted <= least else ", or choose a smaller batch_size"
+        raise ValueError(f"max_bytes={max_bytes:,} is too small: {wanted} pairs take {needed:,} bytes{smaller}")
+    if batch_size is None:
+        fitting = [n for n in range(least, LARGEST + 1) if n * pair_bytes(cfg, n_pos, n) <= max_bytes]
+        wanted = min(fitting[-1], len(pairs))
+    n_batches = -(-len(pairs) // wanted)
+    ends = [len(pairs) * i // n_batches for i in range(n_batches + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]

@@ -1,0 +1,244 @@
+"""Results of the three signatures: by fact, and averaged over facts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.over_facts import StudyResult
+from diffusion_lens.analysis.signatures.fact_result import TENSORS, FactSignatures, no_rows
+from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
+from diffusion_lens.analysis.signatures.routes import correlation
+
+CANVASES = ("forward", "reverse")
+
+
+@dataclass(frozen=True, eq=False)
+class ReversalSignatures(StudyResult[FactSignatures]):
+    """The three signatures of taught pairs. Tensors have a row for each fact; properties are means over facts.
+
+    Attributes:
+        percentiles: Float[fact canvas layer], as in `FactSignatures`, like all tensors.
+        reuses: Float[fact layer].
+        cuts: Float[fact canvas layer].
+        routes: Float[fact route layer head].
+        isotropic: Float[fact].
+        cosines: Float[fact parameter estimate].
+        transfers: Float[fact parameter].
+        steps: Float[fact estimate].
+        probabilities: Float[fact canvas].
+        ids: The pair of each row.
+        record: Settings, all pairs of the study by id, the names of the `parameters` in the order of their axis, model,
+            weights' hash, versions.
+    """
+
+    percentiles: Float[Tensor, "fact canvas layer"]
+    reuses: Float[Tensor, "fact layer"]
+    cuts: Float[Tensor, "fact canvas layer"]
+    routes: Float[Tensor, "fact route layer head"]
+    isotropic: Float[Tensor, "fact"]
+    cosines: Float[Tensor, "fact parameter estimate"]
+    transfers: Float[Tensor, "fact parameter"]
+    steps: Float[Tensor, "fact estimate"]
+    probabilities: Float[Tensor, "fact canvas"]
+    ids: list[str]
+    record: dict[str, Any]
+
+    KIND: ClassVar[str] = "reversal signatures"
+    FACT_FILE: ClassVar[type[Any]] = FactSignatures
+
+    @classmethod
+    def of(cls, results: Mapping[str, FactSignatures], record: dict[str, Any]) -> "ReversalSignatures":
+        """One result from the signatures of some pairs of a study."""
+        rows = [[getattr(each, name) for each in results.values()] for name in TENSORS]
+        tensors = [torch.stack(each) for each in rows] if results else no_rows(record)
+        return cls(**dict(zip(TENSORS, tensors, strict=True)), ids=list(results), record=record)
+
+    def by_fact(self) -> dict[str, FactSignatures]:
+        """The inverse of `of`."""
+        rows = zip(*(getattr(self, name) for name in TENSORS), strict=True)
+        return {fact_id: FactSignatures(*row) for fact_id, row in zip(self.ids, rows, strict=True)}
+
+    @property
+    def candidates(self) -> list[int]:
+        """Token ids among which the percentile is taken."""
+        candidates: list[int] = self.record["candidates"]
+        return candidates
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the weight matrices in which gradients are compared."""
+        parameters: list[str] = self.record["parameters"]
+        return parameters
+
+    @property
+    def evidence_percentile(self) -> Float[Tensor, "canvas layer"]:
+        """Share of the other candidates that the right answer's evidence exceeds; 0.5 by chance."""
+        return self.percentiles.mean(dim=0)
+
+    @property
+    def evidence_reuse(self) -> Float[Tensor, "layer"]:
+        """Cosine of the evidence on the two canvases, centred over the candidates."""
+        return self.reuses.mean(dim=0)
+
+    @property
+    def edge_cut(self) -> Float[Tensor, "canvas layer"]:
+        """log p(answer) that is lost by cutting the edge from reader to source, in nats."""
+        return self.cuts.mean(dim=0)
+
+    @property
+    def route_correlation(self) -> Float[Tensor, "layer"] | None:
+        """Correlation over heads of the scores forward and in reverse; `None` if a causal model does not see the
+        source."""
+        return self._mean_of_routes(1)
+
+    @property
+    def counterfactual_correlation(self) -> Float[Tensor, "layer"] | None:
+        """Correlation over heads of the forward scores with those at the reverse positions, or `None`."""
+        return self._mean_of_routes(2)
+
+    @property
+    def route_correlation_by_head(self) -> Float[Tensor, "layer head"] | None:
+        """Correlation over facts of the scores forward and in reverse, or `None`.
+
+        To be read beside `route_correlation` only: the query of [MASK] hardly varies over facts.
+        """
+        return None if self._sees_nothing else correlation(self.routes[:, 0], self.routes[:, 1], dim=0)
+
+    @property
+    def isotropic_correlation(self) -> float | None:
+        """Mean over facts of `isotropic_route_correlation` at their offsets, or `None`."""
+        return None if self._sees_nothing else float(self.isotropic.mean())
+
+    @property
+    def gradient_cosine(self) -> dict[str, tuple[float, float]]:
+        """By parameter, the cosine of the two gradients of one pair, and of shuffled pairs."""
+        means = self.cosines.mean(dim=0).tolist()
+        return {name: (own, shuffled) for name, (own, shuffled) in zip(self.parameters, means, strict=True)}
+
+    @property
+    def transfer(self) -> dict[str, float]:
+        """By parameter, <g_forward, g_reverse> / |g_forward|²: the fall of the reverse loss per fall of the forward
+        one."""
+        return dict(zip(self.parameters, self.transfers.mean(dim=0).tolist(), strict=True))
+
+    @property
+    def first_order(self) -> tuple[float, float]:
+        """Change of the reverse loss, in nats, by a step that lowers the forward loss by 0.1%: predicted, and
+        measured."""
+        predicted, measured = self.steps.double().mean(dim=0).tolist()
+        return predicted, measured
+
+    @property
+    def probability(self) -> Float[Tensor, "canvas"]:
+        """Mean p(answer)."""
+        return self.probabilities.mean(dim=0)
+
+    def interval(self, name: str, level: float = 0.95, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Ends of the bootstrap interval over facts of one of the means, with its axes.
+
+        Args:
+            name: Name of the property. "gradient_cosine" has axes [parameter estimate], "transfer" [parameter] and
+                "first_order" [estimate].
+            level: Probability that such an interval covers the mean.
+            seed: Seed of the resampling.
+
+        Raises:
+            ValueError: No mean has this name, or there is nothing to average.
+        """
+        values = self._values(name)
+        low, high = bootstrap_interval(values.flatten(1), level, seed)
+        return low.unflatten(0, values.shape[1:] or (1,)), high.unflatten(0, values.shape[1:] or (1,))
+
+    def plot(self, against: "ReversalSignatures | Sequence[ReversalSignatures]" = (), level: float = 0.95) -> Any:
+        """Draw evidence, routes and gradients by layer, with bootstrap intervals; returns the axes in reading order.
+
+        Args:
+            against: Results of other models on the same pairs, such as the AR baseline: one row of panels for each.
+            level: Level of the intervals.
+        """
+        others = [against] if isinstance(against, ReversalSignatures) else list(against)
+        return plots.signature_panels([each.curves(level) for each in (self, *others)])
+
+    def curves(self, level: float = 0.95) -> plots.SignaturePanels:
+        """The means over facts with their intervals, as curves by layer."""
+        mean, ends = self.evidence_percentile, self.interval("evidence_percentile", level)
+        cut, cut_ends = self.edge_cut, self.interval("edge_cut", level)
+        return plots.SignaturePanels(
+            name=str(self.record["model"]),
+            evidence={
+                **{
+                    f"percentile, {name}": plots.Curve(mean[i], ends[0][i], ends[1][i])
+                    for i, name in enumerate(CANVASES)
+                },
+                "reuse": plots.Curve(self.evidence_reuse, *self.interval("evidence_reuse", level)),
+            },
+            cuts={name: plots.Curve(cut[i], cut_ends[0][i], cut_ends[1][i]) for i, name in enumerate(CANVASES)},
+            routes=self._curves_of_routes(level),
+            gradients=self._curves_of_gradients(level),
+            embeddings={
+                name: self.gradient_cosine[name][0] for name in (EMBEDDING, HEAD) if name in self.gradient_cosine
+            },
+        )
+
+    def _curves_of_routes(self, level: float) -> dict[str, plots.Curve]:
+        if self._sees_nothing:
+            return {}
+        predicted = torch.full_like(self.evidence_reuse, float(self.isotropic.mean()))
+        return {
+            "measured": plots.Curve(
+                self._route_correlations(1).mean(dim=0), *self.interval("route_correlation", level)
+            ),
+            "counterfactual": plots.Curve(
+                self._route_correlations(2).mean(dim=0), *self.interval("counterfactual_correlation", level)
+            ),
+            "isotropic": plots.Curve(predicted, predicted, predicted, baseline=True),
+        }
+
+    def _curves_of_gradients(self, level: float) -> dict[str, plots.Curve]:
+        """The cosines of some matrices by layer, and the mean over these of shuffled pairs."""
+        low, high = self.interval("gradient_cosine", level)
+        mean, n_layers = self.cosines.mean(dim=0), self.reuses.shape[1]
+        rows = {
+            name: [self.parameters.index(f"blocks.{layer}.{name}.weight") for layer in range(n_layers)]
+            for name in ("attn.v", "attn.o", "mlp.down", "attn.q", "attn.k")
+        }
+        shuffled = torch.stack([mean[own, 1] for own in rows.values()]).mean(dim=0)
+        own = {name: plots.Curve(mean[i, 0], low[i, 0], high[i, 0]) for name, i in rows.items()}
+        return {**own, "shuffled pairs": plots.Curve(shuffled, shuffled, shuffled, baseline=True)}
+
+    def __repr__(self) -> str:
+        n_layers = self.reuses.shape[1]
+        return f"ReversalSignatures({self.record['model']}, {len(self.ids)} facts, {n_layers} layers)"
+
+    @property
+    def _sees_nothing(self) -> bool:
+        return bool(self.routes.isnan().all())
+
+    def _mean_of_routes(self, other: int) -> Tensor | None:
+        return None if self._sees_nothing else self._route_correlations(other).mean(dim=0)
+
+    def _route_correlations(self, other: int) -> Float[Tensor, "fact layer"]:
+        return correlation(self.routes[:, 0], self.routes[:, other], dim=-1)
+
+    def _values(self, name: str) -> Float[Tensor, "fact *rest"]:
+        """The values of each fact whose mean has this name."""
+        values = {
+            "evidence_percentile": self.percentiles,
+            "evidence_reuse": self.reuses,
+            "edge_cut": self.cuts,
+            "route_correlation": self._route_correlations(1),
+            "counterfactual_correlation": self._route_correlations(2),
+            "gradient_cosine": self.cosines,
+            "transfer": self.transfers,
+            "first_order": self.steps,
+            "probability": self.probabilities,
+        }
+        if name not in values:
+            raise ValueError(f"name={name!r}; it must be one of {', '.join(values)}")
+        return values[name]

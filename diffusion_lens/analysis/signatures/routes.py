@@ -1,0 +1,88 @@
+"""Routes: the scores with which the reader of each canvas attends to its source, in both directions.
+
+The score of reader i and source j is q^T R_(j-i) k / sqrt(d_head), with R the rotation. The two directions share q (of
+[MASK]) and k (of the source) where these depend on the tokens only, and differ in the offset d = j - i. For independent
+isotropic q and k the correlation of the two scores is `isotropic_route_correlation`.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from diffusion_lens.analysis.signatures.canvases import CanvasBatch
+from diffusion_lens.analysis.signatures.reading import CanvasReading
+from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.rotary import rotate, tables_at
+from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
+
+ROUTES = ("forward", "reverse", "counterfactual")
+
+
+def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_offset: Whole, base: Real) -> float:
+    """The correlation of the scores at two offsets, if queries and keys are independent and isotropic.
+
+        rho(a, b) = 2/d_head · Σ_m cos((a - b) · base^(-2m/d_head)),  m = 0 ... d_head/2 - 1
+
+    Args:
+        d_head: Dimensions of a head.
+        forward_offset, reverse_offset: Position of the source minus position of the reader, in tokens.
+        base: Base of the rotary frequencies.
+
+    Raises:
+        ValueError: `d_head` is odd or below 2, or the base is not above 0.
+    """
+    width, frequency_base = at_least(2, "d_head", d_head), plain_number("base", base)
+    if width % 2 or not 0 < frequency_base < math.inf:
+        raise ValueError(f"d_head={width}, base={frequency_base}; d_head must be even and the base above 0")
+    turned = whole_number("forward_offset", forward_offset) - whole_number("reverse_offset", reverse_offset)
+    half = width // 2
+    return sum(math.cos(turned * frequency_base ** (-m / half)) for m in range(half)) / half
+
+
+@torch.no_grad()
+def routes_of(forward: CanvasReading, reverse: CanvasReading) -> Float[Tensor, "fact route layer head"]:
+    """The scores reader to source of the forward canvas, of the reverse one, and the counterfactual ones.
+
+    The counterfactual score takes query and key of the forward canvas, before their rotation, to the positions of the
+    reverse canvas: only the position differs from the forward score. NaN where a causal model does not see the source
+    from the reader of one of the two canvases.
+    """
+    scores = [torch.stack(reading.scores, dim=1).float() for reading in (forward, reverse)]
+    routes = torch.stack([*scores, _turned(forward, reverse.batch)], dim=1)
+    if forward.batch.model.cfg.is_causal:
+        routes[(forward.batch.sources > forward.batch.rows) | (reverse.batch.sources > reverse.batch.rows)] = torch.nan
+    return routes
+
+
+def correlation_over_heads(
+    one: Float[Tensor, "fact layer head"], other: Float[Tensor, "fact layer head"]
+) -> Float[Tensor, "fact layer"]:
+    """Pearson's correlation over the heads of each layer; NaN with one head, or where all heads agree."""
+    return correlation(one, other, dim=-1)
+
+
+def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
+    """Pearson's correlation along one axis."""
+    a, b = (x.double() - x.double().mean(dim=dim, keepdim=True) for x in (one, other))
+    product: Tensor = (a * b).sum(dim=dim) / (a.pow(2).sum(dim=dim) * b.pow(2).sum(dim=dim)).sqrt()
+    return product.float()
+
+
+def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact layer head"]:
+    """The scores of a pass's queries and keys at the positions of reader and source of other canvases."""
+    model, scores = at.model, []
+    tables = model._rotary.tables(at.tokens.shape[1], at.tokens.device, activation=model.cfg.dtype)
+    at_rows, at_sources = (tables_at(tables, positions[:, None]) for positions in (at.rows, at.sources))
+    for block, q, k in zip(model.blocks, reading.queries, reading.keys, strict=True):
+        turned_q = rotate(_normed(block.attn.q_norm, q)[:, None], at_rows)[:, 0]
+        turned_k = rotate(_normed(block.attn.k_norm, k)[:, None], at_sources)[:, 0]
+        by_query_head = turned_k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores.append((turned_q * by_query_head).float().sum(dim=-1) / model.cfg.d_head**0.5)
+    return torch.stack(scores, dim=1)
+
+
+def _normed(norm: nn.Module, x: Float[Tensor, "fact head d_head"]) -> Float[Tensor, "fact head d_head"]:
+    """Queries or keys after the norm of their head, if there is one."""
+    return norm.without_hooks(x) if isinstance(norm, RMSNorm) else x
