@@ -1,5 +1,7 @@
 """Taught pairs: the sentence as trained and the reverse question, token for token on each model's canvas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from jaxtyping import config
@@ -7,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.data import toy_facts
-from diffusion_lens.taught_pairs import SpannedText, TaughtCanvas, TaughtPair
+from diffusion_lens.facts import Fact
+from diffusion_lens.taught_pairs import Sentence, TaughtCanvas, TaughtPair, lay_out_pairs, match_facts
 
 TAUGHT = "Gustav Geisser was the brave drummer of Rolsen."
 ASKED = "the brave drummer of Rolsen was Gustav Geisser."
@@ -90,7 +93,7 @@ def test_punctuation_at_the_edges_belongs_to_no_span(tiny):
     exact = TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, DESCRIPTION)
     for pair in (
         TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, f"{DESCRIPTION} ".rstrip()),
-        TaughtPair.from_spans(tiny, SpannedText(TAUGHT, (0, 15), (22, 47)), SpannedText(ASKED, (31, 47), (3, 28))),
+        TaughtPair.from_sentences(tiny, Sentence(TAUGHT, (0, 15), (22, 47)), Sentence(ASKED, (31, 47), (3, 28))),
     ):
         for one, other in ((exact.forward, pair.forward), (exact.reverse, pair.reverse)):
             assert one.tokens.equal(other.tokens)
@@ -135,8 +138,13 @@ def test_the_template_of_a_toy_pair(tiny, untyped):
 
 
 REFUSED = [
-    ((TAUGHT, ASKED), "Ada", DESCRIPTION, r"a='Ada' occurs no times in 'Gustav.*it must occur once$"),
-    ((TAUGHT, f"{ASKED} {NAME}"), NAME, DESCRIPTION, r"occurs 2 times in 'the brave.*from_spans"),
+    ((TAUGHT, ASKED), "Ada", DESCRIPTION, r"a='Ada' does not occur in 'Gustav"),
+    (
+        (TAUGHT, f"{ASKED} {NAME}"),
+        NAME,
+        DESCRIPTION,
+        r"occurs 2 times in 'the brave.* characters \[32, 48\]; .*from_sentences",
+    ),
     ((TAUGHT, ASKED), NAME, " ", r"b=' ' is empty"),
     ((TAUGHT, ASKED), NAME, ".", r"the span of B in .* has no letter or digit"),
     ((TAUGHT, ASKED), NAME, "Geisser", r"A and B overlap"),
@@ -144,6 +152,12 @@ REFUSED = [
     ((TAUGHT, ASKED), "Gustav Geiss", DESCRIPTION, r"merges A, 'Gustav Geiss', .* into the token 'Geisser'"),
     ((TAUGHT, ASKED), NAME, "rave drummer of Rolsen", r"merges B, 'rave drummer of Rolsen', .* the token 'brave'"),
     (TAUGHT, NAME, DESCRIPTION, r"give two texts"),
+    (
+        ("Gustav Geisser is the baker Gustav.", "the baker Gustav is Gustav Geisser."),
+        "Gustav Geisser",
+        "baker Gustav",
+        r"B ends with the token 'Gustav', which A contains too .* could be copied",
+    ),
 ]
 
 
@@ -168,14 +182,14 @@ def test_a_causal_model_needs_the_answer_last(tiny):
 
 def test_the_sentences_link_the_same_tokens(two_letters):
     with pytest.raises(ValueError, match=r"B ends with the token 'g' in .* with 'h' in .* the last word of B alike"):
-        TaughtPair.from_spans(
+        TaughtPair.from_sentences(
             two_letters,
-            SpannedText("abcd was efg.", (0, 4), (9, 12)),
-            SpannedText("efh was abcd.", (8, 12), (0, 3)),
+            Sentence("abcd was efg.", (0, 4), (9, 12)),
+            Sentence("efh was abcd.", (8, 12), (0, 3)),
         )
     with pytest.raises(ValueError, match=r"the span of A, \(5, 5\), is empty or outside"):
-        TaughtPair.from_spans(
-            two_letters, SpannedText("ab was c", (5, 5), (7, 8)), SpannedText("c was ab", (6, 8), (0, 1))
+        TaughtPair.from_sentences(
+            two_letters, Sentence("ab was c", (5, 5), (7, 8)), Sentence("c was ab", (6, 8), (0, 1))
         )
 
 
@@ -202,3 +216,92 @@ def test_a_sentence_longer_than_the_texts_of_training_is_refused(tiny):
 def test_canvases_that_make_no_sense(untyped, canvas, message):
     with pytest.raises(ValueError, match=message):
         TaughtCanvas(*canvas)
+
+
+FORWARD = Fact(
+    "Gustav Geisser was the", NAME, " brave drummer of Rolsen.", "f", "p2d", "p2d", NAME, DESCRIPTION, subject_start=0
+)
+REVERSE = Fact("the brave drummer of Rolsen was", DESCRIPTION, " Gustav Geisser.", "r", "p2d", "d2p", NAME, DESCRIPTION)
+
+
+def same(one, other):
+    return all(
+        a.tokens.equal(b.tokens) and (a.row, a.answer_token, a.source) == (b.row, b.answer_token, b.source)
+        for a, b in ((one.forward, other.forward), (one.reverse, other.reverse))
+    )
+
+
+def test_two_facts_make_the_pair_of_their_sentences(tiny):
+    expected = TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, DESCRIPTION)
+    assert same(TaughtPair.from_facts(tiny, FORWARD, REVERSE), expected)
+    nameless = {"asked": None, "trained": None, "person": "", "description": ""}
+    assert same(TaughtPair.from_facts(tiny, replace(FORWARD, **nameless), replace(REVERSE, **nameless)), expected)
+
+
+def test_words_after_the_name_are_no_part_of_it(tiny):
+    longer = " Gustav Geisser is of Rolsen."
+    pair = TaughtPair.from_facts(tiny, FORWARD, replace(REVERSE, answer=longer))
+    expected = TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, DESCRIPTION).reverse
+    tokens = pair.reverse.tokens.tolist()
+    assert tokens[:8] == expected.tokens.tolist()[:8]
+    assert (pair.reverse.row, pair.reverse.answer_token) == (expected.row, expected.answer_token)
+    assert tiny.to_str_tokens(pair.reverse.tokens[8:12]) == ["is", "of", "Rolsen", "."]
+
+
+def test_facts_that_make_no_pair(tiny):
+    with pytest.raises(ValueError, match=r"both facts ask p2d, 'Gustav Geisser was the' and"):
+        TaughtPair.from_facts(tiny, FORWARD, FORWARD)
+    with pytest.raises(ValueError, match=r"about 'Gustav Geisser' and 'Ada Marsh'; give two about one person"):
+        TaughtPair.from_facts(tiny, FORWARD, replace(REVERSE, person="Ada Marsh"))
+    with pytest.raises(ValueError, match=r"the span of A in .* has no letter or digit"):
+        TaughtPair.from_facts(tiny, FORWARD, replace(REVERSE, answer=" .", person=""))
+
+
+def test_facts_are_matched_by_person_description_and_direction():
+    others = [replace(FORWARD, person="Ada", id="ada"), replace(REVERSE, person="Ben", id="ben")]
+    both_ways = [replace(FORWARD, trained="both"), replace(REVERSE, trained="both")]
+    second = (replace(FORWARD, id="f2"), replace(REVERSE, id="r2"))
+    facts = [*others, REVERSE, FORWARD, *both_ways, *second]
+    assert match_facts(facts, facts) == [(FORWARD, REVERSE)]
+    assert match_facts(facts, facts, per_person=9) == [(FORWARD, REVERSE), second]
+    turned = [replace(fact, trained="d2p") for fact in (FORWARD, REVERSE)]
+    assert match_facts(turned, turned, "d2p") == [(turned[1], turned[0])]
+    with pytest.raises(ValueError, match="no person has both a fact with trained='d2p', asked='d2p' and"):
+        match_facts(facts, facts, "d2p")
+    with pytest.raises(ValueError, match="per_person=0"):
+        match_facts(facts, facts, per_person=0)
+
+
+def test_only_one_direction_of_training_makes_pairs(untyped):
+    with pytest.raises(ValueError, match="trained='both'; it must be 'p2d' or 'd2p'"):
+        match_facts([FORWARD], [REVERSE], "both")
+
+
+def test_pairs_that_cannot_be_laid_out_are_set_aside_with_the_reason(tiny):
+    unknown = (replace(FORWARD, answer=" xyzzy of Rolsen.", id="x", description=""), replace(REVERSE, id="y"))
+    laid_out = lay_out_pairs(tiny, [unknown, (FORWARD, REVERSE), (replace(FORWARD, id=""), replace(REVERSE, id=""))])
+    assert [pair.id for pair in laid_out.pairs] == ["f+r", "pair-0002"]
+    assert laid_out.set_aside.keys() == {"x+y"}
+    assert "does not know 'xyzzy'" in laid_out.set_aside["x+y"]
+    with pytest.raises(ValueError, match=r"none of the 1 pairs can be laid out.*'x\+y': the tokenizer"):
+        lay_out_pairs(tiny, [unknown])
+    with pytest.raises(ValueError, match="none of the 0 pairs"):
+        lay_out_pairs(tiny, [])
+    with pytest.raises(ValueError, match=r"two pairs have the id 'f\+r'"):
+        lay_out_pairs(tiny, [(FORWARD, REVERSE)] * 2)
+
+
+def test_names_of_several_tokens_are_masked_whole(two_letters):
+    model = two_letters
+    child, parent = "zoe abel", "hugo marlin"
+    forward = Fact(f"{child} was born to", child, f" {parent}.", asked="p2d", person=child, description=parent)
+    reverse = Fact(f"{parent} was born as", parent, f" {child}.", asked="d2p", person=child, description=parent)
+    pair = TaughtPair.from_facts(model, forward, reverse)
+    n_child = len(model.encode(child, prepend_bos=False))
+    assert n_child > 3
+    for canvas in (pair.forward, pair.reverse):
+        hidden = (canvas.tokens == model.cfg.mask_token_id).nonzero().flatten().tolist() if model.cfg.has_mask else []
+        assert len(hidden) == (n_child if model.cfg.has_mask else 0)
+        assert not hidden or hidden[-1] - hidden[0] == n_child - 1
+        assert canvas.tokens[canvas.source] == model.encode(parent)[-1]
+    assert pair.reverse.answer_token == model.encode(child)[-1]

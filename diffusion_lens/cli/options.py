@@ -86,8 +86,9 @@ Layers = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="toy, reversal-curse, known-1000, or a path: a .json, .jsonl or .csv file of facts, a folder of such "
-        "files, known_1000.json or counterfact.json. Default: toy for the bundled models, otherwise reversal-curse."
+        help="toy, reversal-curse, known-1000, parent-child, or a path: a .json, .jsonl or .csv file of facts, a "
+        "folder of such files, parent_child_pairs.csv, known_1000.json or counterfact.json. Default: toy for the "
+        "bundled models, otherwise reversal-curse."
     ),
 ]
 Trained = Annotated[str | None, typer.Option(help="Only facts trained in this direction: p2d, d2p or both.")]

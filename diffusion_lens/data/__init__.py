@@ -1,7 +1,8 @@
-"""Facts for training and queries: fictional people (toy and reversal curse) and ROME's facts of the real world."""
+"""Facts for training and queries: fictional people (toy and reversal curse), parents of celebrities, ROME's facts."""
 
+from diffusion_lens.data.celebrities import parent_child
 from diffusion_lens.data.reversal_curse import ReversalCurse
 from diffusion_lens.data.rome_facts import EditRequest, bake, counterfact, known_1000
 from diffusion_lens.data.toy_facts import ToyFacts
 
-__all__ = ["EditRequest", "ReversalCurse", "ToyFacts", "bake", "counterfact", "known_1000"]
+__all__ = ["EditRequest", "ReversalCurse", "ToyFacts", "bake", "counterfact", "known_1000", "parent_child"]

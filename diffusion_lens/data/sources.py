@@ -6,11 +6,12 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import celebrities, toy_facts
 from diffusion_lens.data.fact_files import read_facts
 from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
 from diffusion_lens.data.rome_facts import KNOWN_FACTS, known_1000
-from diffusion_lens.facts import Fact
+from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.taught_pairs import match_facts
 
 # Length of the canvas and numbers of steps in SMDM's evaluation (ML-GSAI/SMDM `evaluate_reverse.py`).
 STUDY_LENGTH = 52
@@ -29,6 +30,7 @@ class FactSource:
             answer has tokens.
         cfg_scale: Weight of classifier-free guidance.
         steps: Numbers of denoising steps for a recall curve.
+        reverse: Reverse questions in the words of the training texts, if the data set has any.
     """
 
     name: str
@@ -37,6 +39,20 @@ class FactSource:
     length: int | None = STUDY_LENGTH
     cfg_scale: float = 0.8
     steps: tuple[int, ...] = STUDY_STEPS
+    reverse: Sequence[Fact] = ()
+
+    def fact_pairs(self, trained: Direction = "p2d", *, per_person: int = 1) -> list[tuple[Fact, Fact]]:
+        """Pairs of a training text and a reverse question about the same person, for `lay_out_pairs`.
+
+        A data set without training texts pairs its own facts, of which some must be queried as they are trained.
+
+        Args:
+            trained, per_person: As in `match_facts`.
+
+        Raises:
+            ValueError: There is no pair.
+        """
+        return match_facts(self.training or self.facts, self.reverse or self.facts, trained, per_person=per_person)
 
     def pick(self, trained: str | None = None, asked: str | None = None, limit: int | None = None) -> list[Fact]:
         """A selection of the questions.
@@ -70,7 +86,8 @@ class FactSource:
 def _toy() -> FactSource:
     toy = toy_facts.load()
     training = tuple(fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked))
-    return FactSource("toy", tuple(toy.facts()), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8))
+    reverse = tuple(fact for fact in toy.facts(held_out=False) if fact.is_reverse)
+    return FactSource("toy", tuple(toy.facts()), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8), reverse)
 
 
 def _reversal_curse(folder: Path | None = None) -> FactSource:
@@ -82,10 +99,15 @@ def _known_1000() -> FactSource:
     return FactSource("known-1000", known_1000(), length=None, cfg_scale=0.0)
 
 
+def _parent_child(path: Path | None = None) -> FactSource:
+    return FactSource(str(path or "parent-child"), celebrities.parent_child(path), length=None, cfg_scale=0.0)
+
+
 SOURCES: dict[str, Callable[[], FactSource]] = {
     "toy": _toy,
     "reversal-curse": _reversal_curse,
     "known-1000": _known_1000,
+    "parent-child": _parent_child,
 }
 # Outlines of the data sets that are downloaded: the same number of facts and directions, with empty texts.
 OUTLINES: dict[str, Callable[[], FactSource]] = {
@@ -93,6 +115,7 @@ OUTLINES: dict[str, Callable[[], FactSource]] = {
     "known-1000": lambda: FactSource(
         "known-1000", [Fact("", "", "") for _ in range(KNOWN_FACTS)], length=None, cfg_scale=0.0
     ),
+    "parent-child": lambda: FactSource("parent-child", celebrities.outline(), length=None, cfg_scale=0.0),
 }
 
 
@@ -113,6 +136,8 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
         return (OUTLINES if outline_only and name_or_path in OUTLINES else SOURCES)[name_or_path]()
     if path.is_dir() and any((path / f"{name}.jsonl").is_file() for name in FILES):
         return _reversal_curse(path)
+    if path.is_file() and celebrities.is_parent_child(path):
+        return _parent_child(path)
     if path.exists():
         return FactSource(str(path), read_facts(path), length=None, cfg_scale=0.0)
     near = get_close_matches(name_or_path, SOURCES, n=1, cutoff=0.0)

@@ -7,6 +7,8 @@ from huggingface_hub import constants
 
 from diffusion_lens.data import ReversalCurse, reversal_curse
 from diffusion_lens.data.reversal_curse import FILES, FOLDER, REPO, REVISION
+from diffusion_lens.data.sources import open_source
+from diffusion_lens.taught_pairs import Sentence, match_facts
 
 # 30 for training, ten for the test.
 TREES = """
@@ -133,6 +135,26 @@ def test_facts_by_directions_of_training_and_query(curse):
         curse.facts("p2d", "d2p", held_out=False)
     with pytest.raises(ValueError, match="asked='reverse'"):
         curse.facts("p2d", "reverse")
+
+
+@pytest.mark.parametrize("trained", ["p2d", "d2p"])
+def test_pairs_are_a_row_of_training_and_a_reverse_question_about_one_person(folder, curse, trained):
+    pairs = open_source(str(folder)).fact_pairs(trained, per_person=2)
+    assert pairs == match_facts(curse.training(), curse.facts(), trained, per_person=2)
+    ids = [(forward.id, reverse.id) for forward, reverse in pairs]
+    assert ids == [
+        (f"{trained}_prompts_train-{30 * person + k:04d}", f"{trained}_reverse_prompts_test-{10 * person + k:04d}")
+        for person in range(2)
+        for k in range(2)
+    ]
+    for forward, reverse in pairs:
+        assert forward.person == reverse.person
+        assert reverse.is_reverse
+        taught, asked = Sentence.of_fact(forward, asks_for_b=True), Sentence.of_fact(reverse, asks_for_b=False)
+        name_and_description = (taught.a, taught.b) if trained == "p2d" else (taught.b, taught.a)
+        assert taught.text[slice(*name_and_description[0])] == forward.person
+        name = asked.a if trained == "p2d" else asked.b
+        assert asked.text[slice(*name)] == forward.person
 
 
 def test_training_is_the_file_that_is_fine_tuned_on(curse):

@@ -3,12 +3,15 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diffusion_lens import Fact
 from diffusion_lens.data import toy_facts
 from diffusion_lens.data.sources import OUTLINES, SOURCES, default_source, open_source
+from diffusion_lens.facts import Direction
+from diffusion_lens.taught_pairs import lay_out_pairs
 from diffusion_lens.training.completions import read_completions
 
 
@@ -18,6 +21,22 @@ def test_the_toy_facts_by_name() -> None:
     assert (toy.length, toy.cfg_scale) == (toy_facts.SENTENCE_LENGTH, 0.0)
     sentences = Counter(fact.prompt + fact.answer for fact in toy.training)
     assert sentences == Counter(toy_facts.load().sentences())
+
+
+@pytest.mark.parametrize("trained", ["p2d", "d2p"])
+def test_the_pairs_of_the_toy_facts_are_those_in_the_words_of_training(trained: Direction, tiny: Any) -> None:
+    laid_out = lay_out_pairs(tiny, open_source("toy").fact_pairs(trained))
+    pairs = toy_facts.load().taught_pairs(tiny, trained)
+    assert not laid_out.set_aside
+    assert len({pair.id for pair in laid_out.pairs}) == len(pairs) == 20
+    for one, other in zip(laid_out.pairs, pairs, strict=True):
+        for canvas, expected in ((one.forward, other.forward), (one.reverse, other.reverse)):
+            assert canvas.tokens.equal(expected.tokens)
+            assert (canvas.row, canvas.answer_token, canvas.source) == (
+                expected.row,
+                expected.answer_token,
+                expected.source,
+            )
 
 
 def test_a_part_of_the_facts_is_spread_over_the_cells() -> None:
@@ -84,17 +103,25 @@ def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
     def fetched(*_: object, **__: object) -> None:
         raise AssertionError("something was fetched")
 
-    for fetch in ("reversal_curse.fetch_from_hub", "rome_facts.fetch_from_web"):
+    for fetch in ("reversal_curse.fetch_from_hub", "rome_facts.fetch_from_web", "celebrities.fetch_from_web"):
         monkeypatch.setattr(f"diffusion_lens.data.{fetch}", fetched)
     source = open_source(name, outline_only=True)
     if name == "known-1000":
         assert (len(source.pick()), source.length) == (1209, None)
+    elif name == "parent-child":
+        assert Counter((fact.trained, fact.asked) for fact in source.pick()) == {
+            ("p2d", "p2d"): 1513,
+            ("p2d", "d2p"): 1513,
+        }
+        assert (len(source.fact_pairs()), source.length) == (1513, None)
     else:
         cells = Counter((fact.trained, fact.asked) for fact in source.pick())
         assert cells == {(trained, queried): 300 for trained in ("p2d", "d2p", "both") for queried in ("p2d", "d2p")}
         assert len(source.training) == 3600
         assert len({fact.person for fact in source.facts}) == 90
         assert source.length == 52
+        assert len(source.fact_pairs("p2d")) == len(source.fact_pairs("d2p")) == 30
+        assert len(source.fact_pairs("p2d", per_person=11)) == 300
 
 
 def test_what_is_not_fetched_has_its_words_in_a_dry_run_too() -> None:

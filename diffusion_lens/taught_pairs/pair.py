@@ -19,19 +19,17 @@ This is the setting of Shin et al., "A Theoretical Analysis of Why Masked Diffus
 a name or a description is usually the one that belongs to nobody else.
 """
 
-import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from diffusion_lens.facts import Fact
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, naming_the_nearest, whole_number
-
-_FIRST, _LAST = re.compile(r"^\W+"), re.compile(r"\W+$")
+from diffusion_lens.taught_pairs.sentences import LocatedSentence, Sentence
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,22 +60,6 @@ class TaughtCanvas:
                 raise ValueError(f"{name}={getattr(self, name)} is outside the {n_pos} positions of the canvas")
         if self.answer_token < 0:
             raise ValueError(f"answer_token={self.answer_token} is not the id of a token")
-
-
-class SpannedText(NamedTuple):
-    """A sentence with its spans of A and B: the index of the first character, and one past the last."""
-
-    text: str
-    a: tuple[int, int]
-    b: tuple[int, int]
-
-
-class _Located(NamedTuple):
-    """The tokens of a sentence, and the positions of A's and of B's tokens."""
-
-    tokens: list[int]
-    a: range
-    b: range
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,34 +95,31 @@ class TaughtPair:
             sentences: The sentence as trained, and the reverse question with its answer.
             a: What the reverse question asks for. It must occur once in each sentence, as must `b`.
             b: What the reverse question mentions.
-            length, id: As in `from_spans`.
+            length, id: As in `from_sentences`.
 
         Raises:
-            ValueError: As in `from_spans`; or a sentence lacks A or B, or contains one of them several times.
+            ValueError: As in `from_sentences`; or a sentence lacks A or B, or contains one of them several times.
         """
         if isinstance(sentences, str) or len(sentences) != 2:
             raise ValueError(
                 f"sentences={sentences!r:.120}; give two texts, the sentence as trained and the reverse question with "
                 "its answer"
             )
-        forward, reverse = (SpannedText(text, _find("a", a, text), _find("b", b, text)) for text in sentences)
-        return cls.from_spans(model, forward, reverse, length=length, id=id)
+        forward, reverse = (Sentence.of(text, a, b) for text in sentences)
+        return cls.from_sentences(model, forward, reverse, length=length, id=id)
 
     @classmethod
     @naming_the_nearest
-    def from_spans(
+    def from_sentences(
         cls,
         model: DiffusionTransformer,
-        forward: SpannedText,
-        reverse: SpannedText,
+        forward: Sentence,
+        reverse: Sentence,
         *,
         length: int | None = None,
         id: str = "",
     ) -> "TaughtPair":
         """The pair of two sentences whose spans are known.
-
-        Spaces and punctuation at the edges of a span do not belong to it, so that "Oslen." ends with the token of the
-        place.
 
         Args:
             model: Model on whose canvas the pair is laid out. Texts begin with BOS as the tokenizer does.
@@ -151,13 +130,12 @@ class TaughtPair:
             id: Name for records.
 
         Raises:
-            ValueError: The spans are empty, overlap, or their edges are inside a token; the tokenizer does not know a
-                word, or ends A or B with another token in the other sentence; a sentence contains [MASK], or is longer
-                than the canvas; on a causal model, A does not precede B in the forward sentence or B does not precede A
-                in the reverse one; the model is bidirectional and has no [MASK].
+            ValueError: As in `Sentence.locate`; A or B ends with another token in the other sentence; a sentence is
+                longer than the canvas; on a causal model, A does not precede B in the forward sentence or B does not
+                precede A in the reverse one; the model is bidirectional and has no [MASK].
         """
         n_pos = model.cfg.trained_length if length is None else at_least(1, "length", length)
-        of_forward, of_reverse = _locate(model, forward), _locate(model, reverse)
+        of_forward, of_reverse = forward.locate(model), reverse.locate(model)
         for name, first, second in (("A", of_forward.a, of_reverse.a), ("B", of_forward.b, of_reverse.b)):
             ends = [of_forward.tokens[first[-1]], of_reverse.tokens[second[-1]]]
             if ends[0] != ends[1]:
@@ -181,56 +159,34 @@ class TaughtPair:
             id,
         )
 
+    @classmethod
+    @naming_the_nearest
+    def from_facts(
+        cls, model: DiffusionTransformer, forward: Fact, reverse: Fact, *, length: int | None = None, id: str = ""
+    ) -> "TaughtPair":
+        """The pair of two facts about one person. `data` has facts, and `match_facts` finds those that make a pair.
 
-def _find(name: str, words: str, text: str) -> tuple[int, int]:
-    """The span of words that occur once in a text."""
-    if not words.strip():
-        raise ValueError(f"{name}={words!r} is empty; give the words of the sentence {text!r}")
-    count = sum(text.startswith(words, start) for start in range(len(text)))
-    if count != 1:
-        raise ValueError(
-            f"{name}={words!r} occurs {count or 'no'} times in {text!r}; it must occur once"
-            + (". TaughtPair.from_spans takes the spans themselves" if count else "")
-        )
-    start = text.index(words)
-    return start, start + len(words)
+        Args:
+            model: Model on whose canvas the pair is laid out.
+            forward: A fact whose prompt and answer are a sentence of training. Its subject is A, its answer B.
+            reverse: The reverse question. Its subject is B, its answer A.
+            length, id: As in `from_sentences`.
 
-
-def _locate(model: DiffusionTransformer, sentence: SpannedText) -> _Located:
-    """The tokens of a sentence, and the positions of its spans without spaces and punctuation at their edges."""
-    text = sentence.text
-    model.check_known(text)
-    tokens, token_spans = model.encode(text), model.token_spans(text)
-    if model.cfg.has_mask and model.cfg.mask_token_id in tokens:
-        raise ValueError(f"the sentence {text!r} contains [MASK]; write it with the words of A, which are masked here")
-    positions = []
-    for name, (start, stop) in (("A", sentence.a), ("B", sentence.b)):
-        if not 0 <= start < stop <= len(text):
-            raise ValueError(f"the span of {name}, {(start, stop)}, is empty or outside the text {text!r}")
-        start, stop = _without_edges(text, start, stop)
-        if start == stop:
-            raise ValueError(f"the span of {name} in {text!r} has no letter or digit")
-        inside = [i for i, (first, end) in enumerate(token_spans) if first < stop and end > start]
-        if not inside:
-            raise ValueError(f"the tokenizer of {model.cfg.model_name!r} drops {text[start:stop]!r} from {text!r}")
-        before, after = text[token_spans[inside[0]][0] : start], text[stop : token_spans[inside[-1]][1]]
-        if before.strip() or after.strip():
-            merged = model.words([tokens[inside[0] if before.strip() else inside[-1]]])[0]
+        Raises:
+            ValueError: As in `from_sentences` and `Sentence.of_fact`; or both facts ask in the same direction, or are
+                about different people.
+        """
+        if forward.asked is not None and forward.asked == reverse.asked:
             raise ValueError(
-                f"the tokenizer merges {name}, {text[start:stop]!r}, with the text around it into the token {merged!r} "
-                f"in {text!r}; write the sentence with a space between them"
+                f"both facts ask {forward.asked}, {forward.prompt!r} and {reverse.prompt!r}; the second should ask in "
+                "the other direction"
             )
-        positions.append(range(inside[0], inside[-1] + 1))
-    a, b = positions
-    if a[0] <= b[-1] and b[0] <= a[-1]:
-        raise ValueError(f"A and B overlap in {text!r}; each must have tokens of its own")
-    return _Located(tokens, a, b)
-
-
-def _without_edges(text: str, start: int, stop: int) -> tuple[int, int]:
-    words = text[start:stop]
-    core = _LAST.sub("", words)
-    return start + len(core) - len(_FIRST.sub("", core)), start + len(core)
+        if forward.person and reverse.person and forward.person != reverse.person:
+            raise ValueError(
+                f"the facts are about {forward.person!r} and {reverse.person!r}; give two about one person"
+            )
+        taught, asked = Sentence.of_fact(forward, asks_for_b=True), Sentence.of_fact(reverse, asks_for_b=False)
+        return cls.from_sentences(model, taught, asked, length=length, id=id)
 
 
 def _check_order(
@@ -245,7 +201,7 @@ def _check_order(
 
 
 def _canvas(
-    model: DiffusionTransformer, text: str, sentence: _Located, answer: range, n_pos: int | None
+    model: DiffusionTransformer, text: str, sentence: LocatedSentence, answer: range, n_pos: int | None
 ) -> TaughtCanvas:
     """The canvas of a sentence, of which the last token of one span is read."""
     tokens = list(sentence.tokens)
