@@ -14,8 +14,8 @@ def bootstrap_interval(
 ) -> tuple[Float[Tensor, "layer"], Float[Tensor, "layer"]]:
     """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
 
-    All layers share the resampled facts. Where all facts agree, both ends are their value; for fewer than two facts
-    both ends are NaN.
+    All layers share the resampled facts. Where all facts agree, both ends are their value; where one is NaN, and for
+    fewer than two facts, both ends are NaN.
 
     Args:
         values: One row per fact.
@@ -27,8 +27,9 @@ def bootstrap_interval(
     if len(values) < 2:
         nothing = torch.full(values.shape[1:], torch.nan, dtype=values.dtype)
         return nothing, nothing.clone()
-    ends = values[:1].repeat(2, 1)
-    varied = (values != values[:1]).any(dim=0)
+    undefined = values.isnan().any(dim=0)
+    ends = values[:1].masked_fill(undefined, torch.nan).repeat(2, 1)
+    varied = (values != values[:1]).any(dim=0) & ~undefined
     if varied.any():
         from scipy import stats  # imported here because it takes half a second
 

@@ -1,0 +1,275 @@
+"""The three signatures against formulas written out one fact at a time, and the laws that hold for any network."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens.analysis import (
+    TaughtCanvas,
+    TaughtPair,
+    edge_cut,
+    evidence,
+    gradient_alignment,
+    isotropic_route_correlation,
+    reversal_signatures,
+    routes,
+)
+from weight_conversion import Architecture
+
+N = 5
+
+
+def random_pairs(model, n=N, seed=0, lengths=(7, 7)):
+    """Random tokens; the reader and the source of a causal model are where a pair has them."""
+    draw = torch.Generator().manual_seed(seed)
+    vocabulary = min(500, model.cfg.d_vocab_out - 2)
+
+    def canvas(length, answer_at, source):
+        tokens = torch.randint(3, vocabulary, (length,), generator=draw)
+        answer = int(tokens[answer_at])
+        if model.cfg.has_mask:
+            tokens[answer_at] = model.cfg.mask_token_id
+        row = int(model.readout.rows(torch.tensor(answer_at)))
+        return TaughtCanvas(tokens, row, answer, source)
+
+    pairs = []
+    for i in range(n):
+        forward = canvas(lengths[i % 2], 4 if model.cfg.is_causal else 1, 4)
+        reverse = canvas(lengths[i % 2], 5, 2)
+        same_source = reverse.tokens.clone()
+        same_source[2] = forward.tokens[4]
+        pairs.append(TaughtPair(forward, TaughtCanvas(same_source, reverse.row, reverse.answer_token, 2), f"pair {i}"))
+    return pairs
+
+
+def loss_of(model, canvas):
+    return -model(canvas.tokens[None])[0, canvas.row].log_softmax(-1)[canvas.answer_token]
+
+
+def gradients_of(model, canvas, names):
+    parameters = dict(model.named_parameters())
+    return dict(
+        zip(names, torch.autograd.grad(loss_of(model, canvas), [parameters[name] for name in names]), strict=True)
+    )
+
+
+def test_gradients_are_those_of_one_fact_at_a_time(every):
+    model, pairs = every.model, random_pairs(every.model)
+    found = gradient_alignment(model, pairs)
+    forward, reverse = (
+        [gradients_of(model, getattr(pair, way), found.parameters) for pair in pairs] for way in ("forward", "reverse")
+    )
+    for column, name in enumerate(found.parameters):
+        f, r = (torch.stack([each[name].flatten() for each in way]) for way in (forward, reverse))
+        cosines = normalize(f, dim=1) @ normalize(r, dim=1).T
+        torch.testing.assert_close(found.cosines[:, column, 0], cosines.diagonal(), rtol=1e-3, atol=2e-5)
+        shuffled = (cosines.sum(dim=1) - cosines.diagonal()) / (N - 1)
+        torch.testing.assert_close(found.cosines[:, column, 1], shuffled, rtol=1e-3, atol=2e-5)
+        transfer = (f * r).sum(dim=1) / f.square().sum(dim=1)
+        torch.testing.assert_close(found.transfers[:, column], transfer, rtol=1e-3, atol=1e-5)
+    matrices = {name for name, weight in model.named_parameters() if weight.dim() == 2}
+    assert set(found.parameters) == matrices
+
+
+def test_the_small_step_is_a_step_of_the_weights(every):
+    model, pairs = every.model, random_pairs(every.model)
+    found = gradient_alignment(model, pairs)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for row, pair in enumerate(pairs[:2]):
+        moved = copy.deepcopy(model).double()
+        gradients = gradients_of(moved, pair.forward, found.parameters)
+        size = 0.001 * loss_of(moved, pair.forward) / sum(g.square().sum() for g in gradients.values())
+        asked = loss_of(moved, pair.reverse)
+        with torch.no_grad():
+            for name, weight in moved.named_parameters():
+                if name in gradients:
+                    weight -= size * gradients[name]
+        measured = loss_of(moved, pair.reverse) - asked
+        assert found.steps[row, 1] == pytest.approx(measured.item(), rel=2e-2, abs=4e-6)
+    assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
+
+
+def test_some_parameters_only_and_frozen_ones(every):
+    model, pairs = every.model, random_pairs(every.model)
+    whole, names = gradient_alignment(model, pairs), ["blocks.1.attn.k.weight", "embed.weight"]
+    copied = copy.deepcopy(model).requires_grad_(False)
+    some = gradient_alignment(copied, pairs, names)
+    assert some.parameters == names
+    columns = [whole.parameters.index(name) for name in names]
+    torch.testing.assert_close(some.cosines, whole.cosines[:, columns])
+    assert not any(weight.requires_grad for weight in copied.parameters())
+    assert all(weight.grad is None for weight in copied.parameters())
+
+
+def test_evidence_is_written_by_values(every):
+    model, pairs = every.model, random_pairs(every.model)
+    candidates = sorted({pair.reverse.answer_token for pair in pairs})
+    found = evidence(model, pairs)
+    assert found.shape == (N, 2, model.cfg.n_layers, model.cfg.n_heads, len(candidates))
+    shared = model.cfg.n_heads // (model.cfg.n_key_value_heads or model.cfg.n_heads)
+    for row, canvas in ((0, pairs[0].forward), (1, pairs[0].reverse)):
+        _, cache = model.run_with_cache(canvas.tokens[None])
+        for layer in range(model.cfg.n_layers):
+            for head in range(model.cfg.n_heads):
+                v = cache[f"blocks.{layer}.attn.hook_v"][0, canvas.source, head // shared]
+                written = (v @ model.W_O[layer, head]) * model.ln_final.w
+                expected = torch.stack([written @ model.W_U[:, token] for token in candidates])
+                torch.testing.assert_close(found[0, row, layer, head], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_percentile_counts_the_others(several):
+    model, pairs = several.model, random_pairs(several.model)
+    found = reversal_signatures(model, pairs)
+    by_candidate = evidence(model, pairs).sum(dim=3)
+    for row, pair in enumerate(pairs):
+        right = found.candidates.index(pair.reverse.answer_token)
+        for canvas in range(2):
+            for layer in range(model.cfg.n_layers):
+                scores = by_candidate[row, canvas, layer].tolist()
+                others = scores[:right] + scores[right + 1 :]
+                share = sum(score < scores[right] for score in others) / len(others)
+                assert found.percentiles[row, canvas, layer] == pytest.approx(share)
+
+
+def test_values_of_the_first_layer_know_no_position(every):
+    found = reversal_signatures(every.model, random_pairs(every.model))
+    torch.testing.assert_close(found.reuses[:, 0], torch.ones(N), rtol=0, atol=1e-6)
+    assert (found.reuses[:, 1:] < 0.9999).all()
+
+
+def test_a_cut_edge_is_a_pattern_without_it(several):
+    """Instead of a score of -inf: the entry of the pattern is 0, and the others are scaled up to 1."""
+    model, pairs = several.model, random_pairs(several.model)
+    by_head, together = edge_cut(model, pairs), reversal_signatures(model, pairs).cuts
+    for row, canvas in ((0, pairs[1].forward), (1, pairs[1].reverse)):
+        if model.cfg.is_causal and canvas.source > canvas.row:
+            assert by_head[1, row].isnan().all()
+            assert together[1, row].isnan().all()
+            continue
+        with torch.no_grad():
+            whole = loss_of(model, canvas)
+        for layer in range(model.cfg.n_layers):
+            for heads in ([0], list(range(model.cfg.n_heads))):
+
+                def without(pattern, hook, heads=heads, canvas=canvas):
+                    pattern[:, heads, canvas.row, canvas.source] = 0
+                    pattern[:, heads, canvas.row] /= pattern[:, heads, canvas.row].sum(-1, keepdim=True)
+                    return pattern
+
+                with torch.no_grad(), model.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_pattern", without)]):
+                    lost = loss_of(model, canvas) - whole
+                measured = by_head[1, row, layer, 0] if len(heads) == 1 else together[1, row, layer]
+                assert measured == pytest.approx(float(lost), rel=1e-3, abs=2e-5)
+
+
+def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
+    model, pairs = every.model, random_pairs(every.model)
+    found = routes(model, pairs)
+    if model.cfg.is_causal:
+        assert found.isnan().all()
+        signatures = reversal_signatures(model, pairs)
+        assert signatures.route_correlation is signatures.isotropic_correlation is None
+        assert signatures.route_correlation_by_head is signatures.counterfactual_correlation is None
+        return
+    for way, column in (("forward", 0), ("reverse", 1)):
+        canvas = getattr(pairs[0], way)
+        _, cache = model.run_with_cache(canvas.tokens[None])
+        for layer in range(model.cfg.n_layers):
+            scores = cache[f"blocks.{layer}.attn.hook_attn_scores"][0, :, canvas.row, canvas.source]
+            torch.testing.assert_close(found[0, column, layer], scores)
+    # At its own positions a query and a key have the score they had.
+    unmoved = [TaughtPair(pair.forward, pair.forward) for pair in pairs]
+    at_home = routes(model, unmoved)
+    torch.testing.assert_close(at_home[:, 2], at_home[:, 0], rtol=1e-4, atol=1e-4)
+    # In the first layer queries and keys are those of the tokens, so that moving them is asking in reverse.
+    readers = [pair.forward.tokens[pair.forward.row] == pair.reverse.tokens[pair.reverse.row] for pair in pairs]
+    same = torch.stack(readers)
+    torch.testing.assert_close(found[same][:, 2, 0], found[same][:, 1, 0], rtol=1e-4, atol=1e-4)
+    assert bool(same.any()) == (model.cfg.readout == "in_place")
+
+
+@pytest.mark.parametrize(("d_head", "offsets", "base"), [(64, (1, -1), 1e4), (16, (2, -6), 5e5), (8, (3, 3), 1e4)])
+def test_isotropic_correlation_against_draws(d_head, offsets, base):
+    from diffusion_lens.model.rotary import Rotary, rotate, tables_at
+
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 100_000, 1, 1, d_head, generator=draw).unbind()
+    tables = Rotary(d_head, base, torch.float32).tables(20, torch.device("cpu"))
+    at = [rotate(k, tables_at(tables, torch.tensor([[10 + offset]]))) for offset in offsets]
+    q = rotate(q, tables_at(tables, torch.tensor([[10]])))
+    scores = torch.stack([(q * each).sum(-1).flatten() for each in at])
+    expected = float(torch.corrcoef(scores)[0, 1])
+    assert isotropic_route_correlation(d_head, *offsets, base) == pytest.approx(expected, abs=0.01)
+
+
+def one_layer(kind, seed=0):
+    """The one-layer network of the theory, before training."""
+    masked = kind == "mdm"
+    architecture = Architecture(
+        family="lit_gpt",
+        name=f"fresh-{kind}",
+        n_layers=1,
+        d_model=64,
+        n_heads=4,
+        n_key_value_heads=4,
+        d_head=16,
+        d_mlp=128,
+        d_vocab=129 + masked,
+        d_vocab_out=129,
+        n_ctx=8,
+        attention_dir="bidirectional" if masked else "causal",
+        readout="in_place" if masked else "shifted",
+        mask_token_id=129 if masked else None,
+    )
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=seed)
+
+
+def toy_pairs(model, n=32, shuffle=0):
+    """ "A is B" and "B is A" with one token each; with `shuffle` the reverse question is about another fact."""
+    pairs = []
+    for i in range(n):
+        a, b = 1 + i, 65 + i
+        a_asked, b_asked = 1 + (i + shuffle) % n, 65 + (i + shuffle) % n
+        if model.cfg.has_mask:
+            mask = model.cfg.mask_token_id
+            forward = TaughtCanvas(torch.tensor([mask, 0, b]), 0, a, 2)
+            reverse = TaughtCanvas(torch.tensor([b_asked, 0, mask]), 2, a_asked, 0)
+        else:
+            forward = TaughtCanvas(torch.tensor([a, 0, b]), 1, b, 2)
+            reverse = TaughtCanvas(torch.tensor([b_asked, 0, a_asked]), 1, a_asked, 0)
+        pairs.append(TaughtPair(forward, reverse))
+    return pairs
+
+
+def test_on_a_fresh_network_of_one_layer_the_gradients_of_storage_are_aligned_in_an_mdm_only():
+    for kind in ("mdm", "ar"):
+        model = one_layer(kind)
+        found = reversal_signatures(model, toy_pairs(model))
+        for name in ("blocks.0.attn.v.weight", "blocks.0.attn.o.weight", "unembed.weight"):
+            own, shuffled = found.gradient_cosine[name]
+            assert own > 0.98 if kind == "mdm" else abs(own) < 0.02
+            assert abs(shuffled) < (0.05 if kind == "mdm" else 0.02)
+        predicted, measured = found.first_order
+        assert measured == pytest.approx(predicted, rel=0.01 if kind == "mdm" else 0.1, abs=1e-7)
+
+
+def test_pairs_of_two_facts_are_a_baseline():
+    """Asking about another fact is what shuffled pairs do."""
+    model = one_layer("mdm")
+    found = gradient_alignment(model, toy_pairs(model, shuffle=1), ["blocks.0.attn.v.weight", "unembed.weight"])
+    assert found.cosines.mean(dim=0).abs().max() < 0.05
+
+
+def test_a_pair_is_the_same_alone_and_beside_longer_ones(every):
+    model, pairs = every.model, random_pairs(every.model, lengths=(7, 9))
+    candidates = sorted({pair.reverse.answer_token for pair in pairs})
+    together = reversal_signatures(model, pairs, candidates=candidates)
+    alone = reversal_signatures(model, pairs[:1], candidates=candidates)
+    for name in ("percentiles", "reuses", "cuts", "routes", "isotropic", "transfers", "probabilities"):
+        one, other = (getattr(each, name)[0] for each in (together, alone))
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5, equal_nan=True)
+    torch.testing.assert_close(together.cosines[0, :, 0], alone.cosines[0, :, 0], rtol=2e-3, atol=2e-5)
+    assert alone.cosines[0, :, 1].isnan().all()
