@@ -1,13 +1,13 @@
 """`DiffusionConfig`: TransformerLens's config with the fields that a masked diffusion model adds."""
 
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
 from transformer_lens.config import TransformerLensConfig
 
-from weight_conversion import Architecture, Variant
+from weight_conversion import Architecture, PositionKind, Variant
 
 # Not a token id: it marks positions of a causal canvas that the text has not reached.
 UNREACHED = -1
@@ -36,6 +36,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         qkv_bias, o_bias, mlp_bias: Presence of biases in these projections.
         qk_norm: Presence of norms on each head's queries and keys, before the rotation.
         tied: Whether embedding and head are one matrix.
+        positional_embedding_type: Kind of positions, "rotary", "standard" (learned vectors), "none" or "alibi".
         model_name: Name under which results record the model.
         family: Family of its checkpoint, and default format of an export.
         use_attn_in, use_hook_mlp_in: Whether these optional hook points pass (see `model.optional_hooks`).
@@ -55,6 +56,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    positional_embedding_type: str = "rotary"
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None
@@ -116,7 +118,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             model_name=model_name or a.name,
             family=a.family,
             trained_length=trained_length,
-            positional_embedding_type="rotary",
+            positional_embedding_type=a.positional_embedding_type,
             normalization_type="RMSPre" if folded else "RMS",
             layer_norm_folding=folded,
             uses_rms_norm=True,
@@ -153,6 +155,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             mlp_bias=self.mlp_bias,
             qk_norm=self.qk_norm,
             tied=self.tied,
+            positional_embedding_type=cast(PositionKind, self.positional_embedding_type),
         )
 
     @property

@@ -23,7 +23,7 @@ BLOCK_ALIASES = {
     "hook_k_input": "attn.hook_k_input",
     "hook_v_input": "attn.hook_v_input",
 }
-ALIASES = {"embed.hook_out": "hook_embed"}
+ALIASES = {"embed.hook_out": "hook_embed", "pos_embed.hook_out": "hook_pos_embed"}
 _GRADIENT = "_grad"  # the end of the names under which caches store gradients
 
 Value = TypeVar("Value")

@@ -48,6 +48,8 @@ _LEFT_OUT = (
     | {"name", "ctx", "fwd_hooks", "bwd_hooks"}
     | MODULE_HOOKS
 )
+# Attributes that records name otherwise: records of one network stay equal.
+_RECORDED_AS = {"positions": "_rotary"}
 _OF_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 
@@ -189,8 +191,8 @@ def _state(module: nn.Module, digester: Digester) -> str:
     if not (kind.__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
         parts.append(f"training {module.training}")
     left_out = _LEFT_OUT | ROOT_CACHES if isinstance(module, HookedRootModule) else _LEFT_OUT
-    for name in sorted(values.keys() - left_out):
-        value = values[name]
+    named = {_RECORDED_AS.get(name, name): values[name] for name in values.keys() - left_out}
+    for name, value in sorted(named.items()):
         if type(value) in PLAIN_KINDS:
             parts.append(f"{name} {value!r}")
         elif name not in _OF_BUFFERS or value:

@@ -15,12 +15,13 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, shapes
-from weight_conversion import Architecture
+from weight_conversion import Architecture, PositionKind
 
 # The activation at each hook point; {i} is a block. The table must be complete: a hook point without a line here, and a
 # line without a hook point, are errors.
 MEANING = {
     "hook_embed": "embeddings of the canvas",
+    "hook_pos_embed": "vectors of the positions, which are added to the embeddings",
     "blocks.{i}.hook_resid_pre": "residual stream entering the block",
     "blocks.{i}.ln1.hook_scale": "√(mean(x²) + eps) of the norm before attention",
     "blocks.{i}.ln1.hook_normalized": "x / scale, before the norm's weight",
@@ -33,7 +34,8 @@ MEANING = {
     "blocks.{i}.attn.hook_v": "values",
     "blocks.{i}.attn.hook_rot_q": "queries, rotated by their position",
     "blocks.{i}.attn.hook_rot_k": "keys, rotated by their position",
-    "blocks.{i}.attn.hook_attn_scores": "q·k / √d_head, −∞ where a query may not see a key; computed only while hooked",
+    "blocks.{i}.attn.hook_attn_scores": "q·k / √d_head, plus the bias of the positions if any, −∞ where a query may "
+    "not see a key; computed only while hooked",
     "blocks.{i}.attn.hook_pattern": "softmax of the scores; computed only while hooked",
     "blocks.{i}.attn.hook_z": "average of the values by the pattern, for each head",
     "blocks.{i}.attn.hook_result": "output of each head, which is added to the residual stream",
@@ -55,6 +57,9 @@ MEANING = {
     "denoise.hook_confidence": "probabilities of the proposed tokens, by which positions are ranked; zero elsewhere",
     "denoise.hook_reveal": "the positions that this step reveals",
 }
+
+# Only models with learned positions have it.
+_LEARNED = "hook_pos_embed"
 
 # Different sizes for all axes, so that a shape identifies them.
 _SIZES = {
@@ -85,15 +90,18 @@ def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
     """
     names = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").hook_dict]
     causal = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu").hook_dict]
-    if set(names) != set(MEANING) or set(causal) != set(MEANING):
-        raise ValueError(f"hook points and their meanings differ: {sorted({*names, *causal} ^ set(MEANING))}")
+    if {*names, _LEARNED} != set(MEANING) or {*causal, _LEARNED} != set(MEANING):
+        raise ValueError(f"hook points and their meanings differ: {sorted({*names, *causal, _LEARNED} ^ set(MEANING))}")
     seen, model = _observed()
     rows = []
     for name, meaning in MEANING.items():
-        silent = model.why_silent(name.format(i=0))
+        silent = None if name == _LEARNED else model.why_silent(name.format(i=0))
         if name.startswith("denoise.") == (kind == "loop"):
             condition = re.search(r"model\.set_use_\w+\(True\)", silent or "")
-            rows.append((name, seen[name], f"after `{condition[0]}`" if condition else "", meaning))
+            when = f"after `{condition[0]}`" if condition else ""
+            if name == _LEARNED:
+                when = 'with `positional_embedding_type="standard"`'
+            rows.append((name, seen[name], when, meaning))
     return rows
 
 
@@ -110,13 +118,15 @@ def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
     shared, grouped = _probe(kv_heads=_SIZES["head"]), _probe(kv_heads=_SIZES["kv_head"])
     with shared.optional_hooks(use_attn_in=True):
         shared.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[("blocks.0.hook_attn_in", record)])
+    learned = _probe(kv_heads=_SIZES["head"], positional_embedding_type="standard")
+    learned.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[(_LEARNED, record)])
     for flags in ({"use_attn_result": True, "use_hook_mlp_in": True, "use_split_qkv_input": True}, {}):
         with grouped.optional_hooks(**flags):
             grouped.denoise(prompt, length=_SIZES["pos"], steps=1, fwd_hooks=[(lambda name: True, record)])
     return seen, grouped
 
 
-def _probe(kv_heads: int) -> HookedDiffusionTransformer:
+def _probe(kv_heads: int, positional_embedding_type: PositionKind = "rotary") -> HookedDiffusionTransformer:
     architecture = Architecture(
         family="diffusion_lens",
         name="probe",
@@ -132,6 +142,7 @@ def _probe(kv_heads: int) -> HookedDiffusionTransformer:
         attention_dir="bidirectional",
         readout="in_place",
         mask_token_id=_SIZES["d_vocab"] - 1,
+        positional_embedding_type=positional_embedding_type,
     )
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Shape = tuple[int, ...]
+PositionKind = Literal["rotary", "standard", "none", "alibi"]
 
 # Upper bounds of the counts, so that a damaged config cannot exhaust the memory before a tensor is read.
 _MOST = 2**31 - 1
@@ -34,6 +35,7 @@ _CHOICES = {
     "readout": ("in_place", "shifted"),
     "rotary_dtype": ("float32", "bfloat16"),
     "rotation": ("float32", "activation"),
+    "positional_embedding_type": get_args(PositionKind),
 }
 _FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied")
 
@@ -75,7 +77,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Architecture(Variant):
-    """A pre-norm Llama-style transformer: RMSNorm, rotary positions, grouped heads, gated MLP.
+    """A pre-norm Llama-style transformer: RMSNorm, grouped heads, gated MLP.
 
     Attributes:
         family: Family of the checkpoint.
@@ -95,6 +97,8 @@ class Architecture(Variant):
         qkv_bias, o_bias, mlp_bias: Presence of biases in these projections.
         qk_norm: Presence of norms on each head's queries and keys, before the rotation.
         tied: Whether embedding and head are one matrix.
+        positional_embedding_type: Kind of positions: "rotary", which all families have; "standard", a learned vector
+            of each position; "none"; or "alibi", scores lowered by the distance.
     """
 
     family: str
@@ -120,6 +124,7 @@ class Architecture(Variant):
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    positional_embedding_type: PositionKind = "rotary"
 
     def __post_init__(self) -> None:
         for name in ("family", "name"):
@@ -147,7 +152,7 @@ class Architecture(Variant):
                 f"{self.n_heads} heads cannot share {self.n_key_value_heads} key/value heads: "
                 "n_heads must be a multiple of n_key_value_heads"
             )
-        if self.d_head % 2:
+        if self.d_head % 2 and self.positional_embedding_type == "rotary":
             raise ValueError(
                 f"d_head is {self.d_head}; rotary positions rotate pairs of dimensions, so it must be even"
             )
@@ -164,7 +169,11 @@ class Architecture(Variant):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` is the inverse."""
-        return asdict(self)
+        data = asdict(self)
+        # Files and records of models with rotary positions do not name the kind.
+        if self.positional_embedding_type == "rotary":
+            del data["positional_embedding_type"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Architecture:
@@ -215,10 +224,13 @@ def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
     shapes["ln_final.weight"] = (a.d_model,)
     if not a.tied:
         shapes["unembed.weight"] = (a.d_vocab_out, a.d_model)
+    # Last, so that a seed draws the same other weights for every kind of positions.
+    if a.positional_embedding_type == "standard":
+        shapes["pos_embed.weight"] = (a.n_ctx, a.d_model)
     return shapes
 
 
 def every_tensor_name(architecture: Architecture) -> set[str]:
     """All tensor names that our layout has for architectures with this number of layers."""
     flags: dict[str, Any] = {name: name != "tied" for name in _FLAGS}
-    return set(tensor_shapes(replace(architecture, **flags)))
+    return set(tensor_shapes(replace(architecture, positional_embedding_type="standard", **flags)))

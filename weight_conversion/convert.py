@@ -141,6 +141,11 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
     name = family or architecture.family
     if name not in FAMILIES:
         raise ValueError(f"unknown family {name!r}; known are {', '.join(FAMILIES)}")
+    if (kind := architecture.positional_embedding_type) != "rotary" and name != native.FORMAT:
+        raise ValueError(
+            f"the {name} format cannot express positional_embedding_type={kind!r}, because its models have rotary "
+            f"positions: pass family='{native.FORMAT}'"
+        )
     key_map = KeyMap(FAMILIES[name].rules, architecture)
     config = _config_of(architecture, FAMILIES[name], key_map)
     beside = target.parent / FAMILIES[name].config_file

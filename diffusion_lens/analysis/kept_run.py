@@ -24,7 +24,10 @@ from diffusion_lens.step_state import StepState
 
 
 def stream_entering(block: int) -> str:
-    """The last hook point of the residual stream before a block (`n_layers`: before the final norm)."""
+    """The last hook point of the residual stream before a block (`n_layers`: before the final norm).
+
+    In a `KeptRun`, the activation at `hook_embed` includes learned position vectors, so that it is this stream.
+    """
     return resid_post(block - 1) if block else "hook_embed"
 
 
@@ -135,7 +138,9 @@ class NetworkInput:
             stored[hook.name] = activation
 
         # `store` is attached after all other hooks, so it stores the states with which the pass continues.
-        hooks = [*self.hooks, *((name, store) for name in dict.fromkeys(names) if name not in stored)]
+        names = dict.fromkeys(names)
+        vectors = {"hook_pos_embed"} if self.model.positions.learned and "hook_embed" in names else set()
+        hooks = [*self.hooks, *((name, store) for name in {*names, *vectors} if name not in stored)]
         with self.at_step(), self.model.hooks(fwd_hooks=hooks):
             logits: Tensor = self.model(
                 self.tokens if embedded is None else embedded,
@@ -143,6 +148,8 @@ class NetworkInput:
                 attention_mask=self.real,
                 logits_at=self.rows,
             )
+        if embedded is None and vectors:
+            stored["hook_embed"] = stored["hook_embed"] + stored["hook_pos_embed"]
         return KeptRun(self, stored, logits)
 
 

@@ -122,7 +122,7 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
             cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights use {mask} as [MASK]"
             yield Alternative(f"with mask id {mask}", cause, replace(a, mask_token_id=mask))
-    for base in BASES:
+    for base in BASES if a.positional_embedding_type == "rotary" else ():
         if base != a.rotary_base:
             cause = f"the rotary base is wrong: the config says {a.rotary_base:g}, and the weights fit {base:g}"
             yield Alternative(f"with rotary base {base:g}", cause, replace(a, rotary_base=base))
@@ -132,14 +132,19 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
             yield Alternative(f"with norm epsilon {eps:g}", cause, replace(a, norm_eps=eps))
 
 
-def _layouts(a: Architecture) -> Iterator[Alternative]:
-    """Other orders of the rows in a block's matrices, and exchanged matrices."""
+def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:
     halves = torch.arange(a.d_head).view(2, -1).T.flatten()
     pairs = "rotary positions rotate other pairs of dimensions than in training"
     interleaved = f"{pairs}: the weights are for half-split rotation, and their rows were interleaved in a conversion"
     half_split = f"{pairs}: the weights are for interleaved rotation, and their rows were not rearranged for it"
     yield Alternative("with rotary rows de-interleaved", interleaved, a, _by_dimension(halves.argsort()))
     yield Alternative("with rotary rows interleaved", half_split, a, _by_dimension(halves))
+
+
+def _layouts(a: Architecture) -> Iterator[Alternative]:
+    """Other orders of the rows in a block's matrices, and exchanged matrices."""
+    if a.positional_embedding_type == "rotary":
+        yield from _layouts_of_rotation(a)
     gate = "gate and up projections of the MLP were read as each other"
     yield Alternative("with gate and up exchanged", gate, a, _exchanged("mlp.gate", "mlp.up"))
     keys = "query and key heads were read as each other"

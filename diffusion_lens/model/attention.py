@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped key/value heads and rotary positions.
+"""Multi-head attention with grouped key/value heads.
 
 The fused kernel computes attention. Scores and pattern are also computed explicitly where a hook is attached at
 `hook_attn_scores` or `hook_pattern`. A hook that only reads them does not change the output by a single bit: unless a
@@ -22,7 +22,8 @@ from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.optional_hooks import OptionalHooks
-from diffusion_lens.model.rotary import Tables, rotate, tables_at
+from diffusion_lens.model.positions import ScoreBias, Tables
+from diffusion_lens.model.rotary import rotate, tables_at
 from diffusion_lens.shapes import Resid
 
 Heads = Float[Tensor, "batch pos head d_head"]
@@ -33,15 +34,32 @@ KeyCopies = Float[Tensor, "batch pos kv_head d_model"]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Rotary tables, attention pattern and optional hook points, which all layers of one forward pass share."""
+    """Positions, attention pattern and optional hook points, which all layers of one forward pass share.
 
-    rotary: Tables
+    Attributes:
+        visibility: Which positions see which.
+        rotary: Tables by which queries and keys are rotated; `None` if they are not.
+        bias: What is added to the scores, -inf where a query may not see a key; `None` if nothing is.
+        optional: Hook points that pass on request.
+    """
+
     visibility: Visibility
+    rotary: Tables | None = None
+    bias: ScoreBias | None = None
     optional: OptionalHooks = field(default_factory=OptionalHooks)
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""
-        return replace(self, rotary=tables_at(self.rotary, rows), visibility=self.visibility.at(rows, n_key))
+        rotary = None if self.rotary is None else tables_at(self.rotary, rows)
+        bias = self.bias
+        if bias is not None:
+            batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+            bias = bias.expand(rows.shape[0], -1, -1, -1).transpose(1, 2)[batch, rows].transpose(1, 2)
+        return replace(self, visibility=self.visibility.at(rows, n_key), rotary=rotary, bias=bias)
+
+    def turn(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
+        """Queries or keys at the positions of the pass."""
+        return x if self.rotary is None else rotate(x, self.rotary)
 
 
 class Attention(nn.Module):
@@ -133,14 +151,14 @@ class Attention(nn.Module):
         q = self.hook_q(self._by_head(self.q, q_input if rows is None else rows.gather(q_input)))
         k = self.hook_k(self._by_head(self.k, k_input))
         v = self.hook_v(self._by_head(self.v, v_input))
-        k = self.hook_rot_k(rotate(self.k_norm(k), context.rotary))
+        k = self.hook_rot_k(context.turn(self.k_norm(k)))
         if past is not None:
             k, v = past.extend(k, v)
         query_context = context if rows is None else context.at(rows.grid, k.shape[1])
-        q = self.hook_rot_q(rotate(self.q_norm(q), query_context.rotary))
-        mixed = _fused(q, k, v, query_context.visibility)
+        q = self.hook_rot_q(query_context.turn(self.q_norm(q)))
+        mixed = _fused(q, k, v, query_context)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
-            mixed = self._explicit(q, k, v, query_context.visibility, mixed)
+            mixed = self._explicit(q, k, v, query_context, mixed)
         z = self.hook_z(mixed)
         if context.optional.use_attn_result:
             result = self.hook_result(einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model"))
@@ -174,13 +192,17 @@ class Attention(nn.Module):
         heads = einsum(x, weight, "batch pos head model, head d model -> batch pos head d")
         return heads + _by_head(bias_of(linear), self.d_head)
 
-    def _explicit(self, q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility, fused: Heads) -> Heads:
+    def _explicit(self, q: Heads, k: KeyHeads, v: KeyHeads, context: AttentionContext, fused: Heads) -> Heads:
         """Attention with scores and pattern passing their hook points."""
         queries_per_key = q.shape[2] // k.shape[2]
         keys, values = (x.repeat_interleave(queries_per_key, dim=2).transpose(1, 2) for x in (k, v))
         scores = q.transpose(1, 2) @ keys.mT / self.d_head**0.5
-        allowed = visibility.dense(q.shape[1], k.shape[1], q.device)
-        scores, scores_unchanged = _pass(self.hook_attn_scores, scores.masked_fill(~allowed, float("-inf")))
+        if context.bias is not None:
+            scores = scores + context.bias.to(scores.dtype)
+        else:
+            allowed = context.visibility.dense(q.shape[1], k.shape[1], q.device)
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        scores, scores_unchanged = _pass(self.hook_attn_scores, scores)
         pattern = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1).to(values.dtype)
         pattern, pattern_unchanged = _pass(self.hook_pattern, pattern)
         mixed = (pattern @ values).transpose(1, 2)
@@ -195,13 +217,14 @@ def _by_head(weight: Tensor, d_head: int) -> Tensor:
     return weight.view(-1, d_head, *weight.shape[1:])
 
 
-def _fused(q: Heads, k: KeyHeads, v: KeyHeads, visibility: Visibility) -> Heads:
+def _fused(q: Heads, k: KeyHeads, v: KeyHeads, context: AttentionContext) -> Heads:
+    mask = context.visibility.allowed if context.bias is None else context.bias.to(q.dtype)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=visibility.allowed,
-        is_causal=visibility.causal and visibility.allowed is None,
+        attn_mask=mask,
+        is_causal=context.visibility.causal and mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
 

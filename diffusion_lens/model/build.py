@@ -1,7 +1,7 @@
 """Builds the parts of a model from an architecture, and fills them with weights. No other file of model/ does."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from diffusion_lens.config import ROTARY_DTYPES
 from diffusion_lens.model.attention import Attention
 from diffusion_lens.model.block import Block
-from diffusion_lens.model.embed import Embed, Unembed
+from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
 from diffusion_lens.model.rotary import Rotary
 from weight_conversion import Architecture, tensor_shapes
 
@@ -28,8 +29,20 @@ def build_final_norm(a: Architecture) -> RMSNorm:
     return RMSNorm(a.d_model, a.norm_eps)
 
 
-def build_rotary(a: Architecture) -> Rotary:
-    return Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation)
+_POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
+    "rotary": lambda a: Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation),
+    "standard": lambda a: OutsideAttention(learned=True),
+    "none": lambda a: OutsideAttention(learned=False),
+    "alibi": lambda a: LinearBiases(a.n_heads),
+}
+
+
+def build_positions(a: Architecture) -> Positions:
+    return _POSITIONS[a.positional_embedding_type](a)
+
+
+def build_pos_embed(a: Architecture) -> PosEmbed:
+    return PosEmbed(a.n_ctx, a.d_model)
 
 
 def build_blocks(a: Architecture) -> list[Block]:

@@ -1,7 +1,7 @@
-"""Embedding of tokens into the residual stream, and unembedding into logits."""
+"""Embedding of tokens and positions into the residual stream, and unembedding into logits."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +21,21 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tokens) -> Resid:
         return F.embedding(tokens, self.weight)
+
+
+class PosEmbed(nn.Module):
+    """Positions to vectors: one learned row per position of the context."""
+
+    def __init__(self, n_ctx: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_ctx, d_model, device="meta"))
+
+    @property
+    def W_pos(self) -> Float[Tensor, "pos d_model"]:
+        return self.weight
+
+    def forward(self, positions: Int[Tensor, "batch pos"]) -> Resid:
+        return F.embedding(positions, self.weight)
 
 
 class Unembed(nn.Module):

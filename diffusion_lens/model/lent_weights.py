@@ -24,14 +24,14 @@ def lent_weights(
         cfg: Config that may differ in attention direction, readout, [MASK], rotary positions and the norms' epsilon.
         tensors: Weights to replace, by name and in the shapes of our layout. A tied head follows the embedding.
     """
-    before = (model.cfg, model._rotary, model._pattern)
+    before = (model.cfg, model.positions, model._pattern)
     parameters = {name: model.get_parameter(name) for name in tensors}
     # Finding the norms takes long, and the epsilon is seldom another.
     norms = [] if cfg.eps == model.cfg.eps else [norm for norm in model.modules() if isinstance(norm, RMSNorm)]
     epsilons = {norm: norm.eps for norm in norms}
     try:
         model.cfg = cfg
-        model._rotary = build.build_rotary(cfg.architecture)
+        model.positions = build.build_positions(cfg.architecture)
         model._pattern = AttentionPattern(cfg.block_size)
         for norm in epsilons:
             norm.eps = cfg.eps
@@ -39,7 +39,7 @@ def lent_weights(
             _put(model, name, nn.Parameter(tensor, requires_grad=torch.is_floating_point(tensor)))
         yield model
     finally:
-        model.cfg, model._rotary, model._pattern = before
+        model.cfg, model.positions, model._pattern = before
         for norm, eps in epsilons.items():
             norm.eps = eps
         for name, parameter in parameters.items():

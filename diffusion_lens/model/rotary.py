@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Tables = tuple[Tensor, Tensor]
+from diffusion_lens.model.positions import Positions, Tables, check_positions
 
 
-class Rotary:
+class Rotary(Positions):
     """Cosines and sines for all positions up to the longest sequence so far, stored per device.
 
     Args:
@@ -29,11 +29,30 @@ class Rotary:
         self.rotation = rotation
         self._tables: dict[torch.device, Tables] = {}
 
+    def turn(
+        self, x: Float[Tensor, "batch pos head d_head"], positions: Int[Tensor, "#batch pos"]
+    ) -> Float[Tensor, "batch pos head d_head"]:
+        """Queries or keys, rotated by their positions; see `Positions.turn`."""
+        check_positions(positions)
+        n_pos = int(positions.max()) + 1 if positions.numel() else 0
+        return rotate(x, self.tables(n_pos, x.device, positions.to(x.device), activation=x.dtype))
+
+    def of_pass(
+        self,
+        n_pos: int,
+        device: torch.device,
+        positions: Int[Tensor, "batch pos"] | None,
+        n_past: int,
+        activation: torch.dtype,
+    ) -> tuple[Tables, None]:
+        """The tables of the pass; nothing is added to the scores."""
+        return self.tables(n_pos, device, positions, n_past, activation), None
+
     def tables(
         self,
         n_pos: int,
         device: torch.device,
-        positions: Int[Tensor, "batch pos"] | None = None,
+        positions: Int[Tensor, "#batch pos"] | None = None,
         n_past: int = 0,
         activation: torch.dtype = torch.float32,
     ) -> Tables:

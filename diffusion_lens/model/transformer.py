@@ -38,6 +38,10 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         tokenizer: Fast Hugging Face tokenizer; `None` for a model that takes token ids only.
         tensors: Weights in our layout; by default random weights.
         seed: Seed of the random weights.
+
+    Attributes:
+        positions: How the network knows the order of its tokens (`model/positions.py`). `positions.turn(x, positions)`
+            turns queries and keys, and `positions.score_bias(queries, keys)` is what is added to their scores.
     """
 
     # For the type checker: nn.Module's __getattr__ returns "Tensor | Module".
@@ -61,7 +65,10 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         self.blocks = nn.ModuleList(build.build_blocks(architecture))
         self.ln_final = build.build_final_norm(architecture)
         self.unembed = build.build_unembed(architecture)
-        self._rotary = build.build_rotary(architecture)
+        self.positions = build.build_positions(architecture)
+        if self.positions.learned:
+            self.pos_embed = build.build_pos_embed(architecture)
+            self.hook_pos_embed = StepHookPoint()
         self._pattern = AttentionPattern(cfg.block_size)
         if tensors is None:
             tensors = build.random_tensors(architecture, seed)
@@ -144,7 +151,11 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
             )
             # 3. Run the blocks.
             past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
-            context = self._context(resid.shape[1], real, self._n_past(past, resid.shape[1], real))
+            n_past = self._n_past(past, resid.shape[1], real)
+            positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
+            if self.positions.learned and start_at_layer is None:
+                resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
+            context = self._context(resid.shape[1], real, positions, n_past)
             for layer, block_past in zip(range(start, stop), past, strict=True):
                 block_rows = rows if in_last_block and layer == self.cfg.n_layers - 1 else None
                 resid = self.blocks[layer](resid, context, block_past, block_rows)
@@ -210,14 +221,21 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         check_length(n_pos + max(lengths), self.cfg)
         return max(lengths)
 
-    def _context(self, n_pos: int, real: PosMask | None, n_past: int = 0) -> AttentionContext:
+    def _position_vectors(self, n_batch: int, n_pos: int, positions: Tokens | None, n_past: int) -> Resid:
+        """The learned vectors of the positions of a pass."""
+        if positions is None:
+            device = self.unembed.weight.device
+            positions = torch.arange(n_past, n_past + n_pos, device=device).expand(n_batch, -1)
+        vectors: Resid = self.hook_pos_embed(self.pos_embed(positions))
+        return vectors
+
+    def _context(self, n_pos: int, real: PosMask | None, positions: Tokens | None, n_past: int = 0) -> AttentionContext:
         device = self.unembed.weight.device
-        positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
-        return AttentionContext(
-            self._rotary.tables(n_pos, device, positions, n_past, self.cfg.dtype),
-            self._pattern.visibility(n_pos, device, real, n_past),
-            self.optional_hooks_of_pass(),
-        )
+        visibility = self._pattern.visibility(n_pos, device, real, n_past)
+        rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
+        if bias is not None:
+            bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
+        return AttentionContext(visibility, rotary, bias, self.optional_hooks_of_pass())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; dtypes and devices may be names, as in `model.to("bfloat16")` and `model.to("cuda:1")`."""

@@ -12,8 +12,9 @@ from transformer_lens.utilities.matrix import composition_scores
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
-from diffusion_lens.model.embed import Embed, Unembed
+from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.positions import Positions
 from diffusion_lens.settings import Whole, pick_layer, whole_number
 
 
@@ -22,6 +23,8 @@ class WeightViews(ABC):
 
     cfg: DiffusionConfig
     embed: Embed
+    pos_embed: PosEmbed
+    positions: Positions
     unembed: Unembed
     blocks: Sequence[Block]
     ln_final: RMSNorm
@@ -29,6 +32,11 @@ class WeightViews(ABC):
     @property
     def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
         return self.embed.W_E
+
+    @property
+    def W_pos(self) -> Float[Tensor, "pos d_model"]:
+        """The learned vector of each position; an `AttributeError` for a model without them, as in TransformerLens."""
+        return self.pos_embed.W_pos
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
@@ -101,6 +109,8 @@ class WeightViews(ABC):
         stream after the product with `ln2.w`, which is 1 in a model with folded norms.
         """
         named = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "ln_final.w": self.ln_final.w}
+        if self.positions.learned:
+            named["pos_embed.W_pos"] = self.W_pos
         queries_per_key = self.cfg.n_heads // (self.cfg.n_key_value_heads or self.cfg.n_heads)
         for i, block in enumerate(self.blocks):
             attn, mlp = block.attn, block.mlp

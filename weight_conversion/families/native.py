@@ -48,6 +48,7 @@ _NAMES = (
     "blocks.{i}.mlp.down.bias",
     "ln_final.weight",
     "unembed.weight",
+    "pos_embed.weight",
 )
 
 FAMILY = Family(
