@@ -22,7 +22,7 @@ class FactSignatures:
         cuts: Float[canvas layer], log p(answer) that is lost by cutting the edge from reader to source, in nats.
         routes: Float[route layer head], scores from reader to source: forward, reverse, and counterfactual. NaN where a
             causal model does not see the source.
-        isotropic: Float[], correlation of the two scores for isotropic queries and keys.
+        isotropic: Float[], correlation of the two scores for isotropic queries and keys; NaN without rotary positions.
         cosines: Float[parameter estimate], cosine of the gradients of the two losses: of the pair itself, and the mean
             over the forward gradient of this pair with the reverse gradients of the other pairs of its batch.
         transfers: Float[parameter], <g_forward, g_reverse> / |g_forward|².

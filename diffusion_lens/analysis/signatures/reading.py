@@ -54,8 +54,11 @@ class CanvasReading:
 
         hooks = []
         for layer in range(batch.model.cfg.n_layers):
-            hooks.append((stream_entering(layer), reader("streams", lambda x: x)))
+            if layer:
+                hooks.append((stream_entering(layer), reader("streams", lambda x: x)))
             hooks += [(f"blocks.{layer}.attn.{point}", reader(*what)) for point, what in at.items()]
         with torch.no_grad():
+            # `hook_embed` does not have the vectors of learned positions.
+            read["streams"].append(batch.model(batch.tokens, attention_mask=batch.real, stop_at_layer=0))
             losses = batch.losses(batch.logits(hooks))
         return cls(batch, losses, **read)

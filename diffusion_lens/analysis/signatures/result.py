@@ -112,8 +112,8 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     @property
     def isotropic_correlation(self) -> float | None:
-        """Mean over facts of `isotropic_route_correlation` at their offsets, or `None`."""
-        return None if self._sees_nothing else float(self.isotropic.mean())
+        """Mean over facts of `isotropic_route_correlation` at their offsets; `None` also without rotary positions."""
+        return None if self._sees_nothing or bool(self.isotropic.isnan().any()) else float(self.isotropic.mean())
 
     @property
     def gradient_cosine(self) -> dict[str, tuple[float, float]]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.model.norm import RMSNorm
-from diffusion_lens.model.rotary import rotate, tables_at
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
 
 ROUTES = ("forward", "reverse", "counterfactual")
@@ -71,15 +70,19 @@ def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
 
 
 def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact layer head"]:
-    """The scores of a pass's queries and keys at the positions of reader and source of other canvases."""
+    """The scores of a pass's queries and keys at the positions of reader and source of other canvases.
+
+    Learned positions are in the stream, not in the scores, and stay those of the pass.
+    """
     model, scores = at.model, []
-    tables = model._rotary.tables(at.tokens.shape[1], at.tokens.device, activation=model.cfg.dtype)
-    at_rows, at_sources = (tables_at(tables, positions[:, None]) for positions in (at.rows, at.sources))
+    at_rows, at_sources = at.rows[:, None], at.sources[:, None]
+    bias = model.positions.score_bias(at_rows, at_sources)
     for block, q, k in zip(model.blocks, reading.queries, reading.keys, strict=True):
-        turned_q = rotate(_normed(block.attn.q_norm, q)[:, None], at_rows)[:, 0]
-        turned_k = rotate(_normed(block.attn.k_norm, k)[:, None], at_sources)[:, 0]
+        turned_q = model.positions.turn(_normed(block.attn.q_norm, q)[:, None], at_rows)[:, 0]
+        turned_k = model.positions.turn(_normed(block.attn.k_norm, k)[:, None], at_sources)[:, 0]
         by_query_head = turned_k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores.append((turned_q * by_query_head).float().sum(dim=-1) / model.cfg.d_head**0.5)
+        score = (turned_q * by_query_head).float().sum(dim=-1) / model.cfg.d_head**0.5
+        scores.append(score if bias is None else score + bias[:, :, 0, 0])
     return torch.stack(scores, dim=1)
 
 

@@ -7,6 +7,7 @@ correlate, because rotary positions only turn queries and keys; (3) gives the re
 of the forward loss. The measures are ours, named after what they measure.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def _signatures(
 
 
 def _isotropic(model: DiffusionTransformer, pair: TaughtPair) -> float:
+    if model.cfg.positional_embedding_type != "rotary":
+        return math.nan
     forward, reverse = (canvas.source - canvas.row for canvas in (pair.forward, pair.reverse))
     return isotropic_route_correlation(model.cfg.d_head, forward, reverse, model.cfg.rotary_base)
 
