@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens import FactoredMatrix
-from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities.matrix import composition_scores
 
 from diffusion_lens.config import DiffusionConfig
@@ -16,6 +16,9 @@ from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.positions import Positions
 from diffusion_lens.settings import Whole, pick_layer, whole_number
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge.composition_scores import CompositionScores
 
 
 class WeightViews(ABC):
@@ -141,7 +144,7 @@ class WeightViews(ABC):
         """The names of all query heads, in order: "L0H0", "L0H1" and so on."""
         return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
 
-    def all_composition_scores(self, mode: str) -> CompositionScores:
+    def all_composition_scores(self, mode: str) -> "CompositionScores":
         """How much each head reads of what each head of an earlier layer writes, by weights alone.
 
         ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖) in Frobenius norms (Elhage et al. 2021, A Mathematical Framework for Transformer
@@ -153,6 +156,9 @@ class WeightViews(ABC):
         Returns:
             `scores` Float[layer head layer head], earlier head first, 0 unless its layer is earlier.
         """
+        # It imports all of TransformerLens's bridges, which would take a third of the time of importing this library.
+        from transformer_lens.model_bridge.composition_scores import CompositionScores
+
         later = {"Q": self.QK, "K": self.QK.T, "V": self.OV}
         if mode not in later:
             raise ValueError(f"mode={mode!r}; it must be 'Q', 'K' or 'V'")
