@@ -101,9 +101,8 @@ def test_what_does_not_fit_is_refused(specimen, call):
         call(specimen)
 
 
-def test_every_test_checks_the_first_calls_of_a_function_anew(specimen):
-    for _ in range(type_checks.PER_TEST):
-        specimen.whole(1)
+def test_every_test_checks_the_first_call_of_a_function_anew(specimen):
+    specimen.whole(1)
     assert specimen.whole(2) == 2
     type_checks.begin_test()
     with pytest.raises(TypeCheckError):

@@ -1,8 +1,8 @@
 """Checks every annotation of a package while the tests run: shapes by jaxtyping, all other types by beartype.
 
 jaxtyping's own import hook binds the arguments of every call and checks them twice, which costs more than the tests.
-Here each function is checked once, by beartype, and the names of axes are compared within one call. A function that a
-test calls often is checked in its first `PER_TEST` calls.
+Here each function is checked once, by beartype, and the names of axes are compared within one call. A test's first call
+of a function is checked. For its other calls the function has its own code again, so that they cost nothing.
 """
 
 import ast
@@ -27,16 +27,15 @@ from torch.utils.hooks import RemovableHandle
 DECORATOR = "__types_checked__"
 FOR_TYPE_CHECKERS = "__for_type_checkers__"
 _beartype = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
-PER_TEST = 1
 _checked_code: dict[types.CodeType, tuple[dict[str, Any], Any]] = {}
-_calls: dict[types.CodeType, list[int]] = {}  # calls of each function that are still to be checked in this test
-_called: list[list[int]] = []  # those of the functions that this test has called
+_pending: dict[types.CodeType, list[bool]] = {}  # whether the next call of a function is to be checked
+_called: list[Any] = []  # the checks of the functions that this test has called
 
 
 def begin_test() -> None:
-    """Check the next calls of every function again."""
-    for left in _called:
-        left[0] = PER_TEST
+    """Check the next call of every function again."""
+    for check in _called:
+        _arm(check)
     _called.clear()
 
 
@@ -62,8 +61,11 @@ def _checked(function: Any) -> Any:
         return function
     if inspect.isgeneratorfunction(function) and any(_has_axes(annotation) for annotation in annotations):
         return jaxtyped(function, typechecker=_beartype)  # compares axes when it is called
-    left = _calls.setdefault(function.__code__, [PER_TEST])
-    check = _Check(function=function, call=None, left=left, config=config, begin=_begin, end=pop_shape_memo)
+    pending = _pending.setdefault(function.__code__, [True])
+    check = _Check(function=function, pending=pending, call=None, armed=None)
+    vars(check).update(config=config, begin=_begin, end=pop_shape_memo)
+    if "<locals>" not in function.__qualname__:
+        return _checking_itself(function, check)
     wrapper = _wrapped(function, check)
     # In the module of the function, as beartype does: warnings skip the frames of the package.
     wrapper = types.FunctionType(wrapper.__code__, function.__globals__, closure=wrapper.__closure__)
@@ -77,20 +79,61 @@ class _Check(RemovableHandle):
         vars(self).update(parts)
 
 
+def _arm(check: Any) -> None:
+    """The next call is to be checked."""
+    check.pending[0] = True
+    if check.armed is not None:
+        check.itself.__code__ = check.armed
+
+
 def _begin(check: Any) -> Any:
-    """The checked function, written when it is first called. Axes have one length each from here to `pop`."""
-    if check.left[0] == PER_TEST:
-        _called.append(check.left)
-    check.left[0] -= 1
+    """The checked function, written when it is first called. Axes have one length each from here to `end`."""
     if check.call is None:
         check.call = _by_beartype(check.function)
+    _called.append(check)
+    check.pending[0] = False
+    if check.armed is not None:
+        check.itself.__code__ = check.function.__code__
     push_shape_memo({})
     return check.call
 
 
+def _checking_itself(function: Any, check: Any) -> Any:
+    """The function, which from now on has the code of `_first_call` until it is called, and then its own again."""
+    check.function = types.FunctionType(
+        function.__code__, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
+    )
+    check.function.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(check.function, function)
+    del check.function.__wrapped__
+    check.itself = functools.update_wrapper(function, check.function)
+    constants = (check if constant == _THE_CHECK else constant for constant in _first_call.__code__.co_consts)
+    freevars = function.__code__.co_freevars
+    check.armed = _first_call.__code__.replace(co_consts=tuple(constants), co_freevars=freevars)
+    _arm(check)
+    return function
+
+
+_THE_CHECK = "the check of the function"
+
+
+def _first_call(*args: Any, **kwargs: Any) -> Any:
+    """The code of a function whose next call is checked, with the check in place of the constant."""
+    check: Any = "the check of the function"
+    if check.config.jaxtyping_disable:
+        return check.function(*args, **kwargs)
+    checked = check.begin(check)
+    try:
+        return checked(*args, **kwargs)
+    finally:
+        check.end()
+
+
 def _wrapped(function: Any, check: Any) -> Any:
+    """An inner function, of which each call of the outer one makes another: they share `pending`."""
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not check.left[0] or check.config.jaxtyping_disable:
+        if not check.pending[0] or check.config.jaxtyping_disable:
             return function(*args, **kwargs)
         checked = check.begin(check)
         try:
