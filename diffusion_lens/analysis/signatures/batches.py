@@ -20,10 +20,10 @@ def pair_bytes(cfg: DiffusionConfig, n_pos: int, n_facts: int) -> int:
     size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
     d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
     read_and_written = 4 * cfg.d_model + 2 * d_attn + 2 * d_key_value + 4 * cfg.d_mlp
-    graph = cfg.d_model * (6 * size + 4 * wide) + (5 * cfg.d_mlp + 6 * d_attn) * size
+    graph = cfg.d_model * (2 * size + 2 * wide) + (2 * cfg.d_mlp + 2 * d_attn) * size
     scores = 3 * cfg.n_heads * n_pos**2 * wide
     tables = 3 * n_facts * n_pos**2 * wide
-    head = 12 * cfg.d_vocab_out * 8
+    head = 5 * cfg.d_vocab_out * 8  # log-probabilities and their gradient are in float64
     return n_pos * cfg.n_layers * (2 * read_and_written * wide + graph) + scores + tables + head
 
 
