@@ -99,7 +99,8 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     @property
     def counterfactual_correlation(self) -> Float[Tensor, "layer"] | None:
-        """Correlation over heads of the forward scores with those at the reverse positions, or `None`."""
+        """Correlation over heads of the forward scores with those at the reverse positions; `None` also with learned
+        positions, which queries and keys contain already."""
         return self._mean_of_routes(2)
 
     @property
@@ -190,15 +191,13 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         if self._sees_nothing:
             return {}
         predicted = torch.full_like(self.evidence_reuse, float(self.isotropic.mean()))
-        return {
-            "measured": plots.Curve(
-                self._route_correlations(1).mean(dim=0), *self.interval("route_correlation", level)
-            ),
-            "counterfactual": plots.Curve(
-                self._route_correlations(2).mean(dim=0), *self.interval("counterfactual_correlation", level)
-            ),
+        measured, counterfactual = (self._route_correlations(other).mean(dim=0) for other in (1, 2))
+        curves = {
+            "measured": plots.Curve(measured, *self.interval("route_correlation", level)),
+            "counterfactual": plots.Curve(counterfactual, *self.interval("counterfactual_correlation", level)),
             "isotropic": plots.Curve(predicted, predicted, predicted, baseline=True),
         }
+        return {label: curve for label, curve in curves.items() if not curve.mean.isnan().all()}
 
     def _curves_of_gradients(self, level: float) -> dict[str, plots.Curve]:
         """The cosines of some matrices by layer, and the mean over these of shuffled pairs."""
@@ -221,7 +220,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         return bool(self.routes.isnan().all())
 
     def _mean_of_routes(self, other: int) -> Tensor | None:
-        return None if self._sees_nothing else self._route_correlations(other).mean(dim=0)
+        return None if bool(self.routes[:, other].isnan().all()) else self._route_correlations(other).mean(dim=0)
 
     def _route_correlations(self, other: int) -> Float[Tensor, "fact layer"]:
         return correlation(self.routes[:, 0], self.routes[:, other], dim=-1)

@@ -72,9 +72,11 @@ def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
 def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact layer head"]:
     """The scores of a pass's queries and keys at the positions of reader and source of other canvases.
 
-    Learned positions are in the stream, not in the scores, and stay those of the pass.
+    NaN with learned positions: they are in queries and keys already, and cannot be exchanged there.
     """
     model, scores = at.model, []
+    if model.positions.learned:
+        return torch.stack(reading.scores, dim=1).float() * torch.nan
     at_rows, at_sources = at.rows[:, None], at.sources[:, None]
     bias = model.positions.score_bias(at_rows, at_sources)
     for block, q, k in zip(model.blocks, reading.queries, reading.keys, strict=True):

@@ -205,7 +205,7 @@ def test_isotropic_correlation_against_draws(d_head, offsets, base):
     assert isotropic_route_correlation(d_head, *offsets, base) == pytest.approx(expected, abs=0.01)
 
 
-def one_layer(kind, seed=0):
+def one_layer(kind, **options):
     """The one-layer network of the theory, before training."""
     masked = kind == "mdm"
     architecture = Architecture(
@@ -223,8 +223,9 @@ def one_layer(kind, seed=0):
         attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=129 if masked else None,
+        **options,
     )
-    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=seed)
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
 def toy_pairs(model, n=32, shuffle=0):
@@ -261,6 +262,29 @@ def test_pairs_of_two_facts_are_a_baseline():
     model = one_layer("mdm")
     found = gradient_alignment(model, toy_pairs(model, shuffle=1), ["blocks.0.attn.v.weight", "unembed.weight"])
     assert found.cosines.mean(dim=0).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["standard", "none", "alibi"])
+def test_kinds_of_positions_other_than_rotary(kind):
+    model = one_layer("mdm", positional_embedding_type=kind)
+    pairs = toy_pairs(model, 4)
+    found = reversal_signatures(model, pairs)
+    forward, reverse, counterfactual = found.routes.unbind(dim=1)
+    assert found.isotropic_correlation is None
+    if kind == "standard":
+        assert found.counterfactual_correlation is None
+        assert (found.reuses < 0.9999).all()  # values contain the position
+        assert not torch.allclose(forward, reverse)
+    else:  # the distance is 2 both ways
+        torch.testing.assert_close(forward, reverse)
+        torch.testing.assert_close(counterfactual, reverse)
+        torch.testing.assert_close(found.reuses, torch.ones(4, 1))
+    own = gradients_of(model, pairs[0].forward, ["blocks.0.attn.q.weight"])["blocks.0.attn.q.weight"]
+    other = gradients_of(model, pairs[0].reverse, ["blocks.0.attn.q.weight"])["blocks.0.attn.q.weight"]
+    cosine = (own * other).sum() / own.norm() / other.norm()
+    column = found.parameters.index("blocks.0.attn.q.weight")
+    assert found.cosines[0, column, 0] == pytest.approx(cosine.item(), abs=1e-4)
+    assert len(found.plot()) == 4
 
 
 def test_a_pair_is_the_same_alone_and_beside_longer_ones(every):
