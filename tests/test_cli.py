@@ -37,6 +37,7 @@ QUICK = {
     "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
     "compare": ["tiny-mdm", "--limit", "7", "--layer", "3", "--resamples", "2"],
     "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "2"],
+    "signatures": ["tiny-mdm", "--limit", "4", "--batch-size", "2"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
 
@@ -114,6 +115,7 @@ def test_help_names_every_command() -> None:
         "rome",
         "compare",
         "recall",
+        "signatures",
         "finetune",
         "plot",
     } <= named
@@ -265,6 +267,16 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a layer": (["rome", "tiny-mdm", *ASK, "--layer", "9", "--out", "out"], "--layer 9"),
     "an edit without a target": (["rome", "tiny-mdm", *ASK, "--layer", "0", "--export", "out"], "--target"),
     "vectors": (["compare", "tiny-mdm", *QUICK["compare"][1:], "--vectors", "values*", "--out", "out"], "values*"),
+    "a twin of the same name": (["signatures", "tiny-ar", "--against", "tiny-ar", "--out", "out"], "names must differ"),
+    "one pair": (["signatures", "tiny-ar", "--limit", "1", "--out", "out"], "at least two candidates"),
+    "little memory": (
+        ["signatures", "tiny-ar", "--max-bytes", "1000", "--out", "out"],
+        "--max-bytes 1,000 is too small: 2 pairs take",
+    ),
+    "questions without direction": (
+        ["signatures", "tiny-ar", "--data", "known-1000", "--dry-run"],
+        "no person is trained",
+    ),
     "guidance": (["recall", "tiny-mdm", "--limit", "1", "--cfg-scale", "-2", "--out", "out"], "-2"),
     "a number of steps": (["recall", "tiny-mdm", "--limit", "1", "--steps", "0", "--out", "out"], "0"),
     "nothing to merge": (["recall", "tiny-mdm", "--merge", "elsewhere", "--out", "out"], "elsewhere"),
@@ -348,7 +360,7 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("undrawn_figures")
-@pytest.mark.parametrize("name", ["aie", "compare", "recall"])
+@pytest.mark.parametrize("name", ["aie", "compare", "recall", "signatures"])
 def test_shards_are_merged(name: str, quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
     options = [*QUICK[name], "--json"]
     n_facts = 0
@@ -381,7 +393,7 @@ def test_parts_of_another_model_are_refused(quick_runs: tuple[Path, Any], tmp_pa
 
 
 @pytest.mark.usefixtures("known_speed")
-@pytest.mark.parametrize("name", ["aie", "compare", "recall"])
+@pytest.mark.parametrize("name", ["aie", "compare", "recall", "signatures"])
 def test_a_dry_run_counts_only_its_shard(name: str, tmp_path: Path) -> None:
     def passes(*more: str) -> int:
         report = json.loads(done(name, *QUICK[name], "--dry-run", "--json", *more).stdout)

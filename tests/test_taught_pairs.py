@@ -10,7 +10,15 @@ from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.data import toy_facts
 from diffusion_lens.facts import Fact
-from diffusion_lens.taught_pairs import Sentence, TaughtCanvas, TaughtPair, lay_out_pairs, match_facts
+from diffusion_lens.taught_pairs import (
+    LaidOutPairs,
+    Sentence,
+    TaughtCanvas,
+    TaughtPair,
+    lay_out_pairs,
+    match_facts,
+    pairs_in_common,
+)
 
 TAUGHT = "Gustav Geisser was the brave drummer of Rolsen."
 ASKED = "the brave drummer of Rolsen was Gustav Geisser."
@@ -266,7 +274,7 @@ def test_facts_are_matched_by_person_description_and_direction():
     assert match_facts(facts, facts, per_person=9) == [(FORWARD, REVERSE), second]
     turned = [replace(fact, trained="d2p") for fact in (FORWARD, REVERSE)]
     assert match_facts(turned, turned, "d2p") == [(turned[1], turned[0])]
-    with pytest.raises(ValueError, match="no person has both a fact with trained='d2p', asked='d2p' and"):
+    with pytest.raises(ValueError, match="no person is trained d2p only and has both a fact that asks d2p and"):
         match_facts(facts, facts, "d2p")
     with pytest.raises(ValueError, match="per_person=0"):
         match_facts(facts, facts, per_person=0)
@@ -305,3 +313,16 @@ def test_names_of_several_tokens_are_masked_whole(two_letters):
         assert not hidden or hidden[-1] - hidden[0] == n_child - 1
         assert canvas.tokens[canvas.source] == model.encode(parent)[-1]
     assert pair.reverse.answer_token == model.encode(child)[-1]
+
+
+def test_pairs_in_common_are_those_that_every_model_can_be_given(tiny):
+    pairs = toy_facts.load().taught_pairs(tiny)[:3]
+    one = LaidOutPairs(pairs[:2], {pairs[2].id: "too long"})
+    other = LaidOutPairs(pairs[1:], {pairs[0].id: "unknown word"})
+    common = pairs_in_common({"one": one, "other": other})
+    reasons = {pairs[2].id: "one: too long", pairs[0].id: "other: unknown word"}
+    assert all(each.pairs == [pairs[1]] and each.set_aside == reasons for each in common.values())
+    alone = pairs_in_common({"one": one})["one"]
+    assert (alone.pairs, alone.set_aside) == (one.pairs, one.set_aside)
+    with pytest.raises(ValueError, match=r"no pair can be laid out for all of one, other; .*: too long"):
+        pairs_in_common({"one": LaidOutPairs(pairs[:1], one.set_aside), "other": other})

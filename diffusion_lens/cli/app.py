@@ -29,12 +29,13 @@ ORDER = (
     "aie",
     "rome",
     "compare",
+    "signatures",
     "finetune",
     "convert",
     "plot",
 )
 STOPPED = 130
-RESUMABLE = {"aie", "compare", "finetune", "recall"}
+RESUMABLE = {"aie", "compare", "finetune", "recall", "signatures"}
 STOPPED_TEXT = "Stopped. Completed work is kept under --out; the same command resumes from there."
 
 

@@ -27,6 +27,7 @@ class Cost:
         backward: Number of passes that also have a backward pass.
         copies: Copies of the weights in memory: 1 for inference, 4 for training in float32.
         cached: Whether a pass computes one position only and caches the others (generation of a text that grows).
+        batch_bytes: Bytes of one batch in addition to the weights; by default estimated from `rows`.
     """
 
     passes: int | float
@@ -35,6 +36,7 @@ class Cost:
     backward: int | float = 0
     copies: int = 1
     cached: bool = False
+    batch_bytes: int | None = None
 
 
 def denoising(
@@ -64,7 +66,9 @@ def show(report: Report, model: ModelChoice, cost: Cost, flops: float | None = N
     per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
     seconds = (cost.passes + 2 * cost.backward) * per_row / rate
     weights = cost.copies * shape.n_params * size
-    activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
+    activations = cost.batch_bytes
+    if activations is None:
+        activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
     results: dict[str, Any] = {
         "forward_passes": round(cost.passes),
         "backward_passes": round(cost.backward),

@@ -93,15 +93,19 @@ class ModelChoice:
                 f"{length} positions do not fit into the context of {self.name!r}, which has {shape.n_ctx} positions"
             )
 
-    def without_weights(self) -> "HookedDiffusionTransformer | None":
-        """The model without weights, to lay out canvases in a dry run. `None` if it is not on this machine.
+    def without_weights(self, *, fetch: bool = False) -> "HookedDiffusionTransformer | None":
+        """The model without weights, to lay out canvases before it is loaded.
+
+        Args:
+            fetch: Whether to download a model that is not on this machine; `None` is returned for it otherwise.
 
         Raises:
             ValueError: Loading would fail before it reads the weights.
         """
         from diffusion_lens.catalogue import BUNDLED
 
-        if self.name.lower() not in BUNDLED and not Path(self.name).expanduser().exists():
+        here = self.name.lower() in BUNDLED or Path(self.name).expanduser().exists()
+        if not here and not fetch:
             return None
         import torch
 

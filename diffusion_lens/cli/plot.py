@@ -17,7 +17,8 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="Image file. Default: RESULT with the suffix .png.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, comparison or recall curve.
+    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, comparison, recall curve or
+    signatures of reversal.
 
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
@@ -54,4 +55,5 @@ def _result_classes() -> dict[str, Any]:
         "comparisons": analysis.Comparisons,
         "key and value study": analysis.KeyValueStudy,
         "recall": Recall,
+        "reversal signatures": analysis.ReversalSignatures,
     }

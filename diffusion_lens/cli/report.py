@@ -88,10 +88,11 @@ def require_folder(path: Path, option: str) -> None:
 
 
 def save_figure(axes: Any, path: Path) -> Path:
-    """Save the figure of some axes as an image. An interrupted write leaves no partial file."""
+    """Save a figure, or that of axes or a list of axes, as an image. An interrupted write leaves no partial file."""
     from weight_conversion import renamed_when_whole
 
-    figure = axes if hasattr(axes, "savefig") else axes.get_figure()
+    one = axes if hasattr(axes, "savefig") or hasattr(axes, "get_figure") else axes[0]
+    figure = one if hasattr(one, "savefig") else one.get_figure()
     image = BytesIO()
     try:
         figure.savefig(image, dpi=130, format=path.suffix.removeprefix(".") or None)

@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from diffusion_lens.data import celebrities, toy_facts
 from diffusion_lens.data.fact_files import read_facts
 from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
 from diffusion_lens.data.rome_facts import KNOWN_FACTS, known_1000
 from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.settings import at_least
 from diffusion_lens.taught_pairs import match_facts
+
+T = TypeVar("T")
 
 # Length of the canvas and numbers of steps in SMDM's evaluation (ML-GSAI/SMDM `evaluate_reverse.py`).
 STUDY_LENGTH = 52
@@ -41,18 +45,24 @@ class FactSource:
     steps: tuple[int, ...] = STUDY_STEPS
     reverse: Sequence[Fact] = ()
 
-    def fact_pairs(self, trained: Direction = "p2d", *, per_person: int = 1) -> list[tuple[Fact, Fact]]:
+    def fact_pairs(
+        self, trained: Direction = "p2d", *, per_person: int = 1, limit: int | None = None
+    ) -> list[tuple[Fact, Fact]]:
         """Pairs of a training text and a reverse question about the same person, for `lay_out_pairs`.
 
         A data set without training texts pairs its own facts, of which some must be queried as they are trained.
 
         Args:
             trained, per_person: As in `match_facts`.
+            limit: Largest number of pairs, spread evenly. `None` selects all.
 
         Raises:
             ValueError: There is no pair.
         """
-        return match_facts(self.training or self.facts, self.reverse or self.facts, trained, per_person=per_person)
+        if limit is not None:
+            at_least(1, "limit", limit)
+        pairs = match_facts(self.training or self.facts, self.reverse or self.facts, trained, per_person=per_person)
+        return _spread(pairs, limit)
 
     def pick(self, trained: str | None = None, asked: str | None = None, limit: int | None = None) -> list[Fact]:
         """A selection of the questions.
@@ -151,7 +161,7 @@ def default_source(model_name: str) -> str:
     return "toy" if model_name.startswith("tiny-") else "reversal-curse"
 
 
-def _spread(facts: Sequence[Fact], limit: int | None) -> list[Fact]:
-    if limit is None or limit >= len(facts):
-        return list(facts)
-    return [facts[i * len(facts) // limit] for i in range(limit)]
+def _spread(items: Sequence[T], limit: int | None) -> list[T]:
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]

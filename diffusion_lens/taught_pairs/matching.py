@@ -1,6 +1,6 @@
 """Facts about one person as pairs: a fact in its direction of training, and a question in the other direction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diffusion_lens.facts import Direction, Fact
@@ -61,9 +61,8 @@ def match_facts(
     ]
     if not pairs:
         raise ValueError(
-            f"no person has both a fact with trained={trained!r}, asked={trained!r} and a question with "
-            f"trained={trained!r}, asked={OPPOSITE[trained]!r}; pairs are made of facts with the same person and "
-            "description"
+            f"no person is trained {trained} only and has both a fact that asks {trained} and a question that asks "
+            f"{OPPOSITE[trained]}; pairs are made of facts with the same person and description, trained {trained}"
         )
     return pairs
 
@@ -98,3 +97,27 @@ def lay_out_pairs(
             f"none of the {len(fact_pairs)} pairs can be laid out for the model; {shown or 'there are none'}"
         )
     return LaidOutPairs(pairs, set_aside)
+
+
+def pairs_in_common(laid_out: Mapping[str, LaidOutPairs]) -> dict[str, LaidOutPairs]:
+    """The pairs that each of several models can be given. The others are set aside for all of them.
+
+    Args:
+        laid_out: By name of the model, the same pairs of facts as `lay_out_pairs` lays them out.
+
+    Raises:
+        ValueError: The models have no pair in common.
+    """
+    set_aside = {
+        pair_id: f"{name}: {reason}" if len(laid_out) > 1 else reason
+        for name, of_model in reversed([*laid_out.items()])
+        for pair_id, reason in of_model.set_aside.items()
+    }
+    common = {
+        name: LaidOutPairs([pair for pair in of_model.pairs if pair.id not in set_aside], set_aside)
+        for name, of_model in laid_out.items()
+    }
+    if not all(each.pairs for each in common.values()):
+        shown = "; ".join(f"{pair_id!r}: {reason}" for pair_id, reason in list(set_aside.items())[:SHOWN])
+        raise ValueError(f"no pair can be laid out for all of {', '.join(laid_out)}; {shown}")
+    return common

@@ -107,7 +107,9 @@ def test_config_and_tokenizer_from_elsewhere(tmp_path: Path) -> None:
     assert ModelChoice(str(written), config=tmp_path / "config.json").shape().n_layers == 4
 
 
-@pytest.mark.parametrize("command", ["info", "denoise", "recall", "trace", "aie", "rome", "compare", "finetune"])
+@pytest.mark.parametrize(
+    "command", ["info", "denoise", "recall", "trace", "aie", "rome", "compare", "signatures", "finetune"]
+)
 def test_every_command_that_loads_a_model_takes_its_parts(command: str) -> None:
     said = done(command, "--help").stdout
     assert "--config" in said

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from diffusion_lens.cli import app
 from diffusion_lens.cli.cost import check_layers
 from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.loading import shape_of
 
 ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
 # Models and data that are nowhere on this machine.
@@ -22,6 +23,7 @@ ASKED = {
     "recall": ["smdm-1028m-reverse"],
     "aie": ["llada-8b-base", "--data", "known-1000"],
     "compare": ["smdm-1028m", "ar-1028m"],
+    "signatures": ["smdm-1028m", "--against", "ar-1028m"],
     "finetune": ["smdm-1028m", "--out", "out"],
 }
 
@@ -52,6 +54,10 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
         assert told["results"]["forward_passes"] == 1800 * 63 * 2
     if command == "aie":
         assert told["settings"]["facts"] == 1209
+    if command == "signatures":  # 30 people trained p2d, two models, each of its depth
+        depths = [shape_of(model).n_layers for model in ("smdm-1028m", "ar-1028m")]
+        assert told["results"]["forward_passes"] == 30 * sum(depth + 6 for depth in depths)
+        assert told["results"]["backward_passes"] == 30 * 2 * 2
     if command == "finetune":
         assert told["settings"]["rows"] == 3600
     assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,7 @@ NEEDS = {
     "aie": ["tiny-mdm"],
     "rome": ["tiny-mdm", *ASK, "--layer", "0"],
     "compare": ["tiny-mdm"],
+    "signatures": ["tiny-mdm"],
     "finetune": ["tiny-mdm", "--out", "out"],
 }
 # What no number of this option can be.
@@ -32,7 +33,7 @@ WRONG = {
         "0",
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
-    "checkpoint-every",
+    "checkpoint-every max-bytes per-person",
     ("-1",): "occurrence prefixes ask",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",

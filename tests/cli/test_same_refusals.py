@@ -23,6 +23,7 @@ NEEDS = {
     "aie": ["{model}", "--limit", "1"],
     "rome": ["{model}", *ASK, "--layer", "0"],
     "compare": ["{model}", "--limit", "7"],
+    "signatures": ["{model}", "--limit", "3"],
     "finetune": ["{model}", "--out", "out"],
     "convert": [TINY, "new.safetensors"],
 }
@@ -68,12 +69,16 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("rome", "tiny-mdm", ["--export", "new"], "without it nothing is edited"),
     ("rome", "tiny-mdm", ["--layer", "4"], "--layer 4"),
     ("compare", "tiny-mdm", ["--layer", "1", "--layer", "-3"], "--layer -3 names a block twice"),
+    ("signatures", "tiny-mdm", ["--against", "tiny-mdm"], "the names must differ"),
+    ("signatures", "tiny-mdm", ["--trained", "both"], "--trained 'both'; it must be p2d or d2p"),
+    ("signatures", "tiny-mdm", ["--max-bytes", "99"], "--max-bytes 99 is too small: 3 pairs take"),
+    ("signatures", "tiny-mdm", ["--limit", "1"], "at least two candidates"),
     ("finetune", "tiny-mdm", ["--accumulate", "64"], "--accumulate 64"),
     ("finetune", "tiny-mdm", ["--precision", "fp16", "--device", "cpu"], "--precision 'fp16' needs a GPU"),
     ("finetune", "tiny-mdm", ["--out", "others"], "contains other.safetensors"),
     *(
         (command, "tiny-mdm", ["--length", "9000"], "do not fit into the context")
-        for command in ("denoise", "recall", "trace", "aie", "rome", "compare")
+        for command in ("denoise", "recall", "trace", "aie", "rome", "compare", "signatures")
     ),
     *(
         (command, "tiny-mdm", ["--flops", "1e12", "--device", "meta"], "meta")
@@ -170,6 +175,7 @@ LAID_OUT: list[tuple[str, str, list[str], str]] = [
     ("aie", "tiny-mdm", ["--length", "3", "--limit", "1"], "--length 3 counts the prompt too"),
     ("aie", "tiny-mdm", ["--first-tokens", "20", "--limit", "1"], "--first-tokens 20, but"),
     ("compare", "tiny-mdm", ["--length", "3", "--limit", "7"], "--length 3 counts the prompt too"),
+    ("signatures", "tiny-mdm", ["--length", "3", "--limit", "3"], "more than --length 3; give --length 9 or more"),
 ]
 
 
@@ -215,6 +221,15 @@ KEPT = {
             (["--first-tokens", "2"], "--first-tokens: 1 there, 2 here"),
             (["--length", "13"], "length: 14 there, 13 here"),
             (["--limit", "8"], "facts: "),
+        ],
+    ),
+    "signatures": (
+        ["--limit", "4"],
+        [
+            (["--batch-size", "2"], "--batch-size: 4 there, 2 here"),
+            (["--length", "13"], "facts: 4 differ"),
+            (["--limit", "3"], "candidates: "),
+            (["--trained", "d2p"], "facts: 8 differ"),
         ],
     ),
     "finetune": (["--data", "rows.jsonl", "--epochs", "1", "--batch-size", "2"], [(["--lr", "1e-3"], "config.lr: ")]),

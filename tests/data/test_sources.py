@@ -122,6 +122,9 @@ def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
         assert source.length == 52
         assert len(source.fact_pairs("p2d")) == len(source.fact_pairs("d2p")) == 30
         assert len(source.fact_pairs("p2d", per_person=11)) == 300
+        assert source.fact_pairs("p2d", limit=3) == source.fact_pairs("p2d")[::10]
+        with pytest.raises(ValueError, match="limit=0; it must be at least 1"):
+            source.fact_pairs("p2d", limit=0)
 
 
 def test_what_is_not_fetched_has_its_words_in_a_dry_run_too() -> None:

@@ -3,6 +3,7 @@
 from diffusion_lens.analysis.signatures.alignment import GradientAlignment
 from diffusion_lens.analysis.signatures.fact_result import FactSignatures
 from diffusion_lens.analysis.signatures.measures import edge_cut, evidence, gradient_alignment, routes
+from diffusion_lens.analysis.signatures.plan import SignaturePlan, signature_passes
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
 from diffusion_lens.analysis.signatures.routes import isotropic_route_correlation
 from diffusion_lens.analysis.signatures.study import reversal_signatures
@@ -11,10 +12,12 @@ __all__ = [
     "FactSignatures",
     "GradientAlignment",
     "ReversalSignatures",
+    "SignaturePlan",
     "edge_cut",
     "evidence",
     "gradient_alignment",
     "isotropic_route_correlation",
     "reversal_signatures",
     "routes",
+    "signature_passes",
 ]

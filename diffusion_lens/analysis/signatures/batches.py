@@ -27,27 +27,35 @@ def pair_bytes(cfg: DiffusionConfig, n_pos: int, n_facts: int) -> int:
     return n_pos * cfg.n_layers * (2 * read_and_written * wide + graph) + scores + tables + head
 
 
+def longest_canvas(pairs: Sequence[TaughtPair]) -> int:
+    """Number of positions of the longest canvas."""
+    return max(len(canvas.tokens) for pair in pairs for canvas in (pair.forward, pair.reverse))
+
+
 def plan_batches(
-    cfg: DiffusionConfig, pairs: Sequence[TaughtPair], batch_size: Whole | None, max_bytes: int
+    cfg: DiffusionConfig, n_pos: int, n_pairs: int, batch_size: Whole | None, max_bytes: int
 ) -> list[range]:
-    """The indices of the pairs that are computed together: batches of nearly equal sizes, so that none has one pair
-    only.
+    """The indices of the pairs that are computed together: batches of nearly equal sizes.
+
+    A pair alone has no shuffled pairs, so an odd number of pairs is not divided by two: some batches have three then.
 
     Args:
+        n_pos: Number of positions of the longest canvas.
         batch_size: Largest number of pairs; by default as many as fit `max_bytes`, at most 32.
 
     Raises:
         ValueError: The budget does not suffice for two pairs, or for `batch_size` pairs.
     """
-    n_pos = max(len(canvas.tokens) for pair in pairs for canvas in (pair.forward, pair.reverse))
-    least = min(2, len(pairs))
-    wanted = least if batch_size is None else min(at_least(1, "batch_size", batch_size), len(pairs))
+    least = min(3 if n_pairs % 2 else 2, n_pairs)
+    wanted = least if batch_size is None else min(at_least(1, "batch_size", batch_size), n_pairs)
+    if wanted == 2:
+        wanted = least
     if (needed := wanted * pair_bytes(cfg, n_pos, wanted)) > max_bytes:
         smaller = "" if wanted <= least else ", or choose a smaller batch_size"
         raise ValueError(f"max_bytes={max_bytes:,} is too small: {wanted} pairs take {needed:,} bytes{smaller}")
     if batch_size is None:
         fitting = [n for n in range(least, LARGEST + 1) if n * pair_bytes(cfg, n_pos, n) <= max_bytes]
-        wanted = min(fitting[-1], len(pairs))
-    n_batches = -(-len(pairs) // wanted)
-    ends = [len(pairs) * i // n_batches for i in range(n_batches + 1)]
+        wanted = min(fitting[-1], n_pairs)
+    n_batches = -(-n_pairs // wanted)
+    ends = [n_pairs * i // n_batches for i in range(n_batches + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.signatures.alignment import GradientAlignment
-from diffusion_lens.analysis.signatures.batches import plan_batches
+from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batches
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.edges import edge_cut_of
 from diffusion_lens.analysis.signatures.evidence import evidence_of
@@ -141,7 +141,7 @@ def _batches(
 ) -> Iterator[tuple[CanvasBatch, CanvasBatch]]:
     """The forward and the reverse canvases of each batch."""
     _require_pairs(pairs)
-    for batch in plan_batches(model.cfg, pairs, batch_size, max_bytes):
+    for batch in plan_batches(model.cfg, longest_canvas(pairs), len(pairs), batch_size, max_bytes):
         yield canvases_of(model, [pairs[i] for i in batch])
 
 

@@ -10,18 +10,17 @@ of the forward loss. The measures are ours, named after what they measure.
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.signatures.alignment import GradientAlignment
-from diffusion_lens.analysis.signatures.batches import plan_batches
 from diffusion_lens.analysis.signatures.edges import edge_cut_of
 from diffusion_lens.analysis.signatures.evidence import evidence_of, percentile, reuse
 from diffusion_lens.analysis.signatures.fact_result import FactSignatures
-from diffusion_lens.analysis.signatures.measures import Pairs, canvases_of, pick_candidates, pick_parameters
+from diffusion_lens.analysis.signatures.measures import Pairs, canvases_of
+from diffusion_lens.analysis.signatures.plan import SignaturePlan
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
 from diffusion_lens.analysis.signatures.routes import isotropic_route_correlation, routes_of
@@ -29,13 +28,13 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole
-from diffusion_lens.taught_pairs import TaughtCanvas, TaughtPair
+from diffusion_lens.taught_pairs import LaidOutPairs, TaughtPair
 
 
 @begins_run
 def reversal_signatures(
     model: DiffusionTransformer,
-    pairs: Pairs,
+    pairs: Pairs | LaidOutPairs,
     *,
     candidates: Iterable[Whole] | None = None,
     batch_size: Whole | None = None,
@@ -46,13 +45,12 @@ def reversal_signatures(
 ) -> ReversalSignatures:
     """Evidence, edge cuts, routes and gradients of every pair, forward and in reverse.
 
-    The cost of a batch is L + 6 forward passes of L layers and two backward passes that compute no gradient of a
-    weight: one pass of each canvas for states and scores, L + 1 in all for the cuts, two for the gradients, one for the
-    step.
+    `signature_passes` is the cost of a pair.
 
     Args:
         model: Masked diffusion model or causal model, of any family.
-        pairs: Pairs on this model's canvases, each with its own id or none.
+        pairs: Pairs on this model's canvases, each with its own id or none; or those of `lay_out_pairs`, of which the
+            record also lists the reasons for pairs that were set aside.
         candidates: Token ids among which the evidence for the right answer is ranked; by default the answers of all
             reverse questions, in increasing order.
         batch_size: Pairs computed together, which are also each other's baseline of shuffled pairs; by default as many
@@ -67,28 +65,14 @@ def reversal_signatures(
         ValueError: There are no pairs, two have one id, the candidates do not contain an answer or are fewer than two,
             the folder contains another study, the budget is too small, or as in `gradient_alignment`.
     """
-    chosen, parameters = pick_candidates(model, pairs, candidates), pick_parameters(model, None)
-    if missing := [pair.reverse.answer_token for pair in pairs if pair.reverse.answer_token not in chosen]:
-        raise ValueError(f"the candidates do not contain the answer {missing[0]} of a reverse question; add it")
-    if len(chosen) < 2:
-        raise ValueError("a percentile needs at least two candidates: give more pairs, or candidates=")
-    named = _named(pairs)
-    batches = plan_batches(model.cfg, list(named.values()), batch_size, max_bytes)
-    ids = [[list(named)[i] for i in batch] for batch in batches]
-    record = {
-        "candidates": chosen,
-        "parameters": parameters,
-        "batch_size": len(batches[0]),
-        "facts": {fact_id: _describe(pair) for fact_id, pair in named.items()},
-        "set_aside": {},
-        **provenance(model, model.cfg),
-    }
+    plan = SignaturePlan.of(model, pairs, candidates, batch_size, max_bytes)
+    record = {**plan.describe(), **provenance(model, model.cfg)}
 
     def compute(batch: Sequence[str]) -> list[FactSignatures]:
         with model.optional_hooks():
-            return _signatures(model, [named[fact_id] for fact_id in batch], chosen, parameters)
+            return _signatures(model, [plan.pairs[fact_id] for fact_id in batch], plan.candidates, plan.parameters)
 
-    return Study(record, ids, compute).collect(ReversalSignatures, out, shard, progress)
+    return Study(record, plan.batches, compute).collect(ReversalSignatures, out, shard, progress)
 
 
 def _signatures(
@@ -122,23 +106,3 @@ def _isotropic(model: DiffusionTransformer, pair: TaughtPair) -> float:
         return math.nan
     forward, reverse = (canvas.source - canvas.row for canvas in (pair.forward, pair.reverse))
     return isotropic_route_correlation(model.cfg.d_head, forward, reverse, model.cfg.rotary_base)
-
-
-def _named(pairs: Pairs) -> dict[str, TaughtPair]:
-    """Pairs by id, in their order; those without an id are numbered."""
-    named: dict[str, TaughtPair] = {}
-    for i, pair in enumerate(pairs):
-        fact_id = pair.id or f"pair-{i:04d}"
-        if fact_id in named:
-            raise ValueError(f"two pairs are called {fact_id!r}; give each its own id, and each once")
-        named[fact_id] = pair
-    return named
-
-
-def _describe(pair: TaughtPair) -> dict[str, Any]:
-    """The content of a pair, for the record."""
-
-    def canvas(one: TaughtCanvas) -> dict[str, Any]:
-        return {"tokens": one.tokens.tolist(), "row": one.row, "answer_token": one.answer_token, "source": one.source}
-
-    return {"forward": canvas(pair.forward), "reverse": canvas(pair.reverse)}

@@ -15,8 +15,10 @@ from diffusion_lens.analysis import (
     gradient_alignment,
     reversal_signatures,
 )
-from diffusion_lens.analysis.signatures.batches import pair_bytes
+from diffusion_lens.analysis.signatures import signature_passes
+from diffusion_lens.analysis.signatures.batches import pair_bytes, plan_batches
 from diffusion_lens.data import toy_facts
+from diffusion_lens.taught_pairs import LaidOutPairs
 
 TENSORS = ("percentiles", "reuses", "cuts", "routes", "cosines", "transfers", "steps", "probabilities")
 
@@ -188,6 +190,11 @@ def test_batches_are_even_and_fit_the_budget(tiny):
     found = reversal_signatures(tiny, pairs, max_bytes=6 * pair_bytes(tiny.cfg, n_pos, 6))
     assert found.record["batch_size"] == 5  # 20 pairs in batches of at most 6
     assert not found.cosines.isnan().any()
+    for n_pairs in range(2, 40):
+        sizes = [len(batch) for batch in plan_batches(tiny.cfg, n_pos, n_pairs, 2, 2**30)]
+        assert sum(sizes) == n_pairs
+        assert set(sizes) <= {2, 3}
+        assert n_pairs % 2 or set(sizes) == {2}
 
 
 def test_a_canvas_of_one_token(tiny):
@@ -200,3 +207,23 @@ def test_a_canvas_of_one_token(tiny):
     found = reversal_signatures(tiny, [TaughtPair(canvas, canvas), TaughtPair(other, other)])
     assert found.cuts.isnan().all()
     torch.testing.assert_close(found.cosines[:, :, 0], torch.ones_like(found.cosines[:, :, 0]))
+
+
+def test_a_pair_costs_what_the_plan_says(tiny, pairs, token_layers):
+    forward, backward = signature_passes(tiny.cfg.n_layers)
+    positions = len(pairs[0].forward.tokens)
+    with token_layers() as counted:
+        reversal_signatures(tiny, pairs)
+    assert counted[0] == forward * len(pairs) * positions * tiny.cfg.n_layers
+    with token_layers() as counted:
+        gradient_alignment(tiny, pairs)  # those with a backward pass, and the small step
+    assert counted[0] == (backward + 1) * len(pairs) * positions * tiny.cfg.n_layers
+
+
+def test_pairs_that_were_set_aside_are_on_record(tiny, pairs, tmp_path):
+    laid_out = LaidOutPairs(pairs, {"Ada": "A is too long"})
+    found = reversal_signatures(tiny, laid_out, out=tmp_path)
+    assert found.set_aside == ReversalSignatures.load(tmp_path).set_aside == {"Ada": "A is too long"}
+    assert same(found, reversal_signatures(tiny, pairs))
+    with pytest.raises(ValueError, match="set_aside"):
+        reversal_signatures(tiny, pairs, out=tmp_path)

@@ -1,0 +1,272 @@
+"""`diffusion-lens signatures` measures evidence, routes and gradients of facts that were trained in one direction."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusion_lens.cli import cost, options, ranges
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.extras import require
+from diffusion_lens.cli.load_model import ModelChoice, default_folder
+from diffusion_lens.cli.report import Report, progress, save_figure
+
+if TYPE_CHECKING:
+    from diffusion_lens.analysis import ReversalSignatures
+
+# Matrices whose gradients the table shows by layer, and those outside the blocks, with their usual names.
+IN_BLOCKS = {"V": "attn.v", "O": "attn.o", "down": "mlp.down", "Q": "attn.q"}
+OUTSIDE = {"W_E": "embed.weight", "W_U": "unembed.weight"}
+MEANS = (
+    "evidence_percentile",
+    "evidence_reuse",
+    "edge_cut",
+    "route_correlation",
+    "counterfactual_correlation",
+    "probability",
+)
+
+
+@app.command()
+def signatures(
+    model: options.Model,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Another model to measure on the same facts, such as the AR baseline: a name or a path."),
+    ] = None,
+    out: options.OutNeeded = None,
+    data: options.Data = None,
+    trained: Annotated[
+        str, typer.Option(help="Direction in which the facts were trained, p2d or d2p. They are queried in the other.")
+    ] = "p2d",
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Largest number of pairs of facts, evenly spread.", callback=ranges.at_least(1)),
+    ] = None,
+    per_person: Annotated[
+        int,
+        typer.Option(
+            help="Largest number of pairs for each person, in different wordings.", callback=ranges.at_least(1)
+        ),
+    ] = 1,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of positions of the canvas. Default: the training length of the model; if it is unknown, a "
+            "canvas ends with its sentence.",
+            callback=ranges.at_least(1),
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of pairs computed together, which are each other's baseline of shuffled pairs. Default: as "
+            "many as --max-bytes allows, at most 32.",
+            callback=ranges.at_least(1),
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Most memory for one batch in bytes, in addition to the weights.", callback=ranges.at_least(1)
+        ),
+    ] = 2**30,
+    shard: options.Shard = None,
+    merge: options.Merge = None,
+    config: options.Config = None,
+    tokenizer: options.Tokenizer = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    json: options.Json = False,
+    dry_run: options.DryRun = False,
+    flops: options.Flops = None,
+) -> None:
+    """Measure why a fact trained in one direction is, or is not, recalled in the other: evidence, routes, gradients.
+
+    Each fact is a sentence as trained and the reverse question. The percentile ranks the right answer among the answers
+    of all pairs. --config and --tokenizer are those of MODEL. OUT/MODEL contains one file per pair, so an interrupted
+    run resumes, and --shard can split the work by batches.
+
+    Example: diffusion-lens signatures tiny-mdm --against tiny-ar --limit 6 --out signatures
+    """
+    arguments = dict(locals())
+    chosen = [ModelChoice(model, config, tokenizer, device, dtype)]
+    if against is not None:
+        chosen.append(ModelChoice(against, device=device, dtype=dtype))
+    require("pictures")
+    from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
+    from diffusion_lens.analysis.signatures import SignaturePlan
+    from diffusion_lens.analysis.signatures.batches import longest_canvas
+    from diffusion_lens.analysis.usable_facts import say_set_aside
+    from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
+    from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.records import require_same_settings
+    from diffusion_lens.taught_pairs import LaidOutPairs, lay_out_pairs, pairs_in_common
+    from diffusion_lens.taught_pairs.matching import OPPOSITE
+
+    # 1. Read the facts, and check the options that need no model.
+    if trained not in OPPOSITE:
+        raise ValueError(f"--trained {trained!r}; it must be {' or '.join(OPPOSITE)}, the one direction of training")
+    names = [each.label for each in chosen]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{model} {against}: each model has a folder of its name in OUT, so the names must differ")
+    out = out or default_folder("signatures", names)
+    source = open_source(data or default_source(model), outline_only=dry_run)
+    fact_pairs = source.fact_pairs(trained, per_person=per_person, limit=limit)
+    lengths = [each.length(length) for each in chosen]
+    share_of_work(len(fact_pairs), shard, merge)
+    require_parts(merge, names)
+
+    # 2. Lay out the pairs of facts that all models can be given, without weights, if the texts are here.
+    laid_out: dict[str, LaidOutPairs] = {}
+    plans: list[SignaturePlan] = []
+    if not merge and any(forward.prompt for forward, _ in fact_pairs):
+        outlines = [each.without_weights(fetch=not dry_run) for each in chosen]
+        known = {
+            name: (outline, lay_out_pairs(outline, fact_pairs, length=own_length))
+            for name, outline, own_length in zip(names, outlines, lengths, strict=True)
+            if outline is not None
+        }
+        laid_out = pairs_in_common({name: pairs for name, (_, pairs) in known.items()}) if known else {}
+        for name, (outline, _) in known.items():
+            plan = SignaturePlan.of(outline, laid_out[name], batch_size=batch_size, max_bytes=max_bytes)
+            described = {**plan.describe(), "model": outline.cfg.model_name} if len(known) == len(chosen) else {}
+            require_same_settings(out / name, {**described, "dtype": dtype})
+            plans.append(plan)
+    n_pairs = len(plans[0].pairs) if plans else len(fact_pairs)
+    effective = {"data": source.name, "facts": n_pairs, "lengths": lengths}
+    report = Report("signatures", {**arguments, **effective}, out, json)
+
+    # 3. For a dry run, print the cost.
+    if dry_run:
+        n_own = share_of_work(n_pairs, shard, merge)
+        canvases = [pair for plan in plans for pair in plan.pairs.values()]
+        n_positions = longest_canvas(canvases) if canvases else max(each or 32 for each in lengths)
+        work = _work(chosen, n_pairs, n_own, n_positions, (batch_size, max_bytes))
+        cost.show(report, chosen[0], work, flops)
+
+    # 4. Compute the signatures of each model, or join their shards.
+    studies: list[ReversalSignatures] = []
+    for each in chosen:
+        if merge:
+            study = ReversalSignatures.merge([folder / each.label for folder in merge])
+            require_model(each, study.record)
+        else:
+            study = reversal_signatures(
+                each.load(),
+                laid_out[each.label],
+                batch_size=batch_size,
+                max_bytes=max_bytes,
+                out=out / each.label,
+                shard=shard or "0/1",
+                progress=progress(),
+            )
+        studies.append(study)
+    if shard is not None:
+        report.part_done(shard, sum(len(study.ids) for study in studies), out)
+
+    # 5. Show the tables, and write the files.
+    if studies[0].set_aside:
+        report.say(say_set_aside(studies[0].set_aside))
+    files = {}
+    for name, study in zip(names, studies, strict=True):
+        files[name] = study.save(out / f"{name}.safetensors")
+        report.say(*_table(study, trained))
+    files["picture"] = save_figure(studies[0].plot(studies[1:]), out / "signatures.png")
+    record = dict(studies[0].record)
+    for study in studies[1:]:
+        record["against"] = {key: value for key, value in study.record.items() if key != "facts"}
+    report.finish(dict(zip(names, map(_numbers, studies), strict=True)), record, **files)
+
+
+def _work(
+    models: Sequence[ModelChoice],
+    n_pairs: int,
+    n_own: int,
+    n_positions: int,
+    limits: tuple[int | None, int],
+) -> cost.Cost:
+    """Cost of `n_own` of the pairs on all models; `limits` are the size of a batch and its bytes."""
+    from diffusion_lens.analysis.signatures import signature_passes
+    from diffusion_lens.analysis.signatures.batches import pair_bytes, plan_batches
+    from diffusion_lens.config import DiffusionConfig
+
+    passes, backward, most = 0, 0, 0
+    for model in models:
+        cfg = DiffusionConfig.from_architecture(model.shape(), device="cpu", dtype=model.dtype)
+        n_together = len(plan_batches(cfg, n_positions, n_pairs, *limits)[0])
+        of_pair = signature_passes(cfg.n_layers)
+        passes, backward = passes + n_own * of_pair[0], backward + n_own * of_pair[1]
+        most = max(most, n_together * pair_bytes(cfg, n_positions, n_together))
+    return cost.Cost(passes, n_positions, 0, backward=backward, batch_bytes=most)
+
+
+def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
+    """The means over pairs, with a row for each layer."""
+    forward, reverse = study.probability.tolist()
+    n_pairs = f"{len(study.ids)} pair{'s' if len(study.ids) > 1 else ''}"
+    yield f"{study.record['model']}: {n_pairs} trained {trained}, {len(study.candidates)} candidates"
+    yield f"  p(answer): {forward:.3f} forward, {reverse:.3f} reverse"
+    yield "         percentile        edge cut (nats)  route correlation  cosine of gradients, own (shuffled pairs)"
+    yield (
+        "  layer  forw. rev.  reuse   forw.   rev.   measured counterf.  "
+        + "".join(f"{label:14}" for label in IN_BLOCKS).rstrip()
+    )
+    cosines, undefined = study.gradient_cosine, [None] * study.reuses.shape[1]
+    routes = [
+        undefined if each is None else each.tolist()
+        for each in (study.route_correlation, study.counterfactual_correlation)
+    ]
+    percentiles, cuts = study.evidence_percentile.T.tolist(), study.edge_cut.T.tolist()
+    for layer, reuse in enumerate(study.evidence_reuse.tolist()):
+        of_layer = [cosines[f"blocks.{layer}.{name}.weight"] for name in IN_BLOCKS.values()]
+        cells = [
+            *(f"{_number(value, '.2f'):>5}" for value in (*percentiles[layer], reuse)),
+            *(f"{_number(value, '+.3f'):>7}" for value in cuts[layer]),
+            *(f"{_number(each[layer], '.2f'):>8}" for each in routes),
+        ]
+        yield f"  {layer:5}  {' '.join(cells)}   {' '.join(f'{_pair(*each):13}' for each in of_layer)}".rstrip()
+    if study.route_correlation is None:
+        yield "  routes, and the cut edge of the forward sentence, are undefined: the reader does not see the source"
+    elif study.isotropic_correlation is None:
+        yield "  routes of isotropic queries and keys: not predicted, because positions are not rotary"
+    else:
+        yield f"  routes of isotropic queries and keys: correlation {study.isotropic_correlation:.2f} in every layer"
+    outside = [f"{label} {_pair(*cosines[name])}" for label, name in OUTSIDE.items() if name in cosines]
+    yield f"  cosine of gradients outside the blocks: {', '.join(outside)}"
+    predicted, measured = study.first_order
+    yield (
+        "  a step that lowers the forward loss by 0.1% changes the reverse loss by "
+        f"{predicted:+.2e} nats as predicted to first order, {_number(measured, '+.2e')} as measured"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    """A number, or a dash where it is undefined."""
+    if value is None or math.isnan(value):
+        return "-"
+    text = f"{value:{form}}"
+    return text if float(text) else f"{0:{form}}"  # without the sign of a rounded zero
+
+
+def _pair(own: float, shuffled: float) -> str:
+    return f"{_number(own, '.2f')} ({_number(shuffled, '.2f')})"
+
+
+def _numbers(study: "ReversalSignatures") -> dict[str, Any]:
+    """All means for the JSON object, with the ends of their intervals."""
+    numbers: dict[str, Any] = {"facts": len(study.ids), "set_aside": study.set_aside, "candidates": study.candidates}
+    for name in MEANS:
+        mean = getattr(study, name)
+        numbers[name] = None
+        if mean is not None:
+            low, high = study.interval(name)
+            numbers[name] = {"mean": mean.tolist(), "low": low.tolist(), "high": high.tolist()}
+    return {
+        **numbers,
+        "isotropic_correlation": study.isotropic_correlation,
+        "gradient_cosine": study.gradient_cosine,
+        "transfer": study.transfer,
+        "first_order": dict(zip(("predicted", "measured"), study.first_order, strict=True)),
+    }

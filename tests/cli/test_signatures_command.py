@@ -1,0 +1,153 @@
+"""The command `signatures`: two models on the facts that both can be given, its table, its record and its folder."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from figures import PNG
+from typer.testing import CliRunner, Result
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
+from diffusion_lens.analysis.signatures.batches import pair_bytes
+from diffusion_lens.cli import app
+from diffusion_lens.data import toy_facts
+
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+MODELS = ("tiny-mdm", "tiny-ar")
+ASKED = ["tiny-mdm", "--against", "tiny-ar"]
+
+
+def done(*arguments: str) -> Result:
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["signatures", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the text of a run on both bundled models; its picture is drawn."""
+    folder = tmp_path_factory.mktemp("signatures") / "both"
+    return folder, done(*ASKED, "--out", str(folder)).stdout
+
+
+def test_the_command_gives_what_the_library_gives(both: tuple[Path, str]) -> None:
+    for name in MODELS:
+        model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+        expected = reversal_signatures(model, toy_facts.load().taught_pairs(model))
+        saved = ReversalSignatures.load(both[0] / f"{name}.safetensors")
+        assert saved.candidates == expected.candidates
+        assert saved.gradient_cosine == expected.gradient_cosine
+        assert saved.evidence_percentile.equal(expected.evidence_percentile)
+        assert ReversalSignatures.load(both[0] / name).ids == saved.ids
+
+
+def test_the_table_has_a_row_for_each_layer(both: tuple[Path, str]) -> None:
+    mdm, ar = re.split(r"^tiny-ar: ", both[1], flags=re.MULTILINE)
+    assert mdm.startswith("tiny-mdm: 20 pairs trained p2d, 20 candidates\n")
+    saved = ReversalSignatures.load(both[0] / "tiny-mdm.safetensors")
+    rows = re.findall(r"^ +(\d)  (.*)$", mdm, re.MULTILINE)
+    assert [layer for layer, _ in rows] == ["0", "1", "2", "3"]
+    assert saved.route_correlation is not None
+    assert saved.counterfactual_correlation is not None
+    for layer, row in enumerate(rows):
+        shown = [float(number) for number in re.findall(r"-?\+?\d\.\d+", row[1])]
+        matrices = [f"blocks.{layer}.{name}.weight" for name in ("attn.v", "attn.o", "mlp.down", "attn.q")]
+        expected = [
+            *saved.evidence_percentile[:, layer].tolist(),
+            float(saved.evidence_reuse[layer]),
+            *saved.edge_cut[:, layer].tolist(),
+            float(saved.route_correlation[layer]),
+            float(saved.counterfactual_correlation[layer]),
+            *(cosine for name in matrices for cosine in saved.gradient_cosine[name]),
+        ]
+        assert shown == pytest.approx(expected, abs=0.0051)
+    assert "isotropic queries and keys: correlation 0.62 in every layer" in mdm
+    predicted, measured = re.findall(r"by (\S+) nats as predicted to first order, (\S+) as measured", mdm)[0]
+    assert float(predicted) == pytest.approx(float(measured), rel=0.01)
+    assert float(predicted) < 0
+    assert "undefined: the reader does not see the source" in ar
+    assert all(
+        row.split()[3] == row.split()[5] == row.split()[6] == "-" for _, row in re.findall(r"^ +(\d)  (.*)$", ar, re.M)
+    )
+    assert "nan" not in both[1]
+
+
+def test_one_picture_shows_both_models(both: tuple[Path, str]) -> None:
+    from matplotlib.image import imread
+
+    picture = both[0] / "signatures.png"
+    assert picture.read_bytes().startswith(PNG)
+    pixels = imread(picture)
+    assert pixels.shape[0] >= 700
+    assert pixels.shape[1] >= 1500
+    assert pixels[:, :, :3].std() > 0.05
+
+
+def test_a_saved_result_is_drawn_again(both: tuple[Path, str], tmp_path: Path) -> None:
+    picture = tmp_path / "twin.png"
+    ask = ["plot", str(both[0] / "tiny-ar.safetensors"), "--out", str(picture), "--json"]
+    told = json.loads(CliRunner().invoke(app, ask).stdout)
+    assert told["results"] == {"kind": "reversal signatures"}
+    assert picture.read_bytes() == PNG
+
+
+def test_the_record_repeats_the_run(both: tuple[Path, str]) -> None:
+    told = json.loads((both[0] / "command.json").read_text())
+    assert told["settings"]["facts"] == 20
+    assert told["settings"]["lengths"] == [14, 14]
+    assert told["record"]["model"] == "tiny-mdm"
+    assert told["record"]["against"]["model"] == "tiny-ar"
+    assert {*told["files"]} == {*MODELS, "picture"}
+    mdm, ar = (told["results"][name] for name in MODELS)
+    assert ar["route_correlation"] is None
+    assert ar["isotropic_correlation"] is None
+    percentile = mdm["evidence_percentile"]
+    assert percentile["low"][0][0] <= percentile["mean"][0][0] <= percentile["high"][0][0]
+    assert mdm["first_order"]["predicted"] == pytest.approx(mdm["first_order"]["measured"], rel=0.01)
+    assert not mdm["set_aside"]
+
+
+def test_pairs_that_cannot_be_laid_out_are_told_and_recorded(tmp_path: Path) -> None:
+    facts = toy_facts.load().facts(trained="p2d", held_out=False)
+    people = sorted({fact.person for fact in facts})[:3]
+    rows = [
+        {name: value for name, value in vars(fact).items() if value is not None}
+        for fact in facts
+        if fact.person in people
+    ]
+    for row in rows:
+        if row["person"] == people[0]:
+            row["answer"] = f" xyzzy{row['answer']}"
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(rows))
+    told = done("tiny-mdm", "--data", str(own), "--out", str(tmp_path / "out"))
+    assert told.stdout.startswith("1 fact is set aside")
+    assert "does not know 'xyzzy'" in told.stdout
+    assert "tiny-mdm: 2 pairs trained p2d, 2 candidates" in told.stdout
+    (reason,) = ReversalSignatures.load(tmp_path / "out" / "tiny-mdm").set_aside.values()
+    assert "xyzzy" in reason
+
+
+def test_an_interrupted_run_computes_only_what_is_missing(both: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(both[0], folder)
+    lost = sorted((folder / "tiny-ar").glob("*.safetensors"))[3]
+    lost.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("tiny-*/*.safetensors")}
+    assert done(*ASKED, "--out", str(folder)).stdout == both[1].replace(str(both[0]), str(folder))
+    assert lost.exists()
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+
+
+def test_a_dry_run_prices_the_canvases_and_the_batch() -> None:
+    told = json.loads(done(*ASKED, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
+    cfg = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").cfg
+    assert (told["forward_passes"], told["backward_passes"]) == (2 * 20 * 10, 2 * 20 * 2)
+    assert told["positions"] == 14
+    assert told["memory_bytes"] - told["weights_bytes"] == 20 * pair_bytes(cfg, 14, 20)
+    little = ["--max-bytes", str(5 * pair_bytes(cfg, 14, 5))]
+    told = json.loads(done(*ASKED, *little, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
+    assert told["memory_bytes"] - told["weights_bytes"] == 5 * pair_bytes(cfg, 14, 5)
