@@ -124,7 +124,7 @@ def least_budget(run):
     return int(str(raised.value).split("takes ")[1].split(" bytes")[0].replace(",", ""))
 
 
-@pytest.mark.parametrize("n_runs", [1, 3])
+@pytest.mark.parametrize(("either", "n_runs"), [("mdm", 3), ("ar", 1)], indirect=["either"])
 def test_every_pass_takes_at_most_its_budget(either, n_runs):
     """Tensors alone: the least budget, and one that several runs share."""
     model, pair = either.model, (either.tokens[:1], either.tokens[1:2])
