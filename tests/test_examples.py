@@ -372,6 +372,41 @@ def compares_circuits(printed: str) -> None:
     )
 
 
+def measures_three_signatures(printed: str) -> None:
+    """What the docstring says of each model holds in both directions of training."""
+    studies = re.findall(r"^(tiny-\w+), 10 people trained (\w+): p.*\n((?:  .*\n)+)", printed, re.MULTILINE)
+    assert [(model, trained) for model, trained, _ in studies] == [
+        (model, trained) for trained in ("p2d", "d2p") for model in ("tiny-mdm", "tiny-ar")
+    ]
+    for model, _, text in studies:
+        rows = dict(re.findall(r"^  ([\w:, ]+(?: \(\w+\))?) {2,}(-?\d.*)$", text, re.MULTILINE))
+        rows = {label.strip(): row for label, row in rows.items()}
+        percentile, reuse, cut = (
+            floats(rows[label])
+            for label in ("evidence percentile, reverse", "evidence reuse", "edge cut, reverse (nats)")
+        )
+        cosines = {
+            label: [float(x) for x in re.findall(r"(-?\d\.\d\d) \(", row)]
+            for label, row in rows.items()
+            if label.startswith("cosine")
+        }
+        storage = [x for name in ("V", "O", "MLP down") for x in cosines[f"cosine {name} (shuffled)"]]
+        routing = [x for name in ("Q", "K") for x in cosines[f"cosine {name} (shuffled)"]]
+        ((predicted, measured),) = re.findall(r"loss by (\S+); measured: (\S+)$", text, re.MULTILINE)
+        assert float(predicted) == pytest.approx(float(measured), rel=0.02, abs=5e-7)
+        assert reuse[0] == 1
+        if model == "tiny-mdm":
+            assert percentile[0] > 0.9
+            assert cut[0] > 0.8 > 0.03 > max(map(abs, cut[1:]))
+            assert min(storage) > 0.4 > 0.2 > sum(routing) / len(routing)
+            assert cosines["cosine head (shuffled)"][0] > 0.9
+            assert float(predicted) < -8e-5
+        else:
+            assert all(0.4 < x < 0.6 for x in percentile)
+            assert max(map(abs, storage + routing)) < 0.1
+            assert text.count("undefined: its reader sees no source") == 3
+
+
 def trains_a_dictionary(printed: str) -> None:
     levels = re.findall(r"^  t from \S+ to \S+: loss recovered (\S+), variance explained (\S+)$", printed, re.MULTILINE)
     assert len(levels) == 4
@@ -401,6 +436,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "13_probe_of_time": probes_the_time,
     "14_attention_sinks": finds_attention_sinks,
     "15_circuits": compares_circuits,
+    "16_three_signatures": measures_three_signatures,
     "reproduce_blog": reproduces_the_study,
 }
 PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
@@ -416,6 +452,7 @@ QUICKLY = {
     "13_probe_of_time": ["--prompts", *PROMPTS[:25]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
     "15_circuits": ["--ig-steps", "4"],
+    "16_three_signatures": ["--limit", "10"],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],
@@ -437,6 +474,7 @@ FILES = {
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,
     "15_circuits": 2,
+    "16_three_signatures": 3,
     "reproduce_blog": 17,
 }
 SAVED = {
@@ -448,6 +486,7 @@ SAVED = {
     ("10_keys_and_values", "keys_and_values"): 204,
     ("12_sparse_dictionary", "dictionary"): 2,
     ("15_circuits", "circuits"): 8,
+    ("16_three_signatures", "signatures"): 40,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,
