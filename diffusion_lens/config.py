@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformer_lens.config import TransformerLensConfig
 
-from weight_conversion import Architecture, PositionKind, Variant
+from weight_conversion import Architecture, PositionKind, RotaryScaling, Variant
 
 # Not a token id: it marks positions of a causal canvas that the text has not reached.
 UNREACHED = -1
@@ -37,6 +37,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         qk_norm: Presence of norms on each head's queries and keys, before the rotation.
         tied: Whether embedding and head are one matrix.
         positional_embedding_type: Kind of positions, "rotary", "standard" (learned vectors), "none" or "alibi".
+        rotary_scaling: Scaling of the rotary frequencies, or `None`.
         model_name: Name under which results record the model.
         family: Family of its checkpoint, and default format of an export.
         use_attn_in, use_hook_mlp_in: Whether these optional hook points pass (see `model.optional_hooks`).
@@ -57,6 +58,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     qk_norm: bool = False
     tied: bool = False
     positional_embedding_type: str = "rotary"
+    rotary_scaling: RotaryScaling | None = None
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None
@@ -119,6 +121,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             family=a.family,
             trained_length=trained_length,
             positional_embedding_type=a.positional_embedding_type,
+            rotary_scaling=a.rotary_scaling,
             normalization_type="RMSPre" if folded else "RMS",
             layer_norm_folding=folded,
             uses_rms_norm=True,
@@ -156,6 +159,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             qk_norm=self.qk_norm,
             tied=self.tied,
             positional_embedding_type=cast(PositionKind, self.positional_embedding_type),
+            rotary_scaling=self.rotary_scaling,
         )
 
     @property

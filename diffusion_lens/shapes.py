@@ -12,6 +12,7 @@ head         attention heads
 kv_head      key/value heads; fewer than `head` with grouped-query attention
 d_model      width of the residual stream
 d_head       width of one head
+frequency    rotary frequencies, one for each pair of dimensions of a head
 d_mlp        hidden units of the MLP
 d_vocab      tokens that the model can read (rows of the embedding)
 d_vocab_out  tokens that the model can write (columns of the head), without [MASK]

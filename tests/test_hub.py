@@ -36,7 +36,7 @@ from diffusion_lens.cli import app
 from diffusion_lens.loading import shape_of
 from diffusion_lens.loading.hub import fetch_repository
 from diffusion_lens.training import TrainingConfig, finetune
-from weight_conversion import Architecture, export
+from weight_conversion import Architecture, RotaryScaling, export
 
 load = HookedDiffusionTransformer.from_pretrained
 FIRST, MASK = 266, 267
@@ -752,12 +752,23 @@ WEIGHTS = {
     "tinyllama-1.1b": 1_100_048_384,
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_shape_is_known_before_a_download(name):
     assert shape_of(name).n_params == WEIGHTS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("llama-3.1-8b-instruct", 8.0), ("llama-3.2-1b", 32.0), ("llama-3-8b", None)]
+)
+def test_the_scaling_of_rotary_frequencies_is_known_before_a_download(name, factor):
+    scaling = None if factor is None else RotaryScaling(factor, 1.0, 4.0, 8192)
+    assert (shape_of(name).rotary_scaling, shape_of(name).rotary_base) == (scaling, 500000.0)
 
 
 def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():

@@ -4,7 +4,7 @@
 `export(tensors, architecture, path)` applies the same table in reverse. This package knows nothing of hooks or models.
 """
 
-from weight_conversion.architecture import Architecture, PositionKind, Variant, tensor_shapes
+from weight_conversion.architecture import Architecture, PositionKind, RotaryScaling, Variant, tensor_shapes
 from weight_conversion.convert import Checkpoint, check_export, export, export_size, open_checkpoint, require_config
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
@@ -19,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "JsonError",
     "PositionKind",
+    "RotaryScaling",
     "Variant",
     "as_json",
     "check_export",

@@ -76,6 +76,50 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class RotaryScaling:
+    """Rotary frequencies lowered by wavelength, for texts longer than those of pre-training.
+
+    With n for `original_max_position_embeddings`: wavelengths below n / high_freq_factor are kept, those above
+    n / low_freq_factor become `factor` times as long, and the frequencies between are interpolated. Nothing depends on
+    the length of a text. Source: type "llama3" of transformers, `modeling_rope_utils.py::_compute_llama3_parameters`.
+
+    Attributes:
+        factor: Divisor of the low frequencies.
+        low_freq_factor, high_freq_factor: Turns within n positions, below and above which frequencies are low and high.
+        original_max_position_embeddings: Length of texts in pre-training, in positions.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        if self.factor < 1:
+            raise ValueError(f"factor is {self.factor!r}; frequencies are divided by it, so it must be at least 1")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor!r}; it must be above low_freq_factor, "
+                f"{self.low_freq_factor!r}"
+            )
+        check_count("original_max_position_embeddings", self.original_max_position_embeddings)
+
+    @classmethod
+    def from_dict(cls, data: object, source: str = "rotary_scaling") -> RotaryScaling:
+        """Rebuild a scaling from its fields; a `ValueError` names unknown and missing keys of `source`."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{source} is {data!r}; it must be a mapping of {sorted(names)}")
+        if unknown := sorted(map(str, set(data) - names)):
+            raise ValueError(f"{source} has keys that are not understood: {unknown}")
+        if missing := sorted(names - set(data)):
+            raise ValueError(f"{source} lacks {missing}; add them")
+        return cls(**data)
+
+
+@dataclass(frozen=True)
 class Architecture(Variant):
     """A pre-norm Llama-style transformer: RMSNorm, grouped heads, gated MLP.
 
@@ -99,6 +143,7 @@ class Architecture(Variant):
         tied: Whether embedding and head are one matrix.
         positional_embedding_type: Kind of positions: "rotary", which all families have; "standard", a learned vector
             of each position; "none"; or "alibi", scores lowered by the distance.
+        rotary_scaling: Scaling of the rotary frequencies, or `None`.
     """
 
     family: str
@@ -125,6 +170,7 @@ class Architecture(Variant):
     qk_norm: bool = False
     tied: bool = False
     positional_embedding_type: PositionKind = "rotary"
+    rotary_scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
         for name in ("family", "name"):
@@ -133,9 +179,7 @@ class Architecture(Variant):
         for name, most in _COUNTS.items():
             check_count(name, getattr(self, name), most)
         for name in ("norm_eps", "rotary_base"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
-                raise ValueError(f"{name} is {value!r}; it must be a number above 0")
+            check_positive(name, getattr(self, name))
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
@@ -156,6 +200,13 @@ class Architecture(Variant):
             raise ValueError(
                 f"d_head is {self.d_head}; rotary positions rotate pairs of dimensions, so it must be even"
             )
+        if not isinstance(self.rotary_scaling, RotaryScaling | None):
+            raise ValueError(f"rotary_scaling is {self.rotary_scaling!r}; it must be a RotaryScaling or None")
+        if self.rotary_scaling is not None and self.positional_embedding_type != "rotary":
+            raise ValueError(
+                f"rotary_scaling needs rotary positions, and positional_embedding_type is "
+                f"{self.positional_embedding_type!r}: leave one of them out"
+            )
         mask = self.mask_token_id
         if mask is not None and (isinstance(mask, bool) or not isinstance(mask, int)):
             raise ValueError(f"mask_token_id is {mask!r}; it must be a token id, a whole number, or null")
@@ -170,9 +221,11 @@ class Architecture(Variant):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` is the inverse."""
         data = asdict(self)
-        # Files and records of models with rotary positions do not name the kind.
+        # Files and records of models with rotary positions do not name the kind, nor a scaling that there is not.
         if self.positional_embedding_type == "rotary":
             del data["positional_embedding_type"]
+        if self.rotary_scaling is None:
+            del data["rotary_scaling"]
         return data
 
     @classmethod
@@ -184,7 +237,15 @@ class Architecture(Variant):
             raise ValueError(f"unknown architecture keys {unknown}; known are {sorted(known)}")
         if missing := sorted(required - set(data)):
             raise ValueError(f"the architecture lacks {missing}")
+        if (scaling := data.get("rotary_scaling")) is not None:
+            data = {**data, "rotary_scaling": RotaryScaling.from_dict(scaling)}
         return cls(**data)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise a `ValueError` unless `value` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0")
 
 
 def check_count(name: str, count: object, most: int = _MOST) -> None:
@@ -233,4 +294,5 @@ def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
 def every_tensor_name(architecture: Architecture) -> set[str]:
     """All tensor names that our layout has for architectures with this number of layers."""
     flags: dict[str, Any] = {name: name != "tied" for name in _FLAGS}
-    return set(tensor_shapes(replace(architecture, positional_embedding_type="standard", **flags)))
+    flags |= {"positional_embedding_type": "standard", "rotary_scaling": None}
+    return set(tensor_shapes(replace(architecture, **flags)))

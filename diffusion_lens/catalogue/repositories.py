@@ -9,6 +9,18 @@ from typing import Any
 
 from diffusion_lens.catalogue.entries import Repository
 
+
+def _scaled_by(factor: float) -> dict[str, Any]:
+    """The scaling of the rotary frequencies in the configs of Llama 3.1, 3.2 and 3.3."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
 LLADA_8B: dict[str, Any] = {
     "model_type": "llada",
     "n_layers": 32,
@@ -86,6 +98,17 @@ LLAMA3_8B = {
     "max_position_embeddings": 8192,
     "rope_theta": 500000.0,
 }
+LLAMA31_8B = {**LLAMA3_8B, "max_position_embeddings": 131072, "rope_scaling": _scaled_by(8.0)}
+LLAMA32_1B = {
+    **LLAMA31_8B,
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "head_dim": 64,
+    "rope_scaling": _scaled_by(32.0),
+    "tie_word_embeddings": True,
+}
+LLAMA32_3B = {**LLAMA32_1B, "num_hidden_layers": 28, "hidden_size": 3072, "num_attention_heads": 24, "head_dim": 128}
 TINYLLAMA = {
     **LLAMA2_7B,
     "num_hidden_layers": 22,
@@ -144,4 +167,10 @@ REPOSITORIES = (
     Repository("llama-2-7b", "meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B),
     Repository("llama-3-8b", "meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B),
     Repository("llama-3-8b-instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "config seen", LLAMA3_8B),
+    Repository("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "config seen", LLAMA31_8B),
+    Repository("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "config seen", LLAMA31_8B),
+    Repository("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "config seen", LLAMA32_1B),
+    Repository("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", "config seen", LLAMA32_1B),
+    Repository("llama-3.2-3b", "meta-llama/Llama-3.2-3B", "name seen", LLAMA32_3B),
+    Repository("llama-3.2-3b-instruct", "meta-llama/Llama-3.2-3B-Instruct", "name seen", LLAMA32_3B),
 )

@@ -30,7 +30,7 @@ def build_final_norm(a: Architecture) -> RMSNorm:
 
 
 _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
-    "rotary": lambda a: Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation),
+    "rotary": lambda a: Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, a.rotary_scaling),
     "standard": lambda a: OutsideAttention(learned=True),
     "none": lambda a: OutsideAttention(learned=False),
     "alibi": lambda a: LinearBiases(a.n_heads),

@@ -34,6 +34,11 @@ class Positions(ABC):
 
     learned: bool = False
 
+    @property
+    def frequencies(self) -> Float[Tensor, "frequency"] | None:
+        """Radians per position by which each pair of dimensions is rotated; `None` if nothing is rotated."""
+        return None
+
     def turn(self, x: Heads, positions: Int[Tensor, "#batch pos"]) -> Heads:
         """Queries or keys as they are at some positions.
 

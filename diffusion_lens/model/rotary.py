@@ -5,11 +5,15 @@ computed in the wider precision of tables and activations. Families that rotate 
 tables of that precision.
 """
 
+import math
+from dataclasses import astuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.model.positions import Positions, Tables, check_positions
+from weight_conversion import RotaryScaling
 
 
 class Rotary(Positions):
@@ -20,14 +24,29 @@ class Rotary(Positions):
         base: Base of the frequencies.
         dtype: Precision to which the tables are rounded.
         rotation: "float32", or "activation" for tables in the precision of the activations.
+        scaling: Scaling of the frequencies, if they are scaled.
     """
 
-    def __init__(self, d_head: int, base: float, dtype: torch.dtype, rotation: str = "float32") -> None:
+    def __init__(
+        self,
+        d_head: int,
+        base: float,
+        dtype: torch.dtype,
+        rotation: str = "float32",
+        scaling: RotaryScaling | None = None,
+    ) -> None:
         self.d_head = d_head
         self.base = base
         self.dtype = dtype
         self.rotation = rotation
+        self.scaling = scaling
         self._tables: dict[torch.device, Tables] = {}
+
+    @property
+    def frequencies(self) -> Float[Tensor, "frequency"]:
+        """Radians per position by which each pair of dimensions is rotated, in float32 on the CPU."""
+        unscaled = 1.0 / self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
+        return unscaled if self.scaling is None else scaled(unscaled, self.scaling)
 
     def turn(
         self, x: Float[Tensor, "batch pos head d_head"], positions: Int[Tensor, "#batch pos"]
@@ -78,10 +97,23 @@ class Rotary(Positions):
     def _compute(self, length: int, device: torch.device) -> Tables:
         # The angles are computed on the CPU, so that the tables do not depend on the device.
         # Frequencies are rounded once before they are multiplied with the positions, as in the code of every family.
-        frequencies = 1.0 / self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
-        angles = torch.outer(torch.arange(length, device="cpu").float(), frequencies)
+        angles = torch.outer(torch.arange(length, device="cpu").float(), self.frequencies)
         cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
+
+
+def scaled(frequencies: Float[Tensor, "frequency"], scaling: RotaryScaling) -> Float[Tensor, "frequency"]:
+    """Frequencies after scaling, to the bit those of transformers (`_compute_llama3_parameters`); see `RotaryScaling`.
+
+    A frequency that turns r times within the original length becomes f/factor for r < low, f for r > high, and
+    (1 - s)·f/factor + s·f with s = (r - low)/(high - low) between.
+    """
+    factor, low, high, length = map(float, astuple(scaling))
+    wavelengths = 2 * math.pi / frequencies
+    share = (length / wavelengths - low) / (high - low)
+    between = (1 - share) * frequencies / factor + share * frequencies
+    lowered = torch.where(wavelengths > length / low, frequencies / factor, between)
+    return torch.where(wavelengths < length / high, frequencies, lowered)
 
 
 def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.model.rotary import Rotary
+from weight_conversion import RotaryScaling
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = {
@@ -35,15 +36,27 @@ MODULES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+# Of heads of 20 dimensions, the first frequency is kept, the second interpolated, the others divided.
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CASES = {
     "llama": dict(rms_norm_eps=1e-3),
     "llama, biased, of wide heads": dict(attention_bias=True, mlp_bias=True, head_dim=20),
     "llama, attention biased, tied": dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
     "llama, MLP biased, of one key head": dict(mlp_bias=True, num_key_value_heads=1),
+    "llama, of scaled frequencies": dict(head_dim=20, rope_parameters=SCALED),
     "qwen2": dict(),
     "qwen2, tied": dict(tie_word_embeddings=True, num_key_value_heads=4),
+    "qwen2, of scaled frequencies": dict(hidden_size=80, rope_parameters=SCALED),
     "qwen3, of wide heads": dict(head_dim=20),
     "qwen3, biased, tied": dict(head_dim=12, attention_bias=True, tie_word_embeddings=True),
+    "qwen3, of scaled frequencies": dict(head_dim=20, rope_parameters=SCALED),
 }
 
 
@@ -145,7 +158,13 @@ def close(got, want):
 
 
 # The diffusion model reads the same weights: one case of each type, and the one with all that differs.
-MASKED = ("llama, biased, of wide heads", "qwen2", "qwen3, of wide heads", "qwen3, biased, tied")
+MASKED = (
+    "llama, biased, of wide heads",
+    "llama, of scaled frequencies",
+    "qwen2",
+    "qwen3, of wide heads",
+    "qwen3, biased, tied",
+)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +178,22 @@ def test_logits_are_hugging_faces(theirs, tokens, masked):
     real[0, :6] = real[1, -6:] = False
     close(ours(theirs, masked)(tokens, attention_mask=real)[real], theirs.logits(tokens, real, masked)[real])
     close(ours(theirs, masked)(tokens[2:]), theirs.logits(tokens[2:], real[2:], masked))
+
+
+@pytest.mark.parametrize("theirs", [case for case in CASES if "scaled" in case], indirect=True)
+def test_scaled_frequencies_on_a_text_longer_than_the_original_length(theirs):
+    model = ours(theirs, masked=False)
+    unscaled = Rotary(20, 5000.0, torch.float32).frequencies
+    ratio = model.positions.frequencies / unscaled
+    assert torch.equal(model.positions.frequencies, theirs.model.model.rotary_emb.inv_freq)
+    assert ratio[0] == 1
+    assert 0.125 < ratio[1] < 1
+    assert torch.equal(ratio[2:], torch.full((8,), 0.125))
+    tokens = torch.randint(102, (2, 64), generator=torch.Generator().manual_seed(2))
+    want = theirs.logits(tokens, torch.ones_like(tokens, dtype=torch.bool), masked=False)
+    close(model(tokens), want)
+    without = HookedDiffusionTransformer(replace(model.cfg, rotary_scaling=None), tensors=model.state_dict().items())
+    assert (without(tokens) - want).abs().max() > 0.01 * want.abs().max()
 
 
 of_each_type = pytest.mark.parametrize(
@@ -195,10 +230,27 @@ def test_in_bfloat16_the_rotation_is_theirs(theirs, tokens, masked):
     assert distance(wide(tokens), low) >= 0.5 * error
 
 
-@pytest.mark.parametrize(("base", "d_head"), [(10000.0, 64), (500000.0, 128), (1e6, 128)])
-def test_rotary_tables_are_theirs_to_the_bit_far_out(base, d_head):
-    config = LlamaConfig(head_dim=d_head, rope_parameters={"rope_type": "default", "rope_theta": base})
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(8192)[None])
-    ours_cos, ours_sin = Rotary(d_head, base, torch.float32).tables(8192, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("base", "d_head", "scaling"),
+    [
+        (10000.0, 64, None),
+        (500000.0, 128, None),
+        (1e6, 128, None),
+        (500000.0, 128, (8.0, 1.0, 4.0, 8192)),  # Llama 3.1
+        (500000.0, 64, (32.0, 1.0, 4.0, 8192)),  # Llama 3.2
+        (10000.0, 16, (3.7, 0.3, 5.1, 37)),
+    ],
+)
+def test_rotary_tables_are_theirs_to_the_bit_far_out(base, d_head, scaling):
+    scaled = None if scaling is None else RotaryScaling(*scaling)
+    parameters = {"rope_type": "default"} if scaled is None else {"rope_type": "llama3", **asdict(scaled)}
+    config = LlamaConfig(
+        head_dim=d_head, max_position_embeddings=131072, rope_parameters={**parameters, "rope_theta": base}
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    cos, sin = theirs(torch.zeros(1), torch.arange(8192)[None])
+    rotary = Rotary(d_head, base, torch.float32, scaling=scaled)
+    assert torch.equal(rotary.frequencies, theirs.inv_freq)
+    ours_cos, ours_sin = rotary.tables(8192, torch.device("cpu"))
     assert torch.equal(ours_cos[:, 0], cos[0])
     assert torch.equal(ours_sin[:, 0].abs(), sin[0].abs())

@@ -1,5 +1,7 @@
 """Hugging Face's Llama with the weights of one of our models: an independent reference for numbers and speed."""
 
+from dataclasses import asdict
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,6 +27,8 @@ def hugging_face_llama(model: HookedDiffusionTransformer, attn_implementation: s
     cfg = model.cfg
     if cfg.d_vocab != cfg.d_vocab_out or cfg.rotary_dtype != torch.float32:
         raise ValueError("Hugging Face's Llama has no mask row and no rounded rotary tables")
+    scaled = cfg.rotary_scaling
+    scaling = {"rope_type": "default"} if scaled is None else {"rope_type": "llama3", **asdict(scaled)}
     llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=cfg.d_vocab,
@@ -36,7 +40,7 @@ def hugging_face_llama(model: HookedDiffusionTransformer, attn_implementation: s
             head_dim=cfg.d_head,
             max_position_embeddings=cfg.n_ctx,
             rms_norm_eps=cfg.eps,
-            rope_parameters={"rope_type": "default", "rope_theta": cfg.rotary_base},
+            rope_parameters={"rope_theta": cfg.rotary_base, **scaling},
             tie_word_embeddings=False,
             use_cache=False,
             attn_implementation=attn_implementation,

@@ -193,7 +193,6 @@ def test_a_diffusion_model_without_its_mask(name, mask, configs, specimen, tmp_p
         ("llada", dict(scale_logits=True), ["scale_logits=True"]),
         ("llada", dict(multi_query_attention=True), ["multi_query_attention=True"]),
         ("llama", dict(hidden_act="gelu"), ["hidden_act='gelu'", "must be 'silu'"]),
-        ("llama", dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), ["rope_scaling says 'llama3'"]),
         ("llama", dict(rope_scaling={"type": "linear", "factor": 2.0}), ["rope_scaling says 'linear'"]),
         ("llama", dict(rope_parameters={"rope_type": "yarn"}), ["rope_parameters says 'yarn'"]),
         ("llama", dict(sliding_window=64), ["not understood: ['sliding_window']"]),

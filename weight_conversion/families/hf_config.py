@@ -1,15 +1,15 @@
 """The keys of a Hugging Face `config.json`: each is read, must have a fixed value, is ignored, or is an error.
 
-The keys with a fixed value switch on what our network does not do, such as rotary scaling or sliding windows.
+The keys with a fixed value switch on what our network does not do, such as sliding windows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weight_conversion.architecture import LARGEST
+from weight_conversion.architecture import LARGEST, Architecture, RotaryScaling
 from weight_conversion.families.family import Config, require_count
 
 # Ignored keys: they concern code, files and training, or token ids that the tokenizer contains, but not the network.
@@ -39,6 +39,8 @@ SILENT = (
     "use_cache",
 )
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+SCALED = "llama3"
+_NOT_OF_SCALING = {"rope_type", "type", "rope_theta"}
 
 
 @dataclass(frozen=True)
@@ -99,24 +101,57 @@ def rotary_base(config: Config, default: float | None = None) -> float:
         default: Base of a family whose old configs do not give it.
 
     Raises:
-        ValueError: The frequencies are scaled, which our network does not support; a key is unknown; or the config
-            gives several bases or none.
+        ValueError: The config gives several bases or none; or as in `rotary_scaling`.
     """
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    for name, section in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        kind = section.get("rope_type", section.get("type", "default")) if isinstance(section, Mapping) else section
-        if kind != "default":
-            raise ValueError(f"{name} says {kind!r}: scaled rotary frequencies are not supported")
-        if unknown := sorted(map(str, set(section) - {"rope_type", "type", "rope_theta"})):
-            raise ValueError(f"{name} has keys that are not understood: {unknown}")
-    bases = [section["rope_theta"] for section in (config, parameters, scaling) if "rope_theta" in section]
+    sections = (config, *_rope_sections(config).values())
+    bases = [section["rope_theta"] for section in sections if "rope_theta" in section]
     if any(other != bases[0] for other in bases):
         raise ValueError(f"the config gives several bases of the rotary frequencies, {bases}; keep the correct one")
     base = bases[0] if bases else default
     if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < LARGEST:
         raise ValueError(f"rope_theta is {base!r}; the config must give the base of the rotary frequencies")
     return float(base)
+
+
+def rotary_scaling(config: Config) -> RotaryScaling | None:
+    """The scaling of the rotary frequencies, in the keys of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
+
+    Raises:
+        ValueError: The scaling is of a type that our network does not support, a key is unknown or missing, a number
+            does not fit, or the config gives several scalings.
+    """
+    found: dict[str, RotaryScaling | None] = {}
+    for name, section in _rope_sections(config).items():
+        numbers = {key: value for key, value in section.items() if key not in _NOT_OF_SCALING}
+        found[name] = RotaryScaling.from_dict(numbers, name) if _rope_type(section) == SCALED else None
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{' and '.join(found)} differ in the scaling of the rotary frequencies; keep the correct one")
+    return next(iter(found.values()), None)
+
+
+def write_rotary(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of `rotary_base` and `rotary_scaling`, with the keys of transformers 4, which 5 also reads."""
+    scaling = architecture.rotary_scaling
+    scaled = {} if scaling is None else {"rope_scaling": {"rope_type": SCALED, **asdict(scaling)}}
+    return {"rope_theta": architecture.rotary_base, **scaled}
+
+
+def _rope_sections(config: Config) -> dict[str, Mapping[str, Any]]:
+    """The mappings with rotary settings by their keys, each of a type that is supported."""
+    sections = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    for name, section in sections.items():
+        kind = _rope_type(section) if isinstance(section, Mapping) else section
+        if not isinstance(section, Mapping) or kind not in ("default", SCALED):
+            raise ValueError(
+                f"{name} says {kind!r}: of the scaled rotary frequencies only those of type {SCALED!r} are supported"
+            )
+        if kind == "default" and (unknown := sorted(map(str, set(section) - _NOT_OF_SCALING))):
+            raise ValueError(f"{name} has keys that are not understood: {unknown}")
+    return sections
+
+
+def _rope_type(section: Mapping[str, Any]) -> Any:
+    return section.get("rope_type", section.get("type", "default"))
 
 
 def mask_token_id(config: Config, family: str) -> int:

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama (TinyLlama, Llama-2), and bidirectional diffusion models of its layout ("a2d-llama").
+"""Hugging Face's Llama (TinyLlama, Llama-2 to 3.3), and bidirectional diffusion models of its layout ("a2d-llama").
 
 Queries, keys, values and the output have biases if `attention_bias` is true, the MLP if `mlp_bias` is true. Rotary
 tables have the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
@@ -11,7 +11,14 @@ from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import ROPE, ConfigKeys, mask_token_id, rotary_base
+from weight_conversion.families.hf_config import (
+    ROPE,
+    ConfigKeys,
+    mask_token_id,
+    rotary_base,
+    rotary_scaling,
+    write_rotary,
+)
 from weight_conversion.key_map import Rule
 
 MODEL_TYPES = ("llama", "a2d-llama")
@@ -111,6 +118,7 @@ def read_decoder(
         mask_token_id=mask_token_id(config, family) if masked else None,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rotary_base=rotary_base(config, default_base),
+        rotary_scaling=rotary_scaling(config),
         rotation="activation",
         tied=bool(config.get("tie_word_embeddings", False)),
         **flags,
@@ -142,7 +150,7 @@ def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]
         "vocab_size": a.d_vocab,
         "max_position_embeddings": a.n_ctx,
         "rms_norm_eps": a.norm_eps,
-        "rope_theta": a.rotary_base,
+        **write_rotary(a),
         "tie_word_embeddings": a.tied,
         "hidden_act": "silu",
         # Models trained by blocks have the same model type; a block_size of null tells them apart.

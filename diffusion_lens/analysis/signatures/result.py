@@ -113,7 +113,10 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     @property
     def isotropic_correlation(self) -> float | None:
-        """Mean over facts of `isotropic_route_correlation` at their offsets; `None` also without rotary positions."""
+        """Mean over facts of `isotropic_route_correlation` at their offsets and the model's own frequencies.
+
+        `None` also without rotary positions.
+        """
         return None if self._sees_nothing or bool(self.isotropic.isnan().any()) else float(self.isotropic.mean())
 
     @property

@@ -2,7 +2,8 @@
 
 The score of reader i and source j is q^T R_(j-i) k / sqrt(d_head), with R the rotation. The two directions share q (of
 [MASK]) and k (of the source) where these depend on the tokens only, and differ in the offset d = j - i. For independent
-isotropic q and k the correlation of the two scores is `isotropic_route_correlation`.
+isotropic q and k the correlation of the two scores is `isotropic_route_correlation`, or `correlation_of_frequencies`
+for frequencies that are scaled.
 """
 
 import math
@@ -38,6 +39,20 @@ def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_of
     turned = whole_number("forward_offset", forward_offset) - whole_number("reverse_offset", reverse_offset)
     half = width // 2
     return sum(math.cos(turned * frequency_base ** (-m / half)) for m in range(half)) / half
+
+
+def correlation_of_frequencies(
+    frequencies: Float[Tensor, "frequency"], forward_offset: int, reverse_offset: int
+) -> float:
+    """`isotropic_route_correlation` for a model's own rotary frequencies, such as scaled ones.
+
+        rho(a, b) = mean over m of cos((a - b) · frequency_m)
+
+    Args:
+        frequencies: Radians per position, `model.positions.frequencies`.
+        forward_offset, reverse_offset: Position of the source minus position of the reader, in tokens.
+    """
+    return float(((forward_offset - reverse_offset) * frequencies.double()).cos().mean())
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from diffusion_lens.analysis.signatures.measures import Pairs, canvases_of
 from diffusion_lens.analysis.signatures.plan import SignaturePlan
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
-from diffusion_lens.analysis.signatures.routes import isotropic_route_correlation, routes_of
+from diffusion_lens.analysis.signatures.routes import correlation_of_frequencies, routes_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
@@ -102,7 +102,7 @@ def _signatures(
 
 
 def _isotropic(model: DiffusionTransformer, pair: TaughtPair) -> float:
-    if model.cfg.positional_embedding_type != "rotary":
+    if (frequencies := model.positions.frequencies) is None:
         return math.nan
     forward, reverse = (canvas.source - canvas.row for canvas in (pair.forward, pair.reverse))
-    return isotropic_route_correlation(model.cfg.d_head, forward, reverse, model.cfg.rotary_base)
+    return correlation_of_frequencies(frequencies, forward, reverse)

@@ -1,13 +1,14 @@
 """The study of the three signatures: folders, shards, intervals, refusals, and what it leaves behind."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from jaxtyping import config
 from refusals import unrefused
 
-from diffusion_lens import interventions
+from diffusion_lens import HookedDiffusionTransformer, interventions
 from diffusion_lens.analysis import (
     ReversalSignatures,
     TaughtCanvas,
@@ -19,6 +20,7 @@ from diffusion_lens.analysis.signatures import signature_passes
 from diffusion_lens.analysis.signatures.batches import pair_bytes, plan_batches
 from diffusion_lens.data import toy_facts
 from diffusion_lens.taught_pairs import LaidOutPairs
+from weight_conversion import RotaryScaling
 
 TENSORS = ("percentiles", "reuses", "cuts", "routes", "cosines", "transfers", "steps", "probabilities")
 
@@ -51,6 +53,24 @@ def test_shards_resume_and_files_give_the_same_bits(tiny, pairs, tmp_path):
     assert same(whole, ReversalSignatures.load(whole.save(tmp_path / "whole.safetensors")))
     with pytest.raises(ValueError, match="batch_size: 2 there, 3 here"):
         reversal_signatures(tiny, pairs, batch_size=3, out=tmp_path / "parts")
+
+
+def test_the_isotropic_correlation_is_of_the_models_own_frequencies(tiny, pairs):
+    from diffusion_lens.model.rotary import rotate
+
+    scaling = RotaryScaling(8.0, 1.0, 4.0, original_max_position_embeddings=32)
+    width = tiny.cfg.d_head
+    basis = torch.eye(width)[None, :, None]  # the mean over a basis is that over all directions
+    found = {}
+    for scaled in (None, scaling):
+        cfg = replace(tiny.cfg, rotary_scaling=scaled, rotary_dtype=torch.float32)
+        model = HookedDiffusionTransformer(cfg, tensors=tiny.state_dict().items())
+        found[scaled] = reversal_signatures(model, pairs).isotropic
+        for pair, correlation in zip(pairs, found[scaled], strict=True):
+            between = pair.forward.source - pair.forward.row - (pair.reverse.source - pair.reverse.row)
+            tables = model.positions.tables(abs(between) + 1, torch.device("cpu"), torch.full((1, width), abs(between)))
+            assert correlation == pytest.approx(float((rotate(basis, tables) * basis).sum(-1).mean()), abs=1e-6)
+    assert (found[scaling] - found[None]).min() > 0.05  # lower frequencies turn less
 
 
 def test_the_means_have_intervals_with_their_axes(tiny, pairs):
