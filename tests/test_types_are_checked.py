@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import traceback
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ class Setting:
     share: float
     def twice(self) -> "Setting":
         return Setting(2 * self.share) if self.share else "nothing"
+
+class Base:
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+class Derived(Base):
+    def __init__(self, share: str) -> None:
+        super().__init__(share)
 
 if TYPE_CHECKING:
     from somewhere import Known
@@ -107,6 +116,12 @@ def test_every_test_checks_the_first_call_of_a_function_anew(specimen):
     type_checks.begin_test()
     with pytest.raises(TypeCheckError):
         specimen.whole(2)
+
+
+def test_the_frames_of_a_refused_call_can_be_shown(specimen):
+    with pytest.raises(TypeCheckError) as raised:
+        specimen.Derived("half")
+    assert {"self", "share"} <= {name for frame, _ in traceback.walk_tb(raised.tb) for name in frame.f_locals}
 
 
 def test_only_names_for_type_checkers_may_be_unknown(specimen):

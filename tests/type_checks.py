@@ -64,7 +64,7 @@ def _checked(function: Any) -> Any:
     pending = _pending.setdefault(function.__code__, [True])
     check = _Check(function=function, pending=pending, call=None, armed=None)
     vars(check).update(config=config, begin=_begin, end=pop_shape_memo)
-    if "<locals>" not in function.__qualname__:
+    if "<locals>" not in function.__qualname__ and not function.__code__.co_freevars:
         return _checking_itself(function, check)
     wrapper = _wrapped(function, check)
     # In the module of the function, as beartype does: warnings skip the frames of the package.
@@ -99,17 +99,17 @@ def _begin(check: Any) -> Any:
 
 
 def _checking_itself(function: Any, check: Any) -> Any:
-    """The function, which from now on has the code of `_first_call` until it is called, and then its own again."""
-    check.function = types.FunctionType(
-        function.__code__, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
-    )
+    """The function, which from now on has the code of `_first_call` until it is called, and then its own again.
+
+    It has no variables of an outer function: its code would have to copy them into every frame.
+    """
+    check.function = types.FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
     check.function.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(check.function, function)
     del check.function.__wrapped__
     check.itself = functools.update_wrapper(function, check.function)
     constants = (check if constant == _THE_CHECK else constant for constant in _first_call.__code__.co_consts)
-    freevars = function.__code__.co_freevars
-    check.armed = _first_call.__code__.replace(co_consts=tuple(constants), co_freevars=freevars)
+    check.armed = _first_call.__code__.replace(co_consts=tuple(constants))
     _arm(check)
     return function
 
@@ -130,7 +130,7 @@ def _first_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def _wrapped(function: Any, check: Any) -> Any:
-    """An inner function, of which each call of the outer one makes another: they share `pending`."""
+    """A function with variables of an outer one, of which each call may make another: they share `pending`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not check.pending[0] or check.config.jaxtyping_disable:
