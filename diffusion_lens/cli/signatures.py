@@ -238,7 +238,8 @@ def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
     predicted, measured = study.first_order
     yield (
         "  a step that lowers the forward loss by 0.1% changes the reverse loss by "
-        f"{predicted:+.2e} nats as predicted to first order, {_number(measured, '+.2e')} as measured"
+        f"{predicted:+.2e} nats as predicted to first order, "
+        + (f"not measured in {study.record['dtype']}" if math.isnan(measured) else f"{measured:+.2e} as measured")
     )
 
 

@@ -142,6 +142,14 @@ def test_an_interrupted_run_computes_only_what_is_missing(both: tuple[Path, str]
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
+def test_what_half_precision_cannot_measure_is_said(tmp_path: Path) -> None:
+    ask = ["tiny-mdm", "--limit", "2", "--trained", "d2p", "--dtype", "bfloat16", "--out", str(tmp_path)]
+    said = done(*ask).stdout
+    assert "tiny-mdm: 2 pairs trained d2p" in said
+    assert "as predicted to first order, not measured in bfloat16" in said
+    assert "nan" not in said
+
+
 def test_a_dry_run_prices_the_canvases_and_the_batch() -> None:
     told = json.loads(done(*ASKED, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
     cfg = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").cfg
