@@ -17,6 +17,8 @@ d_mlp        hidden units of the MLP
 d_vocab      tokens that the model can read (rows of the embedding)
 d_vocab_out  tokens that the model can write (columns of the head), without [MASK]
 sample       samples of noise
+run          trainings of a study
+measure      quantities that are measured of a model
 cell         cells of a grid, each a restored or patched run
 answer       tokens of an answer, in order
 entry        rows of a grid, of a list of pairs, or of a table, in order

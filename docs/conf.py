@@ -25,6 +25,7 @@ extensions = [
     "tables",
     "client_tables",
     "recall_tables",
+    "one_layer_tables",
     "family_tables",
     "commands",
     "make_pictures",

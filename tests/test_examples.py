@@ -357,6 +357,24 @@ def finds_attention_sinks(printed: str) -> None:
     assert sum(map(float, layers[:4])) > sum(map(float, layers[4:]))
 
 
+def trains_one_layer(printed: str) -> None:
+    """Without positions a diffusion model answers in reverse exactly as it was taught, an AR model nothing."""
+    rows = {
+        variant: {
+            label.strip(): floats(values)
+            for label, values in re.findall(r"^  (.{26}) mean .*?((?: +\S+){7})$", text, re.M)
+        }
+        for variant, text in re.findall(r"^none (\w+)\n((?:  .*\n)+)", printed, re.MULTILINE)
+    }
+    assert set(rows) == {"mdm", "ar"}
+    assert rows["mdm"]["p, in reverse"] == rows["mdm"]["p, as trained"]
+    assert rows["mdm"]["routes: correlation"] == rows["mdm"]["gradients: cosine in W_V"] == [1.0] * 7
+    assert rows["mdm"]["p, as trained"][-1] > 5 * rows["mdm"]["p, as trained"][0]
+    assert rows["ar"]["p, as trained"][-1] > 0.9
+    assert max(rows["ar"]["p, in reverse"]) < 0.1
+    assert max(map(abs, rows["ar"]["gradients: cosine in W_V"])) < 0.1
+
+
 def compares_circuits(printed: str) -> None:
     """Circuits of 5% of the edges keep most of the difference, and overlap far more than by chance."""
     kept = re.findall(r"^tiny-\w+, \w+: .*edges 0: -?0.00, .* 24: ([\d.]+), .*479: 1.00$", printed, re.MULTILINE)
@@ -437,6 +455,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "14_attention_sinks": finds_attention_sinks,
     "15_circuits": compares_circuits,
     "16_three_signatures": measures_three_signatures,
+    "17_one_layer": trains_one_layer,
     "reproduce_blog": reproduces_the_study,
 }
 PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
@@ -453,6 +472,7 @@ QUICKLY = {
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
     "15_circuits": ["--ig-steps", "4"],
     "16_three_signatures": ["--limit", "10"],
+    "17_one_layer": ["--positions", "none", "--seeds", "1", "--steps", "90"],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],
@@ -475,6 +495,7 @@ FILES = {
     "14_attention_sinks": 3,
     "15_circuits": 2,
     "16_three_signatures": 3,
+    "17_one_layer": 2,
     "reproduce_blog": 17,
 }
 SAVED = {
@@ -487,6 +508,7 @@ SAVED = {
     ("12_sparse_dictionary", "dictionary"): 2,
     ("15_circuits", "circuits"): 8,
     ("16_three_signatures", "signatures"): 40,
+    ("17_one_layer", "one_layer"): 3,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,

@@ -58,6 +58,7 @@ ROOMS = (
     "diffusion_lens.hooked_diffusion_transformer",
     "diffusion_lens.pairs",
     "diffusion_lens.analysis",
+    "diffusion_lens.one_layer",
     "diffusion_lens.evaluation",
     "diffusion_lens.tiny_pair",
     "diffusion_lens.checks",

@@ -114,11 +114,13 @@ class Study:
         record: Description of the study, the content of `run.json` in its folder.
         batches: Ids of the facts that are computed together; shards consist of whole batches.
         compute: Function that computes the results of the facts of a batch.
+        unit: What the progress bar calls one of them.
     """
 
     record: dict[str, Any]
     batches: Sequence[Sequence[str]]
     compute: Callable[[Sequence[str]], Sequence[Any]]
+    unit: str = "fact"
 
     def collect(self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool) -> C:
         """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
@@ -130,7 +132,7 @@ class Study:
         """
         own = pick_shard(self.batches, shard)
         folder = None if out is None else FactFolder.start(out, self.record)
-        saved = work_through_batches(own, self.compute, result_type.FACT_FILE.load, folder, progress)
+        saved = work_through_batches(own, self.compute, result_type.FACT_FILE.load, folder, progress, self.unit)
         result = result_type.from_files(saved, self.record)
         result.warn_of_gaps()
         return result

@@ -160,6 +160,7 @@ def work_through_batches(
     load: Callable[[Path], R],
     folder: FactFolder | None = None,
     progress: bool = False,
+    unit: str = "fact",
 ) -> Iterator[tuple[str, R]]:
     """The result of each fact: read from the folder if it is there, otherwise computed and saved there.
 
@@ -172,7 +173,7 @@ def work_through_batches(
     if folder:
         for fact_id in chain.from_iterable(batches):
             folder.has(fact_id)
-    with tqdm(total=sum(map(len, batches)), desc="facts", unit="fact", disable=not progress) as bar:
+    with tqdm(total=sum(map(len, batches)), desc=f"{unit}s", unit=unit, disable=not progress) as bar:
         for batch in batches:
             missing = [fact_id for fact_id in batch if not folder or not folder.has(fact_id)]
             results = compute(batch) if missing or not folder else [load(folder.file(fact_id)) for fact_id in batch]

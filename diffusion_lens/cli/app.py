@@ -30,12 +30,13 @@ ORDER = (
     "rome",
     "compare",
     "signatures",
+    "one-layer",
     "finetune",
     "convert",
     "plot",
 )
 STOPPED = 130
-RESUMABLE = {"aie", "compare", "finetune", "recall", "signatures"}
+RESUMABLE = {"aie", "compare", "finetune", "one-layer", "recall", "signatures"}
 STOPPED_TEXT = "Stopped. Completed work is kept under --out; the same command resumes from there."
 
 

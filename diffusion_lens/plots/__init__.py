@@ -13,6 +13,7 @@ from diffusion_lens.plots.pages import step_slider, write_page
 from diffusion_lens.plots.representations import paired_scatter, probability_by_layer, similarity_curve, spectra
 from diffusion_lens.plots.signatures import Curve, SignaturePanels, signature_panels
 from diffusion_lens.plots.token_maps import token_map
+from diffusion_lens.plots.training import training_panels
 
 __all__ = [
     "HUES",
@@ -39,5 +40,6 @@ __all__ = [
     "step_slider",
     "token_map",
     "trace_panels",
+    "training_panels",
     "write_page",
 ]

@@ -12,7 +12,7 @@ is saved, so the checkpoint on disk is the last good one.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +73,7 @@ def train(
     folder: str | Path | None = None,
     checkpoint_every: int = 500,
     evaluate: Evaluate | None = None,
-    evaluate_every: int = 500,
+    evaluate_every: int | Collection[int] = 500,
     progress: bool = True,
 ) -> TrainingRecord:
     """Train `model` in place on rows of tokens.
@@ -92,7 +92,8 @@ def train(
         checkpoint_every: Number of steps between checkpoints. The last step always writes one.
         evaluate: Function that returns metrics to track, such as recall. Each process calls it without gradients and
             in evaluation mode.
-        evaluate_every: Number of steps between evaluations. The last step always has one.
+        evaluate_every: Number of steps between evaluations, or the steps after which there is one. The last step always
+            has one.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -101,9 +102,9 @@ def train(
         FloatingPointError: A loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
     rows = tokens if isinstance(tokens, TrainingRows) else TrainingRows(tokens)
-    for name, steps in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
-        if steps < 1:
-            raise ValueError(f"{name} is {steps}; it must be at least 1")
+    for name, given in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
+        if min(given if isinstance(given, Collection) else (given,), default=1) < 1:
+            raise ValueError(f"{name} is {given}; it must be at least 1")
     with accelerated(model, config.mixed_precision) as accelerator, _training_mode(model):
         run = _Run(model, rows, config, objective, accelerator)
         home = None if folder is None else RunFolder(Path(folder))
@@ -122,7 +123,7 @@ def train(
                 last = step + 1 == config.steps
                 if last or (step + 1) % checkpoint_every == 0:
                     run.require_weights(step)
-                if evaluate is not None and (last or (step + 1) % evaluate_every == 0):
+                if evaluate is not None and (last or _is_due(step + 1, evaluate_every)):
                     run.evaluate(evaluate, step + 1)
                 if home is not None and (last or (step + 1) % checkpoint_every == 0) and accelerator.is_main_process:
                     run.save(home.checkpoint, step + 1)
@@ -265,6 +266,10 @@ class _Run:
             losses.append(loss.detach())
         total: Tensor = self.accelerator.reduce(torch.stack(losses).sum(), "sum")
         return total
+
+
+def _is_due(n_steps: int, every: int | Collection[int]) -> bool:
+    return n_steps in every if isinstance(every, Collection) else n_steps % every == 0
 
 
 def _parameter_groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[str, Any]]:

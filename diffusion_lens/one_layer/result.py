@@ -1,0 +1,205 @@
+"""Results of the one-layer experiment: curves of single trainings, and all of them as a table and a figure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.over_facts import StudyResult
+from diffusion_lens.one_layer.toy import VARIANTS, Cell
+from diffusion_lens.records import load_fields, save_fields
+
+# Panels of the figure: the title, and the measure.
+PANELS = {
+    "p(answer), as trained": "same_probability",
+    "p(answer), in reverse": "reverse_probability",
+    "evidence percentile, in reverse": "percentile_reverse",
+    "correlation of routes": "routes",
+    "gradient cosine, attn.v": "cosine_v",
+    "gradient cosine, unembed": "cosine_u",
+}
+# Columns of the text table.
+COLUMNS = ("same_accuracy", "reverse_accuracy", "reverse_probability", "percentile_reverse", "routes", "cosine_v",
+           "cosine_u", "cosine_q")  # fmt: skip
+NAMES = {"mdm": "MDM", "ar": "AR"}
+Group = tuple[str, str, str, int]  # positions, variant, data, depth
+
+
+class Spread(NamedTuple):
+    """Mean, smallest and largest value over the seeds."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class CellCurves:
+    """One training.
+
+    Attributes:
+        values: Float[step measure], `MEASURES` at every measured step.
+        final_loss: Mean loss of the last 20 steps.
+        seconds: Duration of the training in seconds.
+    """
+
+    values: Float[Tensor, "step measure"]
+    final_loss: float
+    seconds: float
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, "one-layer training", self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CellCurves":
+        """Read what `save` wrote."""
+        return load_fields(path, "one-layer training", cls)
+
+    def equals(self, other: "CellCurves") -> bool:
+        """Whether both are identical to the bit, NaN included; their durations may differ."""
+        same_values = torch.equal(self.values.view(torch.int32), other.values.view(torch.int32))
+        return same_values and self.final_loss == other.final_loss
+
+
+@dataclass(frozen=True, eq=False)
+class OneLayerStudy(StudyResult[CellCurves]):
+    """The trainings of a study. The "facts" of its record are the trainings, each a `Cell`.
+
+    Attributes:
+        values: Float[run step measure]; the steps are `steps`, the measures are `MEASURES`.
+        final_losses: Mean loss of the last 20 steps of each run.
+        seconds: Duration of each run in seconds.
+        ids: The id of each run.
+        record: Recipe, all cells of the study by id, measured steps, measures, versions.
+    """
+
+    values: Float[Tensor, "run step measure"]
+    final_losses: list[float]
+    seconds: list[float]
+    ids: list[str]
+    record: dict[str, Any]
+
+    KIND: ClassVar[str] = "one-layer study"
+    FACT_FILE: ClassVar[type[Any]] = CellCurves
+
+    @classmethod
+    def of(cls, results: Mapping[str, CellCurves], record: dict[str, Any]) -> "OneLayerStudy":
+        """One result from some trainings of a study."""
+        found = list(results.values())
+        empty = torch.empty(0, len(record["measured_at"]), len(record["measures"]))
+        return cls(
+            torch.stack([each.values for each in found]) if found else empty,
+            [each.final_loss for each in found],
+            [each.seconds for each in found],
+            list(results),
+            record,
+        )
+
+    def by_fact(self) -> dict[str, CellCurves]:
+        """The inverse of `of`."""
+        rows = zip(self.values, self.final_losses, self.seconds, strict=True)
+        return {cell_id: CellCurves(*row) for cell_id, row in zip(self.ids, rows, strict=True)}
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of training steps after which the networks were measured."""
+        steps: list[int] = self.record["measured_at"]
+        return steps
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cell of each run."""
+        return [Cell(**self.record["facts"][cell_id]) for cell_id in self.ids]
+
+    @property
+    def groups(self) -> dict[Group, list[int]]:
+        """The runs that differ in the seed only, by (positions, variant, data, depth)."""
+        groups: dict[Group, list[int]] = {}
+        for i, cell in enumerate(self.cells):
+            groups.setdefault((cell.positions, cell.variant, cell.data, cell.depth), []).append(i)
+        return groups
+
+    def curves(
+        self, measure: str, positions: str, variant: str, data: str = "one-way", depth: int = 1
+    ) -> Float[Tensor, "run step"]:
+        """One measure during the training, a row for each seed.
+
+        Raises:
+            ValueError: There is no such measure, or no such training in this study.
+        """
+        if measure not in self.record["measures"]:
+            raise ValueError(f"measure={measure!r}; it must be one of {', '.join(self.record['measures'])}")
+        if (group := (positions, variant, data, depth)) not in self.groups:
+            there = "; ".join(" ".join(map(str, each)) for each in self.groups)
+            raise ValueError(f"no training is {' '.join(map(str, group))}; there are {there}")
+        return self.values[self.groups[group], :, self.record["measures"].index(measure)]
+
+    def table(self, step: int = -1) -> dict[Group, dict[str, Spread]]:
+        """Every measure over the seeds, by (positions, variant, data, depth).
+
+        Args:
+            step: Index among the measured `steps`; by default the last.
+        """
+        return {
+            group: {
+                name: Spread(float(column.mean()), float(column.min()), float(column.max()))
+                for name, column in zip(self.record["measures"], self.values[runs, step].T, strict=True)
+            }
+            for group, runs in self.groups.items()
+        }
+
+    def rows(self, step: int = -1) -> list[dict[str, Any]]:
+        """The table as JSON data: a row for each group, with [mean, smallest, largest] of every measure."""
+        return [
+            {
+                **dict(zip(("positions", "variant", "data", "depth"), group, strict=True)),
+                "seeds": len(self.groups[group]),
+                **{name: [round(value, 4) for value in spread] for name, spread in measures.items()},
+            }
+            for group, measures in self.table(step).items()
+        ]
+
+    def to_text(self, step: int = -1) -> str:
+        """The table as text: means over the seeds, and the range of the reverse accuracy."""
+        heads = ("same", "reverse", "(range)", "p", "percentile", "routes", "cos V", "cos U", "cos Q")
+        lines = [f"after {self.steps[step]} steps, means over the seeds"]
+        lines.append(f"{'positions':9} {'':3} {'data':9} depth " + " ".join(f"{head:>10}" for head in heads))
+        for (positions, variant, data, depth), row in self.table(step).items():
+            reverse = row["reverse_accuracy"]
+            cells = [_number(row[name].mean) for name in COLUMNS]
+            cells.insert(2, f"{reverse.low:.2f}-{reverse.high:.2f}")
+            shown = " ".join(f"{cell:>10}" for cell in cells)
+            lines.append(f"{positions:9} {NAMES[variant]:3} {data:9} {depth:5} {shown}")
+        return "\n".join(lines)
+
+    def plot(self, data: str = "one-way", depth: int = 1) -> list[Any]:
+        """Draw accuracy and signatures by training step, one line for each kind of positions; MDM above, AR below.
+
+        Lines are means over the seeds, bands reach from the smallest to the largest value.
+
+        Raises:
+            ValueError: There is no such training in this study.
+        """
+        rows = {}
+        for variant in VARIANTS:
+            kinds = [group[0] for group in self.groups if group[1:] == (variant, data, depth)]
+            if not kinds:
+                raise ValueError(f"this study has no training of {variant} on {data} data with {depth} layers")
+            rows[NAMES[variant]] = {
+                title: {kind: self.curves(name, kind, variant, data, depth) for kind in kinds}
+                for title, name in PANELS.items()
+            }
+        return plots.training_panels(rows, self.steps)
+
+    def __repr__(self) -> str:
+        return f"OneLayerStudy({len(self.ids)} of {len(self.record['facts'])} trainings of {self.steps[-1]} steps)"
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.2f}"

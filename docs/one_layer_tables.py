@@ -1,0 +1,77 @@
+"""The one-layer experiment: `{one-layer-table} DATA`, read from `one_layer.json`, the `command.json` of its command."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from tables import markdown, parsed
+
+HERE = Path(__file__).parent
+COLUMNS = {
+    "same_accuracy": "as trained",
+    "reverse_accuracy": "in reverse",
+    "reverse_probability": "p in reverse",
+    "percentile_reverse": "evidence percentile",
+    "cut_reverse": "edge cut (nats)",
+    "routes": "routes",
+    "cosine_v": "cosine W_V",
+    "cosine_u": "cosine W_U",
+    "cosine_q": "cosine W_Q",
+}
+WITH_RANGE = ("reverse_accuracy", "reverse_probability", "routes", "cosine_v")
+VARIANTS = {"mdm": "MDM", "ar": "AR"}
+
+
+def study() -> dict[str, Any]:
+    """What the command wrote."""
+    found: dict[str, Any] = json.loads((HERE / "one_layer.json").read_text(encoding="utf-8"))
+    return found
+
+
+def table_lines(written: dict[str, Any], data: str) -> list[str]:
+    """A row for each depth, kind of positions and variant: means over the seeds, with the range of some.
+
+    Raises:
+        ValueError: The study has no such data.
+    """
+    found = [row for row in written["results"]["table"] if row["data"] == data]
+    if not found:
+        raise ValueError(f"the study has no data {data!r}; it has {written['settings']['data']}")
+    order = {(row["depth"], VARIANTS[row["variant"]]): None for row in found}
+    rows = [
+        (str(depth), variant, f"`{row['positions']}`", *(_cell(row[name], name in WITH_RANGE) for name in COLUMNS))
+        for depth, variant in sorted(order, key=lambda each: (each[0], each[1] != "MDM"))
+        for row in found
+        if (row["depth"], VARIANTS[row["variant"]]) == (depth, variant)
+    ]
+    settings = written["settings"]
+    return [
+        *markdown(("layers", "", "positions", *COLUMNS.values()), rows),
+        "",
+        f"After {settings['steps']} steps; means over {settings['seeds']} seeds, and the smallest and largest value.",
+    ]
+
+
+def _cell(spread: list[Any], with_range: bool) -> str:
+    mean, low, high = (float(value) for value in spread)
+    if math.isnan(mean):
+        return "–"
+    return f"{mean:.2f} ({low:.2f}–{high:.2f})" if with_range and f"{low:.2f}" != f"{high:.2f}" else f"{mean:.2f}"
+
+
+class OneLayerTable(SphinxDirective):
+    """`{one-layer-table} one-way`."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, table_lines(study(), self.arguments[0]))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("one-layer-table", OneLayerTable)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
