@@ -72,6 +72,7 @@ def test_every_axis_has_its_row() -> None:
         "diffusion_lens.data",
         "diffusion_lens.denoising.samplers",
         "diffusion_lens.evaluation",
+        "diffusion_lens.one_layer",
         "diffusion_lens.training",
         "weight_conversion",
     ],

@@ -369,7 +369,7 @@ def trains_one_layer(printed: str) -> None:
     assert set(rows) == {"mdm", "ar"}
     assert rows["mdm"]["p, in reverse"] == rows["mdm"]["p, as trained"]
     assert rows["mdm"]["routes: correlation"] == rows["mdm"]["gradients: cosine in W_V"] == [1.0] * 7
-    assert rows["mdm"]["p, as trained"][-1] > 5 * rows["mdm"]["p, as trained"][0]
+    assert rows["mdm"]["evidence: percentile of A"][-1] > 0.9
     assert rows["ar"]["p, as trained"][-1] > 0.9
     assert max(rows["ar"]["p, in reverse"]) < 0.1
     assert max(map(abs, rows["ar"]["gradients: cosine in W_V"])) < 0.1
@@ -508,7 +508,7 @@ SAVED = {
     ("12_sparse_dictionary", "dictionary"): 2,
     ("15_circuits", "circuits"): 8,
     ("16_three_signatures", "signatures"): 40,
-    ("17_one_layer", "one_layer"): 3,
+    ("17_one_layer", "one_layer"): 2,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,

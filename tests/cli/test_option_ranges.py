@@ -25,6 +25,7 @@ NEEDS = {
     "rome": ["tiny-mdm", *ASK, "--layer", "0"],
     "compare": ["tiny-mdm"],
     "signatures": ["tiny-mdm"],
+    "one-layer": [],
     "finetune": ["tiny-mdm", "--out", "out"],
 }
 # What no number of this option can be.
@@ -33,7 +34,8 @@ WRONG = {
         "0",
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
-    "checkpoint-every max-bytes per-person",
+    "checkpoint-every max-bytes per-person "
+    "seeds depth",
     ("-1",): "occurrence prefixes ask",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",
@@ -47,13 +49,14 @@ def numbers() -> list[tuple[str, str]]:
     """Every option of every command that takes a number."""
     found = []
     for registered in app.registered_commands:
-        command = COMMANDS[registered.callback.__name__]
+        name_of_command = registered.callback.__name__.replace("_", "-")
+        command = COMMANDS[name_of_command]
         options = {parameter.name: max(parameter.opts, key=len) for parameter in command.params}
         for name, annotation in get_annotations(registered.callback).items():
             kinds = {annotation.__origin__, *get_args(annotation.__origin__)} if name in options else set()
             kinds |= {each for kind in kinds for each in get_args(kind)}  # a list of numbers
             if kinds & {int, float} and options[name].startswith("--"):
-                found.append((registered.callback.__name__, options[name]))
+                found.append((name_of_command, options[name]))
     return found
 
 

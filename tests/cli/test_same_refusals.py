@@ -26,6 +26,7 @@ NEEDS = {
     "signatures": ["{model}", "--limit", "3"],
     "finetune": ["{model}", "--out", "out"],
     "convert": [TINY, "new.safetensors"],
+    "one-layer": [],
 }
 # What no text of an option may be, with what stands here beside it (see `beside`).
 WRONG = {
@@ -43,6 +44,7 @@ WRONG = {
     "--device": "foo",
     "--dtype": "foo",
     "--data": "nowhere",
+    "--positions": "foo",
     "--trained": "foo",
     "--asked": "foo",
     "--shard": "4/3",
@@ -83,7 +85,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     *(
         (command, "tiny-mdm", ["--flops", "1e12", "--device", "meta"], "meta")
         for command in NEEDS
-        if command != "convert"
+        if command not in ("convert", "one-layer")
     ),
 ]
 
@@ -116,7 +118,7 @@ def texts() -> list[tuple[str, str]]:
     """Every option of every command with a dry run that takes a text or a path."""
     found = []
     for registered in app.registered_commands:
-        name = registered.callback.__name__
+        name = registered.callback.__name__.replace("_", "-")
         options = {parameter.name: max(parameter.opts, key=len) for parameter in COMMANDS[name].params}
         for argument, annotation in get_annotations(registered.callback).items():
             if "dry_run" not in options or not options.get(argument, "").startswith("--"):
