@@ -27,6 +27,9 @@ class Rotary(Positions):
         scaling: Scaling of the frequencies, if they are scaled.
     """
 
+    # Only frequencies that are scaled have the attribute: records describe objects by their attributes.
+    scaling: RotaryScaling | None = None
+
     def __init__(
         self,
         d_head: int,
@@ -39,7 +42,8 @@ class Rotary(Positions):
         self.base = base
         self.dtype = dtype
         self.rotation = rotation
-        self.scaling = scaling
+        if scaling is not None:
+            self.scaling = scaling
         self._tables: dict[torch.device, Tables] = {}
 
     @property
