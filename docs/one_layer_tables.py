@@ -1,7 +1,6 @@
 """The one-layer experiment: `{one-layer-table} DATA`, read from `one_layer.json`, the `command.json` of its command."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,9 @@ def table_lines(written: dict[str, Any], data: str) -> list[str]:
 
 
 def _cell(spread: list[Any], with_range: bool) -> str:
-    mean, low, high = (float(value) for value in spread)
-    if math.isnan(mean):
+    if any(value is None for value in spread):  # NaN in JSON
         return "–"
+    mean, low, high = (float(value) for value in spread)
     return f"{mean:.2f} ({low:.2f}–{high:.2f})" if with_range and f"{low:.2f}" != f"{high:.2f}" else f"{mean:.2f}"
 
 
