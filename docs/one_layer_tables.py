@@ -1,4 +1,7 @@
-"""The one-layer experiment: `{one-layer-table} DATA`, read from `one_layer.json`, the `command.json` of its command."""
+"""The one-layer experiment: `{one-layer-table} FILE DATA`, read from the `command.json` that its command wrote.
+
+The files are `one_layer.json`, of the default settings, and `one_layer_long.json`, of trainings of 3000 steps.
+"""
 
 import json
 from pathlib import Path
@@ -25,9 +28,9 @@ WITH_RANGE = ("reverse_accuracy", "reverse_probability", "routes", "cosine_v")
 VARIANTS = {"mdm": "MDM", "ar": "AR"}
 
 
-def study() -> dict[str, Any]:
+def study(file: str) -> dict[str, Any]:
     """What the command wrote."""
-    found: dict[str, Any] = json.loads((HERE / "one_layer.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((HERE / file).read_text(encoding="utf-8"))
     return found
 
 
@@ -58,17 +61,17 @@ def table_lines(written: dict[str, Any], data: str) -> list[str]:
 def _cell(spread: list[Any], with_range: bool) -> str:
     if any(value is None for value in spread):  # NaN in JSON
         return "–"
-    mean, low, high = (float(value) for value in spread)
+    mean, low, high = (round(float(value), 2) + 0.0 for value in spread)  # no -0.00
     return f"{mean:.2f} ({low:.2f}–{high:.2f})" if with_range and f"{low:.2f}" != f"{high:.2f}" else f"{mean:.2f}"
 
 
 class OneLayerTable(SphinxDirective):
-    """`{one-layer-table} one-way`."""
+    """`{one-layer-table} one_layer.json one-way`."""
 
-    required_arguments = 1
+    required_arguments = 2
 
     def run(self) -> list[nodes.Node]:
-        return parsed(self, table_lines(study(), self.arguments[0]))
+        return parsed(self, table_lines(study(self.arguments[0]), self.arguments[1]))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

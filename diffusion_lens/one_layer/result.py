@@ -1,5 +1,6 @@
 """Results of the one-layer experiment: curves of single trainings, and all of them as a table and a figure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,4 +203,4 @@ class OneLayerStudy(StudyResult[CellCurves]):
 
 
 def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.2f}"
+    return "-" if math.isnan(value) else f"{round(value, 2) + 0.0:.2f}"  # no -0.00

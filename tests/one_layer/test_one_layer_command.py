@@ -76,13 +76,18 @@ def test_a_dry_run_counts_trainings_and_writes_nothing(tmp_path: Path, monkeypat
 
 
 def test_the_documentation_shows_the_default_command() -> None:
-    shown = read_json(Path(__file__).parents[2] / "docs" / "one_layer.json")
+    docs = Path(__file__).parents[2] / "docs"
+    shown = read_json(docs / "one_layer.json")
     assert shown["command"] == "one-layer"
     assert shown["settings"] == DEFAULTS
     described = as_json(describe(POSITIONS, DATA, DEPTHS, SEEDS, STEPS))
     for name in ("recipe", "measured_at", "measures"):
         assert shown["record"][name] == described[name]
     assert len(shown["results"]["table"]) == 72
+    longer = read_json(docs / "one_layer_long.json")
+    asked = {"positions": ["rotary", "standard"], "data": ["one-way"], "depth": [1], "seeds": 5, "steps": 3000}
+    assert longer["settings"] == asked
+    assert longer["record"]["recipe"] == {**shown["record"]["recipe"], "steps": 3000}
     by_group = {(row["positions"], row["variant"], row["data"], row["depth"]): row for row in shown["results"]["table"]}
     for (positions, variant, data, _), row in by_group.items():
         assert row["seeds"] == SEEDS
