@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from jaxtyping import config
+from oracles.memory import peak_of_tensors
 from refusals import unrefused
 
 from diffusion_lens import HookedDiffusionTransformer, interventions
@@ -215,6 +216,14 @@ def test_batches_are_even_and_fit_the_budget(tiny):
         assert sum(sizes) == n_pairs
         assert set(sizes) <= {2, 3}
         assert n_pairs % 2 or set(sizes) == {2}
+
+
+def test_a_batch_takes_what_is_reserved_for_it(tiny):
+    pairs = toy_facts.load().taught_pairs(tiny, "p2d")
+    reserved = 20 * pair_bytes(tiny.cfg, len(pairs[0].forward.tokens), 20)
+    used = peak_of_tensors(lambda: reversal_signatures(tiny, pairs, max_bytes=reserved))
+    # The type checks of these tests keep arguments alive; without them 0.92 of the bytes reserved are used.
+    assert 0.5 * reserved < used < 1.2 * reserved
 
 
 def test_a_canvas_of_one_token(tiny):
