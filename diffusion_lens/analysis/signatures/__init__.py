@@ -1,6 +1,7 @@
 """The three signatures with which arXiv 2602.02133 explains why masked diffusion models mitigate the reversal curse."""
 
 from diffusion_lens.analysis.signatures.alignment import GradientAlignment
+from diffusion_lens.analysis.signatures.batches import pair_bytes
 from diffusion_lens.analysis.signatures.fact_result import FactSignatures
 from diffusion_lens.analysis.signatures.measures import edge_cut, evidence, gradient_alignment, routes
 from diffusion_lens.analysis.signatures.plan import SignaturePlan, signature_passes
@@ -17,6 +18,7 @@ __all__ = [
     "evidence",
     "gradient_alignment",
     "isotropic_route_correlation",
+    "pair_bytes",
     "reversal_signatures",
     "routes",
     "signature_passes",
