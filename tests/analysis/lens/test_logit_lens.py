@@ -160,7 +160,8 @@ def test_hooks_change_the_lens_as_they_change_the_loop(several):
     for step in lens.steps:
         assert_reads(lens, model, states[step][:, 0], step)
         is_read = ~lens.entropy[step].isnan()
-        changed = lens.entropy[step, 2:][is_read[2:]] != plain.entropy[step, 2:][is_read[2:]]
+        # Passes of other batches may round otherwise.
+        changed = (lens.entropy[step, 2:] - plain.entropy[step, 2:])[is_read[2:]].abs() > 1e-4
         assert bool(changed.any()) == (step in (1, trajectory.n_steps - 1))
     assert lens.record["forward_passes"] == trajectory.n_steps
     assert list(lens.record["hooks"]) == ["blocks.1.hook_mlp_out"]
