@@ -246,6 +246,17 @@ def test_two_facts_make_the_pair_of_their_sentences(tiny):
     assert same(TaughtPair.from_facts(tiny, replace(FORWARD, **nameless), replace(REVERSE, **nameless)), expected)
 
 
+def test_pairs_of_one_person_are_a_group(tiny):
+    facts = [replace(fact, id=f"{fact.id}{k}") for k in range(2) for fact in (FORWARD, REVERSE)]
+    laid_out = lay_out_pairs(tiny, match_facts(facts, facts, per_person=2))
+    assert [(pair.id, pair.group) for pair in laid_out.pairs] == [("f0+r0", NAME), ("f1+r1", NAME)]
+    assert TaughtPair.from_facts(tiny, replace(FORWARD, person=""), REVERSE).group == NAME
+    toy = toy_facts.load()
+    people = [person.name for person in toy.people if person.trained == "d2p"]
+    assert [pair.group for pair in toy.taught_pairs(tiny, "d2p")] == people
+    assert TaughtPair.of(tiny, (TAUGHT, ASKED), NAME, DESCRIPTION).group == ""
+
+
 def test_words_after_the_name_are_no_part_of_it(tiny):
     longer = " Gustav Geisser is of Rolsen."
     pair = TaughtPair.from_facts(tiny, FORWARD, replace(REVERSE, answer=longer))

@@ -16,7 +16,7 @@ informative.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -159,7 +159,8 @@ class ToyFacts:
             name, description = person.name, person.description
             a, b = (description, name) if forward == "d2p" else (name, description)
             pair_id = f"toy{self.seed}-{i:03d}-{forward}"
-            pairs.append(TaughtPair.of(model, (taught, asked), a, b, length=SENTENCE_LENGTH, id=pair_id))
+            pair = TaughtPair.of(model, (taught, asked), a, b, length=SENTENCE_LENGTH, id=pair_id)
+            pairs.append(replace(pair, group=name))
         return pairs
 
 

@@ -19,7 +19,7 @@ This is the setting of Shin et al., "A Theoretical Analysis of Why Masked Diffus
 a name or a description is usually the one that belongs to nobody else.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -70,11 +70,14 @@ class TaughtPair:
         forward: The sentence as trained.
         reverse: The reverse question.
         id: Name for records.
+        group: Person whom the pair is about, where facts or a data set name one. Pairs of one group are not
+            independent of each other. A pair without a group stands alone.
     """
 
     forward: TaughtCanvas
     reverse: TaughtCanvas
     id: str = ""
+    group: str = ""
 
     @classmethod
     @naming_the_nearest
@@ -164,7 +167,7 @@ class TaughtPair:
     def from_facts(
         cls, model: DiffusionTransformer, forward: Fact, reverse: Fact, *, length: int | None = None, id: str = ""
     ) -> "TaughtPair":
-        """The pair of two facts about one person. `data` has facts, and `match_facts` finds those that make a pair.
+        """The pair of two facts about one person, its group. `data` has facts, and `match_facts` pairs them.
 
         Args:
             model: Model on whose canvas the pair is laid out.
@@ -186,7 +189,8 @@ class TaughtPair:
                 f"the facts are about {forward.person!r} and {reverse.person!r}; give two about one person"
             )
         taught, asked = Sentence.of_fact(forward, asks_for_b=True), Sentence.of_fact(reverse, asks_for_b=False)
-        return cls.from_sentences(model, taught, asked, length=length, id=id)
+        pair = cls.from_sentences(model, taught, asked, length=length, id=id)
+        return replace(pair, group=forward.person or reverse.person)
 
 
 def _check_order(

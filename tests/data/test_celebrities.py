@@ -43,6 +43,7 @@ def test_the_file_is_a_source_with_a_pair_for_each_child_and_parent(save):
         ("0000-p2d", "0000-d2p"),
         ("0001-p2d", "0001-d2p"),
     ]
+    assert {forward.person for forward, _ in pairs} == {"Ada Marsh", "Emil Tunton"}  # the group of a pair: the child
     with pytest.raises(ValueError, match="no person is trained d2p only and has both"):
         source.fact_pairs("d2p")
 
