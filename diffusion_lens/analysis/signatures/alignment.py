@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.signatures.canvases import CanvasBatch
+from diffusion_lens.analysis.signatures.canvases import CanvasBatch, mean_where, other_facts
 from diffusion_lens.analysis.signatures.gradients import Gradients, losses_after_step
-from diffusion_lens.analysis.signatures.outer_sums import inner, norms, own_and_shuffled
+from diffusion_lens.analysis.signatures.outer_sums import inner, own
 
 STEP = 0.001  # Share of the forward loss by which the small step lowers it, to first order.
 
@@ -20,8 +20,9 @@ class GradientAlignment:
 
     Attributes:
         cosines: Float[fact parameter estimate], cosine of the two gradients of a pair, and the mean of the cosines of
-            its forward gradient with the reverse gradients of the other pairs of its batch. The second is the baseline:
-            a generic fall of the reverse loss, which all pairs share, shows in both.
+            its forward gradient with the reverse gradients of other facts of its batch (`other_facts`). The
+            second is the baseline: a generic fall of the reverse loss, which all pairs share, shows in both. NaN where
+            the batch has no other fact.
         transfers: Float[fact parameter], <g_forward, g_reverse> / |g_forward|².
         steps: Float[fact estimate], change of the reverse loss, in nats, by a step along minus the forward gradient in
             all these matrices that lowers the pair's forward loss by 0.1% to first order: predicted, and measured. The
@@ -39,19 +40,23 @@ class GradientAlignment:
     @classmethod
     def of(cls, forward: CanvasBatch, reverse: CanvasBatch, parameters: Sequence[str]) -> "GradientAlignment":
         """The alignment in one batch: two forward and two backward passes, and one forward pass for the step."""
-        gradients = [Gradients.of(batch, parameters) for batch in (forward, reverse)]
-        one, other = gradients
-        compared, transfers = [], []
+        one, other = (Gradients.of(batch, parameters) for batch in (forward, reverse))
+        different = other_facts(forward, reverse)
+        compared, transfers, squares, products = [], [], [], []
         for name in parameters:
-            products = inner(one.by_name[name], other.by_name[name])
-            lengths = [norms(each.by_name[name]) for each in gradients]
-            compared.append(own_and_shuffled(products / lengths[0][:, None] / lengths[1][None, :]))
-            transfers.append(products.diagonal() / lengths[0].square())
+            ours, theirs = one.by_name[name], other.by_name[name]
+            square, table = own(ours, ours).clamp(min=0), inner(ours, theirs)
+            cosines = table / square.sqrt()[:, None] / own(theirs, theirs).clamp(min=0).sqrt()[None, :]
+            compared.append(torch.stack([cosines.diagonal(), mean_where(cosines, different)], dim=1))
+            transfers.append(table.diagonal() / square)
+            squares.append(square)
+            products.append(table.diagonal())
+        steps = _small_step(reverse, one, other.losses, torch.stack(squares).sum(0), torch.stack(products).sum(0))
         return cls(
-            cosines=torch.stack(compared, dim=1).float(),
-            transfers=torch.stack(transfers, dim=1).float(),
-            steps=_small_step(reverse, one, other).float(),
-            losses=torch.stack([each.losses for each in gradients], dim=1).float(),
+            cosines=torch.stack(compared, dim=1).float().cpu(),
+            transfers=torch.stack(transfers, dim=1).float().cpu(),
+            steps=steps.float().cpu(),
+            losses=torch.stack([one.losses, other.losses], dim=1).float().cpu(),
             parameters=list(parameters),
         )
 
@@ -63,10 +68,22 @@ class GradientAlignment:
         return cls(**tensors, parameters=batches[0].parameters)
 
 
-def _small_step(reverse: CanvasBatch, of_forward: Gradients, of_reverse: Gradients) -> Float[Tensor, "fact estimate"]:
-    """The change of each reverse loss by a small step on the forward loss: predicted, and measured."""
-    sizes = STEP * of_forward.losses / of_forward.inner(of_forward)
-    predicted = -sizes * of_forward.inner(of_reverse)
+def _small_step(
+    reverse: CanvasBatch,
+    of_forward: Gradients,
+    before: Float[Tensor, "fact"],
+    squares: Float[Tensor, "fact"],
+    products: Float[Tensor, "fact"],
+) -> Float[Tensor, "fact estimate"]:
+    """The change of each reverse loss by a small step on the forward loss: predicted, and measured.
+
+    Args:
+        before: The reverse losses without the step.
+        squares: |g_forward|² in all matrices.
+        products: <g_forward, g_reverse> in all matrices.
+    """
+    sizes = STEP * of_forward.losses / squares
+    predicted = -sizes * products
     if reverse.model.cfg.dtype not in (torch.float32, torch.float64):
         return torch.stack([predicted, torch.full_like(predicted, torch.nan)], dim=1)
-    return torch.stack([predicted, losses_after_step(reverse, of_forward, sizes) - of_reverse.losses], dim=1)
+    return torch.stack([predicted, losses_after_step(reverse, of_forward, sizes) - before], dim=1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.inputs.padding import padded
@@ -53,6 +53,11 @@ class CanvasBatch:
         """The indices of the rows of the batch."""
         return torch.arange(len(self.tokens), device=self.tokens.device)
 
+    @property
+    def source_tokens(self) -> Int[Tensor, "batch"]:
+        """The token of each source."""
+        return self.tokens[self.each, self.sources]
+
     def at_rows(self, x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch d"]:
         """The entry of each canvas at the row that is read."""
         return x[self.each, self.rows]
@@ -77,3 +82,21 @@ class CanvasBatch:
     def losses(self, logits: Float[Tensor, "batch d_vocab_out"]) -> Float[Tensor, "batch"]:
         """-log p(answer) in nats, computed in float64."""
         return -logits.double().log_softmax(dim=-1)[self.each, self.answers]
+
+
+def other_facts(forward: CanvasBatch, reverse: CanvasBatch) -> Bool[Tensor, "fact fact"]:
+    """Whether two pairs of a batch are about different facts: no answer and no source of theirs is the same token.
+
+    Another wording about the same person is no baseline for a person.
+    """
+    sides = (forward, reverse)
+    tokens = torch.stack([batch.answers for batch in sides] + [batch.source_tokens for batch in sides])
+    return (tokens[:, :, None] != tokens[:, None, :]).all(dim=0)
+
+
+def mean_where(
+    table: Float[Tensor, "fact fact *rest"], chosen: Bool[Tensor, "fact fact"]
+) -> Float[Tensor, "fact *rest"]:
+    """The mean of the chosen entries of each row; NaN where none is."""
+    where = chosen.view(*chosen.shape, *[1] * (table.dim() - 2))
+    return table.masked_fill(~where, 0).sum(dim=1) / where.sum(dim=1)

@@ -2,7 +2,8 @@
 
 Facts of a batch share no weight's input, so one backward pass of the summed losses gives the gradient at every
 projection's output for each fact. With the projection's input it is the fact's gradient, as a sum of outer products
-(`outer_sums`). Gradients of biases and norms are left out.
+(`outer_sums`). Gradients of biases and norms are left out. They are those of the weights as the model has them: if
+norms are folded into the projections (`fold_ln`), the same network has other gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
-from diffusion_lens.analysis.signatures.outer_sums import OuterSums, inner
+from diffusion_lens.analysis.signatures.outer_sums import OuterSums
 from diffusion_lens.model.embed import Embed, Unembed
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -77,11 +78,6 @@ class Gradients:
         if HEAD in names:
             by_name[HEAD] = [read]
         return cls({name: by_name[name] for name in names}, losses.detach())
-
-    def inner(self, other: "Gradients") -> Float[Tensor, "fact"]:
-        """<g, g'> of each fact with itself, summed over all matrices."""
-        products = [inner(own, other.by_name[name]).diagonal() for name, own in self.by_name.items()]
-        return torch.stack(products).sum(dim=0)
 
 
 @torch.no_grad()

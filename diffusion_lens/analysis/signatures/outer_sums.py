@@ -28,11 +28,21 @@ class OuterSums:
 
     def inner(self, other: "OuterSums") -> Float[Tensor, "fact fact"]:
         """The inner product of every gradient of `self` (rows) with every one of `other` (columns)."""
-        rights = self.right.flatten(0, 1) @ other.right.flatten(0, 1).T
-        products = _inner(self.left.flatten(0, 1), other.left.flatten(0, 1)) * rights
-        n_terms, n_others = self.right.shape[1], other.right.shape[1]
-        summed: Tensor = products.unflatten(1, (-1, n_others)).sum(-1).unflatten(0, (-1, n_terms)).sum(1)
+        ours, theirs = (
+            OuterSums(each.left.flatten(0, 1)[None], each.right.flatten(0, 1)[None]) for each in (self, other)
+        )
+        products = ours._products(theirs)[0]
+        by_fact = products.unflatten(1, (-1, other.right.shape[1])).unflatten(0, (-1, self.right.shape[1]))
+        summed: Tensor = by_fact.sum(dim=(1, 3))
         return summed
+
+    def own(self, other: "OuterSums") -> Float[Tensor, "fact"]:
+        """The inner product of the two gradients of each fact, the diagonal of `inner`."""
+        return self._products(other).sum(dim=(1, 2))
+
+    def _products(self, other: "OuterSums") -> Float[Tensor, "fact term term"]:
+        """The inner product of every term of a fact with every term of the same fact in `other`."""
+        return _inner(self.left, other.left) * (self.right @ other.right.mT)
 
     def times(self, x: Float[Tensor, "fact pos d_other"]) -> Float[Tensor, "fact pos d"]:
         """Each fact's matrix times vectors of that fact."""
@@ -51,15 +61,15 @@ class OuterSums:
         return same @ self.right
 
 
-def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """Inner products of rows, each matrix of vectors dense or given as indices of one-hot vectors."""
+def _inner(one: Tensor, other: Tensor) -> Float[Tensor, "fact term term"]:
+    """Inner products of vectors, each dense or given as the index of a one-hot vector."""
     if one.is_floating_point() and other.is_floating_point():
-        return one @ other.T
+        return one @ other.mT
     if one.is_floating_point():
-        return one[:, other]
+        return one.gather(2, other[:, None].expand(-1, one.shape[1], -1))
     if other.is_floating_point():
-        return other[:, one].T
-    return (one[:, None] == other[None, :]).float()
+        return _inner(other, one).mT
+    return (one[:, :, None] == other[:, None, :]).float()
 
 
 def inner(one: list[OuterSums], other: list[OuterSums]) -> Float[Tensor, "fact fact"]:
@@ -67,19 +77,6 @@ def inner(one: list[OuterSums], other: list[OuterSums]) -> Float[Tensor, "fact f
     return torch.stack([a.inner(b) for a in one for b in other]).sum(dim=0)
 
 
-def norms(sums: list[OuterSums]) -> Float[Tensor, "fact"]:
-    """Frobenius norm of each fact's gradient."""
-    return inner(sums, sums).diagonal().clamp(min=0).sqrt()
-
-
-def cosines(one: list[OuterSums], other: list[OuterSums]) -> Float[Tensor, "fact fact"]:
-    """Cosine of every gradient of `one` (rows) with every one of `other` (columns); NaN where one is 0."""
-    return inner(one, other) / norms(one)[:, None] / norms(other)[None, :]
-
-
-def own_and_shuffled(matrix: Float[Tensor, "fact fact"]) -> Float[Tensor, "fact estimate"]:
-    """The diagonal entry of each row, and the mean of its other entries (NaN for a single fact)."""
-    n, own = len(matrix), matrix.diagonal()
-    itself = torch.eye(n, dtype=torch.bool, device=matrix.device)
-    others = matrix.masked_fill(itself, 0).sum(dim=1) / (n - 1 or torch.nan)
-    return torch.stack([own, others], dim=1)
+def own(one: list[OuterSums], other: list[OuterSums]) -> Float[Tensor, "fact"]:
+    """The diagonal of `inner`."""
+    return torch.stack([a.own(b) for a in one for b in other]).sum(dim=0)
