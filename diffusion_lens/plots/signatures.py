@@ -34,7 +34,8 @@ class SignaturePanels:
         name: Name of the model.
         evidence: Percentiles and reuse, between 0 and 1.
         cuts: log p(answer) lost by cutting the edge, in nats.
-        routes: Correlations; empty where a causal model does not see the source.
+        routes: Correlations; empty if there are none.
+        why_no_routes: Why there are none, in a few words.
         gradients: Cosines by layer.
         embeddings: Cosine of the own pair in embedding and head, by label.
     """
@@ -43,6 +44,7 @@ class SignaturePanels:
     evidence: Mapping[str, Curve]
     cuts: Mapping[str, Curve]
     routes: Mapping[str, Curve]
+    why_no_routes: str
     gradients: Mapping[str, Curve]
     embeddings: Mapping[str, float]
 
@@ -53,14 +55,11 @@ def signature_panels(models: Sequence[SignaturePanels]) -> list[Any]:
     for row, model in enumerate(models):
         of_evidence, of_cuts, of_routes, of_gradients = axes[4 * row : 4 * row + 4]
         _draw(of_evidence, model.evidence, f"{model.name}\nevidence: percentile and reuse", (0.0, 1.05))
-        of_evidence.axhline(0.5, color="0.8", linewidth=0.8, zorder=0)
         _draw(of_cuts, model.cuts, "edge reader to source cut", None)
         of_cuts.set_ylabel("log p(answer) lost (nats)", fontsize=9)
         _draw(of_routes, model.routes, "routes: correlation forward and reverse", (-1.05, 1.05))
         if not model.routes:
-            of_routes.text(
-                0.5, 0.5, "the reader does not see the source", ha="center", transform=of_routes.transAxes, fontsize=8
-            )
+            of_routes.text(0.5, 0.5, model.why_no_routes, ha="center", transform=of_routes.transAxes, fontsize=8)
         _draw(of_gradients, model.gradients, "gradients: cosine forward and reverse", (-1.05, 1.05))
         for i, (label, value) in enumerate(model.embeddings.items()):
             of_gradients.axhline(value, color=f"C{5 + i}", linewidth=1, linestyle="--", label=label)

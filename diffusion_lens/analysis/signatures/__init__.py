@@ -6,7 +6,7 @@ from diffusion_lens.analysis.signatures.fact_result import FactSignatures
 from diffusion_lens.analysis.signatures.measures import edge_cut, evidence, gradient_alignment, routes
 from diffusion_lens.analysis.signatures.plan import SignaturePlan, signature_passes
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
-from diffusion_lens.analysis.signatures.routes import isotropic_route_correlation
+from diffusion_lens.analysis.signatures.routes import correlation_of_frequencies, isotropic_route_correlation
 from diffusion_lens.analysis.signatures.study import reversal_signatures
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "GradientAlignment",
     "ReversalSignatures",
     "SignaturePlan",
+    "correlation_of_frequencies",
     "edge_cut",
     "evidence",
     "gradient_alignment",

@@ -14,16 +14,19 @@ it. Its causal counterpart is the edge cut (`edges`).
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffusion_lens.analysis.signatures.canvases import mean_where
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 
 
 @torch.no_grad()
-def evidence_of(reading: CanvasReading, candidates: Sequence[int]) -> Float[Tensor, "fact layer head candidate"]:
-    """The evidence of every head for every candidate, in float32 at least."""
+def evidence_of(
+    reading: CanvasReading, candidates: Sequence[int], *, by_head: bool = False
+) -> Float[Tensor, "fact layer *head candidate"]:
+    """The evidence for every candidate, of all heads of a layer together or of each, in float32 at least."""
     model = reading.batch.model
     token_ids = torch.tensor(list(candidates), device=reading.batch.tokens.device)
     wide = torch.promote_types(model.cfg.dtype, torch.float32)
@@ -32,19 +35,32 @@ def evidence_of(reading: CanvasReading, candidates: Sequence[int]) -> Float[Tens
     for block, values in zip(model.blocks, reading.values, strict=True):
         weights = block.attn.W_O.to(wide)
         by_query_head = values.to(wide).repeat_interleave(len(weights) // values.shape[1], dim=1)
-        by_layer.append(torch.einsum("fhd,hdm->fhm", by_query_head, weights) @ columns)
+        written = torch.einsum("fhd,hdm->fhm" if by_head else "fhd,hdm->fm", by_query_head, weights)
+        by_layer.append(written @ columns)
     return torch.stack(by_layer, dim=1)
 
 
-def percentile(evidence: Float[Tensor, "fact layer candidate"], right: Sequence[int]) -> Float[Tensor, "fact layer"]:
-    """The share of the other candidates that the right one exceeds; a tie counts half, so that chance is 0.5.
+def percentiles(
+    evidence: Float[Tensor, "fact layer candidate"], right: Sequence[int], different: Bool[Tensor, "fact fact"]
+) -> Float[Tensor, "fact estimate layer"]:
+    """The share of the other candidates that the right answer of a fact exceeds: by the evidence of the fact's own
+    source, and in the mean by that of the sources of other facts.
+
+    The second is the baseline. It is 0.5 if the candidates are the answers of the facts themselves; among other
+    candidates, an answer may rank high or low whatever the source. A tie counts half.
 
     Args:
         evidence: Evidence for each candidate.
         right: Index of each fact's answer among the candidates.
+        different: Which facts are others (`other_facts`).
     """
-    column = torch.tensor(list(right), device=evidence.device)[:, None, None].expand(-1, evidence.shape[1], 1)
-    own = evidence.gather(-1, column)
+    table = torch.stack([_share_exceeded(evidence, index) for index in right])
+    return torch.stack([table.diagonal().T, mean_where(table, different)], dim=1)
+
+
+def _share_exceeded(evidence: Float[Tensor, "fact layer candidate"], index: int) -> Float[Tensor, "fact layer"]:
+    """The share of the other candidates that one candidate exceeds, by the source of each fact."""
+    own = evidence[..., index, None]
     exceeded = (evidence < own).sum(dim=-1) + 0.5 * ((evidence == own).sum(dim=-1) - 1)
     return exceeded / (evidence.shape[-1] - 1)
 

@@ -17,7 +17,9 @@ class FactSignatures:
     """The signatures of one pair. The canvases are forward and reverse.
 
     Attributes:
-        percentiles: Float[canvas layer], share of the other candidates that the right answer's evidence exceeds.
+        percentiles: Float[canvas estimate layer], share of the other candidates that the right answer's evidence
+            exceeds, by the evidence of the own source, and in the mean by that of the sources of other facts of the
+            batch.
         reuses: Float[layer], cosine of the evidence on the two canvases.
         cuts: Float[canvas layer], log p(answer) that is lost by cutting the edge from reader to source, in nats.
         routes: Float[route layer head], scores from reader to source: forward, reverse, and counterfactual. NaN where a
@@ -31,7 +33,7 @@ class FactSignatures:
         probabilities: Float[canvas], p(answer).
     """
 
-    percentiles: Float[Tensor, "canvas layer"]
+    percentiles: Float[Tensor, "canvas estimate layer"]
     reuses: Float[Tensor, "layer"]
     cuts: Float[Tensor, "canvas layer"]
     routes: Float[Tensor, "route layer head"]
@@ -67,7 +69,7 @@ def no_rows(record: Mapping[str, Any]) -> list[Tensor]:
         len(record["parameters"]),
     )
     shapes = {
-        "percentiles": (2, layers),
+        "percentiles": (2, 2, layers),
         "reuses": (layers,),
         "cuts": (2, layers),
         "routes": (3, layers, heads),

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.signatures.alignment import GradientAlignment
-from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batches
+from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batches, require_shuffled_pairs
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.edges import edge_cut_of
 from diffusion_lens.analysis.signatures.evidence import evidence_of
@@ -17,7 +17,7 @@ from diffusion_lens.analysis.signatures.routes import routes_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, whole_numbers
-from diffusion_lens.taught_pairs import TaughtPair
+from diffusion_lens.taught_pairs import TaughtCanvas, TaughtPair
 
 Pairs = Sequence[TaughtPair]
 
@@ -43,12 +43,15 @@ def evidence(
         max_bytes: Most memory for one batch, in addition to weights and result.
 
     Raises:
-        ValueError: A candidate is no token that the model can write, or the budget is too small.
+        ValueError: A candidate is no token that the model can write, a projection was replaced or carries a hook of
+            torch, a canvas is that of another model, or the budget is too small.
     """
     chosen = pick_candidates(model, pairs, candidates)
+    check_projections(model, [f"blocks.{layer}.attn.o.weight" for layer in range(model.cfg.n_layers)])
 
     def compute(forward: CanvasBatch, reverse: CanvasBatch) -> Tensor:
-        return torch.stack([evidence_of(CanvasReading.of(batch), chosen) for batch in (forward, reverse)], dim=1)
+        readings = map(CanvasReading.of, (forward, reverse))
+        return torch.stack([evidence_of(reading, chosen, by_head=True) for reading in readings], dim=1)
 
     return _joined(model, pairs, batch_size, max_bytes, compute)
 
@@ -86,7 +89,7 @@ def routes(
         max_bytes: Most memory for one batch, in addition to weights and result.
 
     Raises:
-        ValueError: The budget is too small.
+        ValueError: A canvas is that of another model, or the budget is too small.
     """
 
     def compute(forward: CanvasBatch, reverse: CanvasBatch) -> Tensor:
@@ -96,6 +99,7 @@ def routes(
 
 
 @begins_run
+@torch.inference_mode(False)
 def gradient_alignment(
     model: DiffusionTransformer,
     pairs: Pairs,
@@ -106,7 +110,8 @@ def gradient_alignment(
 ) -> GradientAlignment:
     """Cosine and transfer of the gradients of the two losses of each pair, and the effect of a small step.
 
-    No weight is changed, and no gradient is stored in the model.
+    No weight is changed, and no gradient is stored in the model. The gradients are those of the weights as they are:
+    a model with folded norms has others (`model.cfg.layer_norm_folding`).
 
     Args:
         model: Masked diffusion model or causal model.
@@ -114,14 +119,15 @@ def gradient_alignment(
         parameters: Names of weight matrices, as in `named_parameters`; by default all matrices. Biases and norms have
             no part in it.
         batch_size: Pairs computed together, which are also each other's baseline; by default as many as fit, at most
-        32.
+            32. At least 2; an odd number of pairs in batches of two makes one batch of three.
         max_bytes: Most memory for one batch, in addition to weights and result.
 
     Raises:
         ValueError: A parameter is no weight matrix of the model, a projection was replaced or carries a hook of torch,
-            or the budget is too small.
+            a canvas is that of another model, or the budget is too small.
     """
     names = pick_parameters(model, parameters)
+    require_shuffled_pairs(len(pairs), batch_size)
     with model.optional_hooks():
         return GradientAlignment.joined(
             [
@@ -140,7 +146,7 @@ def _batches(
     model: DiffusionTransformer, pairs: Pairs, batch_size: Whole | None, max_bytes: int
 ) -> Iterator[tuple[CanvasBatch, CanvasBatch]]:
     """The forward and the reverse canvases of each batch."""
-    _require_pairs(pairs)
+    check_pairs(model, pairs)
     for batch in plan_batches(model.cfg, longest_canvas(pairs), len(pairs), batch_size, max_bytes):
         yield canvases_of(model, [pairs[i] for i in batch])
 
@@ -155,13 +161,33 @@ def _joined(
     return torch.cat([compute(*both).cpu() for both in _batches(model, pairs, batch_size, max_bytes)])
 
 
-def _require_pairs(pairs: Pairs) -> None:
+def check_pairs(model: DiffusionTransformer, pairs: Pairs) -> None:
+    """Raise a `ValueError` unless the pairs are canvases of this model, which may have been laid out for another."""
     if not pairs:
         raise ValueError("no pairs were given")
+    for pair in pairs:
+        for way in ("forward", "reverse"):
+            canvas: TaughtCanvas = getattr(pair, way)
+            where = f"the {way} canvas of {pair.id or 'a pair'}"
+            if canvas.tokens.is_floating_point():
+                raise ValueError(f"{where} has tokens of {canvas.tokens.dtype}; give the ids of tokens, whole numbers")
+            if not 0 <= canvas.answer_token < model.cfg.d_vocab_out:
+                raise ValueError(
+                    f"{where} has the answer {canvas.answer_token}; {model.cfg.model_name!r} writes tokens 0 to "
+                    f"{model.cfg.d_vocab_out - 1}"
+                )
+            read = model.readout.rows(torch.arange(len(canvas.tokens))) == canvas.row
+            masked = canvas.tokens.cpu() == model.cfg.blank if model.cfg.has_mask else read
+            if not bool((masked & read).any()):
+                raise ValueError(
+                    f"{where} has no [MASK] where row {canvas.row} reads, as {model.cfg.model_name!r} needs: lay the "
+                    "pair out for this model, TaughtPair.of(model, ...)"
+                )
 
 
 def pick_candidates(model: DiffusionTransformer, pairs: Pairs, candidates: Iterable[Whole] | None) -> list[int]:
-    _require_pairs(pairs)
+    """Token ids among which evidence is compared; by default the answers of the reverse questions, in order."""
+    check_pairs(model, pairs)
     if candidates is None:
         return sorted({pair.reverse.answer_token for pair in pairs})
     chosen = whole_numbers("candidates", candidates)
@@ -173,8 +199,13 @@ def pick_candidates(model: DiffusionTransformer, pairs: Pairs, candidates: Itera
 
 
 def pick_parameters(model: DiffusionTransformer, parameters: Sequence[str] | None) -> list[str]:
+    """Names of the weight matrices to compare; by default all."""
+    if isinstance(parameters, str):
+        raise ValueError(f"parameters={parameters!r}; give a list of names, [{parameters!r}]")
     names = matrix_names(model) if parameters is None else list(parameters)
     if not names:
         raise ValueError("parameters is empty; name at least one weight matrix, or leave it out for all")
+    if len(set(names)) < len(names):
+        raise ValueError("parameters contain a name twice; give each once")
     check_projections(model, names)
     return names

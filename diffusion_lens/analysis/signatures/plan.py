@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batches
+from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batches, require_shuffled_pairs
 from diffusion_lens.analysis.signatures.measures import Pairs, pick_candidates, pick_parameters
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole
@@ -52,9 +52,10 @@ class SignaturePlan:
                 "a percentile needs at least two candidates, which are the answers of the pairs unless others are "
                 "named: use more pairs"
             )
+        require_shuffled_pairs(len(given), batch_size)
         named = _named(given)
         ids = list(named)
-        batches = plan_batches(model.cfg, longest_canvas(given), len(ids), batch_size, max_bytes)
+        batches = plan_batches(model.cfg, longest_canvas(given), len(ids), batch_size, max_bytes, len(chosen))
         return cls(named, set_aside, chosen, parameters, [[ids[i] for i in batch] for batch in batches])
 
     def describe(self) -> dict[str, Any]:
@@ -91,4 +92,4 @@ def _describe(pair: TaughtPair) -> dict[str, Any]:
     def canvas(one: TaughtCanvas) -> dict[str, Any]:
         return {"tokens": one.tokens.tolist(), "row": one.row, "answer_token": one.answer_token, "source": one.source}
 
-    return {"forward": canvas(pair.forward), "reverse": canvas(pair.reverse)}
+    return {"forward": canvas(pair.forward), "reverse": canvas(pair.reverse), "group": pair.group}

@@ -23,7 +23,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     """The three signatures of taught pairs. Tensors have a row for each fact; properties are means over facts.
 
     Attributes:
-        percentiles: Float[fact canvas layer], as in `FactSignatures`, like all tensors.
+        percentiles: Float[fact canvas estimate layer], as in `FactSignatures`, like all tensors.
         reuses: Float[fact layer].
         cuts: Float[fact canvas layer].
         routes: Float[fact route layer head].
@@ -37,7 +37,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
             weights' hash, versions.
     """
 
-    percentiles: Float[Tensor, "fact canvas layer"]
+    percentiles: Float[Tensor, "fact canvas estimate layer"]
     reuses: Float[Tensor, "fact layer"]
     cuts: Float[Tensor, "fact canvas layer"]
     routes: Float[Tensor, "fact route layer head"]
@@ -78,8 +78,13 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     @property
     def evidence_percentile(self) -> Float[Tensor, "canvas layer"]:
-        """Share of the other candidates that the right answer's evidence exceeds; 0.5 by chance."""
-        return self.percentiles.mean(dim=0)
+        """Share of the other candidates that the right answer exceeds by the evidence of its source."""
+        return self.percentiles[:, :, 0].mean(dim=0)
+
+    @property
+    def shuffled_percentile(self) -> Float[Tensor, "canvas layer"]:
+        """The same by the evidence of the sources of other facts: the baseline, 0.5 among the facts' own answers."""
+        return self.percentiles[:, :, 1].mean(dim=0)
 
     @property
     def evidence_reuse(self) -> Float[Tensor, "layer"]:
@@ -144,7 +149,10 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         return self.probabilities.mean(dim=0)
 
     def interval(self, name: str, level: float = 0.95, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Ends of the bootstrap interval over facts of one of the means, with its axes.
+        """Ends of the bootstrap interval of one of the means, with its axes.
+
+        Persons are resampled: pairs of one person (`TaughtPair.group`) are averaged first, since they are not
+        independent. A pair without a person counts as one.
 
         Args:
             name: Name of the property. "gradient_cosine" has axes [parameter estimate], "transfer" [parameter] and
@@ -153,25 +161,37 @@ class ReversalSignatures(StudyResult[FactSignatures]):
             seed: Seed of the resampling.
 
         Raises:
-            ValueError: No mean has this name, or there is nothing to average.
+            ValueError: No mean has this name, or the result has no pairs.
         """
+        if not self.ids:
+            raise ValueError("the result has no pairs: there is nothing to average")
         values = self._values(name)
-        low, high = bootstrap_interval(values.flatten(1), level, seed)
-        return low.unflatten(0, values.shape[1:] or (1,)), high.unflatten(0, values.shape[1:] or (1,))
+        groups: dict[str, list[int]] = {}
+        for row, fact_id in enumerate(self.ids):
+            groups.setdefault(self.record["facts"][fact_id]["group"] or f"pair {row}", []).append(row)
+        by_person = torch.stack([values[rows].mean(dim=0) for rows in groups.values()])
+        low, high = bootstrap_interval(by_person.flatten(1), level, seed)
+        return low.unflatten(0, values.shape[1:]), high.unflatten(0, values.shape[1:])
 
     def plot(self, against: "ReversalSignatures | Sequence[ReversalSignatures]" = (), level: float = 0.95) -> Any:
         """Draw evidence, routes and gradients by layer, with bootstrap intervals; returns the axes in reading order.
 
         Args:
-            against: Results of other models on the same pairs, such as the AR baseline: one row of panels for each.
+            against: Results of other models on the same facts, such as the AR baseline: one row of panels for each.
             level: Level of the intervals.
+
+        Raises:
+            ValueError: Another result has other facts.
         """
         others = [against] if isinstance(against, ReversalSignatures) else list(against)
+        if different := [each for each in others if each.ids != self.ids]:
+            raise ValueError(f"{different[0]!r} has other facts than {self!r}; compare results of the same facts")
         return plots.signature_panels([each.curves(level) for each in (self, *others)])
 
     def curves(self, level: float = 0.95) -> plots.SignaturePanels:
         """The means over facts with their intervals, as curves by layer."""
         mean, ends = self.evidence_percentile, self.interval("evidence_percentile", level)
+        baseline = self.shuffled_percentile.mean(dim=0)
         cut, cut_ends = self.edge_cut, self.interval("edge_cut", level)
         return plots.SignaturePanels(
             name=str(self.record["model"]),
@@ -180,10 +200,12 @@ class ReversalSignatures(StudyResult[FactSignatures]):
                     f"percentile, {name}": plots.Curve(mean[i], ends[0][i], ends[1][i])
                     for i, name in enumerate(CANVASES)
                 },
+                "percentile, other sources": plots.Curve(baseline, baseline, baseline, baseline=True),
                 "reuse": plots.Curve(self.evidence_reuse, *self.interval("evidence_reuse", level)),
             },
             cuts={name: plots.Curve(cut[i], cut_ends[0][i], cut_ends[1][i]) for i, name in enumerate(CANVASES)},
             routes=self._curves_of_routes(level),
+            why_no_routes="the reader does not see the source" if self._sees_nothing else "one head: no correlation",
             gradients=self._curves_of_gradients(level),
             embeddings={
                 name: self.gradient_cosine[name][0] for name in (EMBEDDING, HEAD) if name in self.gradient_cosine
@@ -231,7 +253,8 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     def _values(self, name: str) -> Float[Tensor, "fact *rest"]:
         """The values of each fact whose mean has this name."""
         values = {
-            "evidence_percentile": self.percentiles,
+            "evidence_percentile": self.percentiles[:, :, 0],
+            "shuffled_percentile": self.percentiles[:, :, 1],
             "evidence_reuse": self.reuses,
             "edge_cut": self.cuts,
             "route_correlation": self._route_correlations(1),

@@ -1,7 +1,9 @@
 """Routes: the scores with which the reader of each canvas attends to its source, in both directions.
 
 The score of reader i and source j is q^T R_(j-i) k / sqrt(d_head), with R the rotation. The two directions share q (of
-[MASK]) and k (of the source) where these depend on the tokens only, and differ in the offset d = j - i. For independent
+[MASK]) and k (of the source) where these depend on the tokens only, and differ in the offset d = j - i. (With a shifted
+readout and a name of one token, the reader is the token before [MASK], and the two queries are those of two words.) For
+independent
 isotropic q and k the correlation of the two scores is `isotropic_route_correlation`, or `correlation_of_frequencies`
 for frequencies that are scaled.
 """
@@ -68,13 +70,6 @@ def routes_of(forward: CanvasReading, reverse: CanvasReading) -> Float[Tensor, "
     if forward.batch.model.cfg.is_causal:
         routes[(forward.batch.sources > forward.batch.rows) | (reverse.batch.sources > reverse.batch.rows)] = torch.nan
     return routes
-
-
-def correlation_over_heads(
-    one: Float[Tensor, "fact layer head"], other: Float[Tensor, "fact layer head"]
-) -> Float[Tensor, "fact layer"]:
-    """Pearson's correlation over the heads of each layer; NaN with one head, or where all heads agree."""
-    return correlation(one, other, dim=-1)
 
 
 def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.signatures.alignment import GradientAlignment
+from diffusion_lens.analysis.signatures.canvases import other_facts
 from diffusion_lens.analysis.signatures.edges import edge_cut_of
-from diffusion_lens.analysis.signatures.evidence import evidence_of, percentile, reuse
+from diffusion_lens.analysis.signatures.evidence import evidence_of, percentiles, reuse
 from diffusion_lens.analysis.signatures.fact_result import FactSignatures
 from diffusion_lens.analysis.signatures.measures import Pairs, canvases_of
 from diffusion_lens.analysis.signatures.plan import SignaturePlan
@@ -32,6 +33,7 @@ from diffusion_lens.taught_pairs import LaidOutPairs, TaughtPair
 
 
 @begins_run
+@torch.inference_mode(False)
 def reversal_signatures(
     model: DiffusionTransformer,
     pairs: Pairs | LaidOutPairs,
@@ -54,7 +56,7 @@ def reversal_signatures(
         candidates: Token ids among which the evidence for the right answer is ranked; by default the answers of all
             reverse questions, in increasing order.
         batch_size: Pairs computed together, which are also each other's baseline of shuffled pairs; by default as many
-            as fit, at most 32.
+            as fit, at most 32. At least 2; an odd number of pairs in batches of two makes one batch of three.
         max_bytes: Most memory for one batch, in addition to the weights.
         out: Folder for one file per pair. A call that finds pairs there computes only the others. By default nothing is
             written.
@@ -66,7 +68,8 @@ def reversal_signatures(
             the folder contains another study, the budget is too small, or as in `gradient_alignment`.
     """
     plan = SignaturePlan.of(model, pairs, candidates, batch_size, max_bytes)
-    record = {**plan.describe(), **provenance(model, model.cfg)}
+    folding = {"layer_norm_folding": model.cfg.layer_norm_folding}
+    record = {**plan.describe(), **folding, **provenance(model, model.cfg)}
 
     def compute(batch: Sequence[str]) -> list[FactSignatures]:
         with model.optional_hooks():
@@ -81,13 +84,13 @@ def _signatures(
     """The signatures of a batch of pairs."""
     forward, reverse = canvases_of(model, pairs)
     readings = [CanvasReading.of(batch) for batch in (forward, reverse)]
-    found = [evidence_of(reading, candidates).sum(dim=2) for reading in readings]
+    found, different = [evidence_of(reading, candidates) for reading in readings], other_facts(forward, reverse)
     right = [candidates.index(pair.reverse.answer_token) for pair in pairs]
     cuts = [edge_cut_of(reading) for reading in readings]
     scores = routes_of(*readings)
     aligned = GradientAlignment.of(forward, reverse, parameters)
     tensors = {
-        "percentiles": torch.stack([percentile(each, right) for each in found], dim=1),
+        "percentiles": torch.stack([percentiles(each, right, different) for each in found], dim=1),
         "reuses": reuse(*found),
         "cuts": torch.stack(cuts, dim=1),
         "routes": scores,

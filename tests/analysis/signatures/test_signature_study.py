@@ -14,7 +14,9 @@ from diffusion_lens.analysis import (
     ReversalSignatures,
     TaughtCanvas,
     TaughtPair,
+    evidence,
     gradient_alignment,
+    isotropic_route_correlation,
     reversal_signatures,
 )
 from diffusion_lens.analysis.signatures import signature_passes
@@ -129,15 +131,102 @@ def test_what_the_bundled_models_show():
     assert len(mdm.plot(ar)) == 8
 
 
+def test_pairs_of_one_person_are_resampled_together(tiny, pairs):
+    """Each person three times over says no more than once."""
+    names = [f"person {i}" for i in range(len(pairs))]
+    once = [replace(pair, group=name) for pair, name in zip(pairs, names, strict=True)]
+    thrice = [replace(pair, id=f"{pair.id} {i}") for pair in once for i in range(3)]
+    one, three = reversal_signatures(tiny, once), reversal_signatures(tiny, thrice)
+    for name in ("edge_cut", "probability"):
+        for ours, theirs in zip(one.interval(name), three.interval(name), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, equal_nan=True)
+    narrow, wide = (torch.stack(one.interval("probability", level)).diff(dim=0) for level in (0.5, 0.99))
+    assert (narrow < wide).all()
+    assert not torch.equal(one.interval("probability", seed=1)[0], one.interval("probability", seed=2)[0])
+
+
+def test_curves_are_the_means_and_their_intervals(tiny, pairs):
+    found = reversal_signatures(tiny, pairs)
+    curves = found.curves(level=0.9)
+    for i, way in enumerate(("forward", "reverse")):
+        for name, drawn in (
+            ("edge_cut", curves.cuts[way]),
+            ("evidence_percentile", curves.evidence[f"percentile, {way}"]),
+        ):
+            torch.testing.assert_close(drawn.mean, getattr(found, name)[i], equal_nan=True)
+            low, high = found.interval(name, 0.9)
+            torch.testing.assert_close(
+                torch.stack([drawn.low, drawn.high]), torch.stack([low[i], high[i]]), equal_nan=True
+            )
+    for label in ("attn.v", "attn.o", "mlp.down", "attn.q", "attn.k"):
+        own = [found.gradient_cosine[f"blocks.{layer}.{label}.weight"][0] for layer in range(4)]
+        torch.testing.assert_close(curves.gradients[label].mean, torch.tensor(own))
+    assert curves.embeddings["unembed.weight"] == found.gradient_cosine["unembed.weight"][0]
+    if found.route_correlation is None:
+        assert curves.routes == {}
+    else:
+        torch.testing.assert_close(curves.routes["measured"].mean, found.route_correlation)
+        assert float(curves.routes["isotropic"].mean[0]) == pytest.approx(found.isotropic_correlation)
+    axes = found.plot()
+    drawn = {line.get_label(): torch.tensor(line.get_ydata()).float() for line in axes[1].get_lines()}
+    torch.testing.assert_close(drawn["reverse"], found.edge_cut[1])
+    other = reversal_signatures(tiny, pairs[:3])
+    with pytest.raises(ValueError, match="has other facts than"):
+        found.plot(other)
+
+
+def test_the_isotropic_prediction_is_a_mean_over_offsets(tiny):
+    if tiny.cfg.is_causal:
+        return
+    pair = toy_facts.load().taught_pairs(tiny)[0]
+    nearer = TaughtCanvas(pair.reverse.tokens, pair.reverse.row, pair.reverse.answer_token, pair.reverse.source + 1)
+    found = reversal_signatures(
+        tiny, [pair, TaughtPair(pair.forward, nearer, "nearer")], candidates=[5, 6, pair.reverse.answer_token]
+    )
+    expected = [
+        isotropic_route_correlation(32, pair.forward.source - pair.forward.row, each.source - each.row, 1e4)
+        for each in (pair.reverse, nearer)
+    ]
+    assert found.isotropic_correlation == pytest.approx(sum(expected) / 2, abs=1e-6)
+
+
+def test_padding_in_the_tokens_of_a_canvas_is_padding(own_pad):
+    if not own_pad.cfg.has_mask:
+        return
+    real = torch.tensor([5, own_pad.cfg.mask_token_id, 7, 8, 9])
+    row = int(own_pad.readout.rows(torch.tensor(1)))
+    alone = [TaughtPair(TaughtCanvas(real, row, 11 + i, 3), TaughtCanvas(real, row, 11 + i, 4)) for i in range(2)]
+    padded = torch.cat([real, torch.full((3,), own_pad.own_pad_id)])
+    longer = [TaughtPair(replace(pair.forward, tokens=padded), replace(pair.reverse, tokens=padded)) for pair in alone]
+    one, other = reversal_signatures(own_pad, alone), reversal_signatures(own_pad, longer)
+    torch.testing.assert_close(one.probabilities, other.probabilities)
+    torch.testing.assert_close(one.cuts, other.cuts, rtol=1e-3, atol=1e-5)
+
+
 def test_hooks_of_the_caller_act_and_no_mode_is_changed(tiny, pairs):
     plain = reversal_signatures(tiny, pairs)
     with tiny.hooks(fwd_hooks=[("blocks.0.attn.hook_v", interventions.zero_ablate())]), torch.no_grad():
         ablated = reversal_signatures(tiny, pairs)
         assert not torch.is_grad_enabled()
-    assert (ablated.percentiles[:, :, 0] == 0.5).all()  # every candidate ties
+    assert (ablated.percentiles[..., 0] == 0.5).all()  # every candidate ties
     assert (ablated.cuts[:, 1, 0].abs() < 1e-5).all()
     assert (plain.cuts[:, 1, 0].abs() > 1e-5).all()
     assert ablated.record["hooks"] != plain.record["hooks"]
+
+
+def test_a_pair_of_the_other_model_is_refused():
+    """Its canvas masks nothing."""
+    from diffusion_lens import HookedDiffusionTransformer
+
+    mdm, ar = (HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in ("tiny-mdm", "tiny-ar"))
+    with pytest.raises(ValueError, match=r"has no \[MASK\] where row 6 reads"):
+        reversal_signatures(mdm, toy_facts.load().taught_pairs(ar))
+
+
+def test_inference_mode_changes_nothing(tiny, pairs):
+    plain = reversal_signatures(tiny, pairs)
+    with torch.inference_mode():
+        assert same(plain, reversal_signatures(tiny, pairs))
 
 
 def test_flags_of_optional_hooks_change_nothing(tiny, pairs):
@@ -179,6 +268,15 @@ def test_refusals(tiny, pairs, untyped):
         ({"pairs": pairs, "candidates": [answer, answer]}, "twice"),
         ({"pairs": pairs, "candidates": [answer, 10**6]}, "candidates contain 1000000; the model writes tokens 0 to"),
         ({"pairs": pairs, "batch_size": 0}, "batch_size=0; it must be at least 1"),
+        ({"pairs": pairs, "batch_size": 1}, "batch_size=1: pairs computed together are each other's baseline"),
+        (
+            {"pairs": [replace(pairs[0], reverse=replace(pairs[0].reverse, answer_token=10**6))]},
+            "has the answer 1000000",
+        ),
+        (
+            {"pairs": [replace(pairs[0], reverse=replace(pairs[0].reverse, tokens=torch.zeros(14)))]},
+            "tokens of torch.float",
+        ),
         ({"pairs": pairs, "max_bytes": 1000}, "max_bytes=1,000 is too small: 2 pairs take"),
         ({"pairs": pairs, "shard": "3/2"}, "is not a shard"),
     ]
@@ -186,10 +284,15 @@ def test_refusals(tiny, pairs, untyped):
     names = [
         ({"parameters": []}, "parameters is empty"),
         ({"parameters": ["ln_final.weight"]}, "is no weight matrix of"),
+        ({"parameters": "embed.weight"}, r"give a list of names, \['embed.weight'\]"),
+        ({"parameters": ["embed.weight", "embed.weight"]}, "contain a name twice"),
     ]
     assert unrefused(lambda **options: gradient_alignment(tiny, pairs, **options), names) == []
+    found = reversal_signatures(tiny, pairs)
     with pytest.raises(ValueError, match="it must be one of evidence_percentile"):
-        reversal_signatures(tiny, pairs).interval("evidence")
+        found.interval("evidence")
+    with pytest.raises(ValueError, match="there is nothing to average"):
+        ReversalSignatures.of({}, found.record).interval("edge_cut")
     with pytest.raises(TypeError, match="the nearest is 'candidates'"):
         reversal_signatures(tiny, pairs, candidate=[1])
 
@@ -199,6 +302,9 @@ def test_gradients_of_other_modules_are_refused(tiny, pairs):
     changed.blocks[1].mlp.up = torch.nn.Sequential(changed.blocks[1].mlp.up)
     with pytest.raises(ValueError, match=r"'blocks.1.mlp.up' is a module Sequential"):
         reversal_signatures(changed, pairs)
+    changed.blocks[1].attn.o = torch.nn.Sequential(changed.blocks[1].attn.o)
+    with pytest.raises(ValueError, match=r"'blocks.1.attn.o' is a module Sequential"):
+        evidence(changed, pairs)
     hooked = copy.deepcopy(tiny)
     hooked.blocks[1].mlp.register_forward_hook(lambda module, given, output: None)
     with pytest.raises(ValueError, match="a hook of torch is attached"):
