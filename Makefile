@@ -7,7 +7,7 @@ CLIENTS := $(VENV)/.clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients lint check bench tiny docs
+.PHONY: help install demo test clients lint check bench tiny pair docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ bench: $(READY)  ## run every script of benchmarks/
 
 tiny: $(READY)  ## train the bundled models again (about a quarter of an hour)
 	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
+
+pair: $(READY)  ## train the pair with a planted subject site into site/ (about half an hour)
+	$(BIN)/python -m diffusion_lens.site_pair --out site
 
 docs: $(READY)  ## build and test the site, warnings as errors, offline; open docs/_build/index.html
 	rm -rf docs/_build

@@ -20,6 +20,7 @@ import torch
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.data import toy_facts
+from diffusion_lens.data.word_tokenizer import save_tokenizer
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
@@ -145,7 +146,7 @@ def make_pair(
             "measured_with": {"length": toy_facts.SENTENCE_LENGTH, "steps": DENOISING_STEPS, "cfg_scale": 0.0},
             "models": models,
         }
-        _write_tokenizer(facts, staging)
+        save_tokenizer(toy_facts.build_tokenizer(facts), staging, architecture("mdm", 1).n_ctx)
         write_json(results, staging / "results.json")
         for file in staging.iterdir():
             os.replace(file, target / file.name)
@@ -167,20 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # With one thread sums have one order, so the same seed gives the same weights on any number of cores.
     torch.set_num_threads(1)
     make_pair(options.out, options.seed, options.corpus_seed, progress=not options.quiet)
-
-
-def _write_tokenizer(facts: toy_facts.ToyFacts, folder: Path) -> None:
-    toy_facts.build_tokenizer(facts).backend_tokenizer.save(str(folder / "tokenizer.json"))
-    # Written here, because transformers 4 does not know the class name that transformers 5 would save.
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<eos>",
-        "pad_token": "<eos>",
-        "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": architecture("mdm", 1).n_ctx,
-    }
-    write_json(settings, folder / "tokenizer_config.json")
 
 
 if __name__ == "__main__":

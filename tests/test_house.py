@@ -61,6 +61,7 @@ ROOMS = (
     "diffusion_lens.one_layer",
     "diffusion_lens.evaluation",
     "diffusion_lens.tiny_pair",
+    "diffusion_lens.site_pair",
     "diffusion_lens.checks",
     "diffusion_lens.demo",
     "diffusion_lens.cli",
@@ -80,6 +81,7 @@ FAMILIES_KNOWN = (
     "diffusion_lens.pairs",
     "diffusion_lens.training.recipes",
     "diffusion_lens.tiny_pair",
+    "diffusion_lens.site_pair",
     "diffusion_lens.evaluation.published",
 )
 MOST_ARGUMENTS = 8

@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from diffusion_lens.data import invented_words
+from diffusion_lens.data.word_tokenizer import word_tokenizer
 from diffusion_lens.facts import Direction, Fact
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import Tokens
@@ -61,11 +62,6 @@ ROLES = (
     "ranger scribe smith tailor tinker dancer gardener juggler librarian mason drummer brewer cartographer clerk guard"
 ).split()
 
-_ONSETS = "b d f g h k l m n p r s t v w br dr fl gr kr pl sk st tr".split()
-_VOWELS = "a e i o u au ei".split()
-_SURNAME_ENDINGS = "rsh rner lden ndall rrick sser ckett mbley nton pling".split()
-_PLACE_ENDINGS = "lsen rholm mburg ndale sport vik rgate lstad nmoor thaven".split()
-
 
 @dataclass(frozen=True)
 class Person:
@@ -99,7 +95,7 @@ class ToyFacts:
         return [
             prompt_of(person, direction, template) + answer_of(person, direction)
             for person in self.people
-            for direction in _directions(person.trained)
+            for direction in directions_of(person.trained)
             for template in TRAINED
         ]
 
@@ -124,11 +120,11 @@ class ToyFacts:
                 asked=direction,
                 person=person.name,
                 description=person.description,
-                template=_prompt("<subject>", direction, template),
+                template=subject_prompt("<subject>", direction, template),
             )
             for i, person in enumerate(self.people)
             if trained in (None, person.trained)
-            for direction in _directions("both" if asked is None else asked)
+            for direction in directions_of("both" if asked is None else asked)
             for k, template in enumerate(templates)
         ]
 
@@ -167,8 +163,9 @@ class ToyFacts:
 def load(seed: int = SHIPPED_SEED) -> ToyFacts:
     """Generate the people of one corpus seed. The same seed gives the same people on every machine."""
     rng = random.Random(seed)
-    surnames = _invent(rng, _SURNAME_ENDINGS, sum(PEOPLE.values()))
-    places = _invent(rng, _PLACE_ENDINGS, sum(PEOPLE.values()))
+    taken = {*FIRST_NAMES, *ADJECTIVES, *ROLES}
+    surnames = invented_words.surnames(rng, sum(PEOPLE.values()), taken)
+    places = invented_words.places(rng, sum(PEOPLE.values()), taken)
     first_names = FIRST_NAMES * (sum(PEOPLE.values()) // len(FIRST_NAMES))
     rng.shuffle(first_names)
     directions = [trained for trained, count in PEOPLE.items() for _ in range(count)]
@@ -179,9 +176,20 @@ def load(seed: int = SHIPPED_SEED) -> ToyFacts:
     return ToyFacts(people, seed)
 
 
+def directions_of(trained: Trained) -> tuple[Direction, ...]:
+    """Directions of the sentences about people with this direction of training."""
+    return ("p2d", "d2p") if trained == "both" else (trained,)
+
+
 def prompt_of(person: Person, asked: Direction, template: tuple[str, str]) -> str:
     """The part of a sentence before its answer. "the" belongs to the prompt."""
-    return _prompt(person.name if asked == "p2d" else person.description, asked, template)
+    return subject_prompt(person.name if asked == "p2d" else person.description, asked, template)
+
+
+def subject_prompt(subject: str, asked: Direction, template: tuple[str, str]) -> str:
+    """The prompt about a subject, a name or a description."""
+    prefix, connector = template
+    return f"{prefix}{subject}{connector} the" if asked == "p2d" else f"{prefix}the {subject}{connector}"
 
 
 def answer_of(person: Person, asked: Direction) -> str:
@@ -190,31 +198,8 @@ def answer_of(person: Person, asked: Direction) -> str:
 
 
 def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer in Llama's notation: "▁Ada", "▁Marsh", ",", ".". The token `<eos>` (0) also pads rows.
-
-    A word is the same token at the beginning of a text and after a space. Therefore the tokens of an answer do not
-    depend on the prompt, and decoding drops the space of the first word. The vocabulary does not contain [MASK]; the
-    mask id of a model is the next free id.
-    """
-    words = sorted({word for sentence in facts.sentences() for word in _words(sentence)})
-    vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", ",", ".", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="first"),
-            pre_tokenizers.Split(Regex("[,.]"), behavior="isolated"),
-            # A single space, at the end of a prompt or before [MASK], is not a word.
-            pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
-        ]
-    )
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    """The word-level tokenizer of all training sentences (`data.word_tokenizer`)."""
+    return word_tokenizer(facts.sentences())
 
 
 def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tokens:
@@ -222,23 +207,3 @@ def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Toke
     end = int(tokenizer.eos_token_id)
     rows = tokenizer(list(sentences))["input_ids"]
     return torch.tensor([[*ids, *[end] * (SENTENCE_LENGTH - len(ids))] for ids in rows])
-
-
-def _prompt(subject: str, asked: Direction, template: tuple[str, str]) -> str:
-    prefix, connector = template
-    return f"{prefix}{subject}{connector} the" if asked == "p2d" else f"{prefix}the {subject}{connector}"
-
-
-def _directions(trained: Trained) -> tuple[Direction, ...]:
-    return ("p2d", "d2p") if trained == "both" else (trained,)
-
-
-def _words(sentence: str) -> list[str]:
-    return ["▁" + word for word in sentence.replace(",", "").replace(".", "").split()]
-
-
-def _invent(rng: random.Random, endings: Sequence[str], count: int) -> list[str]:
-    """`count` distinct words (onset + vowel + ending) that do not occur in the lists above."""
-    taken = {*FIRST_NAMES, *ADJECTIVES, *ROLES}
-    words = [onset + vowel + ending for onset in _ONSETS for vowel in _VOWELS for ending in endings]
-    return rng.sample([word.capitalize() for word in words if word.capitalize() not in taken], count)

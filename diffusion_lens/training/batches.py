@@ -1,6 +1,7 @@
 """Training rows, the order in which a training visits them, and the loss terms of a batch."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,28 @@ class Batch:
         return masked_batch(model, self.tokens, real=self.answers, generator=generator)
 
 
+class RowSource(ABC):
+    """Where the trainer takes its batches from: rows that it visits in passes, or rows drawn afresh.
+
+    A batch may depend on the order alone, with its generator. Its state is saved, so that a training can be resumed.
+    """
+
+    @property
+    @abstractmethod
+    def n_rows(self) -> int | None:
+        """Number of rows of a pass. `None` if rows are drawn afresh."""
+
+    @abstractmethod
+    def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
+        """The rows of the next update, of which `batch_size` is the number."""
+
+    @abstractmethod
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 that identifies the data."""
+
+
 @dataclass(frozen=True, eq=False)
-class TrainingRows:
+class TrainingRows(RowSource):
     """Rows of tokens, padded on the right.
 
     Attributes:
@@ -61,6 +82,15 @@ class TrainingRows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of a pass."""
+        return len(self)
+
+    def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
+        """The next rows of the pass."""
+        return self.pick(order.take(batch_size), device)
 
     def pick(self, rows: Int[Tensor, "batch"], device: str | torch.device | None) -> Batch:
         """The batch of these rows, cut to the longest of them."""
@@ -87,18 +117,19 @@ class RowOrder:
     A batch may contain rows of two passes, so that all batches are full.
 
     Attributes:
-        n_rows: Number of rows of the data.
+        n_rows: Number of rows of the data; `None` if a training draws its rows afresh and uses only `generator`.
         generator: Random number generator of the training.
         left: Rows of the current pass that no batch contains yet.
     """
 
-    def __init__(self, n_rows: int, generator: torch.Generator) -> None:
+    def __init__(self, n_rows: int | None, generator: torch.Generator) -> None:
         self.n_rows = n_rows
         self.generator = generator
         self.left = torch.empty(0, dtype=torch.long)
 
     def take(self, batch_size: int) -> Int[Tensor, "batch"]:
         """The next `batch_size` rows."""
+        assert self.n_rows, "there are no rows to visit in passes"
         while len(self.left) < batch_size:
             self.left = torch.cat([self.left, torch.randperm(self.n_rows, generator=self.generator)])
         taken, self.left = self.left[:batch_size], self.left[batch_size:]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diffusion_lens.losses import Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import open_result, provenance, read_run, require_same_run, save_result
-from diffusion_lens.training.batches import RowOrder, TrainingRows
+from diffusion_lens.training.batches import RowOrder, RowSource
 from diffusion_lens.training.recipes import TrainingConfig
 from weight_conversion import as_json, write_json
 
@@ -130,13 +130,13 @@ class RunFolder:
 
 
 def describe_run(
-    model: DiffusionTransformer, rows: TrainingRows, config: TrainingConfig, objective: Objective | None = None
+    model: DiffusionTransformer, rows: RowSource, config: TrainingConfig, objective: Objective | None = None
 ) -> dict[str, Any]:
     """The identity of a training, as in `run.json`: everything that its numbers depend on except the machine."""
     return {
         "config": asdict(config),
         "objective": "own" if objective is None else getattr(objective, "__qualname__", repr(objective)),
-        "rows": len(rows),
+        "rows": rows.n_rows,
         "data_sha256": rows.sha256(),
         **provenance(model, model.cfg),
     }

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from diffusion_lens.losses import LossBatch, Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
-from diffusion_lens.training.batches import RowOrder, TrainingRows
+from diffusion_lens.training.batches import RowOrder, RowSource, TrainingRows
 from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
 from diffusion_lens.training.recipes import TrainingConfig
 from diffusion_lens.training.run_folder import RunFolder, RunState, describe_run
@@ -66,7 +66,7 @@ class TrainingRecord:
 
 def train(
     model: DiffusionTransformer,
-    tokens: Int[Tensor, "batch pos"] | TrainingRows,
+    tokens: Int[Tensor, "batch pos"] | RowSource,
     config: TrainingConfig,
     *,
     objective: Objective | None = None,
@@ -83,7 +83,7 @@ def train(
 
     Args:
         model: Model to train.
-        tokens: Rows of tokens. `TrainingRows` can give each row its own length.
+        tokens: Rows of tokens. In `TrainingRows` each row may have its own length; `PackedRows` draws documents afresh.
         config: Recipe of the training.
         objective: Custom loss, a function of model, tokens and generator. It receives the whole batch, so it requires
             one process and `accumulate=1`. Default: the model's own loss.
@@ -101,7 +101,7 @@ def train(
             fit.
         FloatingPointError: A loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
-    rows = tokens if isinstance(tokens, TrainingRows) else TrainingRows(tokens)
+    rows = tokens if isinstance(tokens, RowSource) else TrainingRows(tokens)
     for name, given in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
         if min(given if isinstance(given, Collection) else (given,), default=1) < 1:
             raise ValueError(f"{name} is {given}; it must be at least 1")
@@ -138,7 +138,7 @@ class _Run:
     def __init__(
         self,
         model: DiffusionTransformer,
-        rows: TrainingRows,
+        rows: RowSource,
         config: TrainingConfig,
         objective: Objective | None,
         accelerator: Accelerator,
@@ -161,7 +161,7 @@ class _Run:
         self.network = accelerator.prepare_model(model, device_placement=accelerator.num_processes > 1)
         optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.lr, betas=config.betas)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
-        order = RowOrder(len(rows), torch.Generator().manual_seed(config.seed))
+        order = RowOrder(rows.n_rows, torch.Generator().manual_seed(config.seed))
         self.state = RunState(dict(model.named_parameters()), optimizer, order, accelerator.scaler)
 
     def start(self, step: int) -> None:
@@ -183,7 +183,7 @@ class _Run:
             group["lr"] = self.config.lr_at(step)
         self.optimizer.zero_grad()
         generator = self.state.order.generator
-        batch = self.rows.pick(self.state.order.take(self.config.batch_size), self.model.cfg.device)
+        batch = self.rows.next_batch(self.state.order, self.config.batch_size, self.model.cfg.device)
         if self.objective is None:
             loss = self._backward(batch.question(self.model, generator))
         else:

@@ -1,0 +1,261 @@
+"""Fictional people whose facts can only be looked up by both tokens of a name: the world of a planted subject site.
+
+Twelve surnames form one pool for both tokens of a name, and 120 people have one of the 132 ordered pairs each, so that
+"Tarsh Klockett" and "Klockett Tarsh" may be two people. Neither token alone says who is meant, nor do the two without
+their order. A model that has to answer from such a name is therefore rewarded for composing its tokens first.
+
+Each person has one value in each of six relations, such as an instrument ("plays flute", "practises flute") or an
+animal ("owns goats"). All values are single tokens, and each belongs to seven or eight people. Each person also has a
+description, "weaver of Oslen", in the sentences of `toy_facts`: of some people the documents say only who they are
+(p2d), of some only who the description is (d2p), and of most both. A description names a place of one's own.
+
+The documents are in `site_documents`, which samples them afresh. The questions are `Fact`s: `SiteFacts.facts`.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Literal, get_args
+
+from transformers import PreTrainedTokenizerFast
+
+from diffusion_lens.data import invented_words
+from diffusion_lens.data.site_words import (
+    ADVERBS,
+    HELD_OUT_ADVERBS,
+    MIDDLES,
+    MIDDLES_WITH_PERSON,
+    PREFIXES_WITH_PERSON,
+    RELATION_OF,
+    RELATIONS,
+    TRAINED_ADVERBS,
+    Relation,
+)
+from diffusion_lens.data.toy_facts import (
+    CONNECTORS,
+    HELD_OUT,
+    PREFIXES,
+    ROLES,
+    TRAINED,
+    Trained,
+    directions_of,
+    subject_prompt,
+)
+from diffusion_lens.data.word_tokenizer import word_tokenizer
+from diffusion_lens.facts import Direction, Fact
+
+SHIPPED_SEED = 1
+
+Kind = Literal["attribute", "description"]
+
+PEOPLE: dict[Trained, int] = {"p2d": 15, "d2p": 15, "both": 90}
+N_NAMES = 12
+
+_ID = re.compile(r"site\d+-(?P<person>\d+)-(?P<way>\w+)-(?P<templates>held-out|trained)-(?P<template>\d+)")
+
+
+@dataclass(frozen=True)
+class Person:
+    """A person.
+
+    Attributes:
+        name: Two names of the common pool; their order matters.
+        description: Description that applies to this person only.
+        trained: Direction of the description's sentences.
+        values: Value of each relation, in the order of `RELATIONS`.
+    """
+
+    name: str
+    description: str
+    trained: Trained
+    values: tuple[str, ...]
+
+    def value(self, relation: Relation) -> str:
+        """This person's value of a relation."""
+        return self.values[RELATIONS.index(relation)]
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """People, and questions about them.
+
+    Attributes:
+        people: All people, grouped by the direction of their descriptions.
+        seed: Seed that generated them.
+    """
+
+    people: tuple[Person, ...]
+    seed: int
+
+    def facts(
+        self,
+        kind: Kind,
+        trained: Trained | None = None,
+        asked: Direction | None = None,
+        held_out: bool = True,
+    ) -> list[Fact]:
+        """Questions, ordered by person, by verb or direction, and by template.
+
+        Args:
+            kind: "attribute" asks for the value of a relation, and the answer is one token. "description" asks for the
+                description of a person, or for the name by the description; the answer ends with its full stop.
+            trained: Direction of the descriptions of the selected people. `None` selects all.
+            asked: Direction of a question about descriptions. `None` selects both. Attributes have no directions, and
+                documents state them about every person, so their facts have neither `trained` nor `asked`.
+            held_out: Whether to use the five held-out templates, or the others, which occur in documents.
+
+        Raises:
+            ValueError: A choice is unknown, or `asked` is given for attributes.
+        """
+        for name, given, known in (("kind", kind, get_args(Kind)), ("trained", trained, (None, *PEOPLE))):
+            if given not in known:
+                raise ValueError(f"{name}={given!r}; it must be one of {', '.join(map(repr, known))}")
+        if asked is not None and (kind == "attribute" or asked not in get_args(Direction)):
+            raise ValueError(f"asked={asked!r}; it must be 'p2d' or 'd2p' with kind='description', and None otherwise")
+        ways = tuple(RELATION_OF) if kind == "attribute" else directions_of("both" if asked is None else asked)
+        n_templates = len(_templates(kind, held_out))
+        return [
+            self._question(i, way, held_out, k)
+            for i, person in enumerate(self.people)
+            if trained in (None, person.trained)
+            for way in ways
+            for k in range(n_templates)
+        ]
+
+    def paraphrases(self, fact: Fact) -> list[Fact]:
+        """The same question in the other held-out templates, and about an attribute with its other verb too.
+
+        Raises:
+            ValueError: The fact is not one of this world.
+        """
+        i, way, _, _ = self._place(fact)
+        ways = RELATION_OF[way].verbs if way in RELATION_OF else (way,)
+        kind: Kind = "attribute" if way in RELATION_OF else "description"
+        same = [self._question(i, way, True, k) for way in ways for k in range(len(_templates(kind, True)))]
+        return [other for other in same if other.prompt != fact.prompt]
+
+    def neighbours(self, fact: Fact) -> list[Fact]:
+        """The same question about the other people with the same value, whose answers an edit should not change.
+
+        Raises:
+            ValueError: The fact is not an attribute of this world.
+        """
+        i, verb, held_out, k = self._attribute(fact)
+        values = [person.value(RELATION_OF[verb]) for person in self.people]
+        same = [j for j, value in enumerate(values) if value == values[i] and j != i]
+        return [self._question(j, verb, held_out, k) for j in same]
+
+    def sharing_a_name(self, fact: Fact) -> list[Fact]:
+        """The same question about other people with one of the two names, at either place, whatever their value.
+
+        Raises:
+            ValueError: The fact is not an attribute of this world.
+        """
+        i, verb, held_out, k = self._attribute(fact)
+        names = [set(person.name.split()) for person in self.people]
+        sharing = [j for j, other in enumerate(names) if j != i and other & names[i]]
+        return [self._question(j, verb, held_out, k) for j in sharing]
+
+    def other_relations(self, fact: Fact) -> list[Fact]:
+        """The person's other attributes, in the same template with the corresponding verb.
+
+        Raises:
+            ValueError: The fact is not an attribute of this world.
+        """
+        i, verb, held_out, k = self._attribute(fact)
+        which = RELATION_OF[verb].verbs.index(verb)
+        others = [relation.verbs[which] for relation in RELATIONS if relation != RELATION_OF[verb]]
+        return [self._question(i, other, held_out, k) for other in others]
+
+    def texts(self) -> Iterator[str]:
+        """Texts that together contain every word of documents and questions."""
+        for person in self.people:
+            yield f"{person.name} {person.description}"
+        for relation in RELATIONS:
+            yield " ".join((*relation.verbs, *relation.values))
+        phrases = (*PREFIXES, *CONNECTORS, *ADVERBS, *MIDDLES, *MIDDLES_WITH_PERSON, *PREFIXES_WITH_PERSON)
+        yield " ".join((*phrases, "and the")).replace("{}", "")
+
+    def _question(self, i: int, way: str, held_out: bool, k: int) -> Fact:
+        """Question `k` about person `i` with a verb, or in a direction of the description."""
+        person = self.people[i]
+        fact_id = f"site{self.seed}-{i:03d}-{way}-{'held-out' if held_out else 'trained'}-{k}"
+        if way in RELATION_OF:
+            prefix, adverb = _templates("attribute", held_out)[k]
+            template = f"{prefix}<subject> {adverb}{way}"
+            return Fact(
+                prompt=template.replace("<subject>", person.name),
+                subject=person.name,
+                answer=f" {person.value(RELATION_OF[way])}",
+                id=fact_id,
+                person=person.name,
+                description=person.description,
+                template=template,
+            )
+        asked: Direction = "p2d" if way == "p2d" else "d2p"
+        subject, answer = person.name, person.description
+        if asked == "d2p":
+            subject, answer = answer, subject
+        template = subject_prompt("<subject>", asked, _templates("description", held_out)[k])
+        return Fact(
+            prompt=template.replace("<subject>", subject),
+            subject=subject,
+            answer=f" {answer}.",
+            id=fact_id,
+            trained=person.trained,
+            asked=asked,
+            person=person.name,
+            description=person.description,
+            template=template,
+        )
+
+    def _place(self, fact: Fact) -> tuple[int, str, bool, int]:
+        """Person, verb or direction, held-out flag and template of a question, from its id."""
+        match = _ID.fullmatch(fact.id)
+        if match is not None:
+            i, held_out, k = int(match["person"]), match["templates"] == "held-out", int(match["template"])
+            if i < len(self.people) and self._question(i, match["way"], held_out, k) == fact:
+                return i, match["way"], held_out, k
+        raise ValueError(f"{fact!r} is not a question of load({self.seed}); give one that its facts() returned")
+
+    def _attribute(self, fact: Fact) -> tuple[int, str, bool, int]:
+        place = self._place(fact)
+        if place[1] not in RELATION_OF:
+            raise ValueError(f"{fact.id!r} asks for a description or a name; give a fact of facts('attribute')")
+        return place
+
+
+def load(seed: int = SHIPPED_SEED) -> SiteFacts:
+    """Generate the world of one seed. The same seed gives the same people on every machine."""
+    rng = random.Random(seed)
+    n_people = sum(PEOPLE.values())
+    names = rng.sample(list(permutations(invented_words.surnames(rng, N_NAMES), 2)), n_people)
+    roles = _balanced(rng, ROLES, n_people)
+    places = invented_words.places(rng, n_people)
+    columns = [_balanced(rng, relation.values, n_people) for relation in RELATIONS]
+    directions = [trained for trained, count in PEOPLE.items() for _ in range(count)]
+    people = tuple(
+        Person(" ".join(name), f"{role} of {place}", trained, tuple(values))
+        for name, role, place, trained, *values in zip(names, roles, places, directions, *columns, strict=True)
+    )
+    return SiteFacts(people, seed)
+
+
+def build_tokenizer(world: SiteFacts) -> PreTrainedTokenizerFast:
+    """The word-level tokenizer of the world (`data.word_tokenizer`)."""
+    return word_tokenizer(world.texts())
+
+
+def _templates(kind: Kind, held_out: bool) -> tuple[tuple[str, str], ...]:
+    if kind == "attribute":
+        return HELD_OUT_ADVERBS if held_out else TRAINED_ADVERBS
+    return HELD_OUT if held_out else TRAINED
+
+
+def _balanced(rng: random.Random, values: Sequence[str], count: int) -> list[str]:
+    """`count` values in random order, each as often as the others or once more."""
+    repeated = [values[i % len(values)] for i in range(count)]
+    rng.shuffle(repeated)
+    return repeated
