@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from oracles.memory import peak_of_tensors
 from torch.nn.functional import normalize
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
@@ -17,6 +18,7 @@ from diffusion_lens.analysis import (
     reversal_signatures,
     routes,
 )
+from diffusion_lens.analysis.signatures import pair_bytes
 from weight_conversion import Architecture
 
 N = 5
@@ -234,9 +236,7 @@ def test_isotropic_correlation_against_draws(d_head, offsets, base):
 def one_layer(kind, **options):
     """The one-layer network of the theory, before training."""
     masked = kind == "mdm"
-    architecture = Architecture(
-        family="lit_gpt",
-        name=f"fresh-{kind}",
+    shape = dict(
         n_layers=1,
         d_model=64,
         n_heads=4,
@@ -249,8 +249,8 @@ def one_layer(kind, **options):
         attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=129 if masked else None,
-        **options,
     )
+    architecture = Architecture(family="lit_gpt", name=f"fresh-{kind}", **{**shape, **options})
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
@@ -288,6 +288,23 @@ def test_pairs_of_two_facts_are_a_baseline():
     model = one_layer("mdm")
     found = gradient_alignment(model, toy_pairs(model, shuffle=1), ["blocks.0.attn.v.weight", "unembed.weight"])
     assert found.cosines.mean(dim=0).abs().max() < 0.05
+
+
+def test_a_source_that_one_reader_does_not_see_has_no_route():
+    """On a causal model, a sentence that states B first on one side only."""
+    model = one_layer("ar")
+    seen = TaughtCanvas(torch.tensor([70, 0, 5]), 1, 5, 0)
+    unseen = TaughtCanvas(torch.tensor([5, 0, 70]), 1, 70, 2)
+    pairs = [TaughtPair(seen, unseen), TaughtPair(unseen, seen), TaughtPair(seen, seen)]
+    assert routes(model, pairs).isnan().flatten(1).all(dim=1).tolist() == [True, True, False]
+    assert edge_cut(model, pairs).isnan().flatten(2).all(dim=2).tolist() == [[False, True], [True, False], [False] * 2]
+
+
+def test_a_large_vocabulary_is_reserved_for():
+    model = one_layer("mdm", d_vocab=20_001, d_vocab_out=20_000, mask_token_id=20_000)
+    pairs = toy_pairs(model, 8)
+    used = peak_of_tensors(lambda: reversal_signatures(model, pairs))
+    assert used < 8 * pair_bytes(model.cfg, 3, 8)
 
 
 @pytest.mark.parametrize("kind", ["standard", "none", "alibi"])
