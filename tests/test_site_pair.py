@@ -60,6 +60,11 @@ def test_a_complete_training_is_read(world, trained, tmp_path):
         assert torch.equal(weight, trained["ar"].model.state_dict()[name])
 
 
+def test_a_phase_needs_the_one_that_it_starts_from(world, tmp_path):
+    with pytest.raises(ValueError, match="phase 'ar' starts from 'subject'; the phases before it are: none"):
+        train_phases(world, 0, SHORT[1:], tmp_path, progress=False)
+
+
 def test_targets_are_the_values_of_each_visible_name(world, tokenizer):
     """Read every row as words, and look the people up by their names."""
     targets = PersonTargets.of(world, tokenizer)

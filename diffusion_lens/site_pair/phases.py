@@ -32,7 +32,13 @@ from diffusion_lens.training.trainer import TrainingRecord, train
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A phase that was trained."""
+    """A phase that was trained.
+
+    Attributes:
+        phase: Recipe of the phase.
+        model: The model at its end.
+        record: Record of its training.
+    """
 
     phase: Phase
     model: HookedDiffusionTransformer
@@ -50,9 +56,15 @@ def train_phases(
         phases: Phases; each comes after the one that it starts from.
         folder: Folder with a subfolder for each phase. A phase that is complete there is only read.
         progress: Whether progress bars are shown.
+
+    Raises:
+        ValueError: A phase starts from one that is not before it, or the folder contains another training.
     """
     done: dict[str, Trained] = {}
     for phase in phases:
+        if phase.after is not None and phase.after not in done:
+            before = ", ".join(done) or "none"
+            raise ValueError(f"phase {phase.name!r} starts from {phase.after!r}; the phases before it are: {before}")
         model = _start(phase, world, seed, None if phase.after is None else done[phase.after].model)
         record = train(
             model,
