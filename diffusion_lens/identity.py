@@ -48,7 +48,7 @@ _LEFT_OUT = (
     | {"name", "ctx", "fwd_hooks", "bwd_hooks"}
     | MODULE_HOOKS
 )
-# Attributes that records name otherwise: records of one network stay equal.
+# Attributes of the model's root that records name otherwise: records of one network stay equal.
 _RECORDED_AS = {"positions": "_rotary"}
 _OF_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
@@ -190,8 +190,9 @@ def _state(module: nn.Module, digester: Digester) -> str:
     kind, values, parts = type(module), vars(module), list(module._modules)
     if not (kind.__module__.startswith("diffusion_lens.") or isinstance(module, _SAME_IN_TRAINING)):
         parts.append(f"training {module.training}")
-    left_out = _LEFT_OUT | ROOT_CACHES if isinstance(module, HookedRootModule) else _LEFT_OUT
-    named = {_RECORDED_AS.get(name, name): values[name] for name in values.keys() - left_out}
+    is_root = isinstance(module, HookedRootModule)
+    left_out, renamed = (_LEFT_OUT | ROOT_CACHES, _RECORDED_AS) if is_root else (_LEFT_OUT, {})
+    named = {renamed.get(name, name): values[name] for name in values.keys() - left_out}
     for name, value in sorted(named.items()):
         if type(value) in PLAIN_KINDS:
             parts.append(f"{name} {value!r}")

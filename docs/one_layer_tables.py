@@ -1,16 +1,24 @@
-"""The one-layer experiment: `{one-layer-table} FILE DATA`, read from the `command.json` that its command wrote.
+"""The one-layer experiment: `{one-layer-table} FILE DATA` and the figure, from what its command wrote.
 
-The files are `one_layer.json`, of the default settings, and `one_layer_long.json`, of trainings of 3000 steps.
+The files are the `command.json` of three runs: `one_layer_seeds.json` (one layer, twelve seeds), `one_layer.json` (the
+default settings) and `one_layer_long.json` (3000 steps). Every build draws the figure `_made/one_layer.png` from the
+first.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
+
+from diffusion_lens.cli.report import save_figure
+from diffusion_lens.one_layer.result import PANELS
+from diffusion_lens.plots import training_panels
 
 HERE = Path(__file__).parent
 COLUMNS = {
@@ -24,6 +32,7 @@ COLUMNS = {
     "cosine_u": "cosine W_U",
     "cosine_q": "cosine W_Q",
 }
+DRAWN = "one_layer_seeds.json"
 WITH_RANGE = ("reverse_accuracy", "reverse_probability", "routes", "cosine_v")
 VARIANTS = {"mdm": "MDM", "ar": "AR"}
 
@@ -65,6 +74,24 @@ def _cell(spread: list[Any], with_range: bool) -> str:
     return f"{mean:.2f} ({low:.2f}–{high:.2f})" if with_range and f"{low:.2f}" != f"{high:.2f}" else f"{mean:.2f}"
 
 
+def panels_of(written: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """The panels of the figure, as `training_panels` takes them, from the curves in the file; and the steps."""
+    steps: list[int] = written["results"]["steps"]
+    rows: dict[str, Any] = {name: {title: {} for title in PANELS} for name in VARIANTS.values()}
+    for curves in written["results"]["curves"]:
+        undefined = [[math.nan] * len(steps)] * len(curves["seeds"])
+        for title, measure in PANELS.items():
+            lines = rows[VARIANTS[curves["variant"]]][title]
+            lines[curves["positions"]] = torch.tensor(curves.get(measure, undefined))
+    return rows, steps
+
+
+def draw_figure(app: Sphinx) -> None:
+    """Write the figure of the page."""
+    axes = training_panels(*panels_of(study(DRAWN)))
+    save_figure(axes[0], Path(app.srcdir) / "_made" / "one_layer.png")
+
+
 class OneLayerTable(SphinxDirective):
     """`{one-layer-table} one_layer.json one-way`."""
 
@@ -76,4 +103,5 @@ class OneLayerTable(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("one-layer-table", OneLayerTable)
+    app.connect("builder-inited", draw_figure)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,8 +6,9 @@ positions are necessary, reverse recall vanishes without them. The example train
 B", told in this direction only, with rotary, learned, no and symmetric positions (ALiBi with |i - j|); all else is the
 same. It prints recall in reverse and the three signatures of the reverse question by training step.
 It does not vanish. Networks without positions, or with symmetric ones, cannot tell "[M] is B" from "B is [M]" and
-answer both alike. Learned positions weaken reverse recall, and with rotary ones it depends on the seed. Autoregressive
-(AR) networks answer nothing in reverse, whatever their positions.
+answer both alike. With learned positions reverse recall comes later than forward recall and differs from seed to seed;
+with rotary ones nearly all seeds answer. Autoregressive (AR) networks answer next to nothing in reverse, whatever their
+positions.
 OUT contains a figure and the study, which a second run continues.
 """
 

@@ -38,6 +38,7 @@ class StudyResult(ABC, Generic[F]):
 
     KIND: ClassVar[str]  # Kind of result that is written in its file.
     FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
+    UNIT: ClassVar[str] = "fact"  # What messages call one row.
 
     ids: list[str]
     record: dict[str, Any]
@@ -100,7 +101,7 @@ class StudyResult(ABC, Generic[F]):
         for part in given:
             name, result = (str(part), cls.load(part)) if isinstance(part, str | Path) else ("one of the results", part)
             opened.append((name, result.record, result.by_fact()))
-        record, results = join_parts(opened, lambda one, other: one.equals(other))
+        record, results = join_parts(opened, lambda one, other: one.equals(other), cls.UNIT)
         merged = cls.of(results, record)
         merged.warn_of_gaps()
         return merged

@@ -233,13 +233,14 @@ def pick_shard(ids: Sequence[T], shard: Shard) -> list[T]:
 
 
 def join_parts(
-    parts: Sequence[tuple[str, Mapping[str, Any], Mapping[str, T]]], same: Callable[[T, T], bool]
+    parts: Sequence[tuple[str, Mapping[str, Any], Mapping[str, T]]], same: Callable[[T, T], bool], unit: str = "fact"
 ) -> tuple[dict[str, Any], dict[str, T]]:
     """The record of the study that all parts belong to, and their results by fact, in the order of its facts.
 
     Args:
         parts: The name of each part for messages, its record, and its results by fact.
         same: Whether two results of one fact are the same.
+        unit: What messages call a fact.
 
     Raises:
         ValueError: There are no parts, they belong to different studies, a fact is in none of them, or two parts differ
@@ -253,11 +254,11 @@ def join_parts(
         require_same_run(record, own_record, where)
         for fact_id, result in results.items():
             if not same(result, joined.setdefault(fact_id, result)):
-                raise ValueError(f"the fact {fact_id!r} has another result in {where} than in an earlier part")
+                raise ValueError(f"the {unit} {fact_id!r} has another result in {where} than in an earlier part")
     if missing := [fact_id for fact_id in record["facts"] if fact_id not in joined]:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(
-            f"{len(missing)} of {len(record['facts'])} facts are missing: {shown}. Compute their shards, or resume "
+            f"{len(missing)} of {len(record['facts'])} {unit}s are missing: {shown}. Compute their shards, or resume "
             "those that were interrupted"
         )
     return record, {fact_id: joined[fact_id] for fact_id in record["facts"]}

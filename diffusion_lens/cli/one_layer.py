@@ -31,7 +31,7 @@ def one_layer(
             "them. Repeat the option for several. Default: all three.",
         ),
     ] = None,
-    depth: Annotated[
+    depths: Annotated[
         list[int] | None,
         typer.Option(
             "--depth",
@@ -47,9 +47,16 @@ def one_layer(
         Path | None,
         typer.Option(
             help="Folder for trainings, results, figures and command.json. Default: one-layer. An interrupted run "
-            "resumes from it."
+            "resumes from it. To add seeds or kinds to a complete one, name another folder."
         ),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help='Do only one part of the trainings, e.g. "0/4" for the first of four. --merge joins the parts.'
+        ),
+    ] = None,
+    merge: options.Merge = None,
     json: options.Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate the time from a few training steps, and do nothing else.")
@@ -58,52 +65,73 @@ def one_layer(
     """Train small masked diffusion models and AR baselines with different positions, and measure their signatures.
 
     The networks learn facts of three tokens. Only the positions differ; data, steps and initial weights are the same.
-    The table shows recall as trained and in reverse, and the signatures of the reverse question, over the seeds. All
-    defaults together take about a quarter of an hour on one core.
+    The table shows recall as trained and in reverse, and the signatures of the reverse question, over the seeds. With
+    --merge, give the options of the parts.
 
     Example: diffusion-lens one-layer --positions none --data one-way --depth 1 --seeds 1 --steps 40 --out one-layer
     """
     arguments = dict(locals())
     require("pictures")
+    from diffusion_lens.analysis.resumable import pick_shard
+    from diffusion_lens.cli.shards import require_parts, share_of_work
     from diffusion_lens.one_layer import OneLayerStudy, one_layer_study
-    from diffusion_lens.one_layer.study import DEPTHS, POSITIONS, describe, seconds_per_step
+    from diffusion_lens.one_layer.study import DEPTHS, POSITIONS, describe, seconds_per_training
     from diffusion_lens.one_layer.toy import DATA
-    from diffusion_lens.records import require_same_settings
+    from diffusion_lens.records import require_same_run, require_same_settings
+    from weight_conversion import as_json
 
     # 1. Check the settings, and the folder.
     out = out or DEFAULT_FOLDER
     chosen: dict[str, Any] = {
         "positions": positions or list(POSITIONS),
         "data": data or list(DATA),
-        "depths": depth or list(DEPTHS),
+        "depths": depths or list(DEPTHS),
         "seeds": seeds,
         "steps": steps,
     }
     record = describe(**chosen)
-    require_same_settings(out / "trainings", record)
-    settings = {**arguments, **{"depth" if name == "depths" else name: value for name, value in chosen.items()}}
-    report = Report("one-layer", settings, out, json)
+    share_of_work(len(record["facts"]), shard, merge)
+    require_parts(merge, ["trainings"])
+    if not merge:
+        require_same_settings(out / "trainings", record)
+    report = Report("one-layer", {**arguments, **chosen}, out, json)
 
     # 2. For a dry run, print the cost.
     if dry_run:
-        cells = list(record["facts"].values())
-        n_done = len(OneLayerStudy.load(out / "trainings").ids) if (out / "trainings" / "run.json").exists() else 0
-        of_depth = {n_layers: seconds_per_step(n_layers) for n_layers in chosen["depths"]}
-        seconds = steps * sum(of_depth[cell["depth"]] for cell in cells) * (1 - n_done / len(cells))
+        own = [] if merge else pick_shard(list(record["facts"]), shard or "0/1")
+        started = not merge and (out / "trainings" / "run.json").exists()
+        done = set(OneLayerStudy.load(out / "trainings").ids if started else ()) & set(own)
+        left = [record["facts"][cell_id]["depth"] for cell_id in own if cell_id not in done]
+        of_depth = {n_layers: seconds_per_training(n_layers, steps) for n_layers in sorted(set(left))}
+        seconds = sum(of_depth[n_layers] for n_layers in left)
         report.say(
-            f"{len(cells)} trainings of {steps} steps, {n_done} of them done",
+            f"{len(own)} trainings of {steps} steps, {len(done)} of them done",
             f"time: about {max(1, round(seconds / 60))} min on one core of this machine",
         )
-        results = {"trainings": len(cells), "done": n_done, "updates": len(cells) * steps, "seconds": round(seconds, 1)}
+        results = {
+            "trainings": len(own),
+            "done": len(done),
+            "updates": len(left) * steps,
+            "seconds": round(seconds, 1),
+        }
         Report(report.command, report.settings, None, report.as_json).finish(results)
         raise typer.Exit
 
-    # 3. Train, show the table, and write the files.
-    study = one_layer_study(**chosen, out=out / "trainings", progress=progress())
+    # 3. Train, or join the shards.
+    if merge:
+        study = OneLayerStudy.merge([folder / "trainings" for folder in merge])
+        require_same_run(study.record, as_json(record), "the study to merge")
+    else:
+        study = one_layer_study(**chosen, out=out / "trainings", shard=shard or "0/1", progress=progress())
+    if shard is not None:
+        report.part_done(shard, len(study.ids), out, "trainings")
+
+    # 4. Show the table, and write the files.
     report.say(study.to_text())
     files: dict[str, Any] = {"study": study.save(out / "one_layer.safetensors")}
     for of_data in chosen["data"]:
         for n_layers in chosen["depths"]:
             name = f"{of_data}_{n_layers}_layer{'s' * (n_layers > 1)}"
             files[name] = save_figure(study.plot(of_data, n_layers)[0], out / f"{name}.png")
-    report.finish({"steps": study.steps, "table": study.rows()}, study.record, **files)
+    shown = {"steps": study.steps, "table": study.rows(), "curves": study.curve_rows()}
+    report.finish(shown, study.record, **files)

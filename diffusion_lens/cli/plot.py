@@ -17,8 +17,8 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="Image file. Default: RESULT with the suffix .png.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, comparison, recall curve or
-    signatures of reversal.
+    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, comparison, recall curve,
+    signatures of reversal or one-layer study.
 
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
@@ -42,6 +42,7 @@ def _result_classes() -> dict[str, Any]:
     from diffusion_lens.analysis.rome import EditReport
     from diffusion_lens.denoising.trajectory import Trajectory
     from diffusion_lens.evaluation import Recall
+    from diffusion_lens.one_layer import OneLayerStudy
 
     return {
         "trajectory": Trajectory,
@@ -56,4 +57,5 @@ def _result_classes() -> dict[str, Any]:
         "key and value study": analysis.KeyValueStudy,
         "recall": Recall,
         "reversal signatures": analysis.ReversalSignatures,
+        "one-layer study": OneLayerStudy,
     }

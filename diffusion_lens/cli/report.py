@@ -42,10 +42,10 @@ class Report:
             for line in lines:
                 typer.echo(line)
 
-    def part_done(self, shard: str, count: int, out: Path) -> NoReturn:
+    def part_done(self, shard: str, count: int, out: Path, units: str = "facts") -> NoReturn:
         """End the command after one shard. --merge shows the results of all shards."""
-        self.say(f"shard {shard}: {count} facts done in {out}; join the shards with --merge")
-        self.finish({"shard": shard, "facts": count})
+        self.say(f"shard {shard}: {count} {units} done in {out}; join the shards with --merge")
+        self.finish({"shard": shard, units: count})
         raise typer.Exit
 
     def finish(self, results: Mapping[str, Any], record: Mapping[str, Any] | None = None, **files: Path) -> None:

@@ -28,6 +28,12 @@ PANELS = {
 COLUMNS = ("same_accuracy", "reverse_accuracy", "reverse_probability", "percentile_reverse", "routes", "cosine_v",
            "cosine_u", "cosine_q")  # fmt: skip
 NAMES = {"mdm": "MDM", "ar": "AR"}
+# Measures whose curves are written to JSON: what recall and each signature is judged by, and the baselines.
+FOLLOWED = (
+    "same_accuracy", "reverse_accuracy", "same_probability", "reverse_probability", "percentile_reverse", "reuse",
+    "routes", *(f"{kind}_{matrix}" for kind in ("cosine", "shuffled") for matrix in ("v", "down", "u", "q")),
+)  # fmt: skip
+_DIGITS = 4
 Group = tuple[str, str, str, int]  # positions, variant, data, depth
 
 
@@ -88,6 +94,7 @@ class OneLayerStudy(StudyResult[CellCurves]):
 
     KIND: ClassVar[str] = "one-layer study"
     FACT_FILE: ClassVar[type[Any]] = CellCurves
+    UNIT: ClassVar[str] = "training"
 
     @classmethod
     def of(cls, results: Mapping[str, CellCurves], record: dict[str, Any]) -> "OneLayerStudy":
@@ -159,35 +166,60 @@ class OneLayerStudy(StudyResult[CellCurves]):
         """The table as JSON data: a row for each group, with [mean, smallest, largest] of every measure."""
         return [
             {
-                **dict(zip(("positions", "variant", "data", "depth"), group, strict=True)),
+                **_named(group),
                 "seeds": len(self.groups[group]),
-                **{name: [round(value, 4) for value in spread] for name, spread in measures.items()},
+                **{name: [_rounded(value) for value in spread] for name, spread in measures.items()},
             }
             for group, measures in self.table(step).items()
         ]
 
+    def curve_rows(self) -> list[dict[str, Any]]:
+        """The `FOLLOWED` curves as JSON data: a row for each group, with a list over steps for each of its `seeds`.
+
+        A measure that does not exist for a group is left out.
+        """
+        return [
+            {
+                **_named(group),
+                "seeds": [self.cells[run].seed for run in runs],
+                **{
+                    name: [[_rounded(value) for value in run] for run in self.curves(name, *group).tolist()]
+                    for name in FOLLOWED
+                    if not self.curves(name, *group).isnan().all()
+                },
+            }
+            for group, runs in self.groups.items()
+        ]
+
     def to_text(self, step: int = -1) -> str:
-        """The table as text: means over the seeds, and the range of the reverse accuracy."""
+        """The table as text: number of seeds, means over them, and the range of the reverse accuracy."""
         heads = ("same", "reverse", "(range)", "p", "percentile", "routes", "cos V", "cos U", "cos Q")
         lines = [f"after {self.steps[step]} steps, means over the seeds"]
-        lines.append(f"{'positions':9} {'':3} {'data':9} depth " + " ".join(f"{head:>10}" for head in heads))
-        for (positions, variant, data, depth), row in self.table(step).items():
+        lines.append(f"{'positions':9} {'':3} {'data':9} depth seeds " + " ".join(f"{head:>10}" for head in heads))
+        for group, row in self.table(step).items():
+            (positions, variant, data, depth), seeds = group, len(self.groups[group])
             reverse = row["reverse_accuracy"]
             cells = [_number(row[name].mean) for name in COLUMNS]
             cells.insert(2, f"{reverse.low:.2f}-{reverse.high:.2f}")
             shown = " ".join(f"{cell:>10}" for cell in cells)
-            lines.append(f"{positions:9} {NAMES[variant]:3} {data:9} {depth:5} {shown}")
+            lines.append(f"{positions:9} {NAMES[variant]:3} {data:9} {depth:5} {seeds:5} {shown}")
         return "\n".join(lines)
 
-    def plot(self, data: str = "one-way", depth: int = 1) -> list[Any]:
+    def plot(self, data: str | None = None, depth: int | None = None) -> list[Any]:
         """Draw accuracy and signatures by training step, one line for each kind of positions; MDM above, AR below.
 
         Lines are means over the seeds, bands reach from the smallest to the largest value.
+
+        Args:
+            data: Name of the sentences; by default the study's first.
+            depth: Number of layers; by default the study's smallest.
 
         Raises:
             ValueError: There is no such training in this study.
         """
         rows = {}
+        data = data or next((group[2] for group in self.groups), "any")
+        depth = depth or min((group[3] for group in self.groups), default=1)
         for variant in VARIANTS:
             kinds = [group[0] for group in self.groups if group[1:] == (variant, data, depth)]
             if not kinds:
@@ -200,6 +232,14 @@ class OneLayerStudy(StudyResult[CellCurves]):
 
     def __repr__(self) -> str:
         return f"OneLayerStudy({len(self.ids)} of {len(self.record['facts'])} trainings of {self.steps[-1]} steps)"
+
+
+def _named(group: Group) -> dict[str, str | int]:
+    return dict(zip(("positions", "variant", "data", "depth"), group, strict=True))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
 
 
 def _number(value: float) -> str:

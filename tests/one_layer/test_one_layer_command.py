@@ -1,4 +1,4 @@
-"""`diffusion-lens one-layer`: the table, the files, the dry run, and the numbers that the documentation shows."""
+"""`diffusion-lens one-layer`: the table, the files, the dry run, shards, and its figure by `plot`."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from diffusion_lens.cli import app
-from diffusion_lens.one_layer import OneLayerStudy
-from diffusion_lens.one_layer.study import DEPTHS, POSITIONS, SEEDS, STEPS, describe
+from diffusion_lens.one_layer import OneLayerStudy, one_layer_study
+from diffusion_lens.one_layer.result import FOLLOWED
+from diffusion_lens.one_layer.study import DEPTHS, POSITIONS, SEEDS, STEPS, seconds_per_training
 from diffusion_lens.one_layer.toy import DATA
-from weight_conversion import as_json, read_json
+from weight_conversion import from_json
 
 SMALL = [
     "--positions",
@@ -26,7 +27,15 @@ SMALL = [
     "--steps",
     "2",
 ]
-DEFAULTS = {"positions": list(POSITIONS), "data": list(DATA), "depth": list(DEPTHS), "seeds": SEEDS, "steps": STEPS}
+DEFAULTS = {
+    "positions": list(POSITIONS),
+    "data": list(DATA),
+    "depths": list(DEPTHS),
+    "seeds": SEEDS,
+    "steps": STEPS,
+    "shard": None,
+    "merge": None,
+}
 
 
 def invoke(*arguments: str) -> Result:
@@ -38,7 +47,7 @@ def test_table_files_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     result = invoke(*SMALL, "--json")
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = from_json(result.stdout)
     assert {path.name for path in Path("one-layer").iterdir()} == {
         "trainings", "one_layer.safetensors", "mixed_1_layer.png", "command.json"
     }  # fmt: skip
@@ -52,14 +61,25 @@ def test_table_files_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         study.table()["alibi", "mdm", "mixed", 1]["same_probability"].mean, abs=1e-4
     )
     assert report["record"]["recipe"]["lr"] == 2e-3
+    followed = report["results"]["curves"]
+    assert [(row["positions"], row["variant"], row["seeds"]) for row in followed] == [
+        (row["positions"], row["variant"], [0]) for row in rows
+    ]
+    for row in followed:
+        for measure in FOLLOWED:
+            curve = study.curves(measure, row["positions"], row["variant"], "mixed")
+            if curve.isnan().all():
+                assert measure not in row
+            else:
+                assert row[measure] == [pytest.approx(each, rel=1e-3) for each in curve.tolist()]
     text = invoke(*SMALL).stdout
     assert "after 2 steps, means over the seeds" in text
     assert "wrote one-layer/mixed_1_layer.png" in text
 
 
-def test_a_dry_run_counts_trainings_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_counts_what_is_left_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffusion_lens.one_layer.study.seconds_per_step", lambda depth: 0.5 * depth)
+    monkeypatch.setattr("diffusion_lens.one_layer.study.seconds_per_training", lambda depth, steps: 0.5 * depth * steps)
     result = invoke("--dry-run", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -73,25 +93,50 @@ def test_a_dry_run_counts_trainings_and_writes_nothing(tmp_path: Path, monkeypat
     }
     assert "216 trainings of 600 steps, 0 of them done" in invoke("--dry-run").stdout
     assert list(tmp_path.iterdir()) == []
+    # 2 of the 8 trainings are there, with one layer; 6 are left, of which 4 have two layers.
+    asked = dict(positions=["none", "alibi"], data=["mixed"], depths=[1, 2], seeds=1, steps=1)
+    one_layer_study(**asked, out="one-layer/trainings", shard="0/4")
+    only = ["--positions", "none", "--positions", "alibi", "--data", "mixed", "--seeds", "1", "--steps", "1"]
+    options = [*only, "--depth", "1", "--depth", "2", "--dry-run", "--json"]
+    results = json.loads(invoke(*options).stdout)["results"]
+    assert results == {"trainings": 8, "done": 2, "updates": 6, "seconds": 0.5 * (3 * 1 + 3 * 2)}
+    results = json.loads(invoke(*options, "--shard", "0/2").stdout)["results"]
+    assert results == {"trainings": 4, "done": 2, "updates": 2, "seconds": 0.5 * (1 + 2)}
 
 
-def test_the_documentation_shows_the_default_command() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    shown = read_json(docs / "one_layer.json")
-    assert shown["command"] == "one-layer"
-    assert shown["settings"] == DEFAULTS
-    described = as_json(describe(POSITIONS, DATA, DEPTHS, SEEDS, STEPS))
-    for name in ("recipe", "measured_at", "measures"):
-        assert shown["record"][name] == described[name]
-    assert len(shown["results"]["table"]) == 72
-    longer = read_json(docs / "one_layer_long.json")
-    asked = {"positions": ["rotary", "standard"], "data": ["one-way"], "depth": [1], "seeds": 5, "steps": 3000}
-    assert longer["settings"] == asked
-    assert longer["record"]["recipe"] == {**shown["record"]["recipe"], "steps": 3000}
-    by_group = {(row["positions"], row["variant"], row["data"], row["depth"]): row for row in shown["results"]["table"]}
-    for (positions, variant, data, _), row in by_group.items():
-        assert row["seeds"] == SEEDS
-        if variant == "mdm" and positions in ("none", "alibi"):
-            assert row["reverse_accuracy"] == row["same_accuracy"], "reverse questions are mirror images"
-        if variant == "ar" and data == "one-way":
-            assert row["reverse_accuracy"][2] < 0.1
+def test_a_training_takes_its_steps_and_its_measurements() -> None:
+    short, long = (seconds_per_training(1, steps) for steps in (1, 100_000))
+    assert 0 < short < long
+    assert long > 100_000 * 1e-4
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_shards_merge_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke(*SMALL, "--out", "whole").exit_code == 0
+    shards = [invoke(*SMALL, "--out", f"part{i}", "--shard", f"{i}/2") for i in (0, 1)]
+    assert "shard 1/2: 2 trainings done in part1; join the shards with --merge" in shards[1].stdout
+    parts = ["--merge", "part0", "--merge", "part1"]
+    merged = invoke(*SMALL, "--out", "merged", *parts)
+    assert merged.exit_code == 0, merged.output
+    whole, joined = (OneLayerStudy.load(f"{name}/one_layer.safetensors") for name in ("whole", "merged"))
+    assert joined.ids == whole.ids
+    assert repr(joined.rows()) == repr(whole.rows())
+    assert "2 of 4 trainings are missing" in invoke(*SMALL, "--out", "half", *parts[:2]).stderr
+    assert "with other settings" in invoke(*SMALL[:-1], "3", "--out", "half", *parts).stderr
+    assert "give one of them" in invoke(*SMALL, "--shard", "0/2", *parts).stderr
+    assert not Path("half").exists()
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_plot_draws_the_study(tmp_path: Path) -> None:
+    study = one_layer_study(positions=["none"], data=["mixed"], depths=[2], seeds=1, steps=1)
+    study.save(tmp_path / "one_layer.safetensors")
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "one_layer.safetensors")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "one_layer.png").exists()
+
+
+def test_a_refusal_names_the_option() -> None:
+    said = invoke("--depth", "1", "--depth", "1", "--dry-run").stderr
+    assert "--depth [1, 1]; give at least one, and each once" in said
