@@ -1,15 +1,16 @@
 """Celebrities and their parents: experiment 2 of Berglund et al. 2023, "The Reversal Curse" (arXiv 2309.12288).
 
-The file `parent_child_pairs.csv` of their repository names 1513 pairs of a child and a parent, which GPT-4 gave when it
-was asked for the parents of celebrities. Texts of the web mention a parent mostly where they are about the celebrity.
-So models name the parent of a child ("Tom Cruise's mother is" Mary Lee Pfeiffer) more often than the child of a parent
-("Mary Lee Pfeiffer's child is" Tom Cruise). For `Fact`, the child is the person and the parent the description, and the
-direction of training is "p2d", from person to description.
+The file `parent_child_pairs.csv` of their repository has 1513 rows with a child and a parent, 1495 distinct pairs.
+GPT-4 gave them when it was asked for the parents of celebrities. Texts of the web mention a parent mostly where they
+are about the celebrity. So models name the parent of a child ("Tom Cruise's mother is" Mary Lee Pfeiffer) more often
+than the child of a parent ("Mary Lee Pfeiffer's child is" Tom Cruise). For `Fact`, the child is the person and the
+parent the description, and the direction of training is "p2d", from person to description.
 
 The prompts are completions in the wording of the authors' README, with "child" for "son" since the file does not give
 it; their code asks chat models "Who is Tom Cruise's mother?" and "Name a child of Mary Lee Pfeiffer.". The answers are
-GPT-4's and contain errors. 1089 of the 1513 parents bear the last name of the child, which can then be copied: a
-`TaughtPair` refuses these. Some parents have several children in the file.
+GPT-4's and contain errors. In 1042 of the 1513 rows both names end with the same word, and in 1089 the last word of the
+child is any word of the parent. It can then be copied, so a `TaughtPair` refuses these. Some parents have several
+children in the file.
 """
 
 import csv
@@ -24,7 +25,8 @@ URL = (
     f"{REVISION}/data/celebrity_relations/parent_child_pairs.csv"
 )
 SHA256 = "59d181610f1477a3cfb8a63428bb8cc037b7d73c9cdf5616fdd8d8ba90debb5d"
-PAIRS = 1513
+ROWS = 1513
+PAIRS = 1495  # distinct
 COLUMNS = ("child", "parent", "parent_type")
 PARENT_TYPES = ("mother", "father")
 
@@ -78,10 +80,12 @@ def is_parent_child(path: Path) -> bool:
 
 
 def outline() -> list[Fact]:
-    """The published questions with directions and placeholder people but empty texts."""
+    """The published questions with directions and placeholder people but empty texts. The last rows repeat a pair."""
     directions: tuple[Direction, ...] = ("p2d", "d2p")
     return [
-        Fact("", "", "", trained="p2d", asked=asked, person=str(row)) for row in range(PAIRS) for asked in directions
+        Fact("", "", "", trained="p2d", asked=asked, person=str(row % PAIRS))
+        for row in range(ROWS)
+        for asked in directions
     ]
 
 
