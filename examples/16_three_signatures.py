@@ -4,22 +4,23 @@ Shin et al. (arXiv 2602.02133) explain it for one layer: the reverse question re
 its attention takes a correlated route, and the gradient of its loss is aligned with that of the trained sentence. The
 example measures the three in every layer of the diffusion model and of its autoregressive (AR) baseline, for people
 trained in one direction and queried in the other. The figure has a row of four panels for each model:
-1. Evidence: the share of the other answers that the right one exceeds (percentile, .5 by chance), and whether the two
-   canvases give the same evidence (reuse). 2. What log p(answer) loses without the edge from the reader to the source.
+1. Evidence: the share of the other answers that the right one exceeds (percentile), the same by the sources of other
+   people (.5), and whether the canvases agree (reuse). 2. What log p(answer) loses without the edge reader to source.
 3. Routes: correlation over heads of the attention scores forward and in reverse; the same with the forward query and
    key moved to the reverse positions (counterfactual); and what random queries and keys would give (isotropic).
 4. Gradients: cosine of the two losses' gradients, beside that of two different people (shuffled pairs).
-On the diffusion model the right answer stands out in layer 0, the only layer whose edge matters. Gradients agree in V,
-O, the MLP's down projection and the head (cosine .4 to .9), and hardly in Q and K. On the AR baseline the percentile is
-at chance, gradients are nearly orthogonal, and there is no route, because the reader does not see the source.
-Do not conclude more than that:
+On the diffusion model the right answer stands out in layer 0 (percentile .91 for people trained p2d, 1.00 for d2p), the
+only layer whose edge matters. Gradients agree in V, O, the MLP's down projection and the head (cosine .43 to .92, and
+at most .37 for shuffled pairs). They agree less in Q and K: from -.19 to .23 (p2d), and to .41 in Q of layer 0 and .38
+in K of layer 3 (d2p; shuffled .16 and .05). On the AR baseline the percentile is at chance and gradients are nearly
+orthogonal. It has no route: the reader of its forward canvas does not see the source. Do not conclude more:
 - Evidence counts the direct path to the logits only. A high percentile where the cut edge costs nothing (layer 2, p2d)
   is not used there, and an MLP may read what the direct path does not show.
-- Reuse is 1 in layer 0 by construction, on both models. Routes scatter around the isotropic prediction, from -.4 to 1.
+- Reuse is 1 in layer 0 by construction, on both models. Routes scatter from -.4 to 1; the isotropic prediction is .62.
 - A cosine means little without that of shuffled pairs. The gradients of a trained model are small, so alignment here
   says what a small step would do (0.1% of the forward loss), not what training did.
 - p(answer) of the AR baseline is read after the true first words of the answer, so it can be high without recall.
-OUT contains a figure for each direction of training and one file per pair of facts. An interrupted run resumes there.
+OUT contains a figure for each direction of training, and one file per model and pair. An interrupted run resumes there.
 """
 
 import argparse
