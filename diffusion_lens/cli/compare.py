@@ -106,8 +106,8 @@ def compare(
             described |= describe_facts(outline, facts, partial(own.request, outline))
         require_same_settings(out / model.label, described)
     if dry_run:
-        longest = max(n_positions or 32 for n_positions in lengths)
-        cost.show(report, chosen[0], _searches(chosen, n_facts, layers, longest), flops)
+        work = [_searches(each, n_facts, layers, own or 32) for each, own in zip(chosen, lengths, strict=True)]
+        cost.show(report, list(zip(chosen, work, strict=True)), flops)
 
     # 4. Compute the vectors of each model, or join their shards, and compare both directions.
     axes: Any = None
@@ -146,9 +146,9 @@ def compare(
     report.finish(results, record, **files)
 
 
-def _searches(models: list[ModelChoice], facts: int, layers: list[int] | None, n_positions: int) -> cost.Cost:
+def _searches(model: ModelChoice, facts: int, layers: list[int] | None, n_positions: int) -> cost.Cost:
     """Cost of a search per fact and layer: 20 iterations through the blocks above it, with an essence prompt each."""
-    depth = models[0].shape().n_layers
+    depth = model.shape().n_layers
     blocks = [layer % depth for layer in layers] if layers else range(depth - 1)
-    passes = len(models) * facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
+    passes = facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
     return cost.Cost(passes, n_positions, 64, backward=passes)

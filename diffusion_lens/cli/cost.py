@@ -5,7 +5,7 @@ twice as many. The time estimate divides the operations by the peak rate of the 
 long rows come close to it, and short rows take several times as long.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -50,40 +50,48 @@ def denoising(
     return Cost(facts * sum(steps) * branches, length, rows * branches)
 
 
-def show(report: Report, model: ModelChoice, cost: Cost, flops: float | None = None) -> NoReturn:
+def show(report: Report, work: Sequence[tuple[ModelChoice, Cost]], flops: float | None = None) -> NoReturn:
     """Report the cost of a command, and end it.
+
+    The results are the passes and seconds of all models, the positions of the longest row, and the memory of the model
+    that needs most, because a command holds one model at a time.
 
     Args:
         report: Output of the command.
-        model: Model of the command.
-        cost: Work of the command.
+        work: Models of the command, each with its work.
         flops: Operations per second of the device. `None` uses the built-in table.
     """
-    shape = model.shape()
-    size = bytes_per_weight(model.dtype)
-    rate, device = operations_per_second(model.device, model.dtype, shape.d_model, flops)
-    computed = 1 if cost.cached else cost.positions
-    per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
-    seconds = (cost.passes + 2 * cost.backward) * per_row / rate
-    weights = cost.copies * shape.n_params * size
-    activations = cost.batch_bytes
-    if activations is None:
-        activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
+    seconds = 0.0
+    memory: list[tuple[int, int]] = []  # of each model: in all, and of its weights
+    for model, cost in work:
+        shape = model.shape()
+        rate, device = operations_per_second(model.device, model.dtype, shape.d_model, flops)
+        computed = 1 if cost.cached else cost.positions
+        per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
+        seconds += (cost.passes + 2 * cost.backward) * per_row / rate
+        weights = cost.copies * shape.n_params * bytes_per_weight(model.dtype)
+        activations = cost.batch_bytes
+        if activations is None:
+            activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
+        memory.append((weights + activations, weights))
+        report.say(
+            f"{model.name}: at most {cost.passes:,.0f} forward passes of one row of {cost.positions} positions"
+            + (f", {cost.backward:,.0f} of them with a backward pass" if cost.backward else "")
+        )
+    in_all, weights = max(memory)
     results: dict[str, Any] = {
-        "forward_passes": round(cost.passes),
-        "backward_passes": round(cost.backward),
-        "positions": cost.positions,
+        "forward_passes": round(sum(cost.passes for _, cost in work)),
+        "backward_passes": round(sum(cost.backward for _, cost in work)),
+        "positions": max(cost.positions for _, cost in work),
         "at_least_seconds": round(seconds, 3),
         "priced_for": device,
         "weights_bytes": weights,
-        "memory_bytes": weights + activations,
+        "memory_bytes": in_all,
     }
-    memory = f"about {(weights + activations) / 1e9:.2f} GB in all"
+    largest = f" of {work[memory.index((in_all, weights))][0].name}" if len(work) > 1 else ""
     report.say(
-        f"{model.name}: at most {cost.passes:,.0f} forward passes of one row of {cost.positions} positions"
-        + (f", {cost.backward:,.0f} of them with a backward pass" if cost.backward else ""),
         f"time: at least {_readable(seconds)} on {device}",
-        f"memory: {weights / 1e9:.2f} GB of weights ({model.dtype}), {memory}",
+        f"memory: {weights / 1e9:.2f} GB of weights{largest} ({model.dtype}), about {in_all / 1e9:.2f} GB in all",
     )
     # A dry run writes no files, so its report has no folder.
     Report(report.command, report.settings, None, report.as_json).finish(results)

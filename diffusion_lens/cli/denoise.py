@@ -78,7 +78,7 @@ def denoise(
             n_positions = min(n_positions, shape.n_ctx)
         if (outline := chosen.without_weights()) is not None:
             n_positions = prepare(outline, lay_out(outline, prompt, length, max_new_tokens), settings).tokens.shape[1]
-        cost.show(report, chosen, cost.denoising(chosen, [steps], n_positions, settings.cfg_scale), flops)
+        cost.show(report, [(chosen, cost.denoising(chosen, [steps], n_positions, settings.cfg_scale))], flops)
 
     # 3. Run the loop, and show each canvas that differs from the one before.
     loaded = chosen.load()

@@ -113,7 +113,8 @@ def finetune(
     if dry_run:
         passes = recipe.steps * batch_size
         rows_per_part = -(-batch_size // accumulate)
-        cost.show(report, chosen, cost.Cost(passes, length, rows_per_part, backward=passes, copies=4), flops)
+        work = cost.Cost(passes, length, rows_per_part, backward=passes, copies=4)
+        cost.show(report, [(chosen, work)], flops)
 
     # 4. Train.
     loaded = chosen.load()

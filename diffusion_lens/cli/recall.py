@@ -96,7 +96,7 @@ def recall(
     report = Report("recall", {**arguments, **effective}, out, json)
     if dry_run:
         work = cost.denoising(chosen, settings.steps, length, cfg_scale, n_facts, rows=32)
-        cost.show(report, chosen, work, flops)
+        cost.show(report, [(chosen, work)], flops)
 
     # 3. Let the model answer the facts, or join the shards.
     if merge:

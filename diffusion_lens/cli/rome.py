@@ -97,7 +97,8 @@ def rome(
             if target is not None:
                 lay_out_request(outline, replace(fact, answer=answer), [], layout)
         passes = (prefixes + 2) * (1 + iterations * share_above)
-        cost.show(report, chosen, cost.Cost(passes, n_positions, prefixes + 2, backward=passes), flops)
+        work = cost.Cost(passes, n_positions, prefixes + 2, backward=passes)
+        cost.show(report, [(chosen, work)], flops)
 
     # 3. Lay out the request, and compute key and value.
     loaded = chosen.load()

@@ -1,7 +1,7 @@
 """`diffusion-lens signatures` measures evidence, routes and gradients of facts that were trained in one direction."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,12 +14,14 @@ from diffusion_lens.cli.report import Report, progress, save_figure
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import ReversalSignatures
+    from diffusion_lens.analysis.signatures import SignaturePlan
 
 # Matrices whose gradients the table shows by layer, and those outside the blocks, with their usual names.
 IN_BLOCKS = {"V": "attn.v", "O": "attn.o", "down": "mlp.down", "Q": "attn.q"}
 OUTSIDE = {"W_E": "embed.weight", "W_U": "unembed.weight"}
 MEANS = (
     "evidence_percentile",
+    "shuffled_percentile",
     "evidence_reuse",
     "edge_cut",
     "route_correlation",
@@ -47,7 +49,9 @@ def signatures(
     per_person: Annotated[
         int,
         typer.Option(
-            help="Largest number of pairs for each person, in different wordings.", callback=ranges.at_least(1)
+            help="Largest number of pairs for each person, in different wordings. Pairs of one person are not "
+            "independent: intervals resample persons, so more pairs do not narrow them as more people do.",
+            callback=ranges.at_least(1),
         ),
     ] = 1,
     length: Annotated[
@@ -61,9 +65,10 @@ def signatures(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of pairs computed together, which are each other's baseline of shuffled pairs. Default: as "
-            "many as --max-bytes allows, at most 32.",
-            callback=ranges.at_least(1),
+            help="Largest number of pairs computed together, which are each other's baseline of shuffled pairs; a pair "
+            "alone would have none. In batches of 2, an odd number of pairs has one batch of 3. Default: as many as "
+            "--max-bytes allows, at most 32.",
+            callback=ranges.at_least(2),
         ),
     ] = None,
     max_bytes: Annotated[
@@ -97,7 +102,6 @@ def signatures(
     require("pictures")
     from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
     from diffusion_lens.analysis.signatures import SignaturePlan
-    from diffusion_lens.analysis.signatures.batches import longest_canvas
     from diffusion_lens.analysis.usable_facts import say_set_aside
     from diffusion_lens.cli.shards import require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
@@ -120,7 +124,7 @@ def signatures(
 
     # 2. Lay out the pairs of facts that all models can be given, without weights, if the texts are here.
     laid_out: dict[str, LaidOutPairs] = {}
-    plans: list[SignaturePlan] = []
+    plans: dict[str, SignaturePlan] = {}
     if not merge and any(forward.prompt for forward, _ in fact_pairs):
         outlines = [each.without_weights(fetch=not dry_run) for each in chosen]
         known = {
@@ -133,18 +137,22 @@ def signatures(
             plan = SignaturePlan.of(outline, laid_out[name], batch_size=batch_size, max_bytes=max_bytes)
             described = {**plan.describe(), "model": outline.cfg.model_name} if len(known) == len(chosen) else {}
             require_same_settings(out / name, {**described, "dtype": dtype})
-            plans.append(plan)
-    n_pairs = len(plans[0].pairs) if plans else len(fact_pairs)
+            plans[name] = plan
+    n_pairs = len(next(iter(plans.values())).pairs) if plans else len(fact_pairs)
     effective = {"data": source.name, "facts": n_pairs, "lengths": lengths}
     report = Report("signatures", {**arguments, **effective}, out, json)
 
     # 3. For a dry run, print the cost.
     if dry_run:
         n_own = share_of_work(n_pairs, shard, merge)
-        canvases = [pair for plan in plans for pair in plan.pairs.values()]
-        n_positions = longest_canvas(canvases) if canvases else max(each or 32 for each in lengths)
-        work = _work(chosen, n_pairs, n_own, n_positions, (batch_size, max_bytes))
-        cost.show(report, chosen[0], work, flops)
+        limits = (batch_size, max_bytes)
+        work = [
+            _work(each, plans.get(each.label), own or 32, n_pairs, n_own, limits)
+            for each, own in zip(chosen, lengths, strict=True)
+        ]
+        if not merge and len(plans) < len(chosen):
+            report.say(f"{n_pairs} pairs at most: those that a tokenizer does not allow are set aside later")
+        cost.show(report, list(zip(chosen, work, strict=True)), flops)
 
     # 4. Compute the signatures of each model, or join their shards.
     studies: list[ReversalSignatures] = []
@@ -181,24 +189,31 @@ def signatures(
 
 
 def _work(
-    models: Sequence[ModelChoice],
+    model: ModelChoice,
+    plan: "SignaturePlan | None",
+    n_positions: int,
     n_pairs: int,
     n_own: int,
-    n_positions: int,
     limits: tuple[int | None, int],
 ) -> cost.Cost:
-    """Cost of `n_own` of the pairs on all models; `limits` are the size of a batch and its bytes."""
+    """Cost of `n_own` of the pairs on one model.
+
+    Args:
+        plan: The study on this model, or `None` where it is not known yet: then each pair has its own answer.
+        n_positions: Number of positions of a canvas, if there is no plan.
+        limits: Size of a batch, and its bytes.
+    """
     from diffusion_lens.analysis.signatures import signature_passes
-    from diffusion_lens.analysis.signatures.batches import pair_bytes, plan_batches
+    from diffusion_lens.analysis.signatures.batches import longest_canvas, pair_bytes, plan_batches
     from diffusion_lens.config import DiffusionConfig
 
-    passes, backward, most = 0, 0, 0
-    for model in models:
-        cfg = DiffusionConfig.from_architecture(model.shape(), device="cpu", dtype=model.dtype)
-        n_together = len(plan_batches(cfg, n_positions, n_pairs, *limits)[0])
-        of_pair = signature_passes(cfg.n_layers)
-        passes, backward = passes + n_own * of_pair[0], backward + n_own * of_pair[1]
-        most = max(most, n_together * pair_bytes(cfg, n_positions, n_together))
+    cfg = DiffusionConfig.from_architecture(model.shape(), device="cpu", dtype=model.dtype)
+    n_candidates = n_pairs
+    if plan is not None:
+        n_positions, n_candidates = longest_canvas(list(plan.pairs.values())), len(plan.candidates)
+    n_together = max(map(len, plan_batches(cfg, n_positions, n_pairs, *limits, n_candidates)))
+    most = n_together * pair_bytes(cfg, n_positions, n_together, n_candidates)
+    passes, backward = (n_own * each for each in signature_passes(cfg.n_layers))
     return cost.Cost(passes, n_positions, 0, backward=backward, batch_bytes=most)
 
 
@@ -257,17 +272,27 @@ def _pair(own: float, shuffled: float) -> str:
 
 def _numbers(study: "ReversalSignatures") -> dict[str, Any]:
     """All means for the JSON object, with the ends of their intervals."""
-    numbers: dict[str, Any] = {"facts": len(study.ids), "set_aside": study.set_aside, "candidates": study.candidates}
+    numbers: dict[str, Any] = {
+        "facts": len(study.ids),
+        "set_aside": study.set_aside,
+        "candidates": study.candidates,
+        "isotropic_correlation": study.isotropic_correlation,
+    }
     for name in MEANS:
         mean = getattr(study, name)
         numbers[name] = None
         if mean is not None:
             low, high = study.interval(name)
             numbers[name] = {"mean": mean.tolist(), "low": low.tolist(), "high": high.tolist()}
-    return {
-        **numbers,
-        "isotropic_correlation": study.isotropic_correlation,
+    named: dict[str, dict[str, Any]] = {
         "gradient_cosine": study.gradient_cosine,
         "transfer": study.transfer,
         "first_order": dict(zip(("predicted", "measured"), study.first_order, strict=True)),
     }
+    for name, means in named.items():
+        ends = (end.tolist() for end in study.interval(name))
+        numbers[name] = {
+            of: {"mean": mean, "low": low, "high": high}
+            for (of, mean), low, high in zip(means.items(), *ends, strict=True)
+        }
+    return numbers

@@ -77,7 +77,7 @@ def trace(
         n_positions = length or len(f"{prompt}{answer}".split()) * 2
         if (outline := chosen.without_weights()) is not None:
             n_positions = len(layout.query(outline, fact).tokens)
-        cost.show(report, chosen, _grid(chosen, n_positions, samples, 1), flops)
+        cost.show(report, [(chosen, _grid(chosen, n_positions, samples, 1))], flops)
 
     # 3. Lay out the query, measure the noise if none was given, and trace.
     loaded = chosen.load()
@@ -194,7 +194,7 @@ def aie(
         require_same_settings(out / "facts", described)
     report = Report("aie", {**arguments, "data": source.name, "facts": len(facts), "length": length}, out, json)
     if dry_run:
-        cost.show(report, chosen, _grid(chosen, length or 32, samples, n_facts), flops)
+        cost.show(report, [(chosen, _grid(chosen, length or 32, samples, n_facts))], flops)
 
     # 3. Trace the facts, or join the shards.
     if merge:

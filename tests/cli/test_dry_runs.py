@@ -58,6 +58,11 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
         depths = [shape_of(model).n_layers for model in ("smdm-1028m", "ar-1028m")]
         assert told["results"]["forward_passes"] == 30 * sum(depth + 6 for depth in depths)
         assert told["results"]["backward_passes"] == 30 * 2 * 2
+    if command == "compare":  # two models with 60 people in two directions each, and every layer but the last
+        alone = [json.loads(CliRunner().invoke(app, ["compare", name, *asked[3:]]).stdout) for name in asked[1:3]]
+        for name in ("forward_passes", "at_least_seconds"):
+            summed = sum(each["results"][name] for each in alone)
+            assert told["results"][name] == pytest.approx(summed, rel=1e-3)
     if command == "finetune":
         assert told["settings"]["rows"] == 3600
     assert list(tmp_path.iterdir()) == []

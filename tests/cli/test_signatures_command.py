@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from figures import PNG
@@ -13,6 +14,7 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
 from diffusion_lens.analysis.signatures.batches import pair_bytes
 from diffusion_lens.cli import app
+from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.data import toy_facts
 
 pytestmark = pytest.mark.usefixtures("undrawn_figures")
@@ -106,8 +108,25 @@ def test_the_record_repeats_the_run(both: tuple[Path, str]) -> None:
     assert ar["isotropic_correlation"] is None
     percentile = mdm["evidence_percentile"]
     assert percentile["low"][0][0] <= percentile["mean"][0][0] <= percentile["high"][0][0]
-    assert mdm["first_order"]["predicted"] == pytest.approx(mdm["first_order"]["measured"], rel=0.01)
+    predicted, measured = (mdm["first_order"][name]["mean"] for name in ("predicted", "measured"))
+    assert predicted == pytest.approx(measured, rel=0.01)
     assert not mdm["set_aside"]
+
+
+def test_every_mean_of_the_record_has_the_ends_of_its_interval(both: tuple[Path, str]) -> None:
+    numbers = json.loads((both[0] / "command.json").read_text())["results"]["tiny-mdm"]
+    study = ReversalSignatures.load(both[0] / "tiny-mdm.safetensors")
+    for name in ("gradient_cosine", "transfer", "first_order"):
+        low, high = study.interval(name)
+        assert [each["low"] for each in numbers[name].values()] == low.tolist()
+        assert [each["high"] for each in numbers[name].values()] == high.tolist()
+    own, shuffled = numbers["gradient_cosine"]["unembed.weight"]["low"]
+    assert own > 0.8 > 0.1 > shuffled
+    assert [*numbers["transfer"]] == [*numbers["gradient_cosine"]] == study.parameters
+    percentile, other = (numbers[name]["mean"][1][0] for name in ("evidence_percentile", "shuffled_percentile"))
+    assert percentile > 0.9 > 0.6 > other
+    undefined = {name for name, value in numbers.items() if value is None}
+    assert not undefined
 
 
 def test_pairs_that_cannot_be_laid_out_are_told_and_recorded(tmp_path: Path) -> None:
@@ -155,7 +174,63 @@ def test_a_dry_run_prices_the_canvases_and_the_batch() -> None:
     cfg = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").cfg
     assert (told["forward_passes"], told["backward_passes"]) == (2 * 20 * 10, 2 * 20 * 2)
     assert told["positions"] == 14
-    assert told["memory_bytes"] - told["weights_bytes"] == 20 * pair_bytes(cfg, 14, 20)
-    little = ["--max-bytes", str(5 * pair_bytes(cfg, 14, 5))]
+    assert told["memory_bytes"] - told["weights_bytes"] == 20 * pair_bytes(cfg, 14, 20, 20)
+    little = ["--max-bytes", str(5 * pair_bytes(cfg, 14, 5, 20))]
     told = json.loads(done(*ASKED, *little, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
-    assert told["memory_bytes"] - told["weights_bytes"] == 5 * pair_bytes(cfg, 14, 5)
+    assert told["memory_bytes"] - told["weights_bytes"] == 5 * pair_bytes(cfg, 14, 5, 20)
+
+
+def priced(*models: str) -> dict[str, Any]:
+    ask = [models[0], *(each for name in models[1:] for each in ("--against", name))]
+    asked = [*ask, "--data", "toy", "--length", "20", "--dry-run", "--json", "--flops", "1e12"]
+    results: dict[str, Any] = json.loads(done(*asked).stdout)["results"]
+    return results
+
+
+def test_a_dry_run_prices_each_model_by_its_own_size() -> None:
+    small, large = priced("tiny-mdm"), priced("smdm-1028m")
+    for told in (priced("tiny-mdm", "smdm-1028m"), priced("smdm-1028m", "tiny-mdm")):
+        assert told["at_least_seconds"] == pytest.approx(
+            small["at_least_seconds"] + large["at_least_seconds"], abs=2e-3
+        )
+        assert told["forward_passes"] == small["forward_passes"] + large["forward_passes"]
+        assert (told["weights_bytes"], told["memory_bytes"]) == (large["weights_bytes"], large["memory_bytes"])
+    said = done("tiny-mdm", "--against", "smdm-1028m", "--data", "toy", "--dry-run", "--flops", "1e12").stdout
+    assert "4.57 GB of weights of smdm-1028m" in said
+    assert "20 pairs at most: those that a tokenizer does not allow are set aside later" in said
+    assert re.search(r"^tiny-mdm: .* 14 positions.*\nsmdm-1028m: .* 32 positions", said, re.MULTILINE)
+    assert "at most: those" not in done(*ASKED, "--dry-run", "--flops", "1e12").stdout
+
+
+def test_the_number_of_pairs_of_a_person() -> None:
+    ask = ["tiny-mdm", "--per-person", "3", "--dry-run", "--json", "--flops", "1e12"]
+    assert json.loads(done(*ask).stdout)["settings"]["facts"] == 60
+
+
+def test_both_models_are_loaded_with_the_same_device_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[str, str | None, str]] = []
+    load = ModelChoice.load
+
+    def noted(choice: ModelChoice) -> HookedDiffusionTransformer:
+        loaded.append((choice.name, choice.device, choice.dtype))
+        return load(choice)
+
+    monkeypatch.setattr(ModelChoice, "load", noted)
+    done(*ASKED, "--limit", "2", "--device", "cpu", "--dtype", "bfloat16", "--out", str(tmp_path))
+    assert loaded == [(name, "cpu", "bfloat16") for name in MODELS]
+
+
+def test_parts_of_another_model_are_not_joined(both: tuple[Path, str], tmp_path: Path) -> None:
+    for name in MODELS:
+        shutil.copytree(both[0] / "tiny-mdm", tmp_path / "part" / name)
+    asked = ["signatures", *ASKED, "--merge", str(tmp_path / "part"), "--out", str(tmp_path / "whole")]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert "the parts to merge were made by 'tiny-mdm', not by 'tiny-ar'" in result.stderr
+
+
+def test_a_batch_of_one_pair_has_no_baseline() -> None:
+    for more in ([], ["--dry-run"]):
+        result = CliRunner().invoke(app, ["signatures", "tiny-mdm", "--batch-size", "1", *more])
+        assert result.exit_code == 2
+        assert "--batch-size" in result.stderr
