@@ -333,6 +333,10 @@ def test_pairs_in_common_are_those_that_every_model_can_be_given(tiny):
     common = pairs_in_common({"one": one, "other": other})
     reasons = {pairs[2].id: "one: too long", pairs[0].id: "other: unknown word"}
     assert all(each.pairs == [pairs[1]] and each.set_aside == reasons for each in common.values())
+    both = LaidOutPairs(pairs[1:2], {pair.id: "no such word" for pair in (pairs[0], pairs[2])})
+    for first, second, reason in ((one, both, "a: too long"), (both, one, "a: no such word")):
+        named = pairs_in_common({"a": first, "b": second})["b"]
+        assert named.set_aside[pairs[2].id] == reason  # of the first model that cannot be given the pair
     alone = pairs_in_common({"one": one})["one"]
     assert (alone.pairs, alone.set_aside) == (one.pairs, one.set_aside)
     with pytest.raises(ValueError, match=r"no pair can be laid out for all of one, other; .*: too long"):
