@@ -58,11 +58,6 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
         depths = [shape_of(model).n_layers for model in ("smdm-1028m", "ar-1028m")]
         assert told["results"]["forward_passes"] == 30 * sum(depth + 6 for depth in depths)
         assert told["results"]["backward_passes"] == 30 * 2 * 2
-    if command == "compare":  # two models with 60 people in two directions each, and every layer but the last
-        alone = [json.loads(CliRunner().invoke(app, ["compare", name, *asked[3:]]).stdout) for name in asked[1:3]]
-        for name in ("forward_passes", "at_least_seconds"):
-            summed = sum(each["results"][name] for each in alone)
-            assert told["results"][name] == pytest.approx(summed, rel=1e-3)
     if command == "finetune":
         assert told["settings"]["rows"] == 3600
     assert list(tmp_path.iterdir()) == []
@@ -82,6 +77,19 @@ def test_a_layer_may_be_counted_from_the_end() -> None:
         return int(json.loads(CliRunner().invoke(app, asked).stdout)["results"]["forward_passes"])
 
     assert passes("-4") == passes("0") > passes("-2") == passes("2")
+
+
+def test_a_comparison_prices_each_model_by_its_own_size() -> None:
+    def priced(*models: str) -> dict[str, Any]:
+        asked = ["compare", *models, "--data", "toy", "--dry-run", "--flops", "1e12", "--json"]
+        results: dict[str, Any] = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
+        return results
+
+    small, large = priced("tiny-mdm"), priced("smdm-1028m")
+    for told in (priced("tiny-mdm", "smdm-1028m"), priced("smdm-1028m", "tiny-mdm")):
+        for name in ("forward_passes", "at_least_seconds"):
+            assert told[name] == pytest.approx(small[name] + large[name], rel=1e-3)
+        assert (told["weights_bytes"], told["memory_bytes"]) == (large["weights_bytes"], large["memory_bytes"])
 
 
 def test_layers_of_a_model_that_is_still_to_be_fetched_are_not_refused() -> None:

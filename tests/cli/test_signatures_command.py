@@ -178,6 +178,9 @@ def test_a_dry_run_prices_the_canvases_and_the_batch() -> None:
     little = ["--max-bytes", str(5 * pair_bytes(cfg, 14, 5, 20))]
     told = json.loads(done(*ASKED, *little, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
     assert told["memory_bytes"] - told["weights_bytes"] == 5 * pair_bytes(cfg, 14, 5, 20)
+    uneven = ["--limit", "5", "--batch-size", "4"]  # in batches of two and of three
+    told = json.loads(done(*ASKED, *uneven, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
+    assert told["memory_bytes"] - told["weights_bytes"] == 3 * pair_bytes(cfg, 14, 3, 5)
 
 
 def priced(*models: str) -> dict[str, Any]:
