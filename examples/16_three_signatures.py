@@ -14,8 +14,7 @@ only layer whose edge matters. Gradients agree in V, O, the MLP's down projectio
 at most .37 for shuffled pairs). They agree less in Q and K: from -.19 to .23 (p2d), and to .41 in Q of layer 0 and .38
 in K of layer 3 (d2p; shuffled .16 and .05). On the AR baseline the percentile is at chance and gradients are nearly
 orthogonal. It has no route: the reader of its forward canvas does not see the source. Do not conclude more:
-- Evidence counts the direct path to the logits only. A high percentile where the cut edge costs nothing (layer 2, p2d)
-  is not used there, and an MLP may read what the direct path does not show.
+- Evidence is the direct path to the logits. A high percentile where a cut costs nothing (layer 2, p2d) is not used.
 - Reuse is 1 in layer 0 by construction, on both models. Routes scatter from -.4 to 1; the isotropic prediction is .62.
 - A cosine means little without that of shuffled pairs. The gradients of a trained model are small, so alignment here
   says what a small step would do (0.1% of the forward loss), not what training did.
@@ -37,7 +36,8 @@ MATRICES = {"V": "attn.v", "O": "attn.o", "MLP down": "mlp.down", "Q": "attn.q",
 
 def print_signatures(result: ReversalSignatures) -> None:
     """Print the means over pairs, by layer."""
-    rows = {"evidence percentile, reverse": result.evidence_percentile[1], "evidence reuse": result.evidence_reuse}
+    rows = {"evidence percentile, reverse": result.evidence_percentile[1]}
+    rows |= {"  by sources of other people": result.shuffled_percentile[1], "evidence reuse": result.evidence_reuse}
     rows |= dict(zip(("edge cut, forward (nats)", "edge cut, reverse (nats)"), result.edge_cut, strict=True))
     rows |= {"route": result.route_correlation, "route, counterfactual": result.counterfactual_correlation}
     for label, values in rows.items():

@@ -223,9 +223,9 @@ def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
     n_pairs = f"{len(study.ids)} pair{'s' if len(study.ids) > 1 else ''}"
     yield f"{study.record['model']}: {n_pairs} trained {trained}, {len(study.candidates)} candidates"
     yield f"  p(answer): {forward:.3f} forward, {reverse:.3f} reverse"
-    yield "         percentile        edge cut (nats)  route correlation  cosine of gradients, own (shuffled pairs)"
+    yield "         percentile                edge cut (nats)  route correlation  cosine of gradients (shuffled pairs)"
     yield (
-        "  layer  forw. rev.  reuse   forw.   rev.   measured counterf.  "
+        "  layer  forw. rev.  (other) reuse   forw.   rev.   measured counterf.  "
         + "".join(f"{label:14}" for label in IN_BLOCKS).rstrip()
     )
     cosines, undefined = study.gradient_cosine, [None] * study.reuses.shape[1]
@@ -233,11 +233,13 @@ def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
         undefined if each is None else each.tolist()
         for each in (study.route_correlation, study.counterfactual_correlation)
     ]
-    percentiles, cuts = study.evidence_percentile.T.tolist(), study.edge_cut.T.tolist()
+    percentiles, of_others = study.evidence_percentile.T.tolist(), study.shuffled_percentile[1].tolist()
+    cuts = study.edge_cut.T.tolist()
     for layer, reuse in enumerate(study.evidence_reuse.tolist()):
         of_layer = [cosines[f"blocks.{layer}.{name}.weight"] for name in IN_BLOCKS.values()]
         cells = [
-            *(f"{_number(value, '.2f'):>5}" for value in (*percentiles[layer], reuse)),
+            *(f"{_number(value, '.2f'):>5}" for value in percentiles[layer]),
+            f"({_number(of_others[layer], '.2f'):>4}) {_number(reuse, '.2f'):>6}",
             *(f"{_number(value, '+.3f'):>7}" for value in cuts[layer]),
             *(f"{_number(each[layer], '.2f'):>8}" for each in routes),
         ]

@@ -59,6 +59,7 @@ def test_the_table_has_a_row_for_each_layer(both: tuple[Path, str]) -> None:
         matrices = [f"blocks.{layer}.{name}.weight" for name in ("attn.v", "attn.o", "mlp.down", "attn.q")]
         expected = [
             *saved.evidence_percentile[:, layer].tolist(),
+            float(saved.shuffled_percentile[1, layer]),
             float(saved.evidence_reuse[layer]),
             *saved.edge_cut[:, layer].tolist(),
             float(saved.route_correlation[layer]),
@@ -72,7 +73,7 @@ def test_the_table_has_a_row_for_each_layer(both: tuple[Path, str]) -> None:
     assert float(predicted) < 0
     assert "undefined: the reader does not see the source" in ar
     assert all(
-        row.split()[3] == row.split()[5] == row.split()[6] == "-" for _, row in re.findall(r"^ +(\d)  (.*)$", ar, re.M)
+        row.split()[4] == row.split()[6] == row.split()[7] == "-" for _, row in re.findall(r"^ +(\d)  (.*)$", ar, re.M)
     )
     assert "nan" not in both[1]
 
