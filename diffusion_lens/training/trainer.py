@@ -28,6 +28,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, RowSource, TrainingRows
 from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
+from diffusion_lens.training.evaluation_steps import evaluation_steps
 from diffusion_lens.training.recipes import TrainingConfig
 from diffusion_lens.training.run_folder import RunFolder, RunState, describe_run
 
@@ -97,14 +98,14 @@ def train(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The folder contains another training, a batch has fewer rows than parts, or the precision does not
-            fit.
+        ValueError: The folder contains another training, a batch has fewer rows than parts, the precision does not
+            fit, or `evaluate_every` has an entry that is no step of the training.
         FloatingPointError: A loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
     rows = tokens if isinstance(tokens, RowSource) else TrainingRows(tokens)
-    for name, given in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
-        if min(given if isinstance(given, Collection) else (given,), default=1) < 1:
-            raise ValueError(f"{name} is {given}; it must be at least 1")
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every is {checkpoint_every}; it must be at least 1")
+    evaluated = evaluation_steps(evaluate_every, config.steps)
     with accelerated(model, config.mixed_precision) as accelerator, _training_mode(model):
         run = _Run(model, rows, config, objective, accelerator)
         home = None if folder is None else RunFolder(Path(folder))
@@ -123,7 +124,7 @@ def train(
                 last = step + 1 == config.steps
                 if last or (step + 1) % checkpoint_every == 0:
                     run.require_weights(step)
-                if evaluate is not None and (last or _is_due(step + 1, evaluate_every)):
+                if evaluate is not None and step + 1 in evaluated:
                     run.evaluate(evaluate, step + 1)
                 if home is not None and (last or (step + 1) % checkpoint_every == 0) and accelerator.is_main_process:
                     run.save(home.checkpoint, step + 1)
@@ -266,10 +267,6 @@ class _Run:
             losses.append(loss.detach())
         total: Tensor = self.accelerator.reduce(torch.stack(losses).sum(), "sum")
         return total
-
-
-def _is_due(n_steps: int, every: int | Collection[int]) -> bool:
-    return n_steps in every if isinstance(every, Collection) else n_steps % every == 0
 
 
 def _parameter_groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from diffusion_lens.training import (
     train,
 )
 from diffusion_lens.training.batches import RowOrder
+from diffusion_lens.training.evaluation_steps import evaluation_steps
 from weight_conversion import open_checkpoint, sha256_of_file
 
 N_WORDS = 438
@@ -144,6 +145,30 @@ def test_a_record_comes_back_from_its_file(new_model, tokens, tmp_path):
     assert (again.config, again.record, again.evaluations) == (record.config, record.record, record.evaluations)
     assert again.evaluations == tuple({"step": step, "recall": 1 / 3} for step in (4, 6))
     assert torch.equal(again.losses, record.losses)
+
+
+@pytest.mark.parametrize(
+    ("named", "steps"), [([1, 3], [1, 3, 6]), ((6,), [6]), ({5, 2}, [2, 5, 6]), ((), [6]), (9, [6]), (4, [4, 6])]
+)
+def test_a_model_is_evaluated_after_the_steps_that_are_named(new_model, tokens, named, steps):
+    options = dict(evaluate=lambda model: {"recall": 1.0}, evaluate_every=named, progress=False)
+    assert [each["step"] for each in train(new_model(), tokens, CONFIG, **options).evaluations] == steps
+
+
+@pytest.mark.parametrize(
+    ("named", "entry"),
+    [([1.5], "1.5"), ((9,), "9"), ("ab", "'a'"), ([0, 1], "0"), ([-1], "-1"), ([True], "True"), ([None], "None")],
+)
+def test_steps_that_a_training_does_not_have_are_refused(named, entry):
+    with pytest.raises(ValueError, match=f"evaluate_every contains {entry}; give whole numbers from 1 to 6"):
+        evaluation_steps(named, 6)
+
+
+def test_such_steps_are_refused_before_the_first_step(new_model, tokens):
+    model = new_model()
+    with pytest.raises(ValueError, match="evaluate_every contains 7"):
+        train(model, tokens, CONFIG, evaluate_every=(1, 7), progress=False)
+    assert all(map(torch.equal, model.parameters(), new_model().parameters()))
 
 
 def test_the_bundled_models_are_written_with_their_files(tmp_path, monkeypatch):
