@@ -450,3 +450,17 @@ def test_a_note_that_is_no_run_is_refused(tiny, tmp_path, text, message):
         STUDIES["recall"](tiny, tmp_path)
     with pytest.raises(ValueError, match=message):
         Recall.merge(tmp_path)
+
+
+def test_only_the_root_names_its_positions_otherwise():
+    """An attribute `positions` of another module is not that of the record of the network."""
+
+    class Part(torch.nn.Module):
+        __module__ = "diffusion_lens.model.part"
+
+    digests = []
+    for name in ("positions", "_rotary"):
+        part = Part()
+        setattr(part, name, (1, 2))
+        digests.append(identity._state(part, identity._digester({})))
+    assert digests[0] != digests[1]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diffusion_lens.analysis import reversal_signatures
 from diffusion_lens.one_layer import MEASURES, Cell, OneLayerStudy, architecture, one_layer_study, sentences
 from diffusion_lens.one_layer.measures import measure
 from diffusion_lens.one_layer.result import CellCurves
@@ -14,6 +15,9 @@ from diffusion_lens.one_layer.toy import MASK, taught_pairs
 from diffusion_lens.training import train
 
 KINDS = ("rotary", "standard", "none", "alibi")
+# The columns of the text table, in the order of its heads: same, reverse, p, percentile, routes, cos V, cos U, cos Q.
+IN_TEXT = ["same_accuracy", "reverse_accuracy", "reverse_probability", "percentile_reverse", "routes",
+           "cosine_v", "cosine_u", "cosine_q"]  # fmt: skip
 SMALL = dict(positions=["none"], data=["one-way"], depths=[1], seeds=2, steps=2)
 
 
@@ -22,16 +26,16 @@ def study():
     return one_layer_study(**SMALL)
 
 
-def taught(positions, variant, depth=1, steps=40):
-    model = build(Cell(positions, variant, "one-way", depth, seed=0))
-    train(model, sentences("one-way"), recipe(steps, seed=0), progress=False)
+def taught(positions, variant, depth=1, steps=40, seed=0):
+    model = build(Cell(positions, variant, "one-way", depth, seed))
+    train(model, sentences("one-way"), recipe(steps, seed), progress=False)
     return model
 
 
 @pytest.fixture(scope="module")
 def mdms():
     """A diffusion model of each kind that has begun to answer."""
-    return {kind: taught(kind, "mdm") for kind in KINDS}
+    return {kind: taught(kind, "mdm", steps=20) for kind in KINDS}
 
 
 def test_sentences_are_those_of_their_name():
@@ -136,13 +140,58 @@ def test_a_causal_reader_has_no_forward_edge_and_learns_one_way_only():
     assert not math.isnan(values["cut_reverse"])
 
 
-def test_a_deeper_network_is_measured_in_the_layer_that_matters():
-    model = taught("alibi", "mdm", depth=2, steps=20)
-    from diffusion_lens.analysis import reversal_signatures
+@pytest.fixture(scope="module")
+def deeper():
+    """Networks of two layers: in the rotary one the first layer matters most, in the other the last."""
+    return {kind: taught(kind, "mdm", depth=2, steps=12, seed=1) for kind in ("rotary", "standard")}
 
-    found = reversal_signatures(model, taught_pairs("mdm", "one-way"), candidates=range(1, 65))
-    layer = int(found.edge_cut[1].argmax())
-    assert measure(model, "mdm", "one-way")["reuse"] == pytest.approx(float(found.evidence_reuse[layer]), abs=1e-5)
+
+def test_a_deeper_network_is_measured_in_the_layer_that_matters(deeper):
+    matter = set()
+    for kind, model in deeper.items():
+        found = reversal_signatures(model, taught_pairs("mdm", "one-way"), candidates=range(1, 65))
+        layer = max(range(2), key=lambda i, cut=found.edge_cut[1]: float(cut[i]))
+        matter.add(layer)
+        values = measure(model, "mdm", "one-way")
+        for name, tensor in {
+            "percentile_same": found.evidence_percentile[0],
+            "percentile_reverse": found.evidence_percentile[1],
+            "percentile_shuffled": found.shuffled_percentile[1],
+            "reuse": found.evidence_reuse,
+            "cut_same": found.edge_cut[0],
+            "cut_reverse": found.edge_cut[1],
+            "routes": found.route_correlation,
+            "counterfactual": found.counterfactual_correlation,
+        }.items():
+            expected = math.nan if tensor is None else float(tensor[layer])
+            assert math.isnan(expected) == (name == "counterfactual" and kind == "standard")
+            assert values[name] == pytest.approx(expected, abs=1e-6, nan_ok=True), name
+        cosines = found.gradient_cosine
+        for name, matrix in {"v": "attn.v", "o": "attn.o", "down": "mlp.down", "q": "attn.q", "k": "attn.k"}.items():
+            first, second = (cosines[f"blocks.{i}.{matrix}.weight"] for i in (0, 1))
+            assert values[f"cosine_{name}"] == pytest.approx((first[0] + second[0]) / 2, abs=1e-6), name
+            assert values[f"shuffled_{name}"] == pytest.approx((first[1] + second[1]) / 2, abs=1e-6), name
+        assert (values["cosine_u"], values["shuffled_u"]) == pytest.approx(cosines["unembed.weight"], abs=1e-6)
+        predicted, measured = found.first_order
+        assert values["first_order_predicted"] == pytest.approx(predicted, rel=1e-6)
+        assert values["first_order_measured"] == pytest.approx(measured, rel=1e-6)
+        assert predicted != measured
+    assert matter == {0, 1}
+
+
+def test_the_final_loss_is_that_of_the_last_steps():
+    cell = Cell("none", "mdm", "one-way", 1, 0)
+    losses = train(build(cell), sentences("one-way"), recipe(24, 0), progress=False).losses
+    assert train_cell(cell, 24).final_loss == pytest.approx(float(losses[-20:].mean()))
+    assert float(losses[-20:].mean()) < float(losses[:20].mean())
+
+
+def test_small_numbers_keep_their_digits_in_the_rows(study):
+    values = torch.zeros_like(study.values)
+    values[0], values[1] = 1.23456e-7, -1.23456e-7
+    rows = replace(study, values=values).rows()
+    assert rows[0]["first_order_measured"] == [0.0, -1.235e-07, 1.235e-07]
+    assert replace(study, values=values).curve_rows()[0]["reuse"][0] == [1.235e-07] * 3
 
 
 def test_networks_are_measured_at_halvings():
@@ -157,6 +206,8 @@ def test_a_study_has_every_cell_and_measures_what_its_networks_do(study):
     cell = study.cells[3]
     alone = train_cell(cell, 2)
     assert study.by_fact()[cell.id].equals(alone)
+    record = train(build(cell), sentences(cell.data), recipe(2, cell.seed), progress=False)
+    assert alone.final_loss == pytest.approx(float(record.losses.mean()))
     untrained = measure(build(cell), cell.variant, cell.data)
     row = study.values[3, 0]
     assert row[study.record["measures"].index("same_probability")] == pytest.approx(untrained["same_probability"])
@@ -164,9 +215,14 @@ def test_a_study_has_every_cell_and_measures_what_its_networks_do(study):
     curves = study.curves("same_probability", cell.positions, cell.variant)
     assert means == pytest.approx((float(curves[:, -1].mean()), float(curves[:, -1].min()), float(curves[:, -1].max())))
     assert len(set(curves[:, -1].tolist())) == 2, "seeds differ"
-    text = study.to_text()
-    assert text.count("\n") == 3
-    assert "none      MDM one-way       1     2" in text
+    text = study.to_text().splitlines()
+    assert len(text) == 4
+    for line, variant in zip(text[2:], ("mdm", "ar"), strict=True):
+        row = study.table()["none", variant, "one-way", 1]
+        reverse = row["reverse_accuracy"]
+        means = [f"{round(row[name].mean, 2) + 0.0:.2f}" for name in IN_TEXT]
+        shown = [*means[:2], f"{reverse.low:.2f}-{reverse.high:.2f}", *means[2:]]
+        assert line.split() == ["none", variant.upper(), "one-way", "1", "2", *(x.replace("nan", "-") for x in shown)]
 
 
 def test_an_interrupted_study_goes_on_and_shards_merge(tmp_path, monkeypatch):
@@ -220,6 +276,14 @@ def test_the_figure_has_a_row_for_each_variant(study):
     axes = study.plot()
     assert len(axes) == 12
     assert [line.get_label() for line in axes[0].lines[1:]] == ["none"]
+    for panel, variant in ((0, "mdm"), (6, "ar")):
+        curves = study.curves("same_probability", "none", variant)
+        assert axes[panel].lines[1].get_ydata() == pytest.approx(curves.mean(dim=0).tolist())
+        assert [label.get_text() for label in axes[panel].get_xticklabels()] == ["0", "1", "2"]
+        (band,) = axes[panel].collections
+        ends = {tuple(each) for each in band.get_paths()[0].vertices.round(5).tolist()}
+        for step, values in enumerate(curves.T):
+            assert {(step, round(float(end), 5)) for end in (values.min(), values.max())} <= ends
     assert [text.get_text() for text in axes[9].texts] == ["not defined"]
     with pytest.raises(ValueError, match="no training of mdm on mixed data with 1 layers"):
         study.plot("mixed")
