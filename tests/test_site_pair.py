@@ -119,8 +119,8 @@ def test_the_pair_is_written_with_its_files(tmp_path, monkeypatch):
         assert open_checkpoint(path).architecture == site_pair.architecture(kind, 304)
         model = HookedDiffusionTransformer.from_pretrained(path, device="cpu")
         assert (
-            model.to_string(model.to_tokens("we know Stenton still owns doves.")[0])
-            == "we know Stenton still owns doves."
+            model.to_string(model.to_tokens("we know Plerrick still owns doves.")[0])
+            == "we know Plerrick still owns doves."
         )
 
 

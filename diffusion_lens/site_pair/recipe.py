@@ -17,7 +17,7 @@ from weight_conversion import Architecture
 
 Kind = Literal["mdm", "ar"]
 
-SHIPPED_SEED = 0
+SHIPPED_SEED = 8
 WEIGHT_STD = 0.06
 SUBJECT_BLOCKS, BLOCKS = 2, 6
 BATCH_SIZE = 32  # Rows of the longest length; batches of shorter rows have more.
