@@ -215,6 +215,10 @@ def test_a_study_has_every_cell_and_measures_what_its_networks_do(study):
     curves = study.curves("same_probability", cell.positions, cell.variant)
     assert means == pytest.approx((float(curves[:, -1].mean()), float(curves[:, -1].min()), float(curves[:, -1].max())))
     assert len(set(curves[:, -1].tolist())) == 2, "seeds differ"
+
+
+def test_the_text_has_the_measure_of_each_head(study):
+    study = replace(study, values=torch.rand(study.values.shape, generator=torch.Generator().manual_seed(0)))
     text = study.to_text().splitlines()
     assert len(text) == 4
     for line, variant in zip(text[2:], ("mdm", "ar"), strict=True):
