@@ -84,8 +84,8 @@ def test_one_picture_shows_both_models(both: tuple[Path, str]) -> None:
     picture = both[0] / "signatures.png"
     assert picture.read_bytes().startswith(PNG)
     pixels = imread(picture)
-    assert pixels.shape[0] >= 700
-    assert pixels.shape[1] >= 1500
+    assert pixels.shape[0] >= 500
+    assert pixels.shape[1] >= 1200
     assert pixels[:, :, :3].std() > 0.05
 
 
