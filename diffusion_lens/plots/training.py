@@ -16,8 +16,8 @@ def training_panels(rows: Mapping[str, Panels], steps: Sequence[int]) -> list[An
     """Draw means with the range over the runs; returns the axes in reading order.
 
     Args:
-        rows: By the title of a group, by the title of a panel, by the label of a line: a curve for each run. A line that
-            is NaN is left out, and a panel without lines says that there are none.
+        rows: By the title of a group, by the title of a panel, by the label of a line: a curve for each run. A line
+            that is NaN is left out, and a panel without lines says that there are none.
         steps: Number of training steps of each column, drawn at equal distances.
     """
     n_panels = _COLUMNS * -(-max(map(len, rows.values())) // _COLUMNS)
