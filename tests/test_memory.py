@@ -8,7 +8,7 @@ import pytest
 from oracles.large_checkpoints import LLADA_8B, write_checkpoint, write_shards
 from oracles.memory import memory_of_loading, memory_of_tracing
 from oracles.traced_shapes import Shape
-from processes import measured_apart
+from processes import measured_afresh, measured_apart
 
 from weight_conversion import Architecture, export_size, open_checkpoint
 
@@ -82,6 +82,6 @@ def test_a_trace_takes_at_most_its_budget():
         return
     cells = dict(positions=range(2, 20, 3), layers=[2, 4])
     shapes = [Shape(variant, n_pos=24) for variant in ("masked", "causal")]
-    for measured in measured_apart(*(partial(memory_of_tracing, shape, BUDGET, cells) for shape in shapes)):
+    for measured in (measured_afresh(partial(memory_of_tracing, shape, BUDGET, cells)) for shape in shapes):
         assert measured["weights"] > 1.5 * BUDGET
         assert BUDGET / 8 < measured["growth"] <= BUDGET, measured
