@@ -10,12 +10,11 @@
    [MASK] gathers both names itself and looks the fact up there.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
+from diffusion_lens import tiny_pair
+from diffusion_lens.tiny_pair import Kind as Kind
 from weight_conversion import Architecture
-
-Kind = Literal["mdm", "ar"]
 
 SHIPPED_SEED = 8
 WEIGHT_STD = 0.06
@@ -63,10 +62,9 @@ PHASES = (
 
 
 def architecture(kind: Kind, n_words: int, n_layers: int = BLOCKS) -> Architecture:
-    """The architecture of one model for a vocabulary of `n_words`; only the MDM has a row for [MASK]."""
-    masked = kind == "mdm"
-    return Architecture(
-        family="lit_gpt",
+    """That of the tiny models in other sizes, for a vocabulary of `n_words`."""
+    return replace(
+        tiny_pair.architecture(kind, n_words),
         name="site",
         n_layers=n_layers,
         d_model=96,
@@ -74,13 +72,4 @@ def architecture(kind: Kind, n_words: int, n_layers: int = BLOCKS) -> Architectu
         n_key_value_heads=6,
         d_head=16,
         d_mlp=128,
-        d_vocab=n_words + masked,
-        d_vocab_out=n_words,
-        n_ctx=64,
-        attention_dir="bidirectional" if masked else "causal",
-        readout="in_place" if masked else "shifted",
-        mask_token_id=n_words if masked else None,
-        norm_eps=1e-5,
-        rotary_base=10000.0,
-        rotary_dtype="bfloat16",
     )

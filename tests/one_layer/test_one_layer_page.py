@@ -194,7 +194,6 @@ def test_baselines_are_those_of_single_networks() -> None:
 
 def test_the_figure_is_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    pytest.importorskip("sphinx")
     from one_layer_tables import panels_of, study
 
     rows, steps = panels_of(study(SEEDS_FILE))

@@ -58,7 +58,8 @@ class CanvasReading:
                 hooks.append((stream_entering(layer), reader("streams", lambda x: x)))
             hooks += [(f"blocks.{layer}.attn.{point}", reader(*what)) for point, what in at.items()]
         with torch.no_grad():
-            # `hook_embed` does not have the vectors of learned positions.
-            read["streams"].append(batch.model(batch.tokens, attention_mask=batch.real, stop_at_layer=0))
-            losses = batch.losses(batch.logits(hooks))
+            # Not `hook_embed`, which does not have the vectors of learned positions.
+            embedded = batch.model(batch.tokens, attention_mask=batch.real, stop_at_layer=0)
+            read["streams"].append(embedded)
+            losses = batch.losses(batch.logits(hooks, embedded, 0))
         return cls(batch, losses, **read)

@@ -19,8 +19,6 @@ from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
 
-ROUTES = ("forward", "reverse", "counterfactual")
-
 
 def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_offset: Whole, base: Real) -> float:
     """The correlation of the scores at two offsets, if queries and keys are independent and isotropic.
