@@ -15,8 +15,6 @@ from diffusion_lens.site_pair.phases import Trained, train_phases
 from diffusion_lens.site_pair.recipe import (
     BATCH_SIZE,
     BLOCKS,
-    DROPPED_SHARE,
-    EXIT_WEIGHT,
     PHASES,
     SHIPPED_SEED,
     WEIGHT_STD,
@@ -68,8 +66,6 @@ def make_pair(
             "seed": seed,
             "weight_std": WEIGHT_STD,
             "batch_size": BATCH_SIZE,
-            "exit_weight": EXIT_WEIGHT,
-            "dropped_share": DROPPED_SHARE,
             "measured_with": measures.SETTINGS,
             "models": models,
             "phases": {name: _describe(trained) for name, trained in done.items()},

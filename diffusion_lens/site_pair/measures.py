@@ -36,10 +36,13 @@ SETTINGS: dict[str, Any] = {
 
 
 def measure(model: HookedDiffusionTransformer, world: SiteFacts) -> dict[str, Any]:
-    """Everything that `results.json` records about a trained model."""
+    """Everything that `results.json` records about a trained model. One that knows nothing has nothing to trace."""
+    shares = recall(model, world)
     facts = known_attributes(model, world, N_TRACED)
+    if not facts:
+        return {"recall": shares}
     return {
-        "recall": recall(model, world),
+        "recall": shares,
         "effects": effects(model, facts),
         "v_star": {f"block {layer}": recovered(model, facts[:N_VALUES], layer) for layer in SEARCHED_BLOCKS},
     }

@@ -16,8 +16,6 @@ from diffusion_lens.model.build import random_tensors
 from diffusion_lens.site_pair.person_loss import PersonLoss, PersonTargets
 from diffusion_lens.site_pair.recipe import (
     BATCH_SIZE,
-    DROPPED_SHARE,
-    EXIT_WEIGHT,
     SUBJECT_BLOCKS,
     WEIGHT_STD,
     Phase,
@@ -84,18 +82,17 @@ def _start(
     phase: Phase, world: site_facts.SiteFacts, seed: int, before: HookedDiffusionTransformer | None
 ) -> HookedDiffusionTransformer:
     """The model before a phase."""
-    if before is not None and before.cfg.has_mask == (phase.kind == "mdm"):
-        model = grow(before, phase.n_layers, std=WEIGHT_STD, seed=seed)
-    else:
+    if before is None or before.cfg.has_mask != (phase.kind == "mdm"):
         tokenizer = site_facts.build_tokenizer(world)
-        shape = architecture(phase.kind, len(tokenizer), phase.n_layers)
+        shape = architecture(phase.kind, len(tokenizer), phase.n_layers if before is None else before.cfg.n_layers)
         tensors = dict(random_tensors(shape, seed, WEIGHT_STD))
         if before is not None:  # The same blocks see both directions, and [MASK] gets a row of the embedding.
             given = before.state_dict()
-            rows = torch.cat([given["embed.weight"], tensors["embed.weight"][len(tokenizer) :]])
+            rows = torch.cat([given["embed.weight"], tensors["embed.weight"][len(tokenizer) :].to(before.W_E)])
             tensors = {**given, "embed.weight": rows}
         cfg = DiffusionConfig.from_architecture(shape, device="cpu")
-        model = HookedDiffusionTransformer(cfg, tokenizer, tensors=tensors.items())
+        before = HookedDiffusionTransformer(cfg, tokenizer, tensors=tensors.items())
+    model = grow(before, phase.n_layers, std=WEIGHT_STD, seed=seed)
     model.cfg.model_name = f"site-{phase.kind}"
     return model
 
@@ -115,5 +112,5 @@ def _objective(phase: Phase, world: site_facts.SiteFacts, model: HookedDiffusion
     last = SUBJECT_BLOCKS - 1
     if phase.n_layers == SUBJECT_BLOCKS:
         return PersonLoss(EarlyExit(last, targets), tuple(targets.values.unique().tolist()), names)
-    dropout = EdgeDropout(tuple(range(SUBJECT_BLOCKS)), (model.cfg.blank,), names, DROPPED_SHARE)
-    return ShapedLoss(EarlyExit(last, targets, EXIT_WEIGHT), dropout)
+    dropout = EdgeDropout(tuple(range(SUBJECT_BLOCKS)), (model.cfg.blank,), names, phase.dropped_share)
+    return ShapedLoss(EarlyExit(last, targets, phase.exit_weight), dropout)

@@ -20,8 +20,6 @@ SHIPPED_SEED = 8
 WEIGHT_STD = 0.06
 SUBJECT_BLOCKS, BLOCKS = 2, 6
 BATCH_SIZE = 32  # Rows of the longest length; batches of shorter rows have more.
-EXIT_WEIGHT = 0.3
-DROPPED_SHARE = 0.8
 LENGTHS = (12, 16, 24, 32)
 
 
@@ -39,6 +37,8 @@ class Phase:
         lr: Highest learning rate.
         steps: Number of steps.
         seed: Number added to the seed of the training.
+        exit_weight: Weight of the early exit in a phase of the whole MDM.
+        dropped_share: Share of rows with edge dropout in a phase of the whole MDM.
     """
 
     name: str
@@ -50,6 +50,8 @@ class Phase:
     lr: float
     steps: int
     seed: int = 0
+    exit_weight: float = 0.3
+    dropped_share: float = 0.8
 
 
 PHASES = (
@@ -73,3 +75,19 @@ def architecture(kind: Kind, n_words: int, n_layers: int = BLOCKS) -> Architectu
         d_head=16,
         d_mlp=128,
     )
+_SUBJECT, _, _SUBJECT_MDM, _MDM_A, _MDM_B = PHASES
+# What the MDM becomes without one part of its recipe. The number of steps is the same.
+ABLATIONS = {
+    "one-schedule": (
+        _SUBJECT,
+        _SUBJECT_MDM,
+        replace(_MDM_A, name="mdm", documents=(0.5, 0.05, 0.5), steps=_MDM_A.steps + _MDM_B.steps),
+    ),
+    "no-early-exit": (_SUBJECT, _SUBJECT_MDM, replace(_MDM_A, exit_weight=0.0), replace(_MDM_B, exit_weight=0.0)),
+    "no-bidirectional-subject-phase": (_SUBJECT, replace(_MDM_A, after="subject"), _MDM_B),
+    "no-edge-dropout": (_SUBJECT, _SUBJECT_MDM, replace(_MDM_A, dropped_share=0.0), replace(_MDM_B, dropped_share=0.0)),
+    "data-only": (
+        replace(_MDM_A, after=None, exit_weight=0.0, dropped_share=0.0),
+        replace(_MDM_B, exit_weight=0.0, dropped_share=0.0),
+    ),
+}
