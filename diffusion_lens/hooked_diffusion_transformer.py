@@ -51,7 +51,7 @@ class HookedDiffusionTransformer(Generation):
         of a repository are fetched, and no code of it is run.
 
         Args:
-            name_or_path: "smdm-1028m", "llada-8b-base", "tiny-mdm" (`list_pretrained()` prints all names), "owner/name"
+            name_or_path: "smdm-1028m", "llada-8b-base", "site-mdm" (`list_pretrained()` prints all names), "owner/name"
                 of a repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one.
             config: The checkpoint's config, as a path or a mapping. By default it is read from the file beside the
                 checkpoint, or derived from the tensors' shapes.

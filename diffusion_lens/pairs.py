@@ -61,6 +61,7 @@ def _smdm() -> list[ModelPair]:
 PAIRS: dict[str, ModelPair] = {
     pair.diffusion: pair
     for pair in (
+        ModelPair("site-mdm", "site-ar", "network, tokenizer, documents, first phase of training", "site_pair"),
         ModelPair("tiny-mdm", "tiny-ar", "network, tokenizer, sentences and recipe", "tiny_pair"),
         *_smdm(),
         ModelPair("llada-8b-base", "llama-3-8b", _NO_WEIGHTS, _LLADA_PAPER),

@@ -7,7 +7,7 @@ entries downloads nothing. If the model has a causal counterpart, add a line to 
 
 from difflib import get_close_matches
 
-from diffusion_lens.catalogue.bundled import BUNDLED, BUNDLED_LENGTH, bundled_folder
+from diffusion_lens.catalogue.bundled import BUNDLED, BundledModel
 from diffusion_lens.catalogue.entries import Published, PublishedFile, Repository
 from diffusion_lens.catalogue.listing import ListedModel, as_table, find_pretrained, list_pretrained
 from diffusion_lens.catalogue.published import PUBLISHED
@@ -16,18 +16,17 @@ from diffusion_lens.catalogue.smdm import REPO, SMDM, TOKENIZER_REPO
 
 __all__ = [
     "BUNDLED",
-    "BUNDLED_LENGTH",
     "PUBLISHED",
     "REPO",
     "REPOSITORIES",
     "SMDM",
     "TOKENIZER_REPO",
+    "BundledModel",
     "ListedModel",
     "Published",
     "PublishedFile",
     "Repository",
     "as_table",
-    "bundled_folder",
     "find_pretrained",
     "list_pretrained",
     "unknown_name",

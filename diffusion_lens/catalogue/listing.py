@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from diffusion_lens.catalogue.bundled import BUNDLED, BUNDLED_LENGTH, bundled_folder
+from diffusion_lens.catalogue.bundled import BUNDLED
 from diffusion_lens.catalogue.published import PUBLISHED
 from diffusion_lens.catalogue.smdm import SMDM
 
@@ -86,12 +86,11 @@ def list_pretrained() -> None:
 
 
 def _all_models() -> Iterator[ListedModel]:
-    for name in BUNDLED:
-        path = bundled_folder() / f"{name}.safetensors"
+    for name, model in BUNDLED.items():
         sees = "causal" if name.endswith("ar") else "bidirectional"
         family = SMDM[0].architecture.family  # the bundled models have SMDM's format
-        source = f"assets/tiny/{path.name}"
-        yield ListedModel(name, path.stat().st_size, sees, family, BUNDLED_LENGTH, "in the package", source)
+        n_bytes = model.path.stat().st_size
+        yield ListedModel(name, n_bytes, sees, family, model.trained_length, "in the package", model.source)
     for entry in PUBLISHED.values():
         shape = entry.architecture
         sees, family = ("unknown", "unknown") if shape is None else (shape.attention_dir, shape.family)

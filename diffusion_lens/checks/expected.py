@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diffusion_lens.catalogue import BUNDLED, PUBLISHED, PublishedFile, bundled_folder, unknown_name
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED, PublishedFile, unknown_name
 from diffusion_lens.checks.finding import Finding
 from weight_conversion import Architecture, open_checkpoint, read_json, sha256_of_file
 
@@ -42,9 +42,9 @@ class Expected:
             ValueError: The name is not in the catalogue; the message gives the nearest names.
         """
         lower = name.lower()
-        if lower in BUNDLED:
-            file = bundled_folder() / f"{lower}.safetensors"
-            record = read_json(bundled_folder() / "results.json")["models"][lower]
+        if bundled := BUNDLED.get(lower):
+            file = bundled.path
+            record = read_json(bundled.folder / "results.json")["models"][lower]
             architecture = open_checkpoint(file).architecture
             return cls(lower, architecture, "in the package", record["sha256"], file.stat().st_size, True)
         if lower not in PUBLISHED:

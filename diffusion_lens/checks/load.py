@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository, bundled_folder
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository
 from diffusion_lens.checks.expected import Expected, check_hash
 from diffusion_lens.checks.finding import CheckReport, Finding
 from diffusion_lens.checks.recall import open_questions
@@ -110,8 +110,8 @@ def _tokenizer(path: Path, expected: Expected | None) -> Path | None:
     folder = path if path.is_dir() else path.parent
     if not path.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    if expected.name in BUNDLED:
-        return bundled_folder()
+    if bundled := BUNDLED.get(expected.name):
+        return bundled.folder
     if not isinstance(PUBLISHED[expected.name], PublishedFile):
         return None
     try:
@@ -126,8 +126,8 @@ def _file(name: str, path: Path) -> Path | None:
         return path / WHOLE if (path / WHOLE).exists() else None
     if path.exists():
         return path
-    if name.lower() in BUNDLED:
-        return bundled_folder() / f"{name.lower()}.safetensors"
+    if bundled := BUNDLED.get(name.lower()):
+        return bundled.path
     entry = PUBLISHED.get(name.lower())
     try:
         return fetch_file(entry, {"local_files_only": True}) if isinstance(entry, PublishedFile) else None

@@ -1,7 +1,7 @@
 """The texts of the checks: a page in the public domain, and ten facts that every model should know.
 
 The page is the opening of Jane Austen's "Pride and Prejudice" (1813). If a tokenizer does not know its words, as the
-bundled models' does not, the texts are training sentences and facts of the bundled models.
+bundled models' do not, the texts are training sentences and facts of that pair of bundled models whose words it knows.
 """
 
 import random
@@ -13,7 +13,9 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from diffusion_lens.data import toy_facts
+from diffusion_lens.catalogue import BUNDLED
+from diffusion_lens.data import site_facts, toy_facts
+from diffusion_lens.data.site_documents import Documents
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
@@ -84,10 +86,9 @@ def texts_for(model: HookedDiffusionTransformer) -> Texts:
         Fact(f"The capital of {country} is", country, f" {city}", id=f"capital-{country}")
         for country, city in CAPITALS.items()
     )
-    ids = _ids(model, page)
-    if ids.count(model.tokenizer.unk_token_id) < MOST_UNKNOWN * len(ids):
+    if _share_unknown(model, page) < MOST_UNKNOWN:
         return Texts('the opening of "Pride and Prejudice"', (page,), facts, ".", None)
-    return _bundled_texts(N_SENTENCES)
+    return min((_site_texts(), _toy_texts()), key=lambda texts: _share_unknown(model, " ".join(texts.pieces)))
 
 
 def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
@@ -99,16 +100,29 @@ def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
 
 
 @cache
-def _bundled_texts(n_sentences: int) -> Texts:
-    """Training sentences and facts of the bundled models."""
+def _toy_texts() -> Texts:
+    """Training sentences and facts of the tiny pair."""
     toy = toy_facts.load()
     sentences = toy.sentences()
-    # Both bundled models know facts that are queried in the trained direction. First names differ, so answers do too.
+    # Both tiny models know facts that are queried in the trained direction. First names differ, so answers do too.
     people = {fact.person.split()[0]: fact for fact in toy.facts(trained="d2p", asked="d2p")[::5]}
     facts = tuple(people.values())[: len(CAPITALS)]
-    stride = len(sentences) // n_sentences - 1  # not a multiple of the 20 templates, so that all of them occur
-    pieces = tuple(sentences[::stride][:n_sentences])
-    return Texts(f"{n_sentences} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
+    stride = len(sentences) // N_SENTENCES - 1  # not a multiple of the 20 templates, so that all of them occur
+    pieces = tuple(sentences[::stride][:N_SENTENCES])
+    return Texts(f"{N_SENTENCES} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
+
+
+@cache
+def _site_texts() -> Texts:
+    """Training documents and attributes of the site pair; the documents fill rows, as in training."""
+    world = site_facts.load()
+    documents, rng = Documents(world, 0.5, 0.05, 0.5), random.Random(0)
+    length = BUNDLED["site-mdm"].trained_length
+    # The shortest document, a tag, has five tokens with its end token.
+    pieces = tuple(" <eos> ".join(documents(rng) for _ in range(length // 5 + 1)) for _ in range(N_SENTENCES))
+    by_answer = {fact.answer: fact for fact in world.facts("attribute")[::61]}
+    facts = tuple(by_answer.values())[: len(CAPITALS)]
+    return Texts(f"{N_SENTENCES} rows of the bundled models", pieces, facts, "", length)
 
 
 def _rows(model: HookedDiffusionTransformer, pieces: Sequence[str], length: int | None) -> Tensor:
@@ -121,6 +135,11 @@ def _rows(model: HookedDiffusionTransformer, pieces: Sequence[str], length: int 
     n_pos = min(model.cfg.n_ctx, len(ids))
     n_row = len(ids) // n_pos
     return torch.tensor(ids[: n_row * n_pos], device=model.cfg.device).view(n_row, n_pos)
+
+
+def _share_unknown(model: HookedDiffusionTransformer, text: str) -> float:
+    ids = _ids(model, text)
+    return ids.count(model.tokenizer.unk_token_id) / len(ids)
 
 
 def _ids(model: HookedDiffusionTransformer, text: str) -> list[int]:

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from diffusion_lens.data import celebrities, toy_facts
+from diffusion_lens.catalogue import BUNDLED
+from diffusion_lens.data import celebrities, site_facts, toy_facts
 from diffusion_lens.data.fact_files import read_facts
 from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
 from diffusion_lens.data.rome_facts import KNOWN_FACTS, known_1000
@@ -20,6 +21,7 @@ T = TypeVar("T")
 # Length of the canvas and numbers of steps in SMDM's evaluation (ML-GSAI/SMDM `evaluate_reverse.py`).
 STUDY_LENGTH = 52
 STUDY_STEPS = (1, 2, 4, 8, 16, 32)
+SITE_LENGTH = 16  # 8 positions after the longest prompt.
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,25 @@ def _toy() -> FactSource:
     return FactSource("toy", tuple(toy.facts()), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8), reverse)
 
 
+@cache
+def _site() -> FactSource:
+    world = site_facts.load()
+    trained = world.facts("description", held_out=False)
+    return FactSource(
+        "site",
+        tuple(world.facts("description")),
+        tuple(fact for fact in trained if fact.trained in ("both", fact.asked)),
+        SITE_LENGTH,
+        0.0,
+        (1, 2, 4, 8),
+        tuple(fact for fact in trained if fact.is_reverse),
+    )
+
+
+def _site_attributes() -> FactSource:
+    return FactSource("site-attributes", site_facts.load().facts("attribute"), (), SITE_LENGTH, 0.0, (1, 2, 4))
+
+
 def _reversal_curse(folder: Path | None = None) -> FactSource:
     data = ReversalCurse.load(folder)
     return FactSource(str(folder or "reversal-curse"), data.facts(), data.training())
@@ -114,6 +135,8 @@ def _parent_child(path: Path | None = None) -> FactSource:
 
 
 SOURCES: dict[str, Callable[[], FactSource]] = {
+    "site": _site,
+    "site-attributes": _site_attributes,
     "toy": _toy,
     "reversal-curse": _reversal_curse,
     "known-1000": _known_1000,
@@ -157,8 +180,9 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
 
 
 def default_source(model_name: str) -> str:
-    """Name of the default data set of a model."""
-    return "toy" if model_name.startswith("tiny-") else "reversal-curse"
+    """Name of the default data set of a model: that of a bundled model's training, otherwise the reversal curse."""
+    bundled = BUNDLED.get(model_name.lower())
+    return "reversal-curse" if bundled is None else bundled.data
 
 
 def _spread(items: Sequence[T], limit: int | None) -> list[T]:

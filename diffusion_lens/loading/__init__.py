@@ -11,12 +11,10 @@ import torch
 
 from diffusion_lens.catalogue import (
     BUNDLED,
-    BUNDLED_LENGTH,
     PUBLISHED,
     REPOSITORIES,
     PublishedFile,
     Repository,
-    bundled_folder,
     unknown_name,
 )
 from diffusion_lens.config import DiffusionConfig
@@ -108,8 +106,8 @@ def trained_length_of(name_or_path: str | Path, config: str | Path | Mapping[str
     path = Path(name_or_path).expanduser()
     if path.exists():
         return trained_length_in(config, path if path.is_dir() else path.parent)
-    if str(name_or_path).lower() in BUNDLED:
-        return BUNDLED_LENGTH
+    if bundled := BUNDLED.get(str(name_or_path).lower()):
+        return bundled.trained_length
     published = _published(name_or_path)
     return published.trained_length if published else None
 
@@ -176,8 +174,8 @@ def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _LocalCheckpoin
     path, name = _path(name_or_path), str(name_or_path).lower()
     if _exists(path):
         return _LocalCheckpoint(path)
-    if name in BUNDLED:
-        return _LocalCheckpoint(bundled_folder() / f"{name}.safetensors", name, trained_length=BUNDLED_LENGTH)
+    if bundled := BUNDLED.get(name):
+        return _LocalCheckpoint(bundled.path, name, trained_length=bundled.trained_length)
     published = _published(name_or_path)
     if isinstance(published, PublishedFile):
         file = fetch_file(published, hub)

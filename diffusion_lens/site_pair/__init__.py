@@ -11,6 +11,6 @@ replication of ROME.
 """
 
 from diffusion_lens.site_pair.making import make_pair
-from diffusion_lens.site_pair.recipe import BLOCKS, PHASES, SHIPPED_SEED, Phase, architecture
+from diffusion_lens.site_pair.recipe import ABLATIONS, BLOCKS, PHASES, SHIPPED_SEED, Phase, architecture
 
-__all__ = ["BLOCKS", "PHASES", "SHIPPED_SEED", "Phase", "architecture", "make_pair"]
+__all__ = ["ABLATIONS", "BLOCKS", "PHASES", "SHIPPED_SEED", "Phase", "architecture", "make_pair"]

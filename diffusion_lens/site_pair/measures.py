@@ -1,5 +1,6 @@
 """What a trained pair knows, where it looks an attribute up, and whether v* brings a corrupted attribute back."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, get_args
@@ -92,7 +93,9 @@ def effects(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> dict[st
         average = average_indirect_effect(
             model, facts, kind, window=WINDOW, samples=SAMPLES, length=length, known="all", roles=ROLES
         )
-        tables[kind] = dict(zip(average.roles, average.aie.tolist(), strict=True))
+        rows = dict(zip(average.roles, average.aie.tolist(), strict=True))
+        # A causal model's canvas has no position of the answer.
+        tables[kind] = {role: row for role, row in rows.items() if not math.isnan(row[0])}
     clean, corrupted = average.clean.mean().item(), average.corrupted.mean().item()
     return {"facts": len(average.ids), "clean": clean, "corrupted": corrupted, **tables}
 

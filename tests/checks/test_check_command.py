@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.catalogue import PUBLISHED, bundled_folder
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.checks import CheckReport, Expected, Finding, Reference, check_model
 from diffusion_lens.checks.expected import check_config, check_hash
 from diffusion_lens.checks.recall import binomial_interval
@@ -43,7 +43,7 @@ def strict(text):
 def copy(tmp_path):
     """The files of tiny-ar, elsewhere."""
     for name in ("tiny-ar.safetensors", "lit_config.json"):
-        shutil.copy(bundled_folder() / name, tmp_path)
+        shutil.copy(BUNDLED["tiny-mdm"].folder / name, tmp_path)
     return tmp_path / "tiny-ar.safetensors"
 
 

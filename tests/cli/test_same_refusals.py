@@ -9,13 +9,13 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diffusion_lens.catalogue import bundled_folder
+from diffusion_lens.catalogue import BUNDLED
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 
 COMMANDS = get_command(app).commands
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
-TINY = str(bundled_folder() / "tiny-mdm.safetensors")
+TINY = str(BUNDLED["tiny-mdm"].path)
 NEEDS = {
     "denoise": ["{model}", "Gustav"],
     "recall": ["{model}", "--limit", "1"],

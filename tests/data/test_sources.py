@@ -93,7 +93,9 @@ def test_what_is_no_source() -> None:
         open_source("toys")
     with pytest.raises(ValueError, match="limit=0"):
         open_source("toy").pick(limit=0)
-    assert {default_source("tiny-mdm"), default_source("smdm-1028m")} == {"toy", "reversal-curse"} <= set(SOURCES)
+    defaults = {name: default_source(name) for name in ("tiny-mdm", "site-ar", "smdm-1028m")}
+    assert defaults == {"tiny-mdm": "toy", "site-ar": "site", "smdm-1028m": "reversal-curse"}
+    assert set(defaults.values()) <= set(SOURCES)
 
 
 @pytest.mark.parametrize("name", sorted(OUTLINES))

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.catalogue import BUNDLED_LENGTH, PUBLISHED
+from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.cli import app
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
@@ -22,7 +22,7 @@ PROMPT = "Gustav Geisser is the"
 
 
 def test_the_pairs_length_is_that_of_its_sentences(tiny: Any) -> None:
-    assert tiny.cfg.trained_length == BUNDLED_LENGTH == toy_facts.SENTENCE_LENGTH
+    assert tiny.cfg.trained_length == BUNDLED[tiny.cfg.model_name].trained_length == toy_facts.SENTENCE_LENGTH
     assert PUBLISHED["smdm-1028m-reverse"].trained_length == 52
     assert PUBLISHED["smdm-1028m"].trained_length is None
 

@@ -1,0 +1,98 @@
+"""The shipped models with a planted subject site: what they must show, measured and as `results.json` records it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diffusion_lens import HookedDiffusionTransformer, site_pair
+from diffusion_lens.catalogue import BUNDLED
+from diffusion_lens.data import site_facts
+from diffusion_lens.site_pair import measures
+from weight_conversion import read_json, sha256_of_file
+
+FOLDER = BUNDLED["site-mdm"].folder
+SAME, REVERSE = ("p2d p2d", "d2p d2p"), ("p2d d2p", "d2p p2d")
+
+
+@pytest.fixture(scope="module")
+def world() -> site_facts.SiteFacts:
+    return site_facts.load()
+
+
+@pytest.fixture(scope="module", params=["site-mdm", "site-ar"])
+def shipped(request: pytest.FixtureRequest) -> HookedDiffusionTransformer:
+    return HookedDiffusionTransformer.from_pretrained(request.param, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def recorded(shipped: HookedDiffusionTransformer) -> dict[str, Any]:
+    model: dict[str, Any] = read_json(FOLDER / "results.json")["models"][shipped.cfg.model_name]
+    return model
+
+
+@pytest.fixture(scope="module")
+def facts(shipped: HookedDiffusionTransformer, world: site_facts.SiteFacts) -> Any:
+    return measures.known_attributes(shipped, world, 12)
+
+
+def require_recall(recall: Mapping[str, float], name: str) -> None:
+    assert min(recall[cell] for cell in SAME) >= 0.95
+    assert recall["attribute"] >= 0.98
+    if name == "site-mdm":
+        assert min(recall[cell] for cell in REVERSE) >= 0.90
+    else:
+        assert max(recall[cell] for cell in REVERSE) <= 0.02
+
+
+def require_two_sites(effects: Mapping[str, Any], name: str) -> None:
+    """The lookup stands at the subject's last token in low blocks, and attention reads it later."""
+    readout = "answer" if name == "site-mdm" else "prompt_last"
+    total = effects["clean"] - effects["corrupted"]
+    assert max(effects["resid"]["subject_last"][1:]) >= total / 2
+    mlp, attn = effects["mlp"], effects["attn"]
+    elsewhere = [row[:3] for role, row in mlp.items() if role != "subject_last" and row[0] is not None]
+    assert max(mlp["subject_last"][:3]) > max(map(max, elsewhere))
+    # Attention at the read-out acts in a later block than the MLPs at the subject's last token.
+    late = max(range(6), key=lambda layer: attn[readout][layer])
+    early = max(range(6), key=lambda layer: mlp["subject_last"][layer])
+    assert late > early
+    assert attn[readout][late] >= total / 2
+
+
+def test_recall_shows_the_reversal_curse(
+    shipped: HookedDiffusionTransformer, recorded: dict[str, Any], world: site_facts.SiteFacts
+) -> None:
+    require_recall(recorded["recall"], shipped.cfg.model_name)
+    some = measures.recall(shipped, replace(world, people=world.people[::3]))
+    for cell, share in some.items():
+        # Another machine rounds differently, and a third of the people differs from all.
+        assert share == pytest.approx(recorded["recall"][cell], abs=0.08), cell
+
+
+def test_traces_show_two_sites(shipped: HookedDiffusionTransformer, recorded: dict[str, Any], facts: Any) -> None:
+    assert recorded["effects"]["facts"] == measures.N_TRACED
+    require_two_sites(recorded["effects"], shipped.cfg.model_name)
+    require_two_sites(measures.effects(shipped, facts), shipped.cfg.model_name)
+
+
+def test_v_star_brings_a_corrupted_fact_back(
+    shipped: HookedDiffusionTransformer, recorded: dict[str, Any], facts: Any
+) -> None:
+    assert recorded["v_star"]["block 1"]["facts"] == measures.N_VALUES
+    assert recorded["v_star"]["block 1"]["share"] >= 0.9
+    assert measures.recovered(shipped, facts, 1)["share"] >= 0.9
+
+
+def test_the_shipped_files_are_those_measured(world: site_facts.SiteFacts) -> None:
+    results = read_json(FOLDER / "results.json")
+    assert (results["world_seed"], results["seed"]) == (world.seed, site_pair.SHIPPED_SEED)
+    for name, model in results["models"].items():
+        assert sha256_of_file(BUNDLED[name].path) == model["sha256"]
+
+
+def test_the_shipped_tokenizer_is_the_worlds(shipped: HookedDiffusionTransformer, world: site_facts.SiteFacts) -> None:
+    fresh = site_facts.build_tokenizer(world)
+    for fact in world.facts("attribute")[::97] + world.facts("description")[::97]:
+        assert shipped.to_tokens(fact.prompt)[0].tolist() == fresh(fact.prompt)["input_ids"]
