@@ -154,4 +154,4 @@ def test_ablations_train_as_long_as_the_recipe(world, tmp_path, name):
     assert sum(whole) == PHASES[-1].steps
     done = train_phases(world, 0, [replace(phase, steps=1) for phase in recipe], tmp_path, progress=False)
     model = list(done.values())[-1].model
-    assert model.cfg.architecture == site_pair.architecture("mdm", 304)
+    assert replace(model.cfg.architecture, name="site") == site_pair.architecture("mdm", 304)
