@@ -4,7 +4,7 @@
 2. "ar": four blocks are added, and all kinds of documents are trained. This is the AR baseline.
 3. "subject-mdm": the two blocks of the first phase learn to see both directions. The loss is only that of `person_loss`
    at names.
-4. "mdm": four blocks are added, and all kinds of documents are trained with the masked diffusion loss.
+4. "mdm-a" and "mdm-b": four blocks are added, and all kinds of documents are trained with the masked diffusion loss.
    The loss of the third phase is added by early exit after block 1 (`EarlyExit`). In most rows, masked positions do not
    see names in blocks 0 and 1 (`EdgeDropout`), because an MDM left to itself may find the other solution: the answer's
    [MASK] gathers both names itself and looks the fact up there.
@@ -58,17 +58,20 @@ PHASES = (
     Phase("subject", "ar", None, SUBJECT_BLOCKS, (0.0, 1.0, 0.0), (24,), 4e-3, 400),
     Phase("ar", "ar", "subject", BLOCKS, (0.4, 0.1, 0.6), (32,), 3e-3, 900),
     Phase("subject-mdm", "mdm", "subject", SUBJECT_BLOCKS, (0.25, 0.1, 0.5), tuple(range(8, 33)), 3e-3, 800),
-    Phase("mdm", "mdm", "subject-mdm", BLOCKS, (0.5, 0.05, 0.5), LENGTHS, 3e-3, 17000),
+    Phase("mdm-a", "mdm", "subject-mdm", BLOCKS, (0.35, 0.05, 0.4), LENGTHS, 3e-3, 9000),
+    Phase("mdm-b", "mdm", "mdm-a", BLOCKS, (0.6, 0.05, 0.6), LENGTHS, 2.5e-3, 8000, seed=1),
 )
-_SUBJECT, _, _SUBJECT_MDM, _ = PHASES
-_MDM_A = Phase("mdm-a", "mdm", "subject-mdm", BLOCKS, (0.35, 0.05, 0.4), LENGTHS, 3e-3, 9000)
-_MDM_B = Phase("mdm-b", "mdm", "mdm-a", BLOCKS, (0.6, 0.05, 0.6), LENGTHS, 2.5e-3, 8000, seed=1)
-# Other recipes of the MDM, each with 17,000 steps. All but the first are the first without one of its parts.
+_SUBJECT, _, _SUBJECT_MDM, _MDM_A, _MDM_B = PHASES
+# What becomes of the MDM without one part of its recipe, or without all of them. The number of steps is the same.
 ABLATIONS = {
-    "two-schedules": (_SUBJECT, _SUBJECT_MDM, _MDM_A, _MDM_B),
-    "no-early-exit": (_SUBJECT, _SUBJECT_MDM, replace(_MDM_A, exit_weight=0.0), replace(_MDM_B, exit_weight=0.0)),
+    "one-schedule": (
+        _SUBJECT,
+        _SUBJECT_MDM,
+        replace(_MDM_A, name="mdm", documents=(0.5, 0.05, 0.5), steps=_MDM_A.steps + _MDM_B.steps),
+    ),
     "no-edge-dropout": (_SUBJECT, _SUBJECT_MDM, replace(_MDM_A, dropped_share=0.0), replace(_MDM_B, dropped_share=0.0)),
     "no-bidirectional-subject-phase": (_SUBJECT, replace(_MDM_A, after="subject"), _MDM_B),
+    "no-early-exit": (_SUBJECT, _SUBJECT_MDM, replace(_MDM_A, exit_weight=0.0), replace(_MDM_B, exit_weight=0.0)),
     "data-only": (
         replace(_MDM_A, after=None, exit_weight=0.0, dropped_share=0.0),
         replace(_MDM_B, exit_weight=0.0, dropped_share=0.0),
