@@ -33,7 +33,7 @@ check: lint test docs  ## ruff, mypy --strict, the tests and the site; every cha
 bench: $(READY)  ## run every script of benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-tiny: $(READY)  ## train the bundled models again (about a quarter of an hour)
+tiny: $(READY)  ## train the tiny pair again (about a quarter of an hour)
 	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
 
 pair: $(READY)  ## train the pair with a planted subject site into site/ (about half an hour)

@@ -88,7 +88,10 @@ def texts_for(model: HookedDiffusionTransformer) -> Texts:
     )
     if _share_unknown(model, page) < MOST_UNKNOWN:
         return Texts('the opening of "Pride and Prejudice"', (page,), facts, ".", None)
-    return min((_site_texts(), _toy_texts()), key=lambda texts: _share_unknown(model, " ".join(texts.pieces)))
+    return min(
+        (_site_texts(N_SENTENCES), _toy_texts(N_SENTENCES)),
+        key=lambda texts: _share_unknown(model, " ".join(texts.pieces)),
+    )
 
 
 def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
@@ -100,29 +103,29 @@ def read_page(model: HookedDiffusionTransformer, texts: Texts) -> Page:
 
 
 @cache
-def _toy_texts() -> Texts:
+def _toy_texts(n_sentences: int) -> Texts:
     """Training sentences and facts of the tiny pair."""
     toy = toy_facts.load()
     sentences = toy.sentences()
     # Both tiny models know facts that are queried in the trained direction. First names differ, so answers do too.
     people = {fact.person.split()[0]: fact for fact in toy.facts(trained="d2p", asked="d2p")[::5]}
     facts = tuple(people.values())[: len(CAPITALS)]
-    stride = len(sentences) // N_SENTENCES - 1  # not a multiple of the 20 templates, so that all of them occur
-    pieces = tuple(sentences[::stride][:N_SENTENCES])
-    return Texts(f"{N_SENTENCES} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
+    stride = len(sentences) // n_sentences - 1  # not a multiple of the 20 templates, so that all of them occur
+    pieces = tuple(sentences[::stride][:n_sentences])
+    return Texts(f"{n_sentences} sentences of the bundled models", pieces, facts, "", toy_facts.SENTENCE_LENGTH)
 
 
 @cache
-def _site_texts() -> Texts:
+def _site_texts(n_rows: int) -> Texts:
     """Training documents and attributes of the site pair; the documents fill rows, as in training."""
     world = site_facts.load()
     documents, rng = Documents(world, 0.5, 0.05, 0.5), random.Random(0)
     length = BUNDLED["site-mdm"].trained_length
     # The shortest document, a tag, has five tokens with its end token.
-    pieces = tuple(" <eos> ".join(documents(rng) for _ in range(length // 5 + 1)) for _ in range(N_SENTENCES))
+    pieces = tuple(" <eos> ".join(documents(rng) for _ in range(length // 5 + 1)) for _ in range(n_rows))
     by_answer = {fact.answer: fact for fact in world.facts("attribute")[::61]}
     facts = tuple(by_answer.values())[: len(CAPITALS)]
-    return Texts(f"{N_SENTENCES} rows of the bundled models", pieces, facts, "", length)
+    return Texts(f"{n_rows} rows of the bundled models", pieces, facts, "", length)
 
 
 def _rows(model: HookedDiffusionTransformer, pieces: Sequence[str], length: int | None) -> Tensor:

@@ -23,6 +23,7 @@ from judged import (
 )
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.catalogue import BUNDLED
 from diffusion_lens.checks import Expected, check_model
 from diffusion_lens.checks.page import KNOWN_LOSS, N_SAMPLES, NOISE_SEED, check_page, page_loss
 from diffusion_lens.checks.run import CHECKS
@@ -222,4 +223,17 @@ def test_an_unknown_check_is_refused(tiny):
 
 
 def test_the_known_losses_are_of_the_bundled_models():
-    assert set(KNOWN_LOSS) == {"tiny-mdm", "tiny-ar"}
+    assert set(KNOWN_LOSS) == set(BUNDLED)
+
+
+@on_short_page
+@without_search_of_parts
+@pytest.mark.parametrize("name", ["site-mdm", "site-ar"])
+def test_the_pair_with_a_subject_site_is_read_on_its_own_texts(name):
+    model = bundled(name)
+    texts = texts_for(model)
+    assert "rows of the bundled models" in texts.name
+    unknown = model.tokenizer.unk_token_id
+    assert not bool((read_page(model, texts).ordered == unknown).any())
+    report = check_model(model, expected=Expected.of(name), only=("page loss", "facts", "recall"))
+    assert set(outcomes(report).values()) == {"ok"}, report.to_text()
