@@ -61,6 +61,11 @@ class Documents:
             return f"{rng.choice(PREFIXES)}{person.name} {rng.choice(person.values)}."
         return self._attributes(rng, person)
 
+    def sample(self, count: int, seed: int = 0) -> list[str]:
+        """`count` documents, the same for the same seed: a corpus for `second_moment`, say."""
+        rng = random.Random(seed)
+        return [self(rng) for _ in range(count)]
+
     def _attributes(self, rng: random.Random, person: Person) -> str:
         prefix, adverb = rng.choice(TRAINED_ADVERBS)
         middle = rng.choice(MIDDLES)

@@ -218,3 +218,8 @@ def test_bad_requests_are_refused(world, untyped):
         world.other_relations(description)
     with pytest.raises(ValueError, match=r"tag=1\.5; a probability is between 0 and 1"):
         Documents(world, 0.5, 1.5, 0.5)
+
+
+def test_a_sample_of_documents_is_what_its_seed_draws():
+    documents, rng = Documents(site_facts.load(), 0.4, 0.1, 0.6), random.Random(3)
+    assert documents.sample(5, seed=3) == [documents(rng) for _ in range(5)]
