@@ -14,16 +14,19 @@ from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens import identity, weights_digest
 from diffusion_lens.analysis import (
+    CanvasLayout,
+    EditSettings,
     average_indirect_effect,
     causal_trace,
     compute_key,
+    edit_study,
     key_value_study,
     second_moment,
     temporal_effect,
 )
 from diffusion_lens.analysis.resumable import FactFolder
 from diffusion_lens.analysis.rome import ValueSettings
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.evaluation import Recall, recall_by_steps
 from diffusion_lens.identity import describe_hooks, describe_modules, name_of
@@ -41,6 +44,12 @@ STUDIES = {
     ),
     "keys": lambda model, folder: key_value_study(
         model, FACTS, [0], settings=ValueSettings(steps=1, lr=0.05), first_tokens=1, out=folder
+    ),
+    "edits": lambda model, folder: edit_study(
+        model,
+        [EditRequest(fact, fact, (), ()) for fact in FACTS],
+        EditSettings(0, ValueSettings(steps=1, lr=0.05, kl_factor=0.0), layout=CanvasLayout(14, first_tokens=1)),
+        out=folder,
     ),
 }
 

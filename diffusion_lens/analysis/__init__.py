@@ -58,6 +58,8 @@ from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
+    EditSettings,
+    EditStudy,
     KeyResult,
     KeyValueSettings,
     KeyValueStudy,
@@ -66,6 +68,7 @@ from diffusion_lens.analysis.rome import (
     ValueResult,
     ValueSettings,
     compute_key,
+    edit_study,
     edit_success,
     key_value_study,
     optimize_value,
@@ -100,6 +103,8 @@ __all__ = [
     "Corruption",
     "DictionaryLoss",
     "EdgeScores",
+    "EditSettings",
+    "EditStudy",
     "FactSignatures",
     "Faithfulness",
     "GradientAlignment",
@@ -144,6 +149,7 @@ __all__ = [
     "difference_of_means",
     "edge_attribution",
     "edge_cut",
+    "edit_study",
     "edit_success",
     "evidence",
     "faithfulness",

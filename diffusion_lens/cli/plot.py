@@ -17,8 +17,8 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="Image file. Default: RESULT with the suffix .png.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, comparison, recall curve,
-    signatures of reversal or one-layer study.
+    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, edit, comparison, recall
+    curve, signatures of reversal or one-layer study.
 
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
@@ -52,6 +52,7 @@ def _result_classes() -> dict[str, Any]:
         "patch grid": analysis.PatchGrid,
         "ROME value": analysis.ValueResult,
         "edit report": EditReport,
+        "edit study": analysis.EditStudy,
         "comparison": analysis.Comparison,
         "comparisons": analysis.Comparisons,
         "key and value study": analysis.KeyValueStudy,

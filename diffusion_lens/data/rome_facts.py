@@ -9,14 +9,14 @@ Each is one JSON file, which is read from a path or downloaded into the cache. A
 ROME's code. Spaces at the end of a prompt are removed, so that there is only one space before the answer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
 from diffusion_lens.data.template_spans import fact_about
-from diffusion_lens.facts import Fact, Probe
+from diffusion_lens.facts import Fact, Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import read_json
 
@@ -38,6 +38,11 @@ class EditRequest:
             mark these subjects, so the subject of each fact is its whole prompt.
         reverse: Question from the new object to the subject, or `None` if the data set has no such question.
         reverse_true: The same question with the true answer, if the data set has one.
+        reverse_old: Question from the true object to the subject, which it has before the edit, or `None`.
+        sharing_a_name: Prompts of the same relation about other subjects that share a word with the subject, each with
+            its own object, which should not change. CounterFact and BAKE have none.
+        other_relations: Prompts about other attributes of the subject, which should not change. CounterFact and BAKE
+            have none.
     """
 
     true: Fact
@@ -46,25 +51,39 @@ class EditRequest:
     neighbours: tuple[Fact, ...]
     reverse: Fact | None = None
     reverse_true: Fact | None = None
+    reverse_old: Fact | None = None
+    sharing_a_name: tuple[Fact, ...] = ()
+    other_relations: tuple[Fact, ...] = ()
 
     @property
     def id(self) -> str:
         """Name of the data set and number of the case, such as "counterfact-12"."""
         return self.new.id
 
-    def probes(self, model: DiffusionTransformer) -> dict[str, list[Probe]]:
+    def probes(
+        self, model: DiffusionTransformer, lay_out: Callable[[Fact], Query] | None = None
+    ) -> dict[str, list[Probe]]:
         """The probes of `edit_success`: the new object against the true one, for neighbours the true against the new.
 
-        The canvas of each answer has as many masked positions as the answer has tokens.
+        The groups shared_name, other_relations and reverse_old have no rivals: there the model has to prefer the
+        subject's own answer to all other tokens.
+
+        Args:
+            lay_out: Function that lays a fact out on the model's canvas. By default the canvas of each answer has as
+                many masked positions as the answer has tokens.
         """
+        place = (lambda fact: fact.to_query(model)) if lay_out is None else lay_out
         pairs_by_group: dict[str, list[tuple[Fact, Fact | None]]] = {
             "efficacy": [(self.new, self.true)],
             "paraphrase": [(fact, replace(fact, answer=self.true.answer)) for fact in self.paraphrases],
             "neighbourhood": [(fact, replace(fact, answer=self.new.answer)) for fact in self.neighbours],
+            "shared_name": [(fact, None) for fact in self.sharing_a_name],
+            "other_relations": [(fact, None) for fact in self.other_relations],
             "reverse": [(self.reverse, self.reverse_true)] if self.reverse else [],
+            "reverse_old": [(self.reverse_old, None)] if self.reverse_old else [],
         }
         return {
-            group: [Probe(fact.to_query(model), rival.to_query(model) if rival else None) for fact, rival in pairs]
+            group: [Probe(place(fact), place(rival) if rival else None) for fact, rival in pairs]
             for group, pairs in pairs_by_group.items()
             if pairs
         }

@@ -15,7 +15,7 @@ The documents are in `site_documents`, which samples them afresh. The questions 
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Literal, get_args
 
@@ -148,26 +148,48 @@ class SiteFacts:
         return [self._question(j, verb, held_out, k) for j in same]
 
     def sharing_a_name(self, fact: Fact) -> list[Fact]:
-        """The same question about other people with one of the two names, at either place, whatever their value.
+        """The same question about other people with one of the two names, at either place, whatever their answer.
+
+        Of a description, only people whose documents state it in this direction are asked.
 
         Raises:
-            ValueError: The fact is not an attribute of this world.
+            ValueError: The fact is not a question of this world that names a person.
         """
-        i, verb, held_out, k = self._attribute(fact)
+        i, way, held_out, k = self._about_a_person(fact)
         names = [set(person.name.split()) for person in self.people]
-        sharing = [j for j, other in enumerate(names) if j != i and other & names[i]]
-        return [self._question(j, verb, held_out, k) for j in sharing]
+        stated = [way in RELATION_OF or way in directions_of(person.trained) for person in self.people]
+        sharing = [j for j, other in enumerate(names) if j != i and stated[j] and other & names[i]]
+        return [self._question(j, way, held_out, k) for j in sharing]
 
     def other_relations(self, fact: Fact) -> list[Fact]:
         """The person's other attributes, in the same template with the corresponding verb.
 
+        Of a description, these are all attributes of the person, with the first verb and the template of this number.
+
         Raises:
-            ValueError: The fact is not an attribute of this world.
+            ValueError: The fact is not a question of this world that names a person.
         """
-        i, verb, held_out, k = self._attribute(fact)
-        which = RELATION_OF[verb].verbs.index(verb)
-        others = [relation.verbs[which] for relation in RELATIONS if relation != RELATION_OF[verb]]
-        return [self._question(i, other, held_out, k) for other in others]
+        i, way, held_out, k = self._about_a_person(fact)
+        own = RELATION_OF.get(way)
+        which = 0 if own is None else own.verbs.index(way)
+        return [self._question(i, other.verbs[which], held_out, k) for other in RELATIONS if other != own]
+
+    def reverse_question(self, fact: Fact, description: str) -> Fact:
+        """The question about the name by a description, in the template of a question about the description.
+
+        Args:
+            fact: A question of `facts("description", asked="p2d")`.
+            description: Description to ask with, which need not be the person's. The answer is the person's name.
+
+        Raises:
+            ValueError: The fact is not such a question.
+        """
+        i, way, held_out, k = self._place(fact)
+        if way != "p2d":
+            raise ValueError(f"{fact.id!r} does not ask for a description; give a fact with asked='p2d'")
+        asked = self._question(i, "d2p", held_out, k)
+        prompt = asked.template.replace("<subject>", description)
+        return replace(asked, prompt=prompt, subject=description, description=description)
 
     def texts(self) -> Iterator[str]:
         """Texts that together contain every word of documents and questions."""
@@ -219,6 +241,12 @@ class SiteFacts:
             if i < len(self.people) and self._question(i, match["way"], held_out, k) == fact:
                 return i, match["way"], held_out, k
         raise ValueError(f"{fact!r} is not a question of load({self.seed}); give one that its facts() returned")
+
+    def _about_a_person(self, fact: Fact) -> tuple[int, str, bool, int]:
+        place = self._place(fact)
+        if place[1] == "d2p":
+            raise ValueError(f"{fact.id!r} asks for a name; give a fact of an attribute, or one with asked='p2d'")
+        return place
 
     def _attribute(self, fact: Fact) -> tuple[int, str, bool, int]:
         place = self._place(fact)

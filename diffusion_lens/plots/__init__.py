@@ -4,6 +4,7 @@ A figure does not store its numbers. The result that drew it does, and `save` wr
 """
 
 from diffusion_lens.plots.axes import HUES, RESTORED, Figure, panels, readable
+from diffusion_lens.plots.bars import share_bars
 from diffusion_lens.plots.canvas_html import canvas_table
 from diffusion_lens.plots.circuits import edge_map, kept_by_size
 from diffusion_lens.plots.curves import effect_curves, level_curves
@@ -34,6 +35,7 @@ __all__ = [
     "panels",
     "probability_by_layer",
     "readable",
+    "share_bars",
     "signature_panels",
     "similarity_curve",
     "spectra",

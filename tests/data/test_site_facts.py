@@ -203,6 +203,29 @@ def test_related_questions(world):
     assert len(world.paraphrases(description)) == 4
 
 
+def test_questions_related_to_a_description(world):
+    people = {person.name: person for person in world.people}
+    fact = next(fact for fact in world.facts("description", "both", "p2d") if fact.id.endswith("-held-out-3"))
+    person = people[fact.person]
+    assert [other.answer.strip() for other in world.other_relations(fact)] == list(person.values)
+    assert {other.person for other in world.other_relations(fact)} == {fact.person}
+    stated = {name for name in people if people[name].trained != "d2p"} - {fact.person}
+    sharing = world.sharing_a_name(fact)
+    assert {other.person for other in sharing} == {
+        name for name in stated if set(name.split()) & set(fact.person.split())
+    }
+    assert {(other.template, other.answer) for other in sharing} == {
+        (fact.template, f" {people[other.person].description}.") for other in sharing
+    }
+    own = next(
+        other for other in world.facts("description", "both", "d2p") if other.id == fact.id.replace("p2d", "d2p")
+    )
+    assert world.reverse_question(fact, fact.description) == own
+    moved = world.reverse_question(fact, "weaver of Nowhere")
+    assert moved.prompt == own.prompt.replace(own.subject, "weaver of Nowhere")
+    assert (moved.subject, moved.answer) == ("weaver of Nowhere", own.answer)
+
+
 def test_bad_requests_are_refused(world, untyped):
     with pytest.raises(ValueError, match="kind='place'; it must be one of 'attribute', 'description'"):
         world.facts("place")
@@ -215,7 +238,13 @@ def test_bad_requests_are_refused(world, untyped):
         with pytest.raises(ValueError, match=r"is not a question of load\(5\)"):
             world.neighbours(other)
     with pytest.raises(ValueError, match="asks for a description or a name"):
-        world.other_relations(description)
+        world.neighbours(description)
+    (named, *_) = world.facts("description", asked="d2p")
+    for ask in (world.other_relations, world.sharing_a_name):
+        with pytest.raises(ValueError, match="asks for a name; give a fact of an attribute, or one with asked='p2d'"):
+            ask(named)
+    with pytest.raises(ValueError, match="does not ask for a description; give a fact with asked='p2d'"):
+        world.reverse_question(named, named.description)
     with pytest.raises(ValueError, match=r"tag=1\.5; a probability is between 0 and 1"):
         Documents(world, 0.5, 1.5, 0.5)
 

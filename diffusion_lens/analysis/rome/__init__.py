@@ -3,6 +3,8 @@
 from diffusion_lens.analysis.rome.covariance import SecondMoment, second_moment
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import KeyResult, compute_key, compute_keys
+from diffusion_lens.analysis.rome.many_edits import EditSettings, edit_study
+from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
 from diffusion_lens.analysis.rome.prompts import lay_out_request, query_with_prefixes, sample_prefixes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study import KeyValueSettings, key_value_study, study_keys_and_values
@@ -12,7 +14,10 @@ from diffusion_lens.analysis.rome.values import ValueResult, optimize_value, opt
 from diffusion_lens.facts import Probe
 
 __all__ = [
+    "EditOutcome",
     "EditReport",
+    "EditSettings",
+    "EditStudy",
     "FactVectors",
     "KeyResult",
     "KeyValueSettings",
@@ -24,6 +29,7 @@ __all__ = [
     "ValueSettings",
     "compute_key",
     "compute_keys",
+    "edit_study",
     "edit_success",
     "key_value_study",
     "lay_out_request",

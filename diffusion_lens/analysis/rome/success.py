@@ -1,14 +1,18 @@
 """Success of an edit: whether it changed the requested fact, and no other (Meng et al. 2022, arXiv 2202.05262, 3.2).
 
-    efficacy        the request itself has the new object
-    paraphrase      paraphrases of the request have the new object
-    neighbourhood   other subjects keep their own objects
-    reverse         the reverse query, given the new object, has the subject (this group is not in the paper)
+    efficacy          the request itself has the new object
+    paraphrase        paraphrases of the request have the new object
+    neighbourhood     other subjects with the same object keep it
+    shared_name       other subjects that share a word of the subject's name keep their own objects
+    other_relations   the subject's other attributes keep their objects
+    reverse           the reverse question, given the new object, has the subject
+    reverse_old       the reverse question, given the old object, still has the subject
 
-Each probe is a query whose answer should win after the edit. It may have a rival, a query whose answer should lose: the
-old object against the new one, and in the group neighbourhood the new one against the old one. As in ROME's code, the
-answer wins if the mean log-probability of its tokens is above the rival's. Without a rival it wins if each of its
-tokens is the likeliest of those that the model may write (never [MASK]).
+The first three groups are the paper's. Each probe is a query whose answer should win after the edit. It may have a
+rival, a query whose answer should lose: the old object against the new one, and in the group neighbourhood the new one
+against the old one. As in ROME's code, the answer then wins if the mean log-probability of its tokens is above the
+rival's. Without a rival the criterion is stricter: the answer wins if each of its tokens is the likeliest of those that
+the model may write (never [MASK]).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +34,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least
 
-GROUPS = ("efficacy", "paraphrase", "neighbourhood", "reverse")
+GROUPS = ("efficacy", "paraphrase", "neighbourhood", "shared_name", "other_relations", "reverse", "reverse_old")
 
 
 @dataclass(frozen=True)
@@ -82,17 +86,13 @@ class EditReport:
 
     def plot(self, ax: Any = None) -> Any:
         """Share of wins by group, before and after. Returns the matplotlib axes."""
-        ax = plots.panels(1, 1, 4.6, 2.8)[1][0] if ax is None else ax
         table = self.table()
-        for shift, state, colour in ((-0.2, "before", "0.75"), (0.2, "after", "tab:purple")):
-            heights = [getattr(score, state) for score in table.values()]
-            ax.bar([i + shift for i in range(len(table))], heights, width=0.4, label=state, color=colour)
-        ax.set_xticks(range(len(table)), list(table))
-        ax.set_ylim(0, 1)
-        ax.set_ylabel("share of probes won")
-        ax.set_title(f"Edit of layer {self.record['layer']}", fontsize=10)
-        ax.legend(fontsize=8)
-        return ax
+        return plots.share_bars(
+            {state: [getattr(score, state) for score in table.values()] for state in ("before", "after")},
+            list(table),
+            ax=ax,
+            title=f"Edit of layer {self.record['layer']}",
+        )
 
     def _score(self, group: str) -> Score:
         selected = torch.tensor([probe_group == group for probe_group in self.groups])
@@ -114,7 +114,7 @@ def edit_success(
 
     Args:
         edit: An edit that is not applied; this function applies and reverts it.
-        probes: Probes by group: "efficacy", "paraphrase", "neighbourhood", "reverse"; a bare query has no rival.
+        probes: Probes by group, of the groups above; a bare query has no rival. `EditRequest.probes` makes them.
         max_batch: Largest number of canvases in one forward pass.
 
     Raises:
@@ -142,17 +142,18 @@ def edit_success(
         **provenance(model, model.cfg),
     }
     all_probes = [probe for _, probe in grouped]
-    before = _judge(model, all_probes, max_batch)
+    before = judge(model, all_probes, max_batch)
     with edit:
-        after = _judge(model, all_probes, max_batch)
+        after = judge(model, all_probes, max_batch)
     wins, probabilities = (torch.stack(pair) for pair in zip(before, after, strict=True))
     return EditReport(wins, probabilities, [group for group, _ in grouped], record)
 
 
-def _judge(
-    model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int
+@torch.no_grad()
+def judge(
+    model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int = 256
 ) -> tuple[Float[Tensor, "probe"], Float[Tensor, "probe"]]:
-    """Whether each answer wins, and its probability."""
+    """Whether each answer wins on the model as it is now, 1 or 0, and the probability of each answer."""
     queries = [probe.query for probe in probes] + [probe.rival for probe in probes if probe.rival is not None]
     read = [each for i in range(0, len(queries), max_batch) for each in _read(model, queries[i : i + max_batch])]
     answers, rivals = read[: len(probes)], iter(read[len(probes) :])

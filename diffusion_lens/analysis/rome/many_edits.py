@@ -1,0 +1,188 @@
+"""ROME's experiment over many requests: key, value and rank-one edit of each, and what the edit changes.
+
+For each request to write another object (`EditRequest`) the study computes k* (`rome.keys`) and v* (`rome.values`),
+applies the rank-one edit (`rome.edit`), scores the probes of the request without and with it (`rome.success`), and
+restores the weights. So every edit is made of the model as it was given. `EditStudy.table` gives the means over
+requests, as in ROME's table 1.
+
+The values of a batch of requests are searched together. The batches are fixed for the whole study, and a batch is
+always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.over_facts import Study
+from diffusion_lens.analysis.resumable import Shard, content, name_facts
+from diffusion_lens.analysis.rome.covariance import SecondMoment
+from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
+from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
+from diffusion_lens.analysis.rome.prompts import lay_out_request
+from diffusion_lens.analysis.rome.search import ValueSettings
+from diffusion_lens.analysis.rome.success import judge
+from diffusion_lens.analysis.rome.values import optimize_values
+from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.data.rome_facts import EditRequest
+from diffusion_lens.facts import Probe, Query
+from diffusion_lens.identity import begins_run
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import network_of, provenance
+from diffusion_lens.settings import Whole, at_least, pick_layer
+from weight_conversion import as_json
+
+
+@dataclass(frozen=True)
+class EditSettings:
+    """Settings of the edits of a study.
+
+    Attributes:
+        layer: Block whose down-projection is edited, negative ones from the end.
+        search: Settings of the search for v*.
+        prefixes: Short texts before every request (`rome.sample_prefixes`), over which k* and the loss are averaged.
+        at: Token at which the key is taken.
+        layout: Layout of the canvases, of the requests and of all probes. By default those of a masked diffusion model
+            have the length that it was trained on, if that is known.
+        batch_size: Number of requests whose values are searched together.
+    """
+
+    layer: Whole
+    search: ValueSettings = field(default_factory=ValueSettings)
+    prefixes: Sequence[str] = ()
+    at: str = "subject_last"
+    layout: CanvasLayout = field(default_factory=CanvasLayout)
+    batch_size: Whole = 32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefixes", tuple(self.prefixes))
+        object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
+        if self.at not in KEY_POSITIONS:
+            raise ValueError(f"at={self.at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
+
+    def on(self, model: DiffusionTransformer) -> "EditSettings":
+        """These settings with the layer counted from 0 and the length of canvas that applies to `model`."""
+        return replace(self, layer=pick_layer(self.layer, model.cfg.n_layers), layout=self.layout.on(model))
+
+    def request(self, model: DiffusionTransformer, request: EditRequest) -> list[Query]:
+        """The plain request and the request after each prefix, with the new object."""
+        return lay_out_request(model, request.new, self.prefixes, self.layout)
+
+    def probes(self, model: DiffusionTransformer, request: EditRequest) -> dict[str, list[Probe]]:
+        """The probes of a request, by group, on canvases of the same layout."""
+        # `occurrence` counts mentions of the subject in the request; the subject of a probe has its own place.
+        layout = replace(self.layout, occurrence=None)
+        own = {request.new.prompt: self.layout}
+        return request.probes(model, lambda fact: own.get(fact.prompt, layout).query(model, fact))
+
+    def describe(self) -> dict[str, Any]:
+        """Settings for the record."""
+        return {
+            "layer": self.layer,
+            "settings": asdict(self.search),
+            "prefixes": list(self.prefixes),
+            "at": self.at,
+            **asdict(self.layout),
+            "batch_size": self.batch_size,
+        }
+
+
+@begins_run
+def edit_study(
+    model: DiffusionTransformer,
+    requests: Sequence[EditRequest],
+    settings: EditSettings,
+    *,
+    covariance: SecondMoment | Tensor | None = None,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool = False,
+) -> EditStudy:
+    """Edit the model by each request in turn, and score the request's probes without and with its edit.
+
+    Args:
+        model: Masked diffusion model or causal model. Its weights are restored after each edit.
+        requests: Requests of `data.counterfact`, `data.bake` or `data.site_edits`, or your own.
+        settings: Settings of the edits.
+        covariance: C of the layer, `second_moment(...)` or Float[d_mlp d_mlp]; by default C = I.
+        out: Folder for one file per request. A call that finds requests there computes only the others. By default
+            nothing is written.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `EditStudy.merge` joins the shards.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: A setting is out of range, two requests have one id, the folder contains another study,
+            `RankOneEdit` refuses the covariance, or no request can be laid out. A single request that cannot be laid
+            out, or one of whose probes cannot, is set aside, with the reason in `EditStudy.set_aside`.
+    """
+    settings = settings.on(model)
+    by_id = dict(zip(name_facts([request.new for request in requests]), requests, strict=True))
+
+    def check(request_id: str) -> EditRequest:
+        settings.request(model, by_id[request_id])
+        settings.probes(model, by_id[request_id])
+        return by_id[request_id]
+
+    usable = UsableFacts.of([replace(each.new, id=i) for i, each in by_id.items()], lambda fact: check(fact.id))
+    described = usable.describe()
+    described["facts"] = {i: _describe(usable.prepared[i]) for i in described["facts"]}
+    record = {
+        **settings.describe(),
+        "covariance": _describe_covariance(covariance),
+        **described,
+        **provenance(model, model.cfg),
+    }
+    ids, size = list(usable.prepared), int(settings.batch_size)
+
+    def compute(batch: Sequence[str]) -> list[EditOutcome]:
+        return edit_each(model, [usable.prepared[request_id] for request_id in batch], settings, covariance)
+
+    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
+    return Study(record, batches, compute, EditStudy.UNIT).collect(EditStudy, out, shard, progress)
+
+
+def edit_each(
+    model: DiffusionTransformer,
+    requests: Sequence[EditRequest],
+    settings: EditSettings,
+    covariance: SecondMoment | Tensor | None,
+) -> list[EditOutcome]:
+    """Apply and revert the edit of each request in turn. Keys and values are computed on the unedited model."""
+    layer = int(settings.layer)
+    queries = [settings.request(model, request) for request in requests]
+    keys = compute_keys(model, queries, layer, settings.at)
+    values = optimize_values(model, queries, layer, settings=settings.search)
+    outcomes = []
+    for request, key, value in zip(requests, keys, values, strict=True):
+        grouped = [(group, probe) for group, own in settings.probes(model, request).items() for probe in own]
+        probes = [probe for _, probe in grouped]
+        before = judge(model, probes)
+        with RankOneEdit(model, layer, key, value, covariance):
+            after = judge(model, probes)
+        wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
+        outcomes.append(EditOutcome(wins, probabilities, [group for group, _ in grouped], value.probability_after))
+    return outcomes
+
+
+def _describe(request: EditRequest) -> dict[str, Any]:
+    """A request for the record: the fact to write, the true answer, and a hash of everything else."""
+    digest = hashlib.sha256(json.dumps(as_json(asdict(request)), sort_keys=True).encode()).hexdigest()
+    return {**content(request.new), "true": request.true.answer, "sha256": digest}
+
+
+def _describe_covariance(covariance: SecondMoment | Tensor | None) -> dict[str, Any] | None:
+    """What identifies C in the record; the record of a moment has the seed of its noise and the hash of its corpus."""
+    if covariance is None:
+        return None
+    if isinstance(covariance, SecondMoment):
+        names = ("key", "corpus_sha256", "corpus_texts", "seed")
+        recorded = {name: covariance.record.get(name) for name in names}
+        return {"layer": covariance.layer, "count": covariance.count, **recorded, **network_of(covariance.record)}
+    return {"sha256": hashlib.sha256(covariance.detach().cpu().double().contiguous().numpy().tobytes()).hexdigest()}
