@@ -14,7 +14,7 @@ help:  ## list the targets
 
 install: $(READY)  ## set up .venv: the package (editable) and everything its tests need
 
-demo: $(READY)  ## query the bundled models for one fact, forward and in reverse; figures go to demo/
+demo: $(READY)  ## query the bundled models forward and in reverse, and trace their facts; figures go to demo/
 	$(BIN)/diffusion-lens demo
 
 test: $(READY)  ## run the tests (CPU, offline)

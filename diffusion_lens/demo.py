@@ -1,132 +1,187 @@
-"""The demonstration: both bundled models answer the forward and the reverse question of one fact.
+"""The demonstration: the reversal curse, and the two sites of an attribute, on both bundled models.
 
-It prints each canvas to the terminal and saves figures.
+It asks both models for one person forward and in reverse, and averages causal traces of an attribute over people. It
+prints what it finds to the terminal and saves figures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_lens import plots
-from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale
-from diffusion_lens.data import toy_facts
+from diffusion_lens.analysis import AverageEffect, average_indirect_effect
+from diffusion_lens.data import site_facts
+from diffusion_lens.data.site_facts import SiteFacts
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Direction, Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 Say = Callable[[str], None]
+MODELS = ("site-mdm", "site-ar")
 DIRECTIONS: dict[str, Direction] = {"forward": "p2d", "reverse": "d2p"}
+# One sentence: "weaver of Oslen . <eos>" after a name, "Tarsh Klockett . <eos>" after a description.
+SENTENCE_END = {"forward": 5, "reverse": 4}
+STEPS = 5
 
-CAVEAT = """\
-What this shows: both models learned this person only as "NAME is DESCRIPTION". The masked diffusion model also answers
-the reverse question. The autoregressive (AR) baseline, trained on the same sentences, does not: the reversal curse.
-In the maps (one colour scale, 0 to 1) the position where the answer is read carries nearly all of the effect, already
-after the first block. This is the first [MASK] of the diffusion model and the last prompt token of the AR baseline. The
-subject's own tokens carry little by then. The AR baseline's reverse map is blank, because its clean run does not
-contain the answer either.
-What it does not show: the models have 4 layers and made-up facts. They have no mid-layer subject site of the kind that
-ROME reports for large models, and nothing here is evidence about SMDM itself. For that, load "smdm-1028m".
+TEMPLATE = "people say <subject> gladly plays"
+KINDS = {"resid": "residual stream", "mlp": "MLPs", "attn": "attention"}
+ROLES = {
+    "before_subject": "people say",
+    "subject_first": "first word of the name*",
+    "subject_last": "last word of the name*",
+    "after_first": "gladly",
+    "prompt_last": "plays",
+    "answer": "[MASK]",
+}
+
+EXPLANATION = """\
+denoising.png: the documents describe this person only as "NAME is DESCRIPTION". The masked diffusion model also answers
+the reverse question. The autoregressive (AR) baseline does not: this is the reversal curse.
+two_sites.png: noise hides the names, and one state is restored at a time. Two places bring the instrument back. The
+MLPs of the lower blocks look it up at the last word of the name. Attention in later blocks carries it to the read-out,
+which is the first [MASK] of the diffusion model and the last word of the AR baseline's prompt.
+The pair was trained to look an attribute up at the name; the model card, diffusion_lens/assets/site/README.md, says how,
+and what does not follow from that for other models.
 """
 
 
 @dataclass(frozen=True)
-class DirectionResult:
-    """One question to one model, with the denoising run and the causal trace of it."""
+class Answered:
+    """A question to a model, with the denoising run that answers it."""
 
     model: HookedDiffusionTransformer
     fact: Fact
     direction: str
     trajectory: Trajectory
-    trace: CausalTrace
 
     @property
     def answer(self) -> str:
-        """Text that the model wrote after the prompt."""
-        written = self.trajectory.text[0].removeprefix(self.fact.prompt)
-        return written.split(".")[0].strip() + "." if "." in written else written.strip()
+        """Text that the model wrote after the prompt, without the end of the document."""
+        return self.trajectory.text[0].removeprefix(self.fact.prompt).replace("<eos>", "").strip()
 
     @property
     def is_right(self) -> bool:
         """Whether the model wrote the answer of the fact."""
         return self.answer == self.fact.answer.strip()
 
+    @property
+    def title(self) -> str:
+        """Model, direction and whether the answer is right."""
+        return f"{self.model.cfg.model_name}, {self.direction}: {'right' if self.is_right else 'wrong'}"
+
 
 def run(folder: Path, say: Say) -> list[Path]:
-    """Denoise, trace and draw both directions on both models. Returns the paths of the figures.
+    """Query and trace both models, and draw the results. Returns the paths of the figures.
 
     Args:
         folder: Folder for the figures.
         say: Receives each line for the terminal.
     """
-    facts = toy_facts.load()
-    person = facts.people[0]
-    questions = {name: facts.facts(trained="p2d", asked=asked)[0] for name, asked in DIRECTIONS.items()}
-    say(f'The fact, trained in this direction only: "{person.name} is the {person.description}."\n')
-    results = []
-    for name in ("tiny-mdm", "tiny-ar"):
-        model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
-        queries = [fact.to_query(model) for fact in facts.facts(trained="p2d")]
-        noise = noise_scale(model, queries)
-        for direction, fact in questions.items():
-            results.append(_run_direction(model, fact, direction, noise))
-            _print_result(results[-1], say)
-    say(CAVEAT)
+    world = site_facts.load()
+    models = [HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in MODELS]
+    answers = _query(models, world, say)
+    averages = _trace(models, world, say)
+    say(EXPLANATION)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"denoising.png": _draw_denoising(results), "causal_traces.png": _draw_traces(results)}
-    for file, figure in pictures.items():
-        figure.savefig(folder / file, dpi=130)
+    figures = {"denoising.png": _draw_denoising(answers), "two_sites.png": _draw_effects(averages)}
+    for file, figure in figures.items():
+        figure.savefig(folder / file, dpi=110)
         say(f"wrote {folder / file}")
-    return [folder / file for file in pictures]
+    return [folder / file for file in figures]
 
 
-def _run_direction(model: HookedDiffusionTransformer, fact: Fact, direction: str, noise: float) -> DirectionResult:
-    length = toy_facts.SENTENCE_LENGTH
-    prompt_length = model.to_tokens(fact.prompt).shape[1]
-    query = fact.to_query(model, n_masks=length - prompt_length, first_tokens=1)
-    return DirectionResult(
-        model=model,
-        fact=fact,
-        direction=direction,
-        trajectory=model.denoise(fact.prompt, length=length, steps=8),
-        trace=causal_trace(model, query, noise=noise),
-    )
+def _query(models: Sequence[HookedDiffusionTransformer], world: SiteFacts, say: Say) -> list[Answered]:
+    """Ask each model in both directions about the first person whose description has one direction in the documents."""
+    questions = {name: world.facts("description", "p2d", asked)[0] for name, asked in DIRECTIONS.items()}
+    forward = questions["forward"]
+    say(f'Both models were trained on this fact in one direction: "{forward.prompt}{forward.answer}"\n')
+    answers = []
+    for model in models:
+        for direction, fact in questions.items():
+            run = model.denoise(fact.prompt, max_new_tokens=SENTENCE_END[direction], steps=STEPS)
+            answers.append(Answered(model, fact, direction, run))
+            _print_answer(answers[-1], say)
+    return answers
 
 
-def _print_result(result: DirectionResult, say: Say) -> None:
+def _print_answer(answered: Answered, say: Say) -> None:
     """Print the canvas after each step that changed it, then the answer."""
-    say(f'{result.model.cfg.model_name}, {result.direction}: "{result.fact.prompt} …"')
-    canvases = result.trajectory.str_canvases()
-    given = int(result.trajectory.given[0].sum())
+    say(f'{answered.model.cfg.model_name}, {answered.direction}: "{answered.fact.prompt} …"')
+    canvases = answered.trajectory.str_canvases()
+    given = int(answered.trajectory.given[0].sum())
     for step, canvas in enumerate(canvases):
         if step and canvas == canvases[step - 1]:
             continue
         written = [word if word not in ("[MASK]", "") else "·" for word in canvas[given:]]
         label = "start " if step == 0 else f"step {step - 1}"
         say(f"  {label}  {' '.join(word.replace('<eos>', '∎') for word in written)}")
-    first = result.trace.record["answer"][0].strip()
-    verdict = "right" if result.is_right else f"wrong, it is{result.fact.answer}"
-    say(f"  -> {result.answer}  {verdict};  p({first}) = {result.trace.clean:.2f} before anything is revealed\n")
+    verdict = "right" if answered.is_right else f"wrong, the answer is{answered.fact.answer}"
+    say(f"  -> {answered.answer}  {verdict}\n")
 
 
-def _draw_denoising(results: list[DirectionResult]) -> plots.Figure:
-    figure, panels = plots.panels(2, 2, width=17.0, height=8.0)
-    for result, ax in zip(results, panels, strict=True):
-        result.trajectory.plot(ax=ax, title=_title(result))
+def _trace(
+    models: Sequence[HookedDiffusionTransformer], world: SiteFacts, say: Say
+) -> list[tuple[HookedDiffusionTransformer, dict[str, AverageEffect]]]:
+    """Average the indirect effects of each kind of state over the instruments of every fifth person."""
+    facts = [fact for fact in world.facts("attribute") if fact.template == TEMPLATE][::5]
+    say(f'Which states bring the instrument of "{TEMPLATE.replace("<subject>", "NAME")} …" back? Averages over facts:\n')
+    averages = []
+    for model in models:
+        effects = {
+            kind: average_indirect_effect(
+                model, facts, kind, window=2, samples=4, length=16, first_tokens=1, roles=tuple(ROLES)
+            )
+            for kind in KINDS
+        }
+        averages.append((model, effects))
+        _print_effects(model, effects, say)
+    return averages
+
+
+def _print_effects(model: HookedDiffusionTransformer, effects: dict[str, AverageEffect], say: Say) -> None:
+    """Print the average effect by block at the two sites."""
+    first = effects["resid"]
+    clean, corrupted = first.clean.mean().item(), first.corrupted.mean().item()
+    say(f"{model.cfg.model_name}, {len(first.ids)} people: p(instrument) is {clean:.2f}, {corrupted:.2f} with noise")
+    say(f"  {'restored':16} {'at':15} block {'     '.join(map(str, first.layers))}")
+    places = {"the name's end": "subject_last", "the read-out": _readout_role(model)}
+    for kind, words in KINDS.items():
+        for place, role in places.items():
+            row = effects[kind].aie[effects[kind].roles.index(role)]
+            say(f"  {words:16} {place:15} {' '.join(f'{x:5.2f}' for x in row.tolist())}")
+    say("")
+
+
+def _readout_role(model: HookedDiffusionTransformer) -> str:
+    """Role of the position from whose state the model reads the first word of the answer."""
+    return "answer" if model.cfg.has_mask else "prompt_last"
+
+
+def _draw_denoising(answers: Sequence[Answered]) -> plots.Figure:
+    figure, panels = plots.panels(2, 2, width=13.0, height=6.6)
+    for answered, ax in zip(answers, panels, strict=True):
+        answered.trajectory.plot(ax=ax, title=answered.title)
     return figure
 
 
-def _draw_traces(results: list[DirectionResult]) -> plots.Figure:
-    rows = results[:2], results[2:]  # One row per model.
-    return plots.trace_panels(
-        [[result.trace for result in row] for row in rows],
-        [[f"{_title(result)}\n{_clean_and_corrupted(result)}" for result in row] for row in rows],
-        limits=(0.0, 1.0),
-    )
-
-
-def _title(result: DirectionResult) -> str:
-    return f"{result.model.cfg.model_name}, {result.direction}: {'right' if result.is_right else 'wrong'}"
-
-
-def _clean_and_corrupted(result: DirectionResult) -> str:
-    return f"clean {result.trace.clean:.2f}, corrupted {result.trace.corrupted:.2f}"
+def _draw_effects(averages: Sequence[tuple[HookedDiffusionTransformer, dict[str, AverageEffect]]]) -> plots.Figure:
+    figure, panels = plots.panels(len(averages), len(KINDS), width=13.0, height=5.4)
+    axes = iter(panels)
+    highest = max(effects["resid"].ate for _, effects in averages)
+    for model, effects in averages:
+        rows = [words + (" (read-out)" if role == _readout_role(model) else "") for role, words in ROLES.items()]
+        if not model.cfg.has_mask:
+            rows[-1] = ""  # A causal canvas ends with the prompt.
+        for kind, words in KINDS.items():
+            plots.labelled_map(
+                effects[kind].aie,
+                rows=rows,
+                layers=effects[kind].layers,
+                xlabel=plots.RESTORED[kind],
+                hue=plots.HUES[kind],
+                limits=(0.0, highest),
+                bar="effect",
+                title=f"{model.cfg.model_name}: {words}",
+                ax=next(axes),
+            )
+    return figure

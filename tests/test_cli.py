@@ -446,24 +446,31 @@ def test_without_a_command_the_commands_are_shown() -> None:
     assert "Error" not in text
 
 
-def test_the_demo_shows_the_reversal_curse(tmp_path: Path) -> None:
+def test_the_demo_shows_the_reversal_curse_and_both_sites(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    with blank_figures(drawn="causal_traces.png"):
+    with blank_figures(drawn="two_sites.png"):
         result = done("demo", "--out", str(tmp_path / "pictures"))
-    queries = re.findall(r"^(tiny-\w+), (\w+):", result.stdout, re.MULTILINE)
+    queries = re.findall(r"^(site-\w+), (\w+):", result.stdout, re.MULTILINE)
     verdicts = re.findall(r"^  -> .*?  (right|wrong)\b", result.stdout, re.MULTILINE)
     assert dict(zip(queries, verdicts, strict=True)) == {
-        ("tiny-mdm", "forward"): "right",
-        ("tiny-mdm", "reverse"): "right",
-        ("tiny-ar", "forward"): "right",
-        ("tiny-ar", "reverse"): "wrong",
+        ("site-mdm", "forward"): "right",
+        ("site-mdm", "reverse"): "right",
+        ("site-ar", "forward"): "right",
+        ("site-ar", "reverse"): "wrong",
     }
-    denoising, traces = (tmp_path / "pictures" / name for name in ("denoising.png", "causal_traces.png"))
-    for picture in (denoising, traces):
+    # For each model, the numbers by block of MLPs and attention at the name and at the read-out.
+    rows = re.findall(r"^  (MLPs|attention) +(the [\w' -]+?)  +(\S.*)$", result.stdout, re.MULTILINE)
+    assert [row[:2] for row in rows[:4]] == [row[:2] for row in rows[4:]]
+    for table in (rows[:4], rows[4:]):
+        mlp_name, mlp_readout, _, attention_readout = ([float(x) for x in row[2].split()] for row in table)
+        assert max(mlp_name[:3]) > max(mlp_readout[:3]) + 0.3, "MLPs of the lower blocks look it up at the name"
+        assert max(attention_readout[2:]) > max(attention_readout[:2]) + 0.3, "later attention reads it out"
+    denoising, sites = (tmp_path / "pictures" / name for name in ("denoising.png", "two_sites.png"))
+    for picture in (denoising, sites):
         assert picture.read_bytes().startswith(PNG)
         assert str(picture) in result.stdout
-    pixels = imread(traces)
+    pixels = imread(sites)
     assert min(pixels.shape[:2]) >= 500, f"the picture is only {pixels.shape}"
     assert pixels.std() > 0.05, "the picture is blank"
 

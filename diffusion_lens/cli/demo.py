@@ -1,4 +1,4 @@
-"""`diffusion-lens demo` shows the reversal curse on the bundled models."""
+"""`diffusion-lens demo` shows the reversal curse and the two sites of a fact on the bundled models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from diffusion_lens.cli.extras import require
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("demo"),
 ) -> None:
-    """Query both bundled models for one fact, forward and in reverse, and trace where each answer comes from.
+    """Query both bundled models for one person, forward and in reverse, and trace an attribute of many people.
 
     Example: diffusion-lens demo --out demo
     """
