@@ -148,7 +148,7 @@ def _print_effects(model: HookedDiffusionTransformer, effects: dict[str, Average
     for kind, words in KINDS.items():
         for place, role in places.items():
             row = effects[kind].aie[effects[kind].roles.index(role)]
-            say(f"  {words:16} {place:15} {' '.join(f'{x:5.2f}' for x in row.tolist())}")
+            say(f"  {words:16} {place:15} {' '.join(f'{round(x, 2) + 0.0:5.2f}' for x in row.tolist())}")
     say("")
 
 
@@ -158,7 +158,7 @@ def _readout_role(model: HookedDiffusionTransformer) -> str:
 
 
 def _draw_denoising(answers: Sequence[Answered]) -> plots.Figure:
-    figure, panels = plots.panels(2, 2, width=13.0, height=6.6)
+    figure, panels = plots.panels(2, 2, width=13.0, height=5.4)
     for answered, ax in zip(answers, panels, strict=True):
         answered.trajectory.plot(ax=ax, title=answered.title)
     return figure
