@@ -40,8 +40,8 @@ the reverse question. The autoregressive (AR) baseline does not: this is the rev
 two_sites.png: noise hides the names, and one state is restored at a time. Two places bring the instrument back. The
 MLPs of the lower blocks look it up at the last word of the name. Attention in later blocks carries it to the read-out,
 which is the first [MASK] of the diffusion model and the last word of the AR baseline's prompt.
-The pair was trained to look an attribute up at the name; the model card, diffusion_lens/assets/site/README.md, says how,
-and what does not follow from that for other models.
+The first phases of training planted the lookup at the name. The model card, diffusion_lens/assets/site/README.md, says
+what this does not show about other models.
 """
 
 
@@ -124,7 +124,9 @@ def _trace(
 ) -> list[tuple[HookedDiffusionTransformer, dict[str, AverageEffect]]]:
     """Average the indirect effects of each kind of state over the instruments of every fifth person."""
     facts = [fact for fact in world.facts("attribute") if fact.template == TEMPLATE][::5]
-    say(f'Which states bring the instrument of "{TEMPLATE.replace("<subject>", "NAME")} …" back? Averages over facts:\n')
+    say(
+        f'Which states bring the instrument of "{TEMPLATE.replace("<subject>", "NAME")} …" back? Averages over facts:\n'
+    )
     averages = []
     for model in models:
         effects = {

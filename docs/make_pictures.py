@@ -1,6 +1,7 @@
-"""Figures of the pages, drawn by the pages' own code at every build: `docs/_made/*.png`.
+"""Figures of the pages, drawn at every build.
 
-If the code of such a page does not print the output that the page shows, the build warns.
+The pages' own code draws `docs/_made/*.png`. If the code of such a page does not print the output that the page shows,
+the build warns. The demonstration draws the figures of README.md, `docs/images/*.png`.
 """
 
 import os
@@ -12,6 +13,8 @@ import torch
 from snippets import blocks, run_python
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
+
+from diffusion_lens import demo
 
 logger = getLogger(__name__)
 FOLDER = "_made"
@@ -46,8 +49,16 @@ def make_pictures(page: Path) -> list[Path]:
         return [Path(shutil.move(figure, made / figure.name)) for figure in figures]
 
 
+def draw_readme(folder: Path) -> None:
+    """Draw the figures of README.md into a folder."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for figure in demo.run(Path(scratch), logger.debug):
+            shutil.move(figure, folder / figure.name)
+
+
 def make_all(app: Sphinx) -> None:
     """Draw the figures of all pages. Two pages must not draw figures with the same name."""
+    draw_readme(Path(app.srcdir) / "images")
     drawn: dict[str, Path] = {}
     for page in pages_with_pictures(Path(app.srcdir)):
         for picture in make_pictures(page):
