@@ -1,6 +1,6 @@
 """The shipped models with a planted subject site: what they must show, measured and as `results.json` records it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from weight_conversion import read_json, sha256_of_file
 
 FOLDER = BUNDLED["site-mdm"].folder
 SAME, REVERSE = ("p2d p2d", "d2p d2p"), ("p2d d2p", "d2p p2d")
+CELLS = ("p2d p2d", "p2d d2p", "d2p d2p", "d2p p2d", "attribute")
+EDITED = ("efficacy", "paraphrase", "neighbourhood", "shared_name", "other_relations")
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +98,43 @@ def test_the_shipped_tokenizer_is_the_worlds(shipped: HookedDiffusionTransformer
     fresh = site_facts.build_tokenizer(world)
     for fact in world.facts("attribute")[::97] + world.facts("description")[::97]:
         assert shipped.to_tokens(fact.prompt)[0].tolist() == fresh(fact.prompt)["input_ids"]
+
+
+def cells(values: Iterable[float]) -> str:
+    """Numbers as a row of the card's tables."""
+    return " | ".join(f"{value:.2f}".replace("-0.00", "0.00") for value in values)
+
+
+def test_the_card_shows_what_was_measured() -> None:
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for name, model in read_json(FOLDER / "results.json")["models"].items():
+        assert f"| `{name}` | {cells(model['recall'][cell] for cell in CELLS)} |" in card
+        readout = "answer" if name == "site-mdm" else "prompt_last"
+        for label, kind in (("residual stream", "resid"), ("MLP", "mlp"), ("attention", "attn")):
+            for place, role in (("subject's last token", "subject_last"), ("read-out", readout)):
+                assert f"| `{name}` | {label}, {place} | {cells(model['effects'][kind][role])} |" in card
+        after = [model["edits"][group]["after"] for group in EDITED]
+        assert f"| `{name}` | {cells(after)} |" in card
+
+
+def test_the_card_shows_every_recipe_world_and_seed_that_was_trained() -> None:
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    runs = read_json(FOLDER / "recipes.json")
+    assert {run["recipe"] for run in runs} == {"pair", *site_pair.ABLATIONS}
+    assert {(run["world_seed"], run["seed"]) for run in runs} == {(1, 0), (1, 8), (5, 0), (5, 8)}
+    for run in runs:
+        recall = cells(run["recall"][cell] for cell in CELLS)
+        device = {"cpu": "CPU", "cuda": "GPU"}[run["device"]]
+        beginning = f"| {run['recipe']} | {run['world_seed']}, {run['seed']} | {device} | {run['steps']:,} | {recall} |"
+        (row,) = [line for line in card.splitlines() if line.startswith(beginning)]
+        if run.get("facts_traced", 0) >= 20:
+            traced = (run["clean"] - run["corrupted"], max(run["resid subject_last"][1:]), run["v_star"]["block 1"])
+            assert row.endswith(f" {cells(traced)} |")
+
+
+def test_an_edit_changes_one_fact(
+    shipped: HookedDiffusionTransformer, recorded: dict[str, Any], world: site_facts.SiteFacts, facts: Any
+) -> None:
+    for edits in (recorded["edits"], measures.edits(shipped, world, facts[:6])):
+        after = {group: score["after"] for group, score in edits.items()}
+        assert min(after[group] for group in ("efficacy", "paraphrase", "neighbourhood", "shared_name")) >= 0.95

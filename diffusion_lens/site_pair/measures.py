@@ -1,4 +1,4 @@
-"""What a trained pair knows, where it looks an attribute up, and whether v* brings a corrupted attribute back."""
+"""What a trained pair knows, where it looks an attribute up, and what v* and edits of that place change."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,11 @@ from typing import Any, get_args
 import torch
 
 from diffusion_lens.analysis.average_effects import average_indirect_effect
+from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.causal_tracing import noise_scale
-from diffusion_lens.analysis.rome import ValueSettings, optimize_value
+from diffusion_lens.analysis.rome import EditSettings, ValueSettings, edit_study, optimize_value, second_moment
+from diffusion_lens.data.site_documents import Documents
+from diffusion_lens.data.site_edits import edit_requests
 from diffusion_lens.data.site_facts import SiteFacts
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.facts import Direction, Fact
@@ -25,6 +28,10 @@ KINDS = ("resid", "mlp", "attn")
 # The settings under which v* is searched, for the first two blocks.
 SEARCH = ValueSettings(steps=60, weight_decay=0.1, clamp_norm_factor=8.0, kl_factor=0.0)
 SEARCHED_BLOCKS = (0, 1)
+# The settings of edits: a search that stops early, so that v* writes no more than it must.
+EDITED_BLOCK = 1
+EDIT_SEARCH = ValueSettings(steps=40, lr=0.2, kl_factor=0.0, stop_below=0.3)
+MIXTURE, N_DOCUMENTS = (0.4, 0.1, 0.6), 1500  # Documents for C, in the mixture of the AR baseline.
 SETTINGS: dict[str, Any] = {
     "steps": DENOISING_STEPS,
     "cfg_scale": 0.0,
@@ -33,6 +40,9 @@ SETTINGS: dict[str, Any] = {
     "samples": SAMPLES,
     "sigmas": SIGMAS,
     "search": asdict(SEARCH),
+    "edited_block": EDITED_BLOCK,
+    "edit_search": asdict(EDIT_SEARCH),
+    "documents_of_second_moment": N_DOCUMENTS,
 }
 
 
@@ -46,6 +56,7 @@ def measure(model: HookedDiffusionTransformer, world: SiteFacts) -> dict[str, An
         "recall": shares,
         "effects": effects(model, facts),
         "v_star": {f"block {layer}": recovered(model, facts[:N_VALUES], layer) for layer in SEARCHED_BLOCKS},
+        "edits": edits(model, world, facts[:N_VALUES]),
     }
 
 
@@ -117,6 +128,16 @@ def recovered(
             after.append(optimize_value(model, query, layer, **vars(search)).probability_after)
     shares = torch.tensor(after)
     return {"mean": shares.mean().item(), "share": (shares >= 0.9).double().mean().item(), "facts": len(after)}
+
+
+def edits(model: HookedDiffusionTransformer, world: SiteFacts, facts: Sequence[Fact]) -> dict[str, Any]:
+    """Scores of edits of each of these attributes to another value, by group of probes."""
+    corpus = Documents(world, *MIXTURE).sample(N_DOCUMENTS)
+    length = None if model.cfg.grows else canvas_length(model, facts)
+    settings = EditSettings(EDITED_BLOCK, EDIT_SEARCH, layout=CanvasLayout(length))
+    moment = second_moment(model, corpus, EDITED_BLOCK)
+    study = edit_study(model, edit_requests(world, facts), settings, covariance=moment)
+    return {group: asdict(score) for group, score in study.table().items()}
 
 
 def _share(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> float:
