@@ -20,6 +20,9 @@ def demo(
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file; the figures need a folder", param_hint="--out")
     require("pictures")
+    import torch
+
     from diffusion_lens.demo import run
 
+    torch.set_num_threads(1)  # More threads only slow down small models.
     run(out, typer.echo)
