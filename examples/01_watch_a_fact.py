@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.evaluation import chain_rule_nll
 
@@ -31,8 +31,7 @@ def print_canvases(run: Trajectory) -> None:
 def print_answers(model: HookedDiffusionTransformer, fact: Fact, run: Trajectory) -> None:
     """Print the written answer and the correct one, each with its probability on a canvas of the same length.
 
-    The chain rule scores every position after the prompt. The text after the correct answer is the model's own. The
-    length matters: the bundled models were trained on 14 positions, and assign low probabilities on shorter canvases.
+    The chain rule scores every position after the prompt. The text after the correct answer is the model's own.
     """
     row, given = run.tokens[0], int(run.given[0].sum())
     right = torch.tensor(fact.tokenize(model)[1], device=row.device)
@@ -51,19 +50,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m with your own --prompt and --answer.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--prompt", help="prompt to use instead of the fictional fact")
     parser.add_argument("--answer", help="correct answer to the prompt, with its leading space")
-    parser.add_argument("--positions", type=int, default=8, help="masked positions after the prompt (default 8)")
+    parser.add_argument("--positions", type=int, help="masked positions after the prompt (default: the answer and one)")
     parser.add_argument("--steps", type=int, default=8, help="number of denoising steps (default 8)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures and pages (default: out)")
     args = parser.parse_args(argv)
     if (args.prompt is None) != (args.answer is None):
         parser.error("--prompt and --answer belong together")
     if args.prompt is None:
-        people = toy_facts.load()
+        people = site_facts.load()
         directions = (("forward", "p2d"), ("reverse", "d2p"))
-        questions = {direction: people.facts(trained="p2d", asked=asked)[0] for direction, asked in directions}
+        questions = {direction: people.facts("description", "p2d", asked)[0] for direction, asked in directions}
     else:
         questions = {"prompt": Fact(args.prompt, args.prompt, args.answer)}
 
@@ -72,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = HookedDiffusionTransformer.from_pretrained(name)
         for direction, fact in questions.items():
             print(f"{name}, {direction}: {fact.prompt} …")
-            run = model.denoise(fact.prompt, max_new_tokens=args.positions, steps=args.steps)
+            positions = args.positions or len(fact.tokenize(model)[1]) + 1  # the answer, and the end token
+            run = model.denoise(fact.prompt, max_new_tokens=positions, steps=args.steps)
             print_canvases(run)
             print_answers(model, fact, run)
             picture, page = (args.out / f"watch_{Path(name).name}_{direction}.{suffix}" for suffix in ("png", "html"))

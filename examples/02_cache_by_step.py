@@ -4,8 +4,9 @@ The position is the one where the answer's first token is read: the first masked
 the last token of the prompt on the autoregressive (AR) baseline. For each step and block the example prints the
 relative change of the residual stream there since the previous step, below the words that the previous step revealed.
 The diffusion model attends to the whole canvas (the prompt and all masked positions): "of" and the end of the sentence
-change the state a little, and the neighbouring noun changes it a lot. The AR baseline attends to earlier positions
-only, so nothing changes.
+change the state a little, and the place, from which the answer follows, changes it a lot from block 2 on. When the
+token itself is revealed, the state changes from block 0 on. The AR baseline attends to earlier positions only, so
+nothing changes.
 OUT contains the figure.
 """
 
@@ -16,19 +17,19 @@ from pathlib import Path
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer, plots
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    fact = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+    fact = site_facts.load().facts("description", "p2d", "p2d")[0]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use "
         "--model smdm-1028m ar-1028m with your own --prompt.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--prompt", default=fact.prompt, help=f"default: {fact.prompt!r}")
-    parser.add_argument("--positions", type=int, default=10, help="masked positions, and steps (default 10)")
+    parser.add_argument("--positions", type=int, default=8, help="masked positions, and steps (default 8)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
     args = parser.parse_args(argv)
 

@@ -1,6 +1,6 @@
 """Make a masked diffusion model write in another order, and compare the texts and their probabilities.
 
-The prompt begins a sentence that fits many people, so the order of revealing decides how the text continues. A hook at
+The prompt begins a sentence that fits four people, so the order of revealing decides how the text continues. A hook at
 `denoise.hook_reveal` selects the positions (left to right, right to left), and a hook at `denoise.hook_confidence`
 replaces the ranking (least confident first). For each order the example prints the text, the step that revealed each
 position, the probability in that order, and the probability of the chain rule from left to right. These two are equal
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="The default model is small and bundled. For a published model, use --model smdm-1028m. "
         "Autoregressive models have one order only.",
     )
-    parser.add_argument("--model", default="tiny-mdm", help="name or path of a masked diffusion model")
-    parser.add_argument("--prompt", default="surely the tall", help="default: 'surely the tall'")
-    parser.add_argument("--positions", type=int, default=11, help="masked positions, and steps (default 11)")
+    parser.add_argument("--model", default="site-mdm", help="name or path of a masked diffusion model")
+    parser.add_argument("--prompt", default="surely the sailor", help="default: 'surely the sailor'")
+    parser.add_argument("--positions", type=int, default=7, help="masked positions, and steps (default 7)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
     args = parser.parse_args(argv)
 

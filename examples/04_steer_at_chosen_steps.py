@@ -1,15 +1,15 @@
 """Compute a steering vector for each denoising step, and steer at selected steps, on both variants.
 
-The vector of a step is the mean state in runs about people who are described by one adjective ("young"), minus the mean
-in runs about other people, at the rows that predict the next tokens. `SteeringVectors.hooks` returns plain hooks that
-add the vector of the step; the example attaches them at every step, at early or late steps, at masked positions, in one
-branch of guidance, and in a replay that begins at a later step. For each case the table shows the first step at which
-the run differs, the probability of the unsteered text under the hook, and the text. This probability comes from a
-forced replay, which keeps the recorded canvases.
-The diffusion model writes the adjective in its last steps: early steering changes at most the order, late steering
-makes it write "young". The autoregressive (AR) baseline writes the adjective first, so for it only early steering does.
-At this strength other words change too. Steering positions that the AR baseline has not reached has no effect, because
-no position attends to them.
+The vector of a step is the mean state in runs about people of one role ("clerk"), minus the mean in runs about other
+people, at the rows that predict the next tokens. `SteeringVectors.hooks` returns plain hooks that add the vector of the
+step; the example attaches them at every step, at early or late steps, at masked positions, in one branch of guidance,
+and in a replay that begins at a later step. For each case the table shows the first step at which the run differs, the
+probability of the unsteered text under the hook, and the text. This probability comes from a forced replay, which keeps
+the recorded canvases.
+The diffusion model writes the role in its last step: early steering changes nothing, late steering makes it write
+"clerk". The autoregressive (AR) baseline writes the role first, so for it only early steering does, and the place
+becomes that of a clerk. Steering positions that the AR baseline has not reached has no effect, because no position
+attends to them.
 OUT contains a figure for each model: the canvas without steering and with it, and the norms of the vectors.
 """
 
@@ -19,25 +19,25 @@ from pathlib import Path
 
 from diffusion_lens import HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import difference_of_means
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 from diffusion_lens.denoising.step_hooks import on_branch
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    facts = toy_facts.load().facts(trained="both", asked="p2d")[1::5]
-    young, others = ([f.prompt for f in facts if f.description.startswith("young") is yes] for yes in (True, False))
+    facts = site_facts.load().facts("description", asked="p2d")
+    clerks, others = ([f.prompt for f in facts if f.description.startswith("clerk") is yes] for yes in (True, False))
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m with --positive, --negative and --prompt of your own.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
-    parser.add_argument("--positive", nargs="+", default=young, help="prompts of the positive runs")
-    parser.add_argument("--negative", nargs="+", default=others[:20], help="prompts of the negative runs")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
+    parser.add_argument("--positive", nargs="+", default=clerks, help="prompts of the positive runs")
+    parser.add_argument("--negative", nargs="+", default=others[::20], help="prompts of the negative runs")
     parser.add_argument("--prompt", default=others[-1], help=f"prompt of the steered run (default: {others[-1]!r})")
-    parser.add_argument("--layer", type=int, default=1, help="steer after this block (default 1)")
+    parser.add_argument("--layer", type=int, default=4, help="steer after this block (default 4)")
     parser.add_argument("--scale", type=float, default=1.5, help="factor of the vectors (default 1.5)")
-    parser.add_argument("--positions", type=int, default=9, help="masked positions, and steps (default 9)")
+    parser.add_argument("--positions", type=int, default=5, help="masked positions, and steps (default 5)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figures (default: out)")
     args = parser.parse_args(argv)
 

@@ -3,10 +3,10 @@
 `cut_attention` is a plain TransformerLens hook function. It removes the attention of one row to the subject and
 distributes it over the other positions. It works on both models, in both directions, in every block, in a single
 forward pass and, wrapped in `at_steps`, in the denoising loop. `model.readout` gives the row at which the answer is
-read. The example prints the remaining probability of the answer's first token. In the forward query, both models read
-the subject in block 0, and the cut has no effect in later blocks. In the reverse query, the diffusion model also needs
-block 2. In the loop, the diffusion model writes this token last, so its late steps matter; the autoregressive (AR)
-baseline writes it first.
+read. The example prints the remaining probability of the answer's first token. One block reads the subject: block 3 of
+the diffusion model, forward and in reverse, and block 2 of the autoregressive (AR) baseline; a cut in any other block
+leaves most of the probability. In the loop, cuts matter until the token is written. In the forward query they do not
+matter to the diffusion model even then, because it writes the place before the role, and the place is enough.
 OUT contains a figure.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 from diffusion_lens.denoising.step_hooks import at_steps
 
 
@@ -34,15 +34,15 @@ def cut_attention(row: int, subject: slice) -> Callable[..., Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    person = toy_facts.load().people[0]
+    person = site_facts.load().people[0]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m --length 52 with a --person that they know.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), default=[person.name, person.description])
-    parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
+    parser.add_argument("--length", type=int, default=16, help="positions of the canvas with the prompt (default 16)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
     args = parser.parse_args(argv)
 
@@ -80,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             for steps in (range(half), range(half, n_masks)):
                 hooks = [(point, at_steps(hook, steps)) for point in points]
                 p.append(f"{run.replay(model, canvas='forced', fwd_hooks=hooks).confidence[0, position]:.2f}")
-            word = run.words[int(run.tokens[0, position])].strip()
-            print(f"  in the loop p({word}) is {p[0]}, cut at early steps {p[1]}, cut at late steps {p[2]}\n")
+            word, step = run.words[int(run.tokens[0, position])].strip(), int(run.revealed_at[0, position])
+            print(f"  in the loop p({word}) is {p[0]}, cut in the first {half} steps {p[1]}, cut later {p[2]};")
+            print(f"  the loop writes it in step {step} of {run.n_steps}\n")
     axes[-1].legend()
     args.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out / "your_own_hook.png", dpi=110)

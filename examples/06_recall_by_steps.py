@@ -5,9 +5,10 @@ answer counts if the text contains it. The published numbers of each cell appear
 cell, and they look like opposites: Berglund's files give the direction of TRAINING ("p2d reverse"), SMDM's columns the
 direction of the QUESTION ("DtN reverse"). The example shows both.
 The published checkpoint needs many steps: it recalls no description with one step and 43 % with 32, and 40 % and 90 %
-of the names. The task is too easy for the bundled diffusion model, which recalls all 400 answers at any number of
-steps. The bundled models do show the reversal curse: in reverse, the autoregressive (AR) baseline recalls 0 of 200
-answers, and 152 times it gives another person's name or description.
+of the names. The bundled diffusion model needs them for descriptions in reverse: it recalls 84 % with one step and all
+with eight. It recalls at least 98 % in the other cells at any number of steps. The bundled models show the reversal
+curse: in reverse, the autoregressive (AR) baseline recalls 0 of 150 answers, and 146 times it gives another person's
+name or description.
 OUT contains a figure with one panel per model, and a folder of replies per model with one file per question. An
 interrupted run resumes from there.
 """
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="The default models are small and bundled. For the published model, use --model "
         "smdm-1028m-reverse with --data FOLDER. Without --data, the 1200 questions are downloaded.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--data", help="toy, reversal-curse, a folder of its files, or a .json or .jsonl of facts")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="numbers of denoising steps")
     parser.add_argument("--length", type=int, help="positions of the canvas with the prompt (default: the data set's)")

@@ -1,14 +1,15 @@
 """Trace one fact forward and in reverse, in a masked diffusion model and its autoregressive (AR) baseline.
 
-Both models were trained on the fact in one direction only, "NAME is the DESCRIPTION". The trace corrupts the subject
-with noise and restores one state at a time: the residual stream after a block, or the outputs of the MLPs or attention
-layers of two neighbouring blocks. The figure shows the probability of the answer's first token. This probability
-recovers at the position where the answer is read: the first [MASK] or, on the AR baseline, the end of the prompt. The
-subject's own tokens restore little. Attention in the first blocks carries the information there, and on the diffusion
-model the last MLPs turn it into a word. In reverse, the diffusion model recalls the answer too, but needs more than one
-block. The AR baseline's reverse maps are blank, because its clean run does not contain the answer.
-OUT contains a figure and a folder of results for each direction, and for the diffusion model a page with a slider over
-the denoising steps. A revealed word of the answer compensates for part of the noise.
+The fact is a person's description, which both models were trained on in one direction only, "NAME is the DESCRIPTION";
+before it, an attribute of the person is traced, "NAME plays". The trace corrupts the subject with noise and restores
+one state at a time: the residual stream after a block, or the outputs of the MLPs or attention layers of two
+neighbouring blocks. The figures show the probability of the answer's first token. It recovers at two sites: at the last
+token of the subject in the first blocks, where MLPs and attention act, and later where the answer is read, at the first
+[MASK] or, on the AR baseline, at the end of the prompt. Attention carries it there in block 3 of the diffusion model
+and block 2 of the AR baseline. On the diffusion model the reverse question has the same two sites, with the last token
+of the description as the first. The AR baseline's reverse maps are blank, because it does not know the answer.
+OUT contains a figure and a folder of results for each question, and for the diffusion model a page with a slider over
+the denoising steps. A revealed word of the answer can compensate for the noise.
 """
 
 import argparse
@@ -16,44 +17,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale, trace_trajectory
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 KINDS = ("resid", "mlp", "attn")
 
 
-def print_traces(name: str, traces: Sequence[CausalTrace]) -> None:
-    """Print the strongest position of each kind by layer, and the largest effect at the subject."""
+def print_traces(name: str, traces: Sequence[CausalTrace], read_at: int) -> None:
+    """Print the effects by layer at the last token of the subject, and where the answer is read."""
     first = traces[0]
     answer = first.record["answer"][0].strip()
     print(f"  {name}: p({answer}) is {first.clean:.2f}, with noise on the subject {first.corrupted:.2f}")
     for trace in traces:
-        effect = trace.indirect_effect
-        position = int(effect.amax(dim=1).argmax())
-        by_layer = " ".join(f"{x:5.2f}" for x in effect[position].tolist())
-        subject = effect[slice(*trace.subject)].max().item()
-        word = trace.str_tokens[position].strip()
-        print(f"    {trace.record['kind']:6} position {position:2} {word:9} {by_layer}   subject at most {subject:.2f}")
+        subject, read = (
+            f"{trace.str_tokens[position].strip():9} {' '.join(f'{x:5.2f}' for x in trace.indirect_effect[position])}"
+            for position in (trace.subject[1] - 1, read_at)
+        )
+        print(f"    {trace.record['kind']:6} {subject}   read: {read}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    person = toy_facts.load().people[0]
+    known = site_facts.load().people[0]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m --window 10 --length 52 with a --person that they know.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
-    parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), default=[person.name, person.description])
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
+    parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), help="default: a fictional person")
+    parser.add_argument("--attribute", nargs=2, metavar=("VERB", "VALUE"), help="an attribute of this --person")
     parser.add_argument("--window", type=int, default=2, help="MLPs or attention layers restored at once (default 2)")
     parser.add_argument("--samples", type=int, default=10, help="noise samples of each trace (default 10)")
-    parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
+    parser.add_argument("--length", type=int, default=16, help="positions of the canvas with the prompt (default 16)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures and results (default: out)")
     args = parser.parse_args(argv)
 
-    name, description = args.person
-    questions = {
+    name, description = args.person or (known.name, known.description)
+    attribute = args.attribute or (None if args.person else ("plays", known.values[0]))
+    questions = {"attribute": Fact(f"{name} {attribute[0]}", name, f" {attribute[1]}")} if attribute else {}
+    questions |= {
         "forward": Fact(f"{name} is the", subject=name, answer=f" {description}."),
         "reverse": Fact(f"the {description} is", subject=description, answer=f" {name}."),
     }
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             noise = noise_scale(model, [query])
             settings: dict[str, Any] = {"noise": noise, "samples": args.samples}
             rows.append([causal_trace(model, query, kind, window=args.window, **settings) for kind in KINDS])
-            print_traces(name, rows[-1])
+            print_traces(name, rows[-1], read_at=int(model.readout.rows(torch.tensor(query.answer_positions[0]))))
             for trace in rows[-1]:
                 trace.save(folder / f"{name}_{trace.record['kind']}.safetensors")
             if model.cfg.has_mask:

@@ -2,11 +2,12 @@
 
 One position of one sentence is weak evidence. ROME's figure averages over facts by the role of a position: first or
 last token of the subject, last token of the prompt, masked position of the answer. A fact that the model does not know
-has no effect to measure, so it is excluded and counted. The diffusion model knows these people in both directions, the
-autoregressive (AR) baseline only in the trained one. In the forward query, the answer's position contains the answer
-after one block; in the reverse query, the diffusion model needs three. A fact counts as known if the first token of its
-answer is the most likely one, even if the model would continue with a wrong last name.
-OUT contains a figure with a curve and interval per role, and for each model and direction the result and a folder with
+has no effect to measure, so it is excluded and counted. The facts are attributes, and descriptions in both directions.
+In all of them the effect is at the subject's last token in the first blocks and where the answer is read in later ones.
+The autoregressive (AR) baseline was not trained on the reverse direction. A fact counts as known if the first token of
+its answer is the most likely one, even if the model would continue with a wrong last name: in reverse the AR baseline
+guesses the first of two names, which is one of twelve, for two of the eight people.
+OUT contains a figure with a curve and interval per role, and for each model and question the result and a folder with
 one file per fact. An interrupted run resumes from there.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import AverageEffect, average_indirect_effect
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 
 def print_average(label: str, average: AverageEffect) -> None:
@@ -42,19 +43,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m --length 52 --file with facts that they know.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--facts", type=int, default=8, metavar="N", help="number of people (default 8)")
     parser.add_argument("--file", type=Path, help='JSON file of facts, [{"prompt": , "subject": , "answer": }, ...]')
     parser.add_argument("--kind", default="resid", choices=["resid", "mlp", "attn"], help="kind of state to restore")
     parser.add_argument("--samples", type=int, default=10, help="noise samples of each trace (default 10)")
-    parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
+    parser.add_argument("--length", type=int, default=16, help="positions of the canvas with the prompt (default 16)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figure and results (default: out)")
     args = parser.parse_args(argv)
 
     if args.file is None:
         directions = (("forward", "p2d"), ("reverse", "d2p"))
-        # Each person has five consecutive templates, so every sixth fact is the next person in the next template.
-        questions = {name: toy_facts.load().facts(trained="p2d", asked=asked)[::6] for name, asked in directions}
+        # Each person has five consecutive templates, so every sixth fact is the next person in the next template; and
+        # 60 questions about attributes, so every 67th is the next person, another relation and another template.
+        world = site_facts.load()
+        questions = {"attribute": world.facts("attribute")[::67]}
+        questions |= {name: world.facts("description", "p2d", asked)[::6] for name, asked in directions}
     else:
         questions = {"file": [Fact(**fact) for fact in json.loads(args.file.read_text(encoding="utf-8"))]}
     figure, axes = plots.panels(

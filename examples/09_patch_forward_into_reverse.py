@@ -6,10 +6,10 @@ On the forward query "A is the [M] [M] [M] [M]", the diffusion model retrieves A
 token by token, at the input of each block. If the retrieved description worked like the one that is read, the answer
 would become A. The control patches A's own reverse run instead. It shows whether the model still reads the description
 at that depth.
-On the bundled models it does not: the control produces A at block 0 and never after. The forward run has retrieved
-nothing before block 1, and produces A nowhere. Both patches only reduce B. The retrieved description comes too late to
-be read, so these models leave the question open; a deeper model may answer it. The autoregressive baseline finds
-neither name.
+On the bundled diffusion model the control produces A up to block 3 and never after: block 3 reads the description. The
+same block retrieves it in the forward run, so before block 4 there is nothing to patch, and A appears nowhere. Both
+patches reduce B. The retrieved description comes one block too late to be read, so this model leaves the question open.
+The autoregressive baseline finds neither name.
 OUT contains a figure, with all description positions patched together and each alone, and a folder of grids.
 """
 
@@ -20,20 +20,20 @@ from pathlib import Path
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import answer_probability, patch_grid
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    people = [[person.name, person.description] for person in toy_facts.load().people[:2]]
+    people = [[person.name, person.description] for person in site_facts.load().people[:2]]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m --length 52 with two people that they know and descriptions of the same number of tokens.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), default=people[0], help="A")
     parser.add_argument("--other", nargs=2, metavar=("NAME", "DESCRIPTION"), default=people[1], help="B")
-    parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
+    parser.add_argument("--length", type=int, default=16, help="positions of the canvas with the prompt (default 16)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figure and grids (default: out)")
     args = parser.parse_args(argv)
 

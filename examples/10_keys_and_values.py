@@ -3,16 +3,16 @@
 In a query by name, the name is the key and the description the value; in a query by description it is the opposite.
 Every person has a key and a value for each direction, in two blocks. Are the two keys of one person more similar than
 the keys of two people? The similarity is unbiased linear CKA, 0 by chance and 1 for sets that agree up to a rotation.
-120 people were trained in both directions, so both models know them in both. On the diffusion model, the similarity of
-their two keys is .11 and .07 in blocks 0 and 1, where chance stays below .04. Their two values are similar too, and so
-are a name as key and the same name as value. On the autoregressive (AR) baseline only the keys are slightly similar,
-.03 in block 1. This is weak evidence of symmetry in the diffusion model and almost none in the AR baseline: at the
-subject's last token the two directions are mostly separate facts, and the first two principal components show no common
-structure. In block 1, attention has also read the answer positions, where block 0 has written information about the
-answer. The 40 people trained in one direction are too few for a conclusion: in block 1 the similarity of keys is .10,
-with an interval that includes 0. Half of them are known by name, half by description. The comparison removes the
-difference between these groups, which alone would look like symmetry on the AR baseline (values .32). With v*, the AR
-baseline's p(answer) in the untrained direction rises from .05 to .45.
+90 people were trained in both directions, so both models know them in both. On the diffusion model, the similarity of
+their two keys is .09 in block 0, where chance stays below .04, and .01 in block 1. Their two values, and a name as key
+and the same name as value, are similar in block 0 only (.06 and .07). On the autoregressive (AR) baseline all
+similarities are .06 or less, some of them above chance. So a trace of a person is common to both directions in the
+first block, and where edits are made, in block 1, the diffusion model has two facts with separate keys, although causal
+tracing finds both at the subject's last token. The first two principal components show no common structure.
+The 30 people trained in one direction are too few for a conclusion: most intervals include 0. Half of them are known by
+name, half by description. The comparison removes the difference between these groups, which alone would look like
+symmetry. With v*, the AR baseline's p(answer) in the untrained direction rises from .09 to .84, so a v* that works is
+no evidence that the model stored the fact.
 OUT contains a figure of the people trained in both directions, one row per model, and a folder with one file per fact.
 An interrupted run resumes from there.
 """
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For the published model, use --model smdm-1028m-reverse.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--data", help="toy, reversal-curse or a folder of its files (default: the training data)")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1], help="blocks whose MLP is read (default 0 1)")
     parser.add_argument("--length", type=int, help="positions of the canvas with the prompt (default: the data set's)")

@@ -1,7 +1,7 @@
 """Train a sparse autoencoder on a masked diffusion model, and ablate its features at chosen steps.
 
-The Top-K autoencoder (Gao et al. 2024, arXiv 2406.04093) learns from texts masked at random noise levels. The model's
-loss on other texts shows what reconstructions lose. One feature is specific to masked positions. Those with the largest
+The Top-K autoencoder (Gao et al. 2024, arXiv 2406.04093) learns from texts masked at random noise levels. The loss on
+other texts shows what reconstructions lose. One feature is specific to masked positions. Those with the largest
 gradient times activity contribute to the tokens that a run writes last; ablating them matters in that step only.
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from diffusion_lens import HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import activations, dictionary_loss, splice
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
+from diffusion_lens.data.site_documents import Documents
 from diffusion_lens.denoising.step_hooks import at_steps
 
 
@@ -37,21 +38,20 @@ class TopK(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    data = toy_facts.load()
+    world = site_facts.load()
     parser = argparse.ArgumentParser(epilog="For a published model: --model smdm-1028m --texts FILE --prompt TEXT")
-    parser.add_argument("--model", default="tiny-mdm", help="name or path of a masked diffusion model")
-    parser.add_argument("--texts", type=Path, help="file with one text per line (default: toy sentences)")
-    parser.add_argument("--limit", type=int, default=1200, help="texts; every sixth is for evaluation (default 1200)")
-    parser.add_argument("--prompt", default=data.facts(trained="p2d", asked="d2p")[0].prompt)
+    parser.add_argument("--model", default="site-mdm", help="name or path of a masked diffusion model")
+    parser.add_argument("--texts", type=Path, help="file with one text per line (default: documents)")
+    parser.add_argument("--limit", type=int, default=600, help="texts; every sixth is for evaluation (default 600)")
+    parser.add_argument("--prompt", default=world.facts("description", "p2d", "d2p")[0].prompt)
     parser.add_argument("--updates", type=int, default=400, help="updates of 256 activations each (default 400)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results (default: out)")
     args = parser.parse_args(argv)
     model, name = HookedDiffusionTransformer.from_pretrained(args.model, device="cpu"), "blocks.1.hook_resid_post"
-    if args.texts is None:
-        tokens = toy_facts.encode(random.Random(0).sample(data.sentences(), args.limit), model.tokenizer)
-        real = torch.ones_like(tokens)  # the end tokens that fill a row are text, as in training
-    else:
-        tokens, real = model.tokenize(args.texts.read_text(encoding="utf-8").splitlines()[: args.limit])
+    document, rng = Documents(world, description=0.4, tag=0.1, second_person=0.6), random.Random(0)
+    texts = [f"{document(rng)}<eos> {document(rng)}<eos>" for _ in range(args.limit)]  # documents in a row, as trained
+    given = args.texts and args.texts.read_text(encoding="utf-8").splitlines()[: args.limit]
+    tokens, real = model.tokenize(given or texts)
     test = torch.arange(len(tokens)) % 6 == 0
     store = activations(model, tokens[~test], name, attention_mask=real[~test], out=args.out / "dictionary")
     everything = store.rows(name, torch.arange(len(store)))
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     masked, other = ((sae.encode(everything[store.masked == x]) > 0).float().mean(dim=0) for x in (True, False))
     specific = int((masked - other).argmax())
     print(f"feature {specific}: active at {masked[specific]:.0%} of masked, {other[specific]:.0%} of other positions")
-    run, cache = model.denoise_with_cache(args.prompt, name, max_new_tokens=8, steps=8)
+    run, cache = model.denoise_with_cache(args.prompt, name, max_new_tokens=4, steps=4)
     last, kept = run.revealed_at.max(), []
     written = (run.revealed_at[0] == last).nonzero()[:, 0]
     keep = splice(sae, edit=lambda features, hook: kept.append(features) or features.retain_grad())
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows.log_softmax(dim=-1)[range(len(written)), run.tokens[0, written]].sum().backward()
     largest = (kept[0] * kept[0].grad).sum(dim=(0, 1)).topk(5).indices
     ablated = splice(sae, edit=lambda features, hook: features.index_fill(-1, largest, 0.0))
-    p = [run.replay(model, fwd_hooks=[(name, at_steps(ablated, step))]).confidence.prod().item() for step in range(8)]
+    p = [run.replay(model, fwd_hooks=[(name, at_steps(ablated, step))]).confidence.prod().item() for step in range(4)]
     print(f"p({run.text[0]!r}) is {run.confidence.prod():.2f}; ablated in step 0, 1, ...: {[round(x, 2) for x in p]}")
     figure, (left, middle, right) = plots.panels(1, 3, width=18.0, height=3.8)
     result.plot(ax=left)

@@ -4,9 +4,9 @@ Nobody tells these models the time t, which falls from 1 to 0 while a text is wr
 from one state of the residual stream. It is fitted to some runs and tested on others, and R² says how much of t it
 explains there. Two controls are printed: R² of a probe of permuted times, and R² of the position alone, with no state.
 In the diffusion model the probe reads masked positions. Before the first block they all have the same embedding, which
-contains no time (R² is 0); after two blocks it explains more than half of t: attention has brought it there. The mean
-over all positions of a canvas is the trivial predictor: its embeddings contain the share of [MASK], so R² is high
-already before the first block, and says nothing about the model.
+contains no time (R² is 0); after one block it explains nine tenths of t: attention has brought it there. The mean over
+all positions of a canvas is the trivial predictor: its embeddings contain the share of [MASK], so R² is high already
+before the first block, and says nothing about the model.
 In the autoregressive (AR) baseline the position of the last token determines t, so a high R² is no evidence of a
 clock; over all tokens, R² is as low as that of the position alone, because no token sees what comes after it.
 OUT contains a figure, and for each model the first probe.
@@ -18,19 +18,19 @@ from pathlib import Path
 
 from diffusion_lens import HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import probe_time
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    facts = toy_facts.load().facts(trained="both", asked="p2d")[1::5]
+    facts = site_facts.load().facts("description", "both", "p2d")[1::5]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m with many --prompts of your own.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--prompts", nargs="+", default=[fact.prompt for fact in facts], help="one run each")
-    parser.add_argument("--positions", type=int, default=9, help="masked positions, and steps (default 9)")
+    parser.add_argument("--positions", type=int, default=8, help="masked positions, and steps (default 8)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results (default: out)")
     args = parser.parse_args(argv)
 

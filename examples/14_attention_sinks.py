@@ -5,9 +5,9 @@ other positions by a threshold, in multiples of equal attention. For each layer 
 a head are sinks on average, how similar the sinks of consecutive steps are (Jaccard index: 1 if all stay), and for how
 many steps in a row a sink stays. Then it prints on which positions the sinks are, next to the share of such positions.
 Rulli et al. 2025 (arXiv 2510.15731) find that sinks of LLaDA and Dream move from step to step, and are often on [MASK]
-and punctuation. The bundled diffusion model has most of its sinks on the words of the prompt, above all the name, and
-many stay for the whole run. Their threshold is 3; the default here is 2, because these texts have 14 tokens only, and
-with 3 the autoregressive (AR) baseline has hardly any.
+and punctuation. The bundled models have most of their sinks on the words of the prompt, above all "today" and "the",
+and on the diffusion model they stay for half of the run. Their threshold is 3; the default here is 2, because these
+texts have 13 tokens only.
 OUT contains a figure for one run, and the sinks of all runs.
 """
 
@@ -18,19 +18,19 @@ from statistics import mean
 
 from diffusion_lens import HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import attention_sinks
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    facts = toy_facts.load().facts(trained="both", asked="p2d")[1:200:5]
+    facts = site_facts.load().facts("description", "both", "p2d")[1:200:5]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m "
         "ar-1028m --threshold 3 with --prompts of your own.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--prompts", nargs="+", default=[fact.prompt for fact in facts], help="one run each")
-    parser.add_argument("--positions", type=int, default=9, help="masked positions, and steps (default 9)")
+    parser.add_argument("--positions", type=int, default=8, help="masked positions, and steps (default 8)")
     parser.add_argument("--threshold", type=float, default=2.0, help="by how much a sink exceeds others (default 2)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results (default: out)")
     args = parser.parse_args(argv)

@@ -1,15 +1,12 @@
 """Do a diffusion model and its autoregressive (AR) baseline use the same edges for a fact, forward and in reverse?
 
-For one person A and another person B, the example scores every edge between heads and MLPs (EAP-IG): how much does it
-contribute to the first token of the answer about A, against that about B, when A's prompt replaces B's? The circuit of
-a fact is its edges with the largest scores. As Kong et al. (arXiv 2601.14758) compare Dream with Qwen, the example
-compares circuits by their overlap (Jaccard) and by the layers in which their edges end. The faithfulness curve tells
-how many edges a circuit needs.
-On the bundled models, which know both people in both directions, 5% of the edges keep more than 90% of the difference.
-The forward and the reverse circuit share most of their edges on the AR baseline and fewer on the diffusion model.
-Circuits of the two models share fewer still, but far more than by chance. Do not rely on small differences: other
-people give other numbers.
-OUT contains a figure and a folder with the scores of the edges and the curves.
+For two people A and B, the example scores every edge between heads and MLPs (EAP-IG): how much does it contribute to
+the first token of the answer about A, against that about B, when A's prompt replaces B's? The circuit of a fact is its
+edges with the largest scores. As Kong et al. (arXiv 2601.14758) compare Dream with Qwen, the example compares circuits
+by their overlap (Jaccard) and the layers in which edges end. The faithfulness curve tells how many edges are needed.
+On the bundled models 10% of the edges keep more than 80% of the difference. By chance the overlap would be .03. In the
+diffusion model, the circuits of two questions by name (attribute, forward) overlap by .45, and with the reverse one by
+.2; in the AR baseline all three by .3 to .4. OUT contains a figure and the scores of the edges and the curves.
 """
 
 import argparse
@@ -20,37 +17,40 @@ import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import Circuit, answer_probability, edge_attribution, faithfulness
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    both = [[person.name, person.description] for person in toy_facts.load().people if person.trained == "both"]
+    both = [(p.name, p.description, p.values[0]) for p in site_facts.load().people if p.trained == "both"]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The default models are small and bundled. All models need the same numbers of layers and heads. "
         "For published models, use --model smdm-1028m ar-1028m --length 52 with two people that they know.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
-    parser.add_argument("--person", nargs=2, metavar=("NAME", "DESCRIPTION"), default=both[0], help="A")
-    parser.add_argument("--other", nargs=2, metavar=("NAME", "DESCRIPTION"), default=both[1], help="B")
-    parser.add_argument("--length", type=int, default=14, help="positions of the canvas with the prompt (default 14)")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
+    parser.add_argument("--person", nargs=3, metavar=("NAME", "DESCRIPTION", "VALUE"), default=both[0], help="A")
+    parser.add_argument("--other", nargs=3, metavar=("NAME", "DESCRIPTION", "VALUE"), default=both[1], help="B")
+    parser.add_argument("--verb", default="plays", help="verb between NAME and VALUE (default: plays)")
+    parser.add_argument("--length", type=int, default=16, help="positions of the canvas with the prompt (default 16)")
     parser.add_argument("--share", type=float, default=0.05, help="share of the edges in a circuit (default 0.05)")
     parser.add_argument("--ig-steps", type=int, default=20, help="gradients that are averaged (default 20)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figure and results (default: out)")
     args = parser.parse_args(argv)
-
+    a_and_b = args.person, args.other
+    questions = {
+        "attribute": [Fact(f"{name} {args.verb}", name, f" {value}") for name, _, value in a_and_b],
+        "forward": [Fact(f"{name} is the", name, f" {description}.") for name, description, _ in a_and_b],
+        "reverse": [Fact(f"the {description} is", description, f" {name}.") for name, description, _ in a_and_b],
+    }
     folder = args.out / "circuits"
     sizes = sorted({0, 0.005, 0.01, 0.02, args.share, 0.1, 0.3, 1})
     circuits: dict[str, Circuit] = {}
     figure, axes = plots.panels(1, 3, width=13.5, height=3.8)
     for model_name in args.model:
         model, name = HookedDiffusionTransformer.from_pretrained(model_name), Path(model_name).name
-        for direction in ("forward", "reverse"):
+        for direction, facts in questions.items():
             queries = []
-            for person, description in (args.person, args.other):
-                fact = Fact(f"{person} is the", subject=person, answer=f" {description}.")
-                if direction == "reverse":
-                    fact = Fact(f"the {description} is", subject=description, answer=f" {person}.")
+            for fact in facts:
                 n_masks = args.length - len(fact.tokenize(model)[0])
                 queries.append(fact.to_query(model, n_masks=n_masks, first_tokens=1))
             if len(queries[0].tokens) != len(queries[1].tokens) or queries[0].subject != queries[1].subject:

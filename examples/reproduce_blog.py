@@ -6,11 +6,11 @@ average effects over people; and a comparison of k* and v* of all people in both
 the largest effect at the subject.
 OUT contains report.md and report.html, figures, and a folder for each part. An interrupted run resumes from there;
 other settings need another OUT.
-The default models are the bundled ones, which take less than a minute. The diffusion model recalls everything, the
-autoregressive (AR) baseline nothing in reverse. Among people trained in both directions, the two keys of a person, and
-the two values, are more similar than by chance in the diffusion model (CKA .11 and .10, chance below .04), but not in
-the AR baseline. These models demonstrate the tools and the reversal curse. They are no evidence about SMDM, which needs
-a GPU and these options:
+The default models are the bundled ones, which take about a minute. The diffusion model recalls everything with eight
+steps, the autoregressive (AR) baseline nothing in reverse. The average effect is at the subject's last token in the
+first blocks, in both directions. Among people trained in both directions, the two keys of a person are slightly more
+similar than by chance in the diffusion model (CKA .09, chance below .04). These models demonstrate the tools and the
+reversal curse. They are no evidence about SMDM, which needs a GPU and these options:
 
     --model smdm-1028m-reverse ar-1028m --finetune ar-1028m --limit 300 --facts 30 --window 10 --first-tokens 3
 """
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="The default models are small and bundled. For published models, use --model smdm-1028m-reverse "
         "ar-1028m --finetune ar-1028m --window 10 --first-tokens 3. Data are downloaded or read from --data FOLDER.",
     )
-    parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-ar"], help="names or paths")
+    parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
     parser.add_argument("--data", help="toy, reversal-curse or a folder of its files (default: the training data)")
     parser.add_argument("--finetune", nargs="*", metavar="MODEL", help="models to fine-tune on the facts first, or all")
     parser.add_argument("--epochs", type=float, default=10, help="passes over the training texts (default 10)")
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "has two names: Berglund et al. (arXiv 2309.12288) name the direction of training, SMDM (arXiv 2410.18514) the "
         "direction of the question.",
     )
-    if study.source.name == "toy":
+    if study.source.name in ("toy", "site"):
         study.add("p", "The facts are fictional and few. Nothing that follows is evidence about SMDM.")
     study.train()
     study.trace(study.recall())

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.data import toy_facts
+from diffusion_lens.data import site_facts
 from diffusion_lens.evaluation import Recall
 
 pytestmark = pytest.mark.usefixtures("undrawn_figures")
@@ -25,28 +25,28 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def watches_a_fact(printed: str) -> None:
     verdicts = re.findall(r"^(\S+), (\w+): .*?probability [\d.]+: (\w+)$", printed, re.MULTILINE | re.DOTALL)
     assert {(model, way): verdict for model, way, verdict in verdicts} == {
-        ("tiny-mdm", "forward"): "right",
-        ("tiny-mdm", "reverse"): "right",
-        ("tiny-ar", "forward"): "right",
-        ("tiny-ar", "reverse"): "wrong",
+        ("site-mdm", "forward"): "right",
+        ("site-mdm", "reverse"): "right",
+        ("site-ar", "forward"): "right",
+        ("site-ar", "reverse"): "wrong",
     }
-    assert all(float(p) > 0.9 for p in re.findall(r"probability ([\d.]+): right", printed))
+    assert all(float(p) > 0.85 for p in re.findall(r"probability ([\d.]+): right", printed))
 
 
 def steers_at_chosen_steps(printed: str) -> None:
     for model, decisive, idle in (
-        ("tiny-mdm", "from step 4 on", "the first 4 steps"),
-        ("tiny-ar", "the first 4 steps", "from step 4 on"),
+        ("site-mdm", "from step 2 on", "the first 2 steps"),
+        ("site-ar", "the first 2 steps", "from step 2 on"),
     ):
         table = printed[printed.index(f"{model}, guidance") :].split("wrote")[0]
-        rows = re.findall(r"^  (.{22}) .*?(today Leo.*)$", table, re.MULTILINE)
+        rows = re.findall(r"^  (.{22}) .*?(we know .*)$", table, re.MULTILINE)
         wrote = {label.strip(): text for label, text in rows}
         assert len(wrote) == 8
-        assert "brave smith" in wrote["never"]
+        assert "the mayor of" in wrote["never"]
         assert wrote[idle] == wrote["never"]
-        assert "the young" in wrote[decisive]
+        assert "the clerk of" in wrote[decisive]
         assert wrote[decisive] == wrote["every step"]
-        assert ("the young" in wrote["replay of 2 last steps"]) is (model == "tiny-mdm")
+        assert ("the clerk of" in wrote["replay of 2 last steps"]) is (model == "site-mdm")
 
 
 def writes_in_another_order(printed: str) -> None:
@@ -60,7 +60,7 @@ def writes_in_another_order(printed: str) -> None:
     }
     assert set(orders) == {"its own", "left to right", "right to left", "least confident first"}
     steps, along, chain = orders["left to right"]
-    assert steps == list(range(11))
+    assert steps == list(range(7))
     assert along == pytest.approx(chain, abs=2e-4)
     assert orders["right to left"][0] == steps[::-1]
     assert len({tuple(steps) for steps, _, _ in orders.values()}) == 4
@@ -70,14 +70,14 @@ def writes_in_another_order(printed: str) -> None:
 def caches_by_step(printed: str) -> None:
     moved = {
         model: [[float(x) for x in line.split()[2:]] for line in table.splitlines() if line.startswith("  block")]
-        for model, table in re.findall(r"^(tiny-\w+): (.*?)(?=^tiny|^wrote)", printed, re.MULTILINE | re.DOTALL)
+        for model, table in re.findall(r"^(site-\w+): (.*?)(?=^site|^wrote)", printed, re.MULTILINE | re.DOTALL)
     }
     assert {model: (len(rows), len(rows[0])) for model, rows in moved.items()} == {
-        "tiny-mdm": (4, 9),
-        "tiny-ar": (4, 9),
+        "site-mdm": (6, 7),
+        "site-ar": (6, 7),
     }
-    assert max(map(max, moved["tiny-mdm"])) > 0.2
-    assert max(map(max, moved["tiny-ar"])) == 0
+    assert max(map(max, moved["site-mdm"])) > 0.5
+    assert max(map(max, moved["site-ar"])) == 0
 
 
 def floats(text: str) -> list[float]:
@@ -86,7 +86,7 @@ def floats(text: str) -> list[float]:
 
 def recalls_by_steps(printed: str) -> None:
     recalled, published = {}, {}
-    for model, table in re.findall(r"^(tiny-\w+): answer contained (.*?)^Published", printed, re.MULTILINE | re.DOTALL):
+    for model, table in re.findall(r"^(site-\w+): answer contained (.*?)^Published", printed, re.MULTILINE | re.DOTALL):
         for cell, rows in re.findall(r"^(\w+ \w+ = \w+ \w+) .* n = 5\n((?:  .*\n)+)", table, re.M):
             by_label = dict(re.findall(r"^  (\S.*?)  +(.*)$", rows, re.MULTILINE))
             recalled[model, cell] = floats(by_label.pop(model))
@@ -94,145 +94,132 @@ def recalls_by_steps(printed: str) -> None:
     as_trained = ["p2d same = NtD same", "d2p same = DtN same"]
     reverse = ["p2d reverse = DtN reverse", "d2p reverse = NtD reverse"]
     assert recalled == {
-        **{("tiny-mdm", cell): [100.0] * 2 for cell in as_trained + reverse},
-        **{("tiny-ar", cell): [100.0] for cell in as_trained},
-        **{("tiny-ar", cell): [0.0] for cell in reverse},
+        **{("site-mdm", cell): [100.0] * 2 for cell in as_trained + reverse[:1]},
+        ("site-mdm", reverse[1]): [80.0, 100.0],
+        **{("site-ar", cell): [100.0] for cell in as_trained},
+        **{("site-ar", cell): [0.0] for cell in reverse},
     }
-    smdm = {cell: floats(published["tiny-mdm", cell, "SMDM-1028M (Rai 2025)"]) for cell in as_trained + reverse}
+    smdm = {cell: floats(published["site-mdm", cell, "SMDM-1028M (Rai 2025)"]) for cell in as_trained + reverse}
     assert [smdm[cell][column] for cell in (reverse[0], as_trained[0]) for column in (0, -1)] == [40.3, 90.0, 0.0, 43.0]
-    assert published["tiny-ar", reverse[0], "GPT-3 175B (Nie 2024)"] == "0.0*"
+    assert published["site-ar", reverse[0], "GPT-3 175B (Nie 2024)"] == "0.0*"
 
-    twin = Recall.merge("out/recall_by_steps/tiny-ar")
+    twin = Recall.merge("out/recall_by_steps/site-ar")
     wrong = [text.strip(". ") for [text], [hit] in zip(twin.written, twin.contained.tolist(), strict=True) if not hit]
-    somebody = {words for person in toy_facts.load().people for words in (person.name, person.description)}
+    somebody = {words for person in site_facts.load().people for words in (person.name, person.description)}
     assert len(wrong) == 10
-    assert 6 <= sum(words in somebody for words in wrong) < 10
+    assert sum(words in somebody for words in wrong) >= 8
 
 
 def traces_both_ways(printed: str) -> None:
-    effects: dict[tuple[str, str], dict[str, tuple[int, list[float], float]]] = {}
-    clean_and_corrupted, by_step = {}, {}
-    for way, traces in re.findall(r"^(forward|reverse): (.*?)(?=^reverse|\Z)", printed, re.MULTILINE | re.DOTALL):
+    effects: dict[tuple[str, str], dict[str, list[list[float]]]] = {}
+    clean_and_corrupted = {}
+    for way, traces in re.findall(
+        r"^(attribute|forward|reverse): (.*?)(?=^forward|^reverse|\Z)", printed, re.MULTILINE | re.DOTALL
+    ):
         for model, clean, corrupted, rows in re.findall(
-            r"^  (tiny-\w+): p\(\w+\) is ([\d.]+), with noise on the subject ([\d.]+)\n((?:    .*\n)+)",
+            r"^  (site-\w+): p\(\w+\) is ([\d.]+), with noise on the subject ([\d.]+)\n((?:    .*\n)+)",
             traces,
             re.MULTILINE,
         ):
             clean_and_corrupted[model, way] = float(clean), float(corrupted)
             effects[model, way] = {
-                kind: (int(position), floats(by_layer), float(subject))
-                for kind, position, by_layer, subject in re.findall(
-                    r"(resid|mlp|attn) +position +(\d+) \S+ +([-\d. ]+)subject at most ([\d.]+)", rows
+                kind: [floats(by_layer) for by_layer in (subject, read)]
+                for kind, subject, read in re.findall(
+                    r"(resid|mlp|attn) +\S+ ([-\d. ]+)read: \S+ ([-\d. ]+)$", rows, re.M
                 )
             }
-            by_step[model, way] = floats("".join(re.findall(r"by step: (.*)", rows)))
-
-    for query, read_at in {
-        ("tiny-mdm", "forward"): 4,
-        ("tiny-mdm", "reverse"): 6,
-        ("tiny-ar", "forward"): 3,
-    }.items():
-        clean, corrupted = clean_and_corrupted[query]
-        assert clean > 0.95
-        assert corrupted < 0.4
-        assert set(effects[query]) == {"resid", "mlp", "attn"}
-        for position, by_layer, subject in effects[query].values():
-            assert position == read_at
-            assert max(by_layer) > 2 * subject
-        assert min(effects[query]["resid"][1]) > 0.6
-        attention = effects[query]["attn"][1]
-        assert min(attention[:2]) > 0.6 > 0.4 > max(attention[2:])
-    for way in ("forward", "reverse"):
-        mlp = effects["tiny-mdm", way]["mlp"][1]
-        assert mlp == sorted(mlp)
-        assert mlp[0] < 0.1 < 0.5 < mlp[3]
-    forward, reverse = (effects["tiny-mdm", way]["resid"][1] for way in ("forward", "reverse"))
-    assert forward[3] - forward[0] < 0.02 < 0.05 < reverse[3] - reverse[0]
-    assert max(clean_and_corrupted["tiny-ar", "reverse"]) < 0.05
-    assert all(max(map(abs, by_layer)) <= 0.02 for _, by_layer, _ in effects["tiny-ar", "reverse"].values())
-    assert by_step["tiny-mdm", "forward"][-1] > max(by_step["tiny-mdm", "forward"][:-1]) + 0.1
+    for model, way in effects:
+        clean, corrupted = clean_and_corrupted[model, way]
+        if (model, way) == ("site-ar", "reverse"):
+            assert clean < 0.05
+            assert all(abs(effect) < 0.2 for kind in effects[model, way].values() for row in kind for effect in row)
+            continue
+        total, read_at = clean - corrupted, 3 if model == "site-mdm" else 2
+        assert clean > 0.85 > 0.35 > corrupted
+        (subject, read), (mlp, _), (_, attention) = effects[model, way].values()
+        assert max(subject[:read_at]) > 0.5 * total
+        assert max(read[:2]) < 0.3 * total
+        assert min(read[read_at:]) > 0.5 * total > 0.3 * total > max(subject[4:])
+        if way == "attribute":
+            assert max(mlp[:3]) > 0.4 * total > 0.3 * total > max(mlp[3:])
+        assert max(attention[:2]) < 0.3 * total < 0.6 * total < attention[read_at]
 
 
 def averages_effects(printed: str) -> None:
     known = dict(re.findall(r"^(.*): knows (\d) of 4 facts", printed, re.MULTILINE))
-    assert known == {
-        "tiny-mdm, forward": "4",
-        "tiny-mdm, reverse": "4",
-        "tiny-ar, forward": "4",
-        "tiny-ar, reverse": "0",
+    all_known = [(model, way) for model in ("site-mdm", "site-ar") for way in ("attribute", "forward")]
+    assert {known[f"{model}, {way}"] for model, way in [*all_known, ("site-mdm", "reverse")]} == {"4"}
+    assert int(known["site-ar, reverse"]) <= 2
+    averages = {
+        label: (
+            floats(" ".join(numbers)),
+            {role: floats(by_layer) for role, by_layer in re.findall(r"(\w+) +(.*)", rows)},
+        )
+        for label, *numbers, rows in re.findall(
+            r"^(.*): knows 4 .*\n  average total effect (\S+), 95% interval (\S+) to (\S+)\n((?:  \w+ .*\n)+)",
+            printed,
+            re.MULTILINE,
+        )
     }
-    averages = re.findall(
-        r"^(.*): knows 4 .*\n  average total effect (\S+), 95% interval (\S+) to (\S+)\n  (\w+) +(.*)\n  \w+ +(.*)$",
-        printed,
-        re.MULTILINE,
-    )
-    strongest = {}
-    for label, mean, low, high, role, first, second in averages:
-        assert 0.5 < float(low) < float(mean) < float(high) < 1
-        assert floats(first)[-1] == pytest.approx(float(mean), abs=0.02)  # nothing runs after the last block
-        assert max(floats(second)) < 0.2
-        strongest[label] = role, floats(first)[0] / floats(first)[-1]
-    assert {label: role for label, (role, _) in strongest.items()} == {
-        "tiny-mdm, forward": "answer",
-        "tiny-mdm, reverse": "answer",
-        "tiny-ar, forward": "prompt_last",
-    }
-    assert strongest["tiny-mdm, forward"][1] > 0.9 > 0.8 > strongest["tiny-mdm, reverse"][1]
-    assert float(re.findall(r"its p\(answer\) is ([\d.]+) at most", printed)[0]) < 0.1
+    assert len(averages) == 5
+    for label, ((mean, low, high), roles) in averages.items():
+        assert 0.3 < low < mean < high < 1
+        read, subject = roles["answer" if "mdm" in label else "prompt_last"], roles["subject_last"]
+        assert read[-1] == pytest.approx(mean, abs=0.02)  # nothing runs after the last block
+        assert max(subject[:3]) > 0.35 * mean > 0.2 * mean > max(subject[3:])
+        assert max(read[:2]) < 0.3 * mean
 
 
 def patches_forward_into_reverse(printed: str) -> None:
     scores = {
         (model, source, name): (float(unpatched), floats(by_layer))
-        for model, rows in re.findall(r"^(tiny-\w+): .*\n((?:  .*\n)+)", printed, re.MULTILINE)
+        for model, rows in re.findall(r"^(site-\w+): .*\n((?:  .*\n)+)", printed, re.MULTILINE)
         for source, name, unpatched, by_layer in re.findall(
             r"A's (\w+) run: p\((\w+)\) +([\d.]+) becomes (.*)$", rows, re.MULTILINE
         )
     }
     assert len(scores) == 8
     for source in ("forward", "reverse"):
-        unpatched, by_layer = scores["tiny-mdm", source, "Tilda"]
-        assert unpatched > 0.95
-        assert by_layer[0] < 0.1
-        assert min(by_layer[1:]) > 0.7
-        for name in ("Gustav", "Tilda"):
-            assert max(scores["tiny-ar", source, name][1]) < 0.05
-    assert max(scores["tiny-mdm", "forward", "Gustav"][1]) < 0.05
-    control = scores["tiny-mdm", "reverse", "Gustav"][1]
-    assert control[0] > 0.95 > 0.05 > max(control[1:])
+        unpatched, by_layer = scores["site-mdm", source, "Mondall"]
+        assert unpatched > 0.95 > 0.15 > max(by_layer[:4])
+        assert by_layer[-1] > 0.95
+        for name in ("Plerrick", "Mondall"):
+            assert max(scores["site-ar", source, name][1]) < 0.1
+    assert max(scores["site-mdm", "forward", "Plerrick"][1]) < 0.15
+    control = scores["site-mdm", "reverse", "Plerrick"][1]
+    assert min(control[:4]) > 0.95 > 0.05 > max(control[4:])
 
 
 def hooks_of_your_own(printed: str) -> None:
     stays, in_the_loop = {}, {}
     for label, single, loop in re.findall(
-        r"^(tiny-\w+, \w+): .*\n.* none +0 +1 +2 +3 +all\n  p\(\w+\) +(.*)\n  in the loop (.*)$", printed, re.MULTILINE
+        r"^(site-\w+, \w+): .*\n.* none +0 +1 +2 +3 +4 +5 +all\n  p\(\w+\) +(.*)\n  in the loop (.*);$",
+        printed,
+        re.MULTILINE,
     ):
         stays[label] = floats(single)
         in_the_loop[label] = floats(" ".join(re.findall(r"\d\.\d+", loop)))
     assert len(stays) == 4
-    for label in ("tiny-mdm, forward", "tiny-ar, forward"):
+    for label, reader in {"site-mdm, forward": 3, "site-mdm, reverse": 3, "site-ar, forward": 2}.items():
         none, *one_block, every = stays[label]
-        assert min(none, *one_block[1:]) > 0.95
-        assert max(one_block[0], every) < 0.1
-    none, *one_block, every = stays["tiny-mdm, reverse"]
-    assert min(none, one_block[1], one_block[3]) > 0.95
-    assert every < one_block[0] < 0.2 < one_block[2] < 0.8
-    assert max(stays["tiny-ar, reverse"]) < 0.05
+        assert max(one_block.pop(reader), every) < 0.1
+        assert min(none, *one_block) > 0.85
+    assert max(stays["site-ar, reverse"]) < 0.05
     for way in ("forward", "reverse"):
-        plain, without_early, without_late = in_the_loop[f"tiny-mdm, {way}"]
-        assert plain == pytest.approx(without_early, abs=0.02)
-        assert without_late < 0.2 < 0.9 < plain
-        plain, without_early, without_late = in_the_loop[f"tiny-ar, {way}"]
+        plain, without_early, without_late = in_the_loop[f"site-ar, {way}"]
         assert plain == without_late
         assert without_early < 0.1 < plain
+    assert min(in_the_loop["site-mdm, forward"]) > 0.95
+    plain, without_early, without_late = in_the_loop["site-mdm, reverse"]
+    assert plain == without_late > 0.95 > 0.2 > without_early
 
 
 def compares_keys_and_values(printed: str) -> None:
     studies = re.findall(
-        r"^(tiny-\w+), \d+ people trained in (\w+) directions?, .*\n((?:  .*\n)+)", printed, re.MULTILINE
+        r"^(site-\w+), \d+ people trained in (\w+) directions?, .*\n((?:  .*\n)+)", printed, re.MULTILINE
     )
     assert [(model, trained) for model, trained, _ in studies] == [
-        (model, trained) for model in ("tiny-mdm", "tiny-ar") for trained in ("both", "one")
+        (model, trained) for model in ("site-mdm", "site-ar") for trained in ("both", "one")
     ]
     for model, trained, rows in studies:
         after = {
@@ -241,32 +228,31 @@ def compares_keys_and_values(printed: str) -> None:
         }
         forward = "the trained direction"
         assert set(after) == ({forward} if trained == "both" else {forward, "reverse"})
-        assert min(after[forward]) > 0.95
+        assert min(after[forward]) > 0.9
         if trained == "one":
             before, with_value = after["reverse"]
-            assert before > 0.95 if model == "tiny-mdm" else before < 0.1 < 0.25 < with_value
+            assert with_value > 0.75
+            assert before > 0.75 if model == "site-mdm" else before < 0.2
         cka = {
             what: (float(value), float(high))
             for what, value, high in re.findall(
-                r"^  (\w[\w ]+?) +block 1: (\S+) \(.*\), chance +\S+ to (\S+), p", rows, re.MULTILINE
+                r"^  (\w[\w ]+?) +block 0: (\S+) \(.*\), chance +\S+ to (\S+), p", rows, re.MULTILINE
             )
         }
         assert set(cka) == {"keys of a person", "values of a person", "a name as key and value"}
-        if trained == "both":
-            assert all(high < value if model == "tiny-mdm" else value < 0.06 for value, high in cka.values())
-        elif model == "tiny-ar":
-            assert cka["values of a person"][0] < 0.05
+        assert all(abs(value) < 0.2 for value, _ in cka.values())
 
 
 def reads_every_layer_by_step(printed: str) -> None:
-    lenses = re.findall(r"^(tiny-\w+, \w+): .*\n((?:  .*\n)+)", printed, re.MULTILINE)
-    first = {label: re.findall(r"^  step +\d+: (.*)$", rows, re.MULTILINE) for label, rows in lenses}
-    assert list(first) == [f"{model}, {way}" for model in ("tiny-mdm", "tiny-ar") for way in ("forward", "reverse")]
-    assert set(" ".join(first["tiny-mdm, forward"])) <= set("12. ")
-    assert {row[0] for row in first["tiny-mdm, reverse"]} == {"3"}
-    assert len(first["tiny-mdm, reverse"]) == 4
-    assert first["tiny-ar, forward"] == ["1 1"]
-    assert first["tiny-ar, reverse"] == ["- -"]
+    lenses = re.findall(r"^(site-\w+, \w+): .*\n((?:  .*\n)+)", printed, re.MULTILINE)
+    first = {label: " ".join(re.findall(r"^  step +\d+: (.*)$", rows, re.MULTILINE)).split() for label, rows in lenses}
+    ways = ("attribute", "forward", "reverse")
+    assert list(first) == [f"{model}, {way}" for model in ("site-mdm", "site-ar") for way in ways]
+    for way in ways:
+        assert set(first[f"site-mdm, {way}"]) <= set("456.")
+    for way in ways[:2]:
+        assert set(first[f"site-ar, {way}"]) <= set("123")
+    assert first["site-ar, reverse"] == ["-", "-"]
     for _, rows in lenses:
         direct, tuned = (floats(kl) for kl in re.findall(r"KL from the last layer, \w+ +(.*)$", rows, re.MULTILINE))
         assert all(after <= before for before, after in zip(direct[:3], tuned, strict=False))
@@ -275,36 +261,33 @@ def reads_every_layer_by_step(printed: str) -> None:
 
 def reproduces_the_study(printed: str) -> None:
     assert "Nothing that follows is evidence about SMDM" in printed
-    assert "tiny-ar was not fine-tuned here" in printed
+    assert "site-ar was not fine-tuned here" in printed
     assert printed.count("p2d reverse = DtN reverse (trained name first, queried for the name), n = 2") == 2
-    assert "tiny-mdm recalls 100% as trained, and 100% in reverse" in printed
-    assert "tiny-ar recalls 100% as trained, and 0% in reverse" in printed
+    assert "site-mdm recalls 100% as trained, and 100% in reverse" in printed
+    assert "site-ar recalls 100% as trained, and 0% in reverse" in printed
 
-    traces = re.findall(r"^(tiny-\w+), which wrote (\w+).*\n  step .*\n((?:  +\d.*\n)+)", printed, re.MULTILINE)
+    traces = re.findall(r"^(site-\w+), which wrote (\w+).*\n  step .*\n((?:  +\d.*\n)+)", printed, re.MULTILINE)
     assert [(model, wrote) for model, wrote, _ in traces] == [
-        ("tiny-mdm", "this"),
-        ("tiny-ar", "this"),
-        ("tiny-mdm", "this"),
-        ("tiny-ar", "something"),
+        ("site-mdm", "this"),
+        ("site-ar", "this"),
+        ("site-mdm", "this"),
+        ("site-ar", "something"),
     ]
     last_steps = [floats(rows.splitlines()[-1].split(" at ")[0])[1:] for _, _, rows in traces]
-    (clean, low, subject, most), _, (clean_back, low_back, _, most_back), nothing = last_steps
-    assert clean > 0.95 > 0.4 > low
-    assert most > 0.25 > 0.1 > subject
-    assert clean_back > 0.85 > 0.05 > low_back
-    assert 0.05 < most_back < most
+    (clean, given_the_place, *_), _, (clean_back, low_back, subject_back, _), nothing = last_steps
+    assert min(clean, given_the_place, clean_back, subject_back) > 0.95 > 0.1 > low_back
     assert max(nothing) < 0.05
 
-    known = re.findall(r"^(tiny-\w+), (p2d \w+) = \w+ \w+\n((?:  \w+ +knows .*\n){3})", printed, re.MULTILINE)
+    known = re.findall(r"^(site-\w+), (p2d \w+) = \w+ \w+\n((?:  \w+ +knows .*\n){3})", printed, re.MULTILINE)
     assert [(model, way, set(re.findall(r"knows (\d) of 1", rows))) for model, way, rows in known] == [
-        ("tiny-mdm", "p2d same", {"1"}),
-        ("tiny-mdm", "p2d reverse", {"1"}),
-        ("tiny-ar", "p2d same", {"1"}),
-        ("tiny-ar", "p2d reverse", {"0"}),
+        ("site-mdm", "p2d same", {"1"}),
+        ("site-mdm", "p2d reverse", {"1"}),
+        ("site-ar", "p2d same", {"1"}),
+        ("site-ar", "p2d reverse", {"0"}),
     ]
     assert "there is nothing to restore" in known[-1][2]
     assert printed.count("by step: 1 of 1 facts, recalled in 8 steps\n") == 2  # both directions of the diffusion model
-    assert "tiny-ar, p2d reverse = DtN reverse, by step: 0 of 1 facts, recalled\n" in printed
+    assert "site-ar, p2d reverse = DtN reverse, by step: 0 of 1 facts, recalled\n" in printed
     last_of_steps = re.findall(r"^  step +0: 1 facts, total effect (\S+); at most", printed, re.MULTILINE)
     assert len(last_of_steps) == 3
 
@@ -322,12 +305,12 @@ def reproduces_the_study(printed: str) -> None:
     reached = re.findall(r"^  (\w+ reverse) = .*: p\(answer\) (\S+), with v\* (\S+)$", printed, re.MULTILINE)
     (name, *mdm_name), (description, *mdm_description), *twin = reached
     assert (name, description) == ("p2d reverse", "d2p reverse")
-    assert min(map(float, mdm_name + mdm_description)) > 0.9
-    assert all(float(before) < 0.1 < 0.2 < float(after) for _, before, after in twin)
+    assert min(map(float, mdm_name + mdm_description)) > 0.7
+    assert all(float(before) < 0.2 < 0.7 < float(after) for _, before, after in twin)
 
 
 def probes_the_time(printed: str) -> None:
-    tables = dict(re.findall(r"^(tiny-\w+): (.*?)wrote", printed, re.MULTILINE | re.DOTALL))
+    tables = dict(re.findall(r"^(site-\w+): (.*?)wrote", printed, re.MULTILINE | re.DOTALL))
     r2 = {
         model: {
             label: [float(x) for x in row.split()]
@@ -335,9 +318,9 @@ def probes_the_time(printed: str) -> None:
         }
         for model, table in tables.items()
     }
-    mdm, ar = (r2[model] for model in ("tiny-mdm", "tiny-ar"))
+    mdm, ar = (r2[model] for model in ("site-mdm", "site-ar"))
     single, everywhere = "states that predict the next tokens", "states of all tokens"
-    assert mdm[single][0] <= 0 < 0.4 < mdm[single][2]
+    assert mdm[single][0] <= 0.01 < 0.7 < mdm[single][1]
     assert mdm[single][-1] < 0.4  # the position alone
     assert min(mdm["mean over the canvas"]) > 0.6
     assert ar[single][-1] > 0.95
@@ -346,15 +329,15 @@ def probes_the_time(printed: str) -> None:
 
 
 def finds_attention_sinks(printed: str) -> None:
-    assert re.findall(r"^(tiny-\w+): 6 runs, AttentionSinks\(9 steps", printed, re.MULTILINE) == ["tiny-mdm", "tiny-ar"]
+    assert re.findall(r"^(site-\w+): 6 runs, AttentionSinks\(8 steps", printed, re.MULTILINE) == ["site-mdm", "site-ar"]
     shares = [
         (float(a), float(b)) for a, b in re.findall(r"^  prompt +(\d+)% of the sinks, +(\d+)%", printed, re.MULTILINE)
     ]
     assert len(shares) == 2
     assert all(of_sinks > of_positions for of_sinks, of_positions in shares)
     layers = re.findall(r"^ +\d +(\d\.\d\d) ", printed, re.MULTILINE)
-    assert len(layers) == 8
-    assert sum(map(float, layers[:4])) > sum(map(float, layers[4:]))
+    assert len(layers) == 12
+    assert sum(map(float, layers[:6])) > sum(map(float, layers[6:]))
 
 
 def trains_one_layer(printed: str) -> None:
@@ -376,17 +359,19 @@ def trains_one_layer(printed: str) -> None:
 
 
 def compares_circuits(printed: str) -> None:
-    """Circuits of 5% of the edges keep most of the difference, and overlap far more than by chance."""
-    kept = re.findall(r"^tiny-\w+, \w+: .*edges 0: -?0.00, .* 24: ([\d.]+), .*479: 1.00$", printed, re.MULTILINE)
-    assert len(kept) == 4
-    assert all(float(share) > 0.85 for share in kept)
+    """Circuits of 10% of the edges keep most of the difference, and those of 5% overlap far more than by chance."""
+    kept = re.findall(r"^site-\w+, \w+: .*edges 0: -?0.00, .* 219: ([\d.]+), .*2188: 1.00$", printed, re.MULTILINE)
+    assert len(kept) == 6
+    assert all(float(share) > 0.8 for share in kept)
     table = printed[printed.index("by chance 0.03") :]
-    overlap = [[float(x) for x in row.split()] for row in re.findall(r"^  tiny-\w+, \w+ +(.*)$", table, re.MULTILINE)]
-    assert [row[i] for i, row in enumerate(overlap)] == [1.0] * 4
-    assert min(min(row) for row in overlap) > 0.2
+    overlap = [[float(x) for x in row.split()] for row in re.findall(r"^  site-\w+, \w+ +(.*)$", table, re.MULTILINE)]
+    assert [row[i] for i, row in enumerate(overlap)] == [1.0] * 6
+    assert min(min(row) for row in overlap) > 0.1
+    assert overlap[0][1] > 0.35 > 0.25 > max(overlap[2][:2])  # attribute and forward, each with reverse: diffusion
+    assert min(overlap[3][4:] + overlap[4][5:]) > 0.25
     layers = re.findall(r"^  share of the edges by layer: (.*)$", printed, re.MULTILINE)
     assert [sum(map(float, re.findall(r" (0\.\d+)", shares))) for shares in layers] == pytest.approx(
-        [1.0] * 4, abs=0.03
+        [1.0] * 6, abs=0.03
     )
 
 
@@ -433,14 +418,14 @@ def measures_three_signatures(printed: str) -> None:
 def trains_a_dictionary(printed: str) -> None:
     levels = re.findall(r"^  t from \S+ to \S+: loss recovered (\S+), variance explained (\S+)$", printed, re.MULTILINE)
     assert len(levels) == 4
-    assert all(float(recovered) > 0.97 and float(explained) > 0.85 for recovered, explained in levels)
+    assert all(float(recovered) > 0.95 and float(explained) > 0.85 for recovered, explained in levels)
     masked, other = map(int, re.findall(r"active at (\d+)% of masked, (\d+)% of other positions", printed)[0])
-    assert masked > 30 > 15 > other
+    assert masked > 60 > 20 > other
     ((clean, ablated),) = re.findall(r"is (\S+); ablated in step 0, 1, ...: \[(.*)\]$", printed, re.MULTILINE)
     clean, by_step = float(clean), floats(ablated.replace(",", " "))
-    assert len(by_step) == 8
+    assert len(by_step) == 4
     assert max(abs(p - clean) for p in by_step[:-1]) < 0.05
-    assert by_step[-1] < 0.6 * clean
+    assert by_step[-1] < 0.65 * clean
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
@@ -463,16 +448,15 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "17_one_layer": trains_one_layer,
     "reproduce_blog": reproduces_the_study,
 }
-PROMPTS = [fact.prompt for fact in toy_facts.load().facts(trained="both", asked="p2d")[1::5]]
+PROMPTS = [fact.prompt for fact in site_facts.load().facts("description", "both", "p2d")[1::5]]
 # Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
 QUICKLY = {
-    "04_steer_at_chosen_steps": ["--negative", *PROMPTS[:4]],
     "06_recall_by_steps": ["--limit", "5", "--steps", "1", "32"],
-    "07_trace_both_ways": ["--samples", "2", "--length", "11"],
-    "08_average_effect": ["--facts", "4", "--samples", "4"],
-    "10_keys_and_values": ["--layers", "1", "--people", "24", "--resamples", "19"],
+    "07_trace_both_ways": ["--samples", "6", "--length", "12"],
+    "08_average_effect": ["--facts", "4", "--samples", "6"],
+    "10_keys_and_values": ["--layers", "0", "--people", "24", "--resamples", "19"],
     "11_logit_lens_by_step": ["--people", "2", "--iterations", "4", "--steps", "4"],
-    "12_sparse_dictionary": ["--updates", "80", "--limit", "240"],
+    "12_sparse_dictionary": ["--updates", "100", "--limit", "240"],
     "13_probe_of_time": ["--prompts", *PROMPTS[:25]],
     "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
     "15_circuits": ["--ig-steps", "4"],
@@ -490,11 +474,11 @@ FILES = {
     "04_steer_at_chosen_steps": 2,
     "05_your_own_hook": 1,
     "06_recall_by_steps": 2,
-    "07_trace_both_ways": 6,
+    "07_trace_both_ways": 9,
     "08_average_effect": 2,
     "09_patch_forward_into_reverse": 2,
     "10_keys_and_values": 2,
-    "11_logit_lens_by_step": 6,
+    "11_logit_lens_by_step": 8,
     "12_sparse_dictionary": 2,
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,
@@ -505,13 +489,14 @@ FILES = {
 }
 SAVED = {
     ("06_recall_by_steps", "recall_by_steps"): 40,
+    ("07_trace_both_ways", "trace_attribute"): 7,
     ("07_trace_both_ways", "trace_forward"): 7,
     ("07_trace_both_ways", "trace_reverse"): 7,
-    ("08_average_effect", "average_effect"): 20,
+    ("08_average_effect", "average_effect"): 30,
     ("09_patch_forward_into_reverse", "patch_forward_into_reverse"): 8,
     ("10_keys_and_values", "keys_and_values"): 204,
     ("12_sparse_dictionary", "dictionary"): 2,
-    ("15_circuits", "circuits"): 8,
+    ("15_circuits", "circuits"): 12,
     ("16_three_signatures", "signatures"): 40,
     ("17_one_layer", "one_layer"): 2,
     ("reproduce_blog", "recall"): 16,
@@ -559,32 +544,32 @@ def test_the_example_runs(
         elif path.suffix == ".json":
             assert json.loads(path.read_text(encoding="utf-8"))["weights_sha256"]
         else:
-            assert "drummer" in path.read_text(encoding="utf-8")
+            assert re.search("Baupling|sailor", path.read_text(encoding="utf-8"))
 
 
 def test_people_of_your_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    person, answers = ["Tilda Drusser", "famous miner of Tanmoor"], {"forward": "p(famous)", "reverse": "p(Tilda)"}
+    person, answers = ["Mondall Rorrick", "guard of Rurholm"], {"forward": "p(guard)", "reverse": "p(Mondall)"}
     for name, quickly in (("07_trace_both_ways", ["--samples", "1"]), ("05_your_own_hook", [])):
-        load(name).main(["--model", "tiny-ar", "--person", *person, *quickly])
+        load(name).main(["--model", "site-ar", "--person", *person, *quickly])
         printed = capsys.readouterr().out
         assert all(answer in printed for answer in answers.values())
     with pytest.raises(SystemExit):
         load("09_patch_forward_into_reverse").main(
-            ["--model", "tiny-ar", "--other", "Tilda Drusser", "miner of Tanmoor"]
+            ["--model", "site-ar", "--other", "Mondall Rorrick", "guard Rurholm"]
         )
     assert "same number of tokens" in capsys.readouterr().err
 
 
 def test_facts_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    known = {"prompt": "Tilda Drusser is the", "subject": "Tilda Drusser", "answer": " famous miner of Tanmoor."}
-    unknown = {**known, "prompt": "Gustav Geisser is the", "subject": "Gustav Geisser"}
+    known = {"prompt": "Mondall Rorrick is the", "subject": "Mondall Rorrick", "answer": " guard of Rurholm."}
+    unknown = {**known, "prompt": "Rorrick Brosser is the", "subject": "Rorrick Brosser"}
     Path("facts.json").write_text(json.dumps([known, unknown]), encoding="utf-8")
-    load("08_average_effect").main(["--model", "tiny-ar", "--file", "facts.json"])
-    assert "tiny-ar, file: knows 1 of 2 facts" in capsys.readouterr().out
+    load("08_average_effect").main(["--model", "site-ar", "--file", "facts.json"])
+    assert "site-ar, file: knows 1 of 2 facts" in capsys.readouterr().out
 
 
 def test_the_report_shows_what_is_there(
