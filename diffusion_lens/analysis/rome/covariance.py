@@ -140,8 +140,10 @@ def second_moment(
     return replace(so_far, total=so_far.total.cpu())
 
 
-def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor, "d_mlp"], float]:
-    """C⁻¹ k in float64, and the ridge that was added: 0, or `RIDGE` times the mean of C's diagonal if C is singular.
+def solve(matrix: Tensor, keys: Float[Tensor, "d_mlp *rest"]) -> tuple[Float[Tensor, "d_mlp *rest"], float]:
+    """C⁻¹ k in float64 for one key or for the columns of a matrix, and the ridge that was added.
+
+    The ridge is 0, or `RIDGE` times the mean of C's diagonal if C is singular.
 
     C is singular if it comes from fewer keys than it has rows. The criterion is a pivot of its Cholesky factorisation
     that is not positive, or below 1e-12 of the largest.
@@ -149,7 +151,7 @@ def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor,
     Raises:
         ValueError: C is not symmetric, not finite, of another size than k, or has negative eigenvalues.
     """
-    c, k = matrix.cpu().double(), vector.cpu().double()
+    c, k = matrix.cpu().double(), keys.cpu().double()
     if c.shape != (len(k), len(k)):
         raise ValueError(
             f"the second moment is {list(c.shape)} and the key has {len(k)} entries; take both from the same model"
@@ -167,7 +169,7 @@ def solve(matrix: Tensor, vector: Float[Tensor, "d_mlp"]) -> tuple[Float[Tensor,
                 "the second moment is singular even with a ridge: it is zero or has negative eigenvalues, so it is not "
                 "E[k kᵀ] of any keys; compute it again with second_moment(), or edit without one"
             )
-    return torch.cholesky_solve(k[:, None], factor)[:, 0], ridge
+    return torch.cholesky_solve(k.reshape(len(k), -1), factor).reshape(k.shape), ridge
 
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:

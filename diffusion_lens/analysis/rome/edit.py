@@ -8,9 +8,6 @@ the length from the plain one. Without a second moment, C = I.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,13 +17,13 @@ from torch import Tensor
 from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
 from diffusion_lens.analysis.rome.keys import KeyResult
 from diffusion_lens.analysis.rome.values import ValueResult
+from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import network_of
 from diffusion_lens.settings import Whole, pick_layer
-from weight_conversion import export
 
 
-class RankOneEdit:
+class RankOneEdit(WeightEdit):
     """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 
     The weight is written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
@@ -66,24 +63,22 @@ class RankOneEdit:
         moment = covariance.record if isinstance(covariance, SecondMoment) else None
         records = {"key": key.record, "value": value.record, "covariance": moment}
         for name, record in records.items():
-            _require_same_model(name, record, model)
+            require_same_model(name, record, model)
         self.taken_from = {name: None if record is None else network_of(record) for name, record in records.items()}
         self.model, self.layer = model, layer
         self._target = value.vector.cpu().double()
         self._plain_key = value.key.cpu().double()
         self.direction, self.ridge = self._solve(key, covariance)
-        self._applied: _Applied | None = None
+
+    @property
+    def layers(self) -> list[int]:
+        """The edited block."""
+        return [self.layer]
 
     @property
     def weight(self) -> Float[Tensor, "d_model d_mlp"]:
         """The down-projection as it is now."""
-        weight: Tensor = self.model.blocks[self.layer].mlp.down.weight
-        return weight
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the edit is in the weight."""
-        return self._applied is not None
+        return self.weight_of(self.layer)
 
     @torch.no_grad()
     def update(self) -> Float[Tensor, "d_model d_mlp"]:
@@ -91,66 +86,13 @@ class RankOneEdit:
         return torch.outer(self._missing(), self.direction)
 
     @torch.no_grad()
-    def apply(self) -> "RankOneEdit":
-        """Write the edit into the model."""
-        if self._applied is not None:
-            raise ValueError(f"this edit of layer {self.layer} is applied already; revert it first")
-        applied = _Applied(self.weight.detach().clone(), self._missing(), self.direction)
-        edited = applied.edited()
-        if not bool(edited.isfinite().all()):
-            raise ValueError(f"the edited weight of layer {self.layer} is not finite in {edited.dtype}")
-        self.weight.copy_(edited)
-        self._applied = applied
-        return self
+    def factors(self, layer: int) -> Factors:
+        """The two vectors whose outer product is ΔW, for the weight as it is now."""
+        return Factors(self._missing()[:, None], self.direction[:, None])
 
-    @torch.no_grad()
-    def revert(self) -> None:
-        """Restore the weight bit for bit.
-
-        Raises:
-            ValueError: The edit is not applied, or the weight has changed since, so that reverting would undo more.
-        """
-        if self._applied is None:
-            raise ValueError(f"this edit of layer {self.layer} is not applied, so there is nothing to revert")
-        if not self._applied.is_in(self.weight):
-            raise ValueError(
-                f"the weight of layer {self.layer} has changed since this edit was applied: revert later edits of this "
-                "layer first (the last applied is the first reverted)"
-            )
-        self._put_back(self._applied)
-
-    def __enter__(self) -> "RankOneEdit":
-        return self.apply()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the weight that the `with` began with, whatever changed it inside; exceptions are passed on."""
-        if (applied := self._applied) is None:
-            return
-        changed = not applied.is_in(self.weight)
-        self._put_back(applied)
-        if changed and error is None:
-            raise ValueError(
-                f"the weight of layer {self.layer} was changed inside the `with` of this edit. It is restored to its "
-                f"value before the `with`, in {self.weight.dtype}, so that change is lost with the edit: revert inner "
-                "edits inside, or call edit.apply() instead of `with` to keep both"
-            )
-
-    @torch.no_grad()
-    def _put_back(self, applied: "_Applied") -> None:
-        self.weight.copy_(applied.before)
-        self._applied = None
-
-    def export(self, path: str | Path) -> Path:
-        """Write the edited model in its checkpoint's own format (`weight_conversion.export`).
-
-        The edit need not be applied.
-        """
-        if self.is_applied:
-            return export(self.model.state_dict(), self.model.cfg.architecture, path)
-        with self:
-            return self.export(path)
+    def describe(self) -> dict[str, Any]:
+        """Layer, ridge, and the networks that key, value and covariance were taken from."""
+        return {"layer": self.layer, "ridge": self.ridge, "taken_from": self.taken_from}
 
     def _solve(self, key: KeyResult, covariance: SecondMoment | Tensor | None) -> tuple[Tensor, float]:
         """C⁻¹ k*, scaled so that its product with k_p is 1, and the ridge that was added to C."""
@@ -180,7 +122,7 @@ class RankOneEdit:
         return missing
 
 
-def _require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
+def require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
     """Raise a `ValueError` if a part was taken from another model. The model's weights may have been edited since."""
     edited = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
     if record is not None and any(record.get(name, value) != value for name, value in edited.items()):
@@ -188,21 +130,3 @@ def _require_same_model(name: str, record: Mapping[str, Any] | None, model: Diff
             f"the {name} was taken from another model or architecture ({record.get('model')!r}) than the edited model "
             f"({model.cfg.model_name!r}); take it from the model that you edit"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Applied:
-    """An applied edit: W before it, and the two vectors whose outer product was added."""
-
-    before: Float[Tensor, "d_model d_mlp"]
-    missing: Float[Tensor, "d_model"]
-    direction: Float[Tensor, "d_mlp"]
-
-    def edited(self) -> Float[Tensor, "d_model d_mlp"]:
-        """W with the edit, bit-identical at each call."""
-        wide = self.before.cpu().double() + torch.outer(self.missing, self.direction)
-        return wide.to(self.before.device, self.before.dtype)
-
-    def is_in(self, weight: Float[Tensor, "d_model d_mlp"]) -> bool:
-        """Whether the weight is as the edit left it."""
-        return weight.dtype == self.before.dtype and torch.equal(weight.cpu(), self.edited().cpu())

@@ -9,35 +9,29 @@ The values of a batch of requests are searched together. The batches are fixed f
 always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
-from diffusion_lens.analysis.resumable import Shard, content, name_facts
+from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.rome.covariance import SecondMoment
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
 from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
-from diffusion_lens.analysis.rome.prompts import lay_out_request
+from diffusion_lens.analysis.rome.request_plan import RequestPlan, describe_covariance
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.success import judge
 from diffusion_lens.analysis.rome.values import optimize_values
-from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.data.rome_facts import EditRequest
-from diffusion_lens.facts import Probe, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import network_of, provenance
+from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, pick_layer
-from weight_conversion import as_json
 
 
 @dataclass(frozen=True)
@@ -70,17 +64,6 @@ class EditSettings:
     def on(self, model: DiffusionTransformer) -> "EditSettings":
         """These settings with the layer counted from 0 and the length of canvas that applies to `model`."""
         return replace(self, layer=pick_layer(self.layer, model.cfg.n_layers), layout=self.layout.on(model))
-
-    def request(self, model: DiffusionTransformer, request: EditRequest) -> list[Query]:
-        """The plain request and the request after each prefix, with the new object."""
-        return lay_out_request(model, request.new, self.prefixes, self.layout)
-
-    def probes(self, model: DiffusionTransformer, request: EditRequest) -> dict[str, list[Probe]]:
-        """The probes of a request, by group, on canvases of the same layout."""
-        # `occurrence` counts mentions of the subject in the request; the subject of a probe has its own place.
-        layout = replace(self.layout, occurrence=None)
-        own = {request.new.prompt: self.layout}
-        return request.probes(model, lambda fact: own.get(fact.prompt, layout).query(model, fact))
 
     def describe(self) -> dict[str, Any]:
         """Settings for the record."""
@@ -123,66 +106,35 @@ def edit_study(
             out, or one of whose probes cannot, is set aside, with the reason in `EditStudy.set_aside`.
     """
     settings = settings.on(model)
-    by_id = dict(zip(name_facts([request.new for request in requests]), requests, strict=True))
-
-    def check(request_id: str) -> EditRequest:
-        settings.request(model, by_id[request_id])
-        settings.probes(model, by_id[request_id])
-        return by_id[request_id]
-
-    usable = UsableFacts.of([replace(each.new, id=i) for i, each in by_id.items()], lambda fact: check(fact.id))
-    described = usable.describe()
-    described["facts"] = {i: _describe(usable.prepared[i]) for i in described["facts"]}
+    plan = RequestPlan.of(model, requests, settings.prefixes, settings.layout)
     record = {
         **settings.describe(),
-        "covariance": _describe_covariance(covariance),
-        **described,
+        "covariance": describe_covariance(covariance),
+        **plan.describe(),
         **provenance(model, model.cfg),
     }
-    ids, size = list(usable.prepared), int(settings.batch_size)
+    ids, size = list(plan.requests), int(settings.batch_size)
 
     def compute(batch: Sequence[str]) -> list[EditOutcome]:
-        return edit_each(model, [usable.prepared[request_id] for request_id in batch], settings, covariance)
+        return edit_each(plan, batch, settings, covariance)
 
     batches = [ids[start : start + size] for start in range(0, len(ids), size)]
     return Study(record, batches, compute, EditStudy.UNIT).collect(EditStudy, out, shard, progress)
 
 
 def edit_each(
-    model: DiffusionTransformer,
-    requests: Sequence[EditRequest],
-    settings: EditSettings,
-    covariance: SecondMoment | Tensor | None,
+    plan: RequestPlan, ids: Sequence[str], settings: EditSettings, covariance: SecondMoment | Tensor | None
 ) -> list[EditOutcome]:
     """Apply and revert the edit of each request in turn. Keys and values are computed on the unedited model."""
-    layer = int(settings.layer)
-    queries = [settings.request(model, request) for request in requests]
+    model, layer = plan.model, int(settings.layer)
+    queries = [plan.queries(request_id) for request_id in ids]
     keys = compute_keys(model, queries, layer, settings.at)
     values = optimize_values(model, queries, layer, settings=settings.search)
     outcomes = []
-    for request, key, value in zip(requests, keys, values, strict=True):
-        grouped = [(group, probe) for group, own in settings.probes(model, request).items() for probe in own]
-        probes = [probe for _, probe in grouped]
+    for request_id, key, value in zip(ids, keys, values, strict=True):
+        groups, probes = plan.probes(request_id)
         before = judge(model, probes)
         with RankOneEdit(model, layer, key, value, covariance):
             after = judge(model, probes)
-        wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
-        outcomes.append(EditOutcome(wins, probabilities, [group for group, _ in grouped], value.probability_after))
+        outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
     return outcomes
-
-
-def _describe(request: EditRequest) -> dict[str, Any]:
-    """A request for the record: the fact to write, the true answer, and a hash of everything else."""
-    digest = hashlib.sha256(json.dumps(as_json(asdict(request)), sort_keys=True).encode()).hexdigest()
-    return {**content(request.new), "true": request.true.answer, "sha256": digest}
-
-
-def _describe_covariance(covariance: SecondMoment | Tensor | None) -> dict[str, Any] | None:
-    """What identifies C in the record; the record of a moment has the seed of its noise and the hash of its corpus."""
-    if covariance is None:
-        return None
-    if isinstance(covariance, SecondMoment):
-        names = ("key", "corpus_sha256", "corpus_texts", "seed")
-        recorded = {name: covariance.record.get(name) for name in names}
-        return {"layer": covariance.layer, "count": covariance.count, **recorded, **network_of(covariance.record)}
-    return {"sha256": hashlib.sha256(covariance.detach().cpu().double().contiguous().numpy().tobytes()).hexdigest()}

@@ -12,7 +12,8 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.bootstrap import percentile_interval
 from diffusion_lens.analysis.over_facts import StudyResult
-from diffusion_lens.analysis.rome.success import GROUPS
+from diffusion_lens.analysis.rome.success import GROUPS, edited_layers
+from diffusion_lens.analysis.rome.weight_edit import say_layers
 from diffusion_lens.records import load_fields, save_fields
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")
@@ -34,6 +35,14 @@ class EditOutcome:
     probabilities: Float[Tensor, "state probe"]
     groups: list[str]
     searched: float
+
+    @classmethod
+    def of(
+        cls, groups: list[str], before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], searched: float
+    ) -> "EditOutcome":
+        """From what `success.judge` returned without the edit and with it."""
+        wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
+        return cls(wins, probabilities, groups, searched)
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -199,7 +208,7 @@ class EditStudy(StudyResult[EditOutcome]):
                 for state in states
             },
             ax=ax,
-            title=title or f"{self.record['model']}: {len(self.ids)} edits of layer {self.record['layer']}",
+            title=title or f"{self.record['model']}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}",
         )
 
     def _means(

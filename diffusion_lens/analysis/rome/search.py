@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.rome.canvases import Canvases
+from diffusion_lens.analysis.rome.canvases import Canvases, widened
 from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, ReadCanvas, ValueObjective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, not_negative
@@ -34,7 +34,7 @@ class ValueSettings:
         steps: Largest number of iterations; the last one is only evaluated.
         lr: Learning rate of Adam.
         weight_decay: Factor w of the penalty on ‖δ‖².
-        clamp_norm_factor: Largest ‖δ‖, in norms of the MLP's own output.
+        clamp_norm_factor: Largest ‖δ‖, in norms of the MLP's own output (for `memit`, of the residual stream).
         kl_factor: Factor λ of the penalty on a changed essence; 0 leaves the essence out.
         stop_below: Loss below which a request stops.
         essence_at: Position at which the essence is read: "readout" (its [MASK], or the next token) or, as in ROME,
@@ -74,15 +74,23 @@ class SearchResult:
 
 
 def search(
-    model: DiffusionTransformer, objectives: Sequence[ValueObjective], layer: int, settings: ValueSettings
+    model: DiffusionTransformer,
+    objectives: Sequence[ValueObjective],
+    layer: int,
+    settings: ValueSettings,
+    measured_by: str = "mlp_out",
 ) -> list[SearchResult]:
     """The δ of every request.
+
+    Args:
+        measured_by: State whose norm is the unit of ‖δ‖ in weight decay and clamp: "mlp_out", the MLP's output as in
+            ROME, or "resid_post", the residual stream behind the block as in MEMIT.
 
     Raises:
         ValueError: A loss is not a finite number.
     """
     with _frozen(model):
-        return _Search(model, objectives, layer, settings).run()
+        return _Search(model, objectives, layer, settings, measured_by).run()
 
 
 class _Search:
@@ -91,16 +99,24 @@ class _Search:
     Attributes:
         batches: Canvases of the requests that have not stopped; the first batch contains every plain request.
         before: Distributions of the essences without δ, for each batch.
+        unit: Vectors whose norms are the unit of ‖δ‖.
     """
 
     def __init__(
-        self, model: DiffusionTransformer, objectives: Sequence[ValueObjective], layer: int, settings: ValueSettings
+        self,
+        model: DiffusionTransformer,
+        objectives: Sequence[ValueObjective],
+        layer: int,
+        settings: ValueSettings,
+        measured_by: str,
     ) -> None:
         self.model, self.objectives, self.layer, self.settings = model, objectives, layer, settings
         self.batches = [Canvases.upon(model, layer, canvases) for canvases in _share(objectives)]
         self.before: list[Tensor] = []
         plain = self.batches[0].plain
         self.initial, self.keys = self.batches[0].outputs[plain], self.batches[0].keys[plain]
+        at_subject = plain, self.batches[0].positions[plain]
+        self.unit = self.initial if measured_by == "mlp_out" else widened(self.batches[0].resid[at_subject])
         self.deltas = [torch.zeros_like(initial, requires_grad=True) for initial in self.initial]
         self.losses: list[list[Tensor]] = [[] for _ in objectives]
         self.probabilities: list[list[float]] = [[] for _ in objectives]
@@ -157,7 +173,7 @@ class _Search:
             log_p = log_p.index_add(0, request[objects], scored.detach() * is_plain)
 
         # 4. The loss of each request, whose terms are recorded.
-        decay = self.settings.weight_decay * delta.norm(dim=1) / self.initial[searching].norm(dim=1) ** 2
+        decay = self.settings.weight_decay * delta.norm(dim=1) / self.unit[searching].norm(dim=1) ** 2
         total: Tensor = nll + kl + decay
         terms = torch.stack([total, nll, kl, decay], dim=1).detach()
         for i, losses, probability in zip(searching, terms, log_p.exp().tolist(), strict=True):
@@ -189,7 +205,7 @@ class _Search:
         """Scale each δ that is longer than `clamp_norm_factor` allows down to that length."""
         with torch.no_grad():
             for i in going:
-                radius = self.settings.clamp_norm_factor * self.initial[i].norm()
+                radius = self.settings.clamp_norm_factor * self.unit[i].norm()
                 length = self.deltas[i].norm()
                 if length > radius:
                     self.deltas[i].mul_(radius / length)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.prompts import PromptBatch
+from diffusion_lens.analysis.rome.weight_edit import WeightEdit, say_layers
 from diffusion_lens.facts import Probe, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -62,8 +62,8 @@ class EditReport:
         wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
         probabilities: Float[state probe], p(answer).
         groups: Group of each probe.
-        record: Prompts and answers, layer, ridge, model, hash of the unedited weights, hooks, modules, versions; under
-            "taken_from", the network that key, value and covariance were taken from.
+        record: Prompts and answers, `describe()` of the edit, model, hash of the unedited weights, hooks, modules,
+            versions.
     """
 
     wins: Float[Tensor, "state probe"]
@@ -91,7 +91,7 @@ class EditReport:
             {state: [getattr(score, state) for score in table.values()] for state in ("before", "after")},
             list(table),
             ax=ax,
-            title=f"Edit of layer {self.record['layer']}",
+            title=f"Edit of {say_layers(edited_layers(self.record))}",
         )
 
     def _score(self, group: str) -> Score:
@@ -105,7 +105,7 @@ class EditReport:
 @torch.no_grad()
 def edit_success(
     model: DiffusionTransformer,
-    edit: RankOneEdit,
+    edit: WeightEdit,
     probes: Mapping[str, Sequence[Probe | Query]],
     *,
     max_batch: Whole = 256,
@@ -113,7 +113,7 @@ def edit_success(
     """Score the probes without and with the edit.
 
     Args:
-        edit: An edit that is not applied; this function applies and reverts it.
+        edit: A `RankOneEdit` or `MemitEdit` that is not applied; this function applies and reverts it.
         probes: Probes by group, of the groups above; a bare query has no rival. `EditRequest.probes` makes them.
         max_batch: Largest number of canvases in one forward pass.
 
@@ -136,9 +136,7 @@ def edit_success(
     record = {
         "prompts": [model.words(probe.query.tokens.tolist()) for _, probe in grouped],
         "answers": [model.words(probe.query.answer_tokens) for _, probe in grouped],
-        "layer": edit.layer,
-        "ridge": edit.ridge,
-        "taken_from": edit.taken_from,
+        **edit.describe(),
         **provenance(model, model.cfg),
     }
     all_probes = [probe for _, probe in grouped]
@@ -147,6 +145,11 @@ def edit_success(
         after = judge(model, all_probes, max_batch)
     wins, probabilities = (torch.stack(pair) for pair in zip(before, after, strict=True))
     return EditReport(wins, probabilities, [group for group, _ in grouped], record)
+
+
+def edited_layers(record: Mapping[str, Any]) -> list[int]:
+    """The blocks that an edit changed, from the record of its result."""
+    return record["layers"] if "layers" in record else [record["layer"]]
 
 
 @torch.no_grad()

@@ -157,24 +157,8 @@ def optimize_values(
     settings = settings or ValueSettings()
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
     prompts = [as_request(request) for request in requests]
-    used_essences: Sequence[Query | None] = [None] * len(prompts)
-    if settings.kl_factor:
-        used_essences = [default_essence(model, request[0]) for request in prompts] if essences is None else essences
-    if len(used_essences) != len(prompts):
-        raise ValueError(
-            f"{len(used_essences)} essences for {len(prompts)} requests; give one essence per request, or none at all"
-        )
-    objectives = [
-        ValueObjective.of(model, request, essence, settings.essence_at, settings.over_states)
-        for request, essence in zip(prompts, used_essences, strict=True)
-    ]
-    largest = max((len(objective.objects) + len(objective.essences) for objective in objectives), default=1)
-    results: list[SearchResult] = []
-    with tqdm(total=len(prompts), desc="v*", unit="fact", disable=not progress) as bar:
-        search_batch = partial(search, model, layer=layer, settings=settings)
-        for batch, batch_results in in_batches(search_batch, objectives, max_batch // largest):
-            results += batch_results
-            bar.update(len(batch))
+    used_essences = essences_of(model, prompts, settings, essences)
+    results = search_together(model, prompts, used_essences, layer, settings, max_batch=max_batch, progress=progress)
     record = {"settings": asdict(settings), **provenance(model, model.cfg)}
     return [
         ValueResult(
@@ -189,3 +173,46 @@ def optimize_values(
         )
         for result, request, essence in zip(results, prompts, used_essences, strict=True)
     ]
+
+
+def essences_of(
+    model: DiffusionTransformer,
+    requests: Sequence[Sequence[Query]],
+    settings: ValueSettings,
+    essences: Sequence[Query] | None = None,
+) -> Sequence[Query | None]:
+    """The essence of each request: the given ones, by default "{subject} is a"; `None` for each without a KL term."""
+    used: Sequence[Query | None] = [None] * len(requests)
+    if settings.kl_factor:
+        used = [default_essence(model, request[0]) for request in requests] if essences is None else essences
+    if len(used) != len(requests):
+        raise ValueError(
+            f"{len(used)} essences for {len(requests)} requests; give one essence per request, or none at all"
+        )
+    return used
+
+
+def search_together(
+    model: DiffusionTransformer,
+    requests: Sequence[Sequence[Query]],
+    essences: Sequence[Query | None],
+    layer: int,
+    settings: ValueSettings,
+    *,
+    measured_by: str = "mlp_out",
+    max_batch: int = 64,
+    progress: bool = False,
+) -> list[SearchResult]:
+    """The δ of each request, in batches of at most `max_batch` canvases; `search` describes `measured_by`."""
+    objectives = [
+        ValueObjective.of(model, request, essence, settings.essence_at, settings.over_states)
+        for request, essence in zip(requests, essences, strict=True)
+    ]
+    largest = max((len(objective.objects) + len(objective.essences) for objective in objectives), default=1)
+    results: list[SearchResult] = []
+    with tqdm(total=len(requests), desc="v*", unit="fact", disable=not progress) as bar:
+        search_batch = partial(search, model, layer=layer, settings=settings, measured_by=measured_by)
+        for batch, batch_results in in_batches(search_batch, objectives, max_batch // largest):
+            results += batch_results
+            bar.update(len(batch))
+    return results

@@ -1,0 +1,200 @@
+"""MEMIT, several edits at once in several layers (Meng et al. 2023, "Mass-Editing Memory", arXiv 2210.07229).
+
+1. For each request i, a vector δ_i is searched that makes the model write the new object when it is added to the
+   residual stream h_L behind the last edited block L, at the subject's last token. The loss is that of v*
+   (`rome.values`), except that ‖δ‖ is measured in ‖h_L‖. The target is z_i = h_L + δ_i.
+2. For each edited block l in increasing order, the keys k_i of the subjects become the columns of K. The columns of
+   R are (z_i - h_L) / n, where h_L is that of the model with the blocks edited so far, and n counts the blocks that are
+   not yet edited, l included. The update of the down-projection W of block l is the ridge regression
+
+       ΔW = R Kᵀ (λ C + K Kᵀ)⁻¹
+
+   λ C weighs the other contents of the memory, as if each key of the corpus were stored λ times (section 4.2).
+
+C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
+the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.
+
+The steps and the defaults follow the authors' code (kmeng01/memit, `memit_main.py` and `compute_z.py`). There are three
+differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all prompts
+count the same, as in `compute_key`. Their essence is read at the subject's last token, here it is read at its [MASK] or
+next token unless `essence_at="subject_last"`. Their λ of 15000 is for an MLP of 16384 units; the share of the target
+that an update reaches depends on the size of kᵀ C⁻¹ k, about the number of units for an average key of the corpus, so
+a smaller model needs a smaller λ.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
+from diffusion_lens.analysis.rome.edit import require_same_model
+from diffusion_lens.analysis.rome.keys import compute_keys
+from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
+from diffusion_lens.analysis.rome.search import Number, ValueSettings
+from diffusion_lens.analysis.rome.values import essences_of, search_together
+from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit
+from diffusion_lens.facts import Query
+from diffusion_lens.hook_names import resid_post
+from diffusion_lens.identity import begins_run
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import network_of, provenance
+from diffusion_lens.settings import Whole, pick_indices, plain_number
+
+COV_WEIGHT = 15000.0
+
+Covariances = Mapping[int, SecondMoment | Tensor]
+
+
+class MemitEdit(WeightEdit):
+    """Edits of many facts in several layers, which `memit` computes: `with edit: ...`, or `apply()` and `revert()`.
+
+    As with `RankOneEdit`, the weights are written in place and restored bit for bit, also after an exception, and edits
+    can be nested. The updates are those of the model for which they were computed: they do not depend on the weights at
+    the time they are applied.
+
+    Attributes:
+        model: The edited model.
+        searched: p(new object) of each request with δ added to the residual stream, before the weights are edited.
+        errors: Float[entry request], ‖z - h_L‖ of each request before each block is edited, and after all are.
+        record: Layers, λ, the ridge that was added in each layer if λ C + K Kᵀ was singular, settings of the search,
+            and under "taken_from" the network for which the updates were computed.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionTransformer,
+        updates: Mapping[int, Factors],
+        searched: Sequence[float] = (),
+        errors: Float[Tensor, "entry request"] | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self._updates = model, dict(updates)
+        self.searched, self.record = list(searched), dict(record or {})
+        self.errors = torch.empty(0, len(self.searched)) if errors is None else errors
+
+    @property
+    def layers(self) -> list[int]:
+        """The edited blocks, in increasing order."""
+        return list(self._updates)
+
+    def factors(self, layer: int) -> Factors:
+        """R and (λ C + K Kᵀ)⁻¹ K of block `layer`, whose product is ΔW."""
+        return self._updates[layer]
+
+    def update(self, layer: int) -> Float[Tensor, "d_model d_mlp"]:
+        """ΔW of block `layer`, float64 on the CPU."""
+        return self._updates[layer].product()
+
+    def describe(self) -> dict[str, Any]:
+        """The record."""
+        return self.record
+
+
+@begins_run
+def memit(
+    model: DiffusionTransformer,
+    requests: Sequence[Request],
+    layers: Iterable[Whole],
+    *,
+    covariances: Covariances | None = None,
+    settings: ValueSettings | None = None,
+    cov_weight: Number = COV_WEIGHT,
+    essences: Sequence[Query] | None = None,
+    progress: bool = False,
+) -> MemitEdit:
+    """Compute the updates that make a model write the objects of all requests. The model is left as it was.
+
+    Args:
+        requests: The plain request and the same after prefixes (`query_with_prefixes`) of each fact, or a single query.
+            Their answer is the object to write.
+        layers: Blocks whose down-projections are edited; negative ones count from the end.
+        covariances: C of each of these blocks, by their number from 0: `second_moment(...)` or Float[d_mlp d_mlp]. By
+            default C = I.
+        settings: Settings of the search for δ. The authors' `clamp_norm_factor` is 0.75 for GPT-J.
+        cov_weight: λ, the weight of C against the keys of the requests.
+        essences: One essence per request; by default "{subject} is a".
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: There are no requests, a layer is out of range or has no covariance, a covariance belongs to
+            another layer or model, λ is not positive, or `optimize_value` refuses a request.
+    """
+    settings, given = settings or ValueSettings(), [as_request(request) for request in requests]
+    if not given:
+        raise ValueError("there are no requests: give at least one")
+    chosen = sorted(pick_indices("layers", layers, model.cfg.n_layers))
+    matrices = {layer: _matrix(model, layer, covariances) for layer in chosen}
+    if not plain_number("cov_weight", cov_weight) > 0:
+        raise ValueError(f"cov_weight={cov_weight}; it must be positive, or the update would not be determined")
+
+    # 1. The targets z.
+    plain, last = [request[0] for request in given], chosen[-1]
+    used_essences = essences_of(model, given, settings, essences)
+    found = search_together(model, given, used_essences, last, settings, measured_by="resid_post", progress=progress)
+    deltas = torch.stack([result.delta for result in found]).double()
+    targets = subject_states(model, plain, last) + deltas
+
+    # 2. The update of each layer, upon those of the layers before it.
+    updates: dict[int, Factors] = {}
+    ridges, errors = {}, []
+    with ExitStack() as partial:
+        for n, layer in enumerate(chosen):
+            missing = targets - subject_states(model, plain, last)
+            errors.append(missing.norm(dim=1))
+            keys = torch.stack([key.vector for key in compute_keys(model, given, layer)], dim=1).double()
+            right, ridges[layer] = solve(cov_weight * matrices[layer] + keys @ keys.T, keys)
+            updates[layer] = Factors((missing / (len(chosen) - n)).T.contiguous(), right)
+            partial.enter_context(MemitEdit(model, {layer: updates[layer]}))
+        errors.append((targets - subject_states(model, plain, last)).norm(dim=1))
+    record = {
+        "layers": chosen,
+        "cov_weight": float(cov_weight),
+        "ridges": {str(layer): ridge for layer, ridge in ridges.items()},
+        "settings": asdict(settings),
+        "requests": len(given),
+        "taken_from": network_of(provenance(model, model.cfg)),
+    }
+    return MemitEdit(model, updates, [result.probability_after for result in found], torch.stack(errors), record)
+
+
+@torch.no_grad()
+def subject_states(
+    model: DiffusionTransformer, queries: Sequence[Query], layer: int, max_batch: int = 256
+) -> Float[Tensor, "request d_model"]:
+    """The residual stream behind block `layer` at the last token of each subject, float64 on the CPU."""
+    states, name = [], resid_post(layer)
+    for start in range(0, len(queries), max_batch):
+        chunk = queries[start : start + max_batch]
+        batch = PromptBatch.of(model, [query.tokens for query in chunk])
+        _, cache = model.run_with_cache(
+            batch.tokens, attention_mask=batch.real, names_filter=name, stop_at_layer=layer + 1
+        )
+        positions = [query.subject[1] - 1 for query in chunk]
+        states.append(cache[name][range(len(chunk)), positions].cpu().double())
+    return torch.cat(states)
+
+
+def _matrix(model: DiffusionTransformer, layer: int, covariances: Covariances | None) -> Float[Tensor, "d_mlp d_mlp"]:
+    """C of a layer in float64, by default the identity."""
+    n_units = model.blocks[layer].mlp.W_out.shape[0]
+    if covariances is None:
+        return torch.eye(n_units, dtype=torch.float64)
+    if layer not in covariances:
+        raise ValueError(f"there is no covariance of layer {layer}; covariances has those of {sorted(covariances)}")
+    covariance = covariances[layer]
+    if isinstance(covariance, SecondMoment):
+        if covariance.layer != layer:
+            raise ValueError(f"the covariance given for layer {layer} was taken at layer {covariance.layer}")
+        require_same_model("covariance", covariance.record, model)
+    matrix = covariance.matrix if isinstance(covariance, SecondMoment) else covariance
+    if matrix.shape != (n_units, n_units):
+        raise ValueError(
+            f"the covariance of layer {layer} is {list(matrix.shape)}, and its MLP has {n_units} units; take it from "
+            "the model that you edit"
+        )
+    return matrix.cpu().double()

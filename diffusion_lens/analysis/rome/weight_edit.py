@@ -1,0 +1,170 @@
+"""Edits of down-projections that are written into a model and taken out again, bit for bit.
+
+An edit adds to the down-projection W of each of its blocks a product A Bᵀ of few columns. The sum is computed in
+float64 and rounded to the dtype of W.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.model.transformer import DiffusionTransformer
+from weight_conversion import export
+
+W = TypeVar("W", bound="WeightEdit")
+
+
+class Factors(NamedTuple):
+    """The factors of an update ΔW = A Bᵀ, in float64 on the CPU.
+
+    Attributes:
+        left: Float[d_model rank], A.
+        right: Float[d_mlp rank], B.
+    """
+
+    left: Float[Tensor, "d_model rank"]
+    right: Float[Tensor, "d_mlp rank"]
+
+    def product(self) -> Float[Tensor, "d_model d_mlp"]:
+        """ΔW."""
+        return self.left @ self.right.T
+
+
+class WeightEdit(ABC):
+    """An edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
+
+    The weights are written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
+    the last one applied is the first to be reverted. A `with` restores the weights that it began with, also after an
+    exception. Other changes to those weights inside it are undone too, which raises a `ValueError`.
+    """
+
+    model: DiffusionTransformer
+    _applied: "dict[int, _Applied] | None" = None
+
+    @property
+    @abstractmethod
+    def layers(self) -> list[int]:
+        """The blocks whose down-projections the edit changes."""
+
+    @abstractmethod
+    def factors(self, layer: int) -> Factors:
+        """The update of the down-projection of block `layer`, for the weight as it is now."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The edit, for the record of a result."""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the edit is in the weights."""
+        return self._applied is not None
+
+    def weight_of(self, layer: int) -> Float[Tensor, "d_model d_mlp"]:
+        """The down-projection of block `layer` as it is now."""
+        weight: Tensor = self.model.blocks[layer].mlp.down.weight
+        return weight
+
+    @torch.no_grad()
+    def apply(self: W) -> W:
+        """Write the edit into the model.
+
+        Raises:
+            ValueError: The edit is applied already, or an edited weight is not finite.
+        """
+        if self._applied is not None:
+            raise ValueError(f"this edit of {self._name()} is applied already; revert it first")
+        applied = {layer: _Applied.of(self.weight_of(layer), self.factors(layer)) for layer in self.layers}
+        for layer, each in applied.items():
+            if not bool(each.after.isfinite().all()):
+                raise ValueError(f"the edited weight of layer {layer} is not finite in {each.after.dtype}")
+        for layer, each in applied.items():
+            self.weight_of(layer).copy_(each.after)
+        self._applied = applied
+        return self
+
+    @torch.no_grad()
+    def revert(self) -> None:
+        """Restore the weights bit for bit.
+
+        Raises:
+            ValueError: The edit is not applied, or a weight has changed since, so that reverting would undo more.
+        """
+        if self._applied is None:
+            raise ValueError(f"this edit of {self._name()} is not applied, so there is nothing to revert")
+        if changed := self._changed(self._applied):
+            raise ValueError(
+                f"the weight of layer {changed[0]} has changed since this edit was applied: revert later edits of this "
+                "layer first (the last applied is the first reverted)"
+            )
+        self._put_back(self._applied)
+
+    def __enter__(self: W) -> W:
+        return self.apply()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the weights that the `with` began with, whatever changed them inside; exceptions are passed on."""
+        if (applied := self._applied) is None:
+            return
+        changed = self._changed(applied)
+        self._put_back(applied)
+        if changed and error is None:
+            raise ValueError(
+                f"the weight of layer {changed[0]} was changed inside the `with` of this edit. It is restored to its "
+                f"value before the `with`, in {self.weight_of(changed[0]).dtype}, so that change is lost with the "
+                "edit: revert inner edits inside, or call edit.apply() instead of `with` to keep both"
+            )
+
+    def export(self, path: str | Path) -> Path:
+        """Write the edited model in its checkpoint's own format (`weight_conversion.export`).
+
+        The edit need not be applied.
+        """
+        if self.is_applied:
+            return export(self.model.state_dict(), self.model.cfg.architecture, path)
+        with self:
+            return self.export(path)
+
+    def _changed(self, applied: "dict[int, _Applied]") -> list[int]:
+        """The blocks whose weight is not as the edit left it."""
+        return [layer for layer, each in applied.items() if not each.is_in(self.weight_of(layer))]
+
+    @torch.no_grad()
+    def _put_back(self, applied: "dict[int, _Applied]") -> None:
+        for layer, each in applied.items():
+            self.weight_of(layer).copy_(each.before)
+        self._applied = None
+
+    def _name(self) -> str:
+        return say_layers(self.layers)
+
+
+def say_layers(layers: list[int]) -> str:
+    """The layers in words: "layer 1", "layers 1, 2 and 3"."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Applied:
+    """An applied update: W before it and with it, the latter on the CPU."""
+
+    before: Float[Tensor, "d_model d_mlp"]
+    after: Float[Tensor, "d_model d_mlp"]
+
+    @classmethod
+    def of(cls, weight: Float[Tensor, "d_model d_mlp"], factors: Factors) -> "_Applied":
+        before = weight.detach().clone()
+        return cls(before, (before.cpu().double() + factors.product()).to(before.dtype))
+
+    def is_in(self, weight: Float[Tensor, "d_model d_mlp"]) -> bool:
+        """Whether the weight is as the edit left it."""
+        return weight.dtype == self.after.dtype and torch.equal(weight.cpu(), self.after)
