@@ -180,9 +180,9 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
 
 
 def default_source(model_name: str) -> str:
-    """Name of the default data set of a model: that of a bundled model's training, otherwise the reversal curse."""
-    bundled = BUNDLED.get(model_name.lower())
-    return "reversal-curse" if bundled is None else bundled.data
+    """Name of the default data set of a model; models whose names begin like a bundled pair's have that pair's."""
+    data = {name.split("-")[0]: model.data for name, model in BUNDLED.items()}
+    return data.get(model_name.lower().split("-")[0], "reversal-curse")
 
 
 def _spread(items: Sequence[T], limit: int | None) -> list[T]:
