@@ -415,6 +415,59 @@ def measures_three_signatures(printed: str) -> None:
             assert text.count("undefined: its reader sees no source") == 3
 
 
+def finds_two_sites(printed: str) -> None:
+    """What the docstring says holds for few facts, at both sites of both models."""
+    traces: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
+    totals = {}
+    for model, question, total, rows in re.findall(
+        r"^(site-\w+), (.+): knows 4 of 4, average total effect ([\d.]+) .*\n((?:    .*\n)+)", printed, re.MULTILINE
+    ):
+        totals[model, question] = float(total)
+        traces[model, question] = {
+            (label.strip(), site.strip()): floats(effects)
+            for label, site, effects in re.findall(r"^    (.{30}) (.{20}) (.*)$", rows, re.MULTILINE)
+        }
+    assert set(traces) == {
+        (model, question)
+        for model in ("site-mdm", "site-ar")
+        for question in ("attribute", "NAME is", "DESCRIPTION is")
+    }
+    subject, readout = "subject's last token", "read-out"
+    for model, last_block in (("site-mdm", 2), ("site-ar", 1)):
+        rows, total = traces[model, "attribute"], totals[model, "attribute"]
+        assert rows["resid", subject][last_block] > 0.85 * total
+        assert rows["resid", subject][last_block + 1] < 0.25 * total
+        assert rows["resid", readout][last_block + 1] > 0.85 * total
+        assert rows["resid", readout][last_block] < 0.15 * total
+        assert rows["attn", readout].index(max(rows["attn", readout])) == last_block + 1
+        assert max(rows["mlp", subject][:2]) > 0.4 * total > 0.2 > max(rows["mlp", subject][3:])
+        assert rows["resid, later mlp severed", subject][0] < 0.75 * rows["resid", subject][0]
+        assert max(traces[model, "DESCRIPTION is"]["mlp", readout][4:]) > 0.2
+
+
+def edits_facts(printed: str) -> None:
+    scores = {
+        (model, kind): {
+            group: (float(before), float(after))
+            for group, before, after in re.findall(r"^  (\w+) +([\d.]+) -> ([\d.]+) \(", rows, re.MULTILINE)
+        }
+        for model, kind, rows in re.findall(r"^(site-\w+), (\w+): 4 edits.*\n((?:  .*\n)+)", printed, re.MULTILINE)
+    }
+    assert set(scores) == {(model, kind) for model in ("site-mdm", "site-ar") for kind in ("attribute", "description")}
+    for (_, kind), groups in scores.items():
+        assert groups["efficacy"] == (0, 1)
+        assert groups["paraphrase"][1] > 0.9
+        assert groups["shared_name"][1] > 0.95
+        assert groups["other_relations"][0] > 0.95
+        if kind == "attribute":
+            assert groups["neighbourhood"][1] > 0.9
+            assert 0.3 < groups["other_relations"][1] < 0.95
+        else:
+            assert groups["other_relations"][1] < 0.5
+            assert groups["reverse"][0] == groups["reverse"][1]
+            assert groups["reverse_old"] == (1, 1)
+
+
 def trains_a_dictionary(printed: str) -> None:
     levels = re.findall(r"^  t from \S+ to \S+: loss recovered (\S+), variance explained (\S+)$", printed, re.MULTILINE)
     assert len(levels) == 4
@@ -446,6 +499,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "15_circuits": compares_circuits,
     "16_three_signatures": measures_three_signatures,
     "17_one_layer": trains_one_layer,
+    "18_two_sites": finds_two_sites,
+    "19_edit_facts": edits_facts,
     "reproduce_blog": reproduces_the_study,
 }
 PROMPTS = [fact.prompt for fact in site_facts.load().facts("description", "both", "p2d")[1::5]]
@@ -462,6 +517,8 @@ QUICKLY = {
     "15_circuits": ["--ig-steps", "4"],
     "16_three_signatures": ["--limit", "10"],
     "17_one_layer": ["--positions", "none", "--seeds", "1", "--steps", "90"],
+    "18_two_sites": ["--facts", "4", "--samples", "3"],
+    "19_edit_facts": ["--edits", "4"],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],
@@ -485,6 +542,8 @@ FILES = {
     "15_circuits": 2,
     "16_three_signatures": 3,
     "17_one_layer": 2,
+    "18_two_sites": 2,
+    "19_edit_facts": 2,
     "reproduce_blog": 17,
 }
 SAVED = {
@@ -499,6 +558,8 @@ SAVED = {
     ("15_circuits", "circuits"): 12,
     ("16_three_signatures", "signatures"): 40,
     ("17_one_layer", "one_layer"): 2,
+    ("18_two_sites", "two_sites"): 120,
+    ("19_edit_facts", "edit_facts"): 16,
     ("reproduce_blog", "recall"): 16,
     ("reproduce_blog", "trace"): 4,
     ("reproduce_blog", "average"): 16,
