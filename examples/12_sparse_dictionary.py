@@ -6,7 +6,6 @@ gradient times activity contribute to the tokens that a run writes last; ablatin
 """
 
 import argparse
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results (default: out)")
     args = parser.parse_args(argv)
     model, name = HookedDiffusionTransformer.from_pretrained(args.model, device="cpu"), "blocks.1.hook_resid_post"
-    document, rng = Documents(world, description=0.4, tag=0.1, second_person=0.6), random.Random(0)
-    texts = [f"{document(rng)}<eos> {document(rng)}<eos>" for _ in range(args.limit)]  # documents in a row, as trained
+    documents = Documents(world, description=0.4, tag=0.1, second_person=0.6).sample(2 * args.limit)
+    texts = [f"{one}<eos> {other}<eos>" for one, other in zip(documents[::2], documents[1::2], strict=True)]
     given = args.texts and args.texts.read_text(encoding="utf-8").splitlines()[: args.limit]
     tokens, real = model.tokenize(given or texts)
     test = torch.arange(len(tokens)) % 6 == 0

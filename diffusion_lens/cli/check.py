@@ -41,7 +41,7 @@ def check(
     curse, and test padding, bfloat16, speed and memory. If a check fails, the command tries likely corrections one by
     one and names the one that explains the failure. The exit code is then 1.
 
-    Example: diffusion-lens check tiny-ar --out report.json
+    Example: diffusion-lens check site-ar --out report.json
     """
     from diffusion_lens.checks.load import check_checkpoint
     from weight_conversion import to_json

@@ -51,7 +51,8 @@ def compare(
 
     OUT/MODEL contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
-    Example: diffusion-lens compare tiny-mdm tiny-ar --layer 3 --limit 7 --statistic cka --resamples 19 --out compare
+    Example: diffusion-lens compare site-mdm site-ar --length 16 --layer 0 --limit 7 --statistic cka --resamples 19
+    --out compare
     """
     arguments = dict(locals())
     require("pictures")

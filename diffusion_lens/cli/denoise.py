@@ -45,7 +45,7 @@ def denoise(
 ) -> None:
     """Generate text by denoising a canvas, and show the canvas after each step that changed it.
 
-    Example: diffusion-lens denoise tiny-mdm "Gustav Geisser is the" --length 14 --steps 8 --out run
+    Example: diffusion-lens denoise site-mdm "Plerrick Baupling is the" --max-new-tokens 5 --steps 8 --out run
     """
     arguments = dict(locals())
     from diffusion_lens.data.sources import STUDY_LENGTH

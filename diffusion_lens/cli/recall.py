@@ -50,7 +50,7 @@ def recall(
     The table shows both names of a cell: Berglund's files name the direction of training, SMDM's columns the direction
     of the question. OUT/replies contains one file per question, so an interrupted run resumes.
 
-    Example: diffusion-lens recall tiny-mdm --limit 5 --out recall
+    Example: diffusion-lens recall site-mdm --length 16 --limit 5 --out recall
     """
     arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)

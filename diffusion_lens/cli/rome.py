@@ -60,8 +60,8 @@ def rome(
     With --target, v* is computed for the new answer, and the command applies the rank-one edit and measures whether the
     edited model gives the new answer.
 
-    Example: diffusion-lens rome tiny-ar --prompt "Wanda Fleckett is the" --subject "Wanda Fleckett"
-    --answer " shy scribe of Damburg." --first-tokens 1 --layer 0 --target " cheerful mason of Waumburg." --out rome
+    Example: diffusion-lens rome site-ar --prompt "Plerrick Baupling plays" --subject "Plerrick Baupling"
+    --answer " bassoon" --layer 1 --target " harp" --out rome
     """
     arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)

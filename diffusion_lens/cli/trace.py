@@ -42,8 +42,8 @@ def trace(
 ) -> None:
     """Trace one fact: corrupt the subject, restore one state at a time, and measure the probability of the answer.
 
-    Example: diffusion-lens trace tiny-mdm --prompt "Gustav Geisser is the" --subject "Gustav Geisser"
-    --answer " brave drummer of Rolsen." --length 14 --first-tokens 1 --out trace
+    Example: diffusion-lens trace site-mdm --prompt "Plerrick Baupling plays" --subject "Plerrick Baupling"
+    --answer " bassoon" --length 16 --out trace
     """
     arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)
@@ -153,7 +153,7 @@ def aie(
     The average excludes facts that the model does not know (see --known) and facts that cannot be laid out as a query.
     OUT/facts contains one file per fact, so an interrupted run resumes, and --shard can split the work.
 
-    Example: diffusion-lens aie tiny-mdm --trained p2d --asked p2d --limit 2 --out aie
+    Example: diffusion-lens aie site-mdm --data site-attributes --length 16 --limit 3 --out aie
     """
     arguments = dict(locals())
     chosen = ModelChoice(model, config, tokenizer, device, dtype)

@@ -129,7 +129,7 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
 
 def test_help_shows_an_example():
     shown = " ".join(check("--help").stdout.split())
-    assert "Example: diffusion-lens check tiny-ar --out report.json" in shown
+    assert "Example: diffusion-lens check site-ar --out report.json" in shown
 
 
 def test_a_conversion_has_another_size_and_is_only_noted(copy):
