@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "smdm-1028m-reverse with --data FOLDER. Without --data, the 1200 questions are downloaded.",
     )
     parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
-    parser.add_argument("--data", help="toy, reversal-curse, a folder of its files, or a .json or .jsonl of facts")
+    parser.add_argument(
+        "--data", help="site, toy, reversal-curse, a folder of its files, or a .json or .jsonl of facts"
+    )
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="numbers of denoising steps")
     parser.add_argument("--length", type=int, help="positions of the canvas with the prompt (default: the data set's)")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N questions per cell (default: all)")

@@ -25,7 +25,7 @@ def check(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Facts of the reversal curse to test recall: a folder of its files, or toy."),
+        typer.Option(help="Facts of the reversal curse to test recall: a folder of its files, site or toy."),
     ] = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,

@@ -60,7 +60,7 @@ def denoise(
             "give length= (all positions) or max_new_tokens= (masked positions after the prompt), not both"
         )
     if max_new_tokens is None:
-        length = chosen.length(length, otherwise=STUDY_LENGTH)
+        length = chosen.length(length) or STUDY_LENGTH
     else:
         chosen.check_length(max_new_tokens)
     settings = DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)

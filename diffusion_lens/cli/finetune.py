@@ -21,8 +21,8 @@ def finetune(
     data: Annotated[
         str | None,
         typer.Option(
-            help='A .jsonl file with {"prompt": , "completion": } per line, or toy, reversal-curse, or a folder of its '
-            "files. Default: toy for the bundled models, otherwise reversal-curse."
+            help='A .jsonl file with {"prompt": , "completion": } per line, or site, toy, reversal-curse, or a folder '
+            "of its files. Default: the facts of a bundled model's training, otherwise reversal-curse."
         ),
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.", callback=ranges.positive())] = 10,

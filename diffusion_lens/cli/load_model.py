@@ -72,8 +72,8 @@ class ModelChoice:
         except FileNotFoundError:
             return None
 
-    def length(self, requested: int | None, otherwise: int | None = None) -> int | None:
-        """Number of positions of the canvas: as requested, else the training length, else `otherwise`.
+    def length(self, requested: int | None, of_data: int | None = None) -> int | None:
+        """Number of positions of the canvas: as requested, else the smaller of training length and canvas of the data.
 
         Raises:
             ValueError: The canvas does not fit into the model's context.
@@ -81,7 +81,8 @@ class ModelChoice:
         from diffusion_lens.loading import trained_length_of
 
         if requested is None:
-            return trained_length_of(self.name, self.config) or otherwise
+            known = (trained_length_of(self.name, self.config), of_data)
+            return min((length for length in known if length is not None), default=None)
         self.check_length(requested)
         return requested
 

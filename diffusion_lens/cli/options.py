@@ -54,8 +54,8 @@ Answer = Annotated[str, typer.Option(help='Answer with its leading space, e.g. "
 Length = Annotated[
     int | None,
     typer.Option(
-        help="Number of positions of the canvas, including the prompt. Default: the training length of the model, or "
-        "that of the data set.",
+        help="Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
+        "length of the model if it is shorter.",
         callback=ranges.at_least(1),
     ),
 ]
@@ -86,9 +86,9 @@ Layers = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="toy, reversal-curse, known-1000, parent-child, or a path: a .json, .jsonl or .csv file of facts, a "
-        "folder of such files, parent_child_pairs.csv, known_1000.json or counterfact.json. Default: toy for the "
-        "bundled models, otherwise reversal-curse."
+        help="site, site-attributes, toy, reversal-curse, known-1000, parent-child, or a path: a .json, .jsonl or .csv "
+        "file of facts, a folder of such files, parent_child_pairs.csv, known_1000.json or counterfact.json. Default: "
+        "the facts of a bundled model's training, otherwise reversal-curse."
     ),
 ]
 Trained = Annotated[str | None, typer.Option(help="Only facts trained in this direction: p2d, d2p or both.")]
