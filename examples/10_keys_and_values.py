@@ -54,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="The default models are small and bundled. For the published model, use --model smdm-1028m-reverse.",
     )
     parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
-    parser.add_argument(
-        "--data", help="site, toy, reversal-curse or a folder of its files (default: the training data)"
-    )
+    parser.add_argument("--data", help="site, toy, reversal-curse or a folder of its files (default: the model's)")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1], help="blocks whose MLP is read (default 0 1)")
     parser.add_argument("--length", type=int, help="positions of the canvas with the prompt (default: the data set's)")
     parser.add_argument("--people", type=int, help="people per group of the comparison (default: all)")
