@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             study = edit_study(model, requests, settings, covariance=moment, out=folder)
             print(f"{name}, {kind}: {len(study.ids)} edits, p with v* is {study.searched.mean():.2f} on average")
             print_study(study)
-            ax = study.plot(ax=next(panels), title=f"{Path(name).name}: {len(study.ids)} edits of a {kind}")
+            ax = study.plot(ax=next(panels), title=f"{Path(name).name}: {len(study.ids)} edits of {kind}s")
             ax.tick_params(axis="x", labelsize=7)
             ax.get_legend().remove()
     handles, labels = axes[0].get_legend_handles_labels()
