@@ -57,10 +57,20 @@ class Probe:
     Attributes:
         query: The query whose answer should be the more probable after the edit.
         rival: The same query with the answer that should lose; `None` where there is no such answer.
+
+    Raises:
+        ValueError: The two answers have the same tokens, so that neither can win.
     """
 
     query: Query
     rival: Query | None = None
+
+    def __post_init__(self) -> None:
+        if self.rival is not None and self.rival.answer_tokens == self.query.answer_tokens:
+            raise ValueError(
+                f"the answer and its rival have the same tokens {list(self.query.answer_tokens)}, so that neither can "
+                "win; give answers that differ within the tokens that are queried"
+            )
 
 
 @dataclass(frozen=True)

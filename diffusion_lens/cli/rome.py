@@ -93,9 +93,10 @@ def rome(
         share_above = 1 - (layer % depth + 1) / depth
         n_positions = length or len(f"{prompt}{answer}".split()) * 2
         if (outline := chosen.without_weights()) is not None:
-            n_positions = len(lay_out_request(outline, fact, [], layout)[0].tokens)
+            query = lay_out_request(outline, fact, [], layout)[0]
+            n_positions = len(query.tokens)
             if target is not None:
-                lay_out_request(outline, replace(fact, answer=answer), [], layout)
+                Probe(query, lay_out_request(outline, replace(fact, answer=answer), [], layout)[0])
         passes = (prefixes + 2) * (1 + iterations * share_above)
         work = cost.Cost(passes, n_positions, prefixes + 2, backward=passes)
         cost.show(report, [(chosen, work)], flops)
@@ -105,6 +106,9 @@ def rome(
     layer %= loaded.cfg.n_layers
     prefix_texts = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
     request = lay_out_request(loaded, fact, prefix_texts, layout)
+    probe = None
+    if target is not None:
+        probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=answer), [], layout)[0])
     key = compute_key(loaded, request, layer)
     value = optimize_values(loaded, [request], layer, settings=search, progress=progress())[0]
     answer_text = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
@@ -127,10 +131,9 @@ def rome(
         }
 
     # 4. With a target, apply the edit, and compare the new answer with the old one.
-    if target is not None:
-        rival = lay_out_request(loaded, replace(fact, answer=answer), [], layout)[0]
+    if probe is not None:
         edit = RankOneEdit(loaded, layer, key, value)
-        success = edit_success(loaded, edit, {"efficacy": [Probe(request[0], rival)]})
+        success = edit_success(loaded, edit, {"efficacy": [probe]})
         efficacy = success.table()["efficacy"]
         report.say(
             f"edit: p({answer_text}) {efficacy.probability_before:.4f} becomes {efficacy.probability_after:.4f}; it is "

@@ -18,11 +18,11 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.rome import Probe, RankOneEdit, compute_key, edit_success, optimize_value
 from diffusion_lens.data import toy_facts
 
-FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+FACT, *_, OTHER = toy_facts.load().facts(trained="p2d", asked="p2d")
 
 
 def edit_with_probe(model, query):
-    edited = FACT.to_query(model)
+    edited = replace(FACT, answer=OTHER.answer).to_query(model)
     key, value = compute_key(model, edited, 0), optimize_value(model, edited, 0, steps=1)
     return edit_success(model, RankOneEdit(model, 0, key, value), {"efficacy": [Probe(edited, query)]})
 

@@ -2,6 +2,7 @@
 
 from diffusion_lens.analysis.rome.covariance import SecondMoment, second_moment
 from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.inverse_moment import InverseMoment
 from diffusion_lens.analysis.rome.keys import KeyResult, compute_key, compute_keys
 from diffusion_lens.analysis.rome.many_edits import EditSettings, edit_study
 from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
@@ -21,6 +22,7 @@ __all__ = [
     "EditSettings",
     "EditStudy",
     "FactVectors",
+    "InverseMoment",
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",

@@ -40,9 +40,6 @@ from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
 from weight_conversion import as_json
 
-RIDGE = 1e-4  # Relative to the mean of C's diagonal.
-_SINGULAR = 1e-12  # Ratio of the smallest to the largest pivot below which C counts as singular.
-
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
 
 
@@ -138,38 +135,6 @@ def second_moment(
         if path is not None and (start == starts[-1] or (i + 1) % save_every == 0):
             so_far.save(path)
     return replace(so_far, total=so_far.total.cpu())
-
-
-def solve(matrix: Tensor, keys: Float[Tensor, "d_mlp *rest"]) -> tuple[Float[Tensor, "d_mlp *rest"], float]:
-    """C⁻¹ k in float64 for one key or for the columns of a matrix, and the ridge that was added.
-
-    The ridge is 0, or `RIDGE` times the mean of C's diagonal if C is singular.
-
-    C is singular if it comes from fewer keys than it has rows. The criterion is a pivot of its Cholesky factorisation
-    that is not positive, or below 1e-12 of the largest.
-
-    Raises:
-        ValueError: C is not symmetric, not finite, of another size than k, or has negative eigenvalues.
-    """
-    c, k = matrix.cpu().double(), keys.cpu().double()
-    if c.shape != (len(k), len(k)):
-        raise ValueError(
-            f"the second moment is {list(c.shape)} and the key has {len(k)} entries; take both from the same model"
-        )
-    if not bool(c.isfinite().all()) or not torch.allclose(c, c.T, rtol=1e-5, atol=1e-8 * float(c.abs().max())):
-        raise ValueError("the second moment is not a symmetric matrix of finite numbers; compute it again")
-    ridge = 0.0
-    factor, failed = torch.linalg.cholesky_ex(c)
-    pivots = factor.diagonal().square()
-    if int(failed) or float(pivots.min()) < _SINGULAR * float(pivots.max()):
-        ridge = RIDGE * float(c.diagonal().mean())
-        factor, failed = torch.linalg.cholesky_ex(c + ridge * torch.eye(len(k), dtype=c.dtype))
-        if int(failed) or not ridge > 0:
-            raise ValueError(
-                "the second moment is singular even with a ridge: it is zero or has negative eigenvalues, so it is not "
-                "E[k kᵀ] of any keys; compute it again with second_moment(), or edit without one"
-            )
-    return torch.cholesky_solve(k.reshape(len(k), -1), factor).reshape(k.shape), ridge
 
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:

@@ -7,17 +7,17 @@ exactly to v*. Keys orthogonal to C⁻¹ k* keep their values. As in ROME's code
 the length from the plain one. Without a second moment, C = I.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
+from diffusion_lens.analysis.rome.covariance import SecondMoment
+from diffusion_lens.analysis.rome.inverse_moment import Covariance, InverseMoment, require_covariance_of
 from diffusion_lens.analysis.rome.keys import KeyResult
 from diffusion_lens.analysis.rome.values import ValueResult
-from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit
+from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, require_same_model
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import network_of
 from diffusion_lens.settings import Whole, pick_layer
@@ -36,7 +36,8 @@ class RankOneEdit(WeightEdit):
         layer: Number of the block, negative ones from the end; key and value must belong to this layer.
         key: k*.
         value: v*, with k_p.
-        covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp].
+        covariance: `second_moment(...)`, or C itself, Float[d_mlp d_mlp]. Factoring a large C takes most of the time of
+            an edit, so give many edits one `InverseMoment.of(...)` of either.
 
     Attributes:
         taken_from: Weights, hooks and modules with which key, value and covariance were computed; `None` for a bare C.
@@ -53,17 +54,18 @@ class RankOneEdit(WeightEdit):
         layer: Whole,
         key: KeyResult,
         value: ValueResult,
-        covariance: SecondMoment | Tensor | None = None,
+        covariance: Covariance | InverseMoment | None = None,
     ) -> None:
         layer = pick_layer(layer, model.cfg.n_layers)
-        moment_layer = covariance.layer if isinstance(covariance, SecondMoment) else layer
-        for name, of_layer in (("key", key.layer), ("value", value.layer), ("covariance", moment_layer)):
-            if of_layer != layer:
-                raise ValueError(f"the edit is of layer {layer}, but the {name} was taken at layer {of_layer}")
-        moment = covariance.record if isinstance(covariance, SecondMoment) else None
+        for name, part in (("key", key), ("value", value)):
+            if part.layer != layer:
+                raise ValueError(f"the edit is of layer {layer}, but the {name} was taken at layer {part.layer}")
+            require_same_model(name, part.record, model)
+        c = covariance.covariance if isinstance(covariance, InverseMoment) else covariance
+        if c is not None:
+            require_covariance_of(model, layer, c)
+        moment = c.record if isinstance(c, SecondMoment) else None
         records = {"key": key.record, "value": value.record, "covariance": moment}
-        for name, record in records.items():
-            require_same_model(name, record, model)
         self.taken_from = {name: None if record is None else network_of(record) for name, record in records.items()}
         self.model, self.layer = model, layer
         self._target = value.vector.cpu().double()
@@ -94,7 +96,7 @@ class RankOneEdit(WeightEdit):
         """Layer, ridge, and the networks that key, value and covariance were taken from."""
         return {"layer": self.layer, "ridge": self.ridge, "taken_from": self.taken_from}
 
-    def _solve(self, key: KeyResult, covariance: SecondMoment | Tensor | None) -> tuple[Tensor, float]:
+    def _solve(self, key: KeyResult, covariance: Covariance | InverseMoment | None) -> tuple[Tensor, float]:
         """C⁻¹ k*, scaled so that its product with k_p is 1, and the ridge that was added to C."""
         mean_key, ridge = key.vector.cpu().double(), 0.0
         sizes = (len(self._target), len(mean_key), len(self._plain_key))
@@ -105,8 +107,8 @@ class RankOneEdit(WeightEdit):
             )
         solved = mean_key
         if covariance is not None:
-            matrix = covariance.matrix if isinstance(covariance, SecondMoment) else covariance
-            solved, ridge = solve(matrix, mean_key)
+            inverse = covariance if isinstance(covariance, InverseMoment) else InverseMoment.of(covariance)
+            solved, ridge = inverse.times(mean_key), inverse.ridge
         overlap = float(solved @ self._plain_key)
         if not abs(overlap) > 1e-9 * float(solved.norm() * self._plain_key.norm()):
             raise ValueError(
@@ -120,13 +122,3 @@ class RankOneEdit(WeightEdit):
         mlp = self.model.blocks[self.layer].mlp
         missing: Tensor = self._target - self.weight.cpu().double() @ self._plain_key - mlp.b_out.cpu().double()
         return missing
-
-
-def require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` if a part was taken from another model. The model's weights may have been edited since."""
-    edited = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
-    if record is not None and any(record.get(name, value) != value for name, value in edited.items()):
-        raise ValueError(
-            f"the {name} was taken from another model or architecture ({record.get('model')!r}) than the edited model "
-            f"({model.cfg.model_name!r}); take it from the model that you edit"
-        )

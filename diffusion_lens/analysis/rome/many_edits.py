@@ -11,19 +11,23 @@ always computed in full, so results are bit-identical in one process, in shards,
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
-from diffusion_lens.analysis.rome.covariance import SecondMoment
 from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.inverse_moment import (
+    Covariance,
+    InverseMoment,
+    describe_covariance,
+    require_covariance_of,
+)
 from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
 from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
-from diffusion_lens.analysis.rome.request_plan import RequestPlan, describe_covariance
+from diffusion_lens.analysis.rome.request_plan import RequestPlan
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.success import judge
 from diffusion_lens.analysis.rome.values import optimize_values
@@ -83,7 +87,7 @@ def edit_study(
     requests: Sequence[EditRequest],
     settings: EditSettings,
     *,
-    covariance: SecondMoment | Tensor | None = None,
+    covariance: Covariance | None = None,
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
@@ -101,11 +105,14 @@ def edit_study(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A setting is out of range, two requests have one id, the folder contains another study,
-            `RankOneEdit` refuses the covariance, or no request can be laid out. A single request that cannot be laid
-            out, or one of whose probes cannot, is set aside, with the reason in `EditStudy.set_aside`.
+        ValueError: A setting is out of range, two requests have one id, the covariance belongs to another layer or
+            model or is no second moment, the folder contains another study, or no request can be laid out. A single
+            request that cannot be laid out, or one of whose probes cannot, is set aside, with the reason in
+            `EditStudy.set_aside`.
     """
     settings = settings.on(model)
+    if covariance is not None:
+        require_covariance_of(model, int(settings.layer), covariance)
     plan = RequestPlan.of(model, requests, settings.prefixes, settings.layout)
     record = {
         **settings.describe(),
@@ -115,15 +122,19 @@ def edit_study(
     }
     ids, size = list(plan.requests), int(settings.batch_size)
 
+    @cache
+    def inverse() -> InverseMoment | None:
+        return None if covariance is None else InverseMoment.of(covariance)
+
     def compute(batch: Sequence[str]) -> list[EditOutcome]:
-        return edit_each(plan, batch, settings, covariance)
+        return edit_each(plan, batch, settings, inverse())
 
     batches = [ids[start : start + size] for start in range(0, len(ids), size)]
     return Study(record, batches, compute, EditStudy.UNIT).collect(EditStudy, out, shard, progress)
 
 
 def edit_each(
-    plan: RequestPlan, ids: Sequence[str], settings: EditSettings, covariance: SecondMoment | Tensor | None
+    plan: RequestPlan, ids: Sequence[str], settings: EditSettings, inverse: InverseMoment | None
 ) -> list[EditOutcome]:
     """Apply and revert the edit of each request in turn. Keys and values are computed on the unedited model."""
     model, layer = plan.model, int(settings.layer)
@@ -134,7 +145,7 @@ def edit_each(
     for request_id, key, value in zip(ids, keys, values, strict=True):
         groups, probes = plan.probes(request_id)
         before = judge(model, probes)
-        with RankOneEdit(model, layer, key, value, covariance):
+        with RankOneEdit(model, layer, key, value, inverse):
             after = judge(model, probes)
         outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
     return outcomes

@@ -54,8 +54,9 @@ class EditOutcome:
         return load_fields(path, "edit of a fact", cls)
 
     def equals(self, other: "EditOutcome") -> bool:
-        """Whether both are identical to the bit."""
-        same = torch.equal(self.wins, other.wins) and torch.equal(self.probabilities, other.probabilities)
+        """Whether both are identical to the bit, NaN included."""
+        pairs = (self.wins, other.wins), (self.probabilities, other.probabilities)
+        same = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
         return same and self.groups == other.groups and self.searched == other.searched
 
 

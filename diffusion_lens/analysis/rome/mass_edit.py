@@ -9,7 +9,7 @@
 
        ΔW = R Kᵀ (λ C + K Kᵀ)⁻¹
 
-   λ C weighs the other contents of the memory, as if each key of the corpus were stored λ times (section 4.2).
+   λ C stands for the other contents of the memory, as if it stored λ keys of the corpus (section 4.2).
 
 C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
 the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.
@@ -22,6 +22,7 @@ that an update reaches depends on the size of kᵀ C⁻¹ k, about the number of
 a smaller model needs a smaller λ.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -31,8 +32,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.rome.covariance import SecondMoment, solve
-from diffusion_lens.analysis.rome.edit import require_same_model
+from diffusion_lens.analysis.rome.inverse_moment import (
+    Covariance,
+    InverseMoment,
+    describe_covariance,
+    matrix_of,
+    require_covariance_of,
+)
 from diffusion_lens.analysis.rome.keys import compute_keys
 from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
 from diffusion_lens.analysis.rome.search import Number, ValueSettings
@@ -46,8 +52,9 @@ from diffusion_lens.records import network_of, provenance
 from diffusion_lens.settings import Whole, pick_indices, plain_number
 
 COV_WEIGHT = 15000.0
+SEARCH = ValueSettings(steps=25, clamp_norm_factor=0.75)  # The authors' for GPT-J.
 
-Covariances = Mapping[int, SecondMoment | Tensor]
+Covariances = Mapping[int, Covariance]
 
 
 class MemitEdit(WeightEdit):
@@ -61,8 +68,8 @@ class MemitEdit(WeightEdit):
         model: The edited model.
         searched: p(new object) of each request with δ added to the residual stream, before the weights are edited.
         errors: Float[entry request], ‖z - h_L‖ of each request before each block is edited, and after all are.
-        record: Layers, λ, the ridge that was added in each layer if λ C + K Kᵀ was singular, settings of the search,
-            and under "taken_from" the network for which the updates were computed.
+        record: Layers, λ, C and ridge of each layer (the ridge is 0 unless λ C + K Kᵀ was singular), settings of the
+            search, and under "taken_from" the network for which the updates were computed.
     """
 
     def __init__(
@@ -115,7 +122,7 @@ def memit(
         layers: Blocks whose down-projections are edited; negative ones count from the end.
         covariances: C of each of these blocks, by their number from 0: `second_moment(...)` or Float[d_mlp d_mlp]. By
             default C = I.
-        settings: Settings of the search for δ. The authors' `clamp_norm_factor` is 0.75 for GPT-J.
+        settings: Settings of the search for δ; by default the authors' for GPT-J.
         cov_weight: λ, the weight of C against the keys of the requests.
         essences: One essence per request; by default "{subject} is a".
         progress: Whether to show a progress bar.
@@ -124,13 +131,11 @@ def memit(
         ValueError: There are no requests, a layer is out of range or has no covariance, a covariance belongs to
             another layer or model, λ is not positive, or `optimize_value` refuses a request.
     """
-    settings, given = settings or ValueSettings(), [as_request(request) for request in requests]
+    settings, given = settings or SEARCH, [as_request(request) for request in requests]
     if not given:
         raise ValueError("there are no requests: give at least one")
     chosen = sorted(pick_indices("layers", layers, model.cfg.n_layers))
-    matrices = {layer: _matrix(model, layer, covariances) for layer in chosen}
-    if not plain_number("cov_weight", cov_weight) > 0:
-        raise ValueError(f"cov_weight={cov_weight}; it must be positive, or the update would not be determined")
+    used, weight = covariances_of(model, chosen, covariances), positive_weight(cov_weight)
 
     # 1. The targets z.
     plain, last = [request[0] for request in given], chosen[-1]
@@ -147,13 +152,16 @@ def memit(
             missing = targets - subject_states(model, plain, last)
             errors.append(missing.norm(dim=1))
             keys = torch.stack([key.vector for key in compute_keys(model, given, layer)], dim=1).double()
-            right, ridges[layer] = solve(cov_weight * matrices[layer] + keys @ keys.T, keys)
-            updates[layer] = Factors((missing / (len(chosen) - n)).T.contiguous(), right)
+            c = torch.eye(len(keys), dtype=keys.dtype) if (own := used[layer]) is None else matrix_of(own)
+            inverse = InverseMoment.of(weight * c + keys @ keys.T)
+            ridges[layer] = inverse.ridge
+            updates[layer] = Factors((missing / (len(chosen) - n)).T.contiguous(), inverse.times(keys))
             partial.enter_context(MemitEdit(model, {layer: updates[layer]}))
         errors.append((targets - subject_states(model, plain, last)).norm(dim=1))
     record = {
         "layers": chosen,
-        "cov_weight": float(cov_weight),
+        "cov_weight": weight,
+        "covariances": {str(layer): describe_covariance(each) for layer, each in used.items()},
         "ridges": {str(layer): ridge for layer, ridge in ridges.items()},
         "settings": asdict(settings),
         "requests": len(given),
@@ -179,22 +187,28 @@ def subject_states(
     return torch.cat(states)
 
 
-def _matrix(model: DiffusionTransformer, layer: int, covariances: Covariances | None) -> Float[Tensor, "d_mlp d_mlp"]:
-    """C of a layer in float64, by default the identity."""
-    n_units = model.blocks[layer].mlp.W_out.shape[0]
+def covariances_of(
+    model: DiffusionTransformer, layers: Sequence[int], covariances: Covariances | None
+) -> dict[int, Covariance | None]:
+    """C of each layer that is edited; `None` stands for the identity.
+
+    Raises:
+        ValueError: A layer has no covariance, or that of another layer or model.
+    """
     if covariances is None:
-        return torch.eye(n_units, dtype=torch.float64)
-    if layer not in covariances:
-        raise ValueError(f"there is no covariance of layer {layer}; covariances has those of {sorted(covariances)}")
-    covariance = covariances[layer]
-    if isinstance(covariance, SecondMoment):
-        if covariance.layer != layer:
-            raise ValueError(f"the covariance given for layer {layer} was taken at layer {covariance.layer}")
-        require_same_model("covariance", covariance.record, model)
-    matrix = covariance.matrix if isinstance(covariance, SecondMoment) else covariance
-    if matrix.shape != (n_units, n_units):
+        return dict.fromkeys(layers)
+    if missing := [layer for layer in layers if layer not in covariances]:
         raise ValueError(
-            f"the covariance of layer {layer} is {list(matrix.shape)}, and its MLP has {n_units} units; take it from "
-            "the model that you edit"
+            f"there is no covariance of layer {missing[0]}; covariances has those of {sorted(covariances)}"
         )
-    return matrix.cpu().double()
+    for layer in layers:
+        require_covariance_of(model, layer, covariances[layer])
+    return {layer: covariances[layer] for layer in layers}
+
+
+def positive_weight(cov_weight: Number) -> float:
+    """λ as a float; a `ValueError` unless it is finite and above 0."""
+    weight = plain_number("cov_weight", cov_weight)
+    if not 0 < weight < math.inf:
+        raise ValueError(f"cov_weight={cov_weight}; it must be positive and finite, or no update is determined")
+    return weight

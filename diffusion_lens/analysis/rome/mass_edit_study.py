@@ -7,9 +7,17 @@ from typing import Any
 
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
+from diffusion_lens.analysis.rome.inverse_moment import describe_covariance
 from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
-from diffusion_lens.analysis.rome.mass_edit import COV_WEIGHT, Covariances, memit
-from diffusion_lens.analysis.rome.request_plan import RequestPlan, describe_covariance
+from diffusion_lens.analysis.rome.mass_edit import (
+    COV_WEIGHT,
+    SEARCH,
+    Covariances,
+    covariances_of,
+    memit,
+    positive_weight,
+)
+from diffusion_lens.analysis.rome.request_plan import RequestPlan
 from diffusion_lens.analysis.rome.search import Number, ValueSettings
 from diffusion_lens.analysis.rome.success import judge
 from diffusion_lens.data.rome_facts import EditRequest
@@ -25,14 +33,14 @@ class MemitSettings:
 
     Attributes:
         layers: Blocks whose down-projections are edited, negative ones from the end.
-        search: Settings of the search for the targets.
+        search: Settings of the search for the targets; by default the authors' for GPT-J.
         prefixes: Short texts before every request, over which keys and the loss are averaged.
         cov_weight: λ, the weight of C against the keys of the requests.
         layout: Layout of the canvases, of the requests and of all probes, as in `EditSettings`.
     """
 
     layers: Iterable[Whole]
-    search: ValueSettings = field(default_factory=ValueSettings)
+    search: ValueSettings = SEARCH
     prefixes: Sequence[str] = ()
     cov_weight: Number = COV_WEIGHT
     layout: CanvasLayout = field(default_factory=CanvasLayout)
@@ -40,6 +48,7 @@ class MemitSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "prefixes", tuple(self.prefixes))
+        object.__setattr__(self, "cov_weight", positive_weight(self.cov_weight))
 
     def on(self, model: DiffusionTransformer) -> "MemitSettings":
         """These settings with the layers counted from 0 and the length of canvas that applies to `model`."""
@@ -52,7 +61,7 @@ class MemitSettings:
             "layers": list(self.layers),
             "settings": asdict(self.search),
             "prefixes": list(self.prefixes),
-            "cov_weight": float(self.cov_weight),
+            "cov_weight": self.cov_weight,
             **asdict(self.layout),
         }
 
@@ -84,8 +93,9 @@ def memit_study(
             out is set aside, as in `edit_study`.
     """
     settings = settings.on(model)
+    used = covariances_of(model, [int(layer) for layer in settings.layers], covariances)
     plan = RequestPlan.of(model, requests, settings.prefixes, settings.layout)
-    described = {str(layer): describe_covariance(each) for layer, each in sorted((covariances or {}).items())}
+    described = {str(layer): describe_covariance(each) for layer, each in used.items()}
     record = {**settings.describe(), "covariances": described, **plan.describe(), **provenance(model, model.cfg)}
 
     def compute(batch: Sequence[str]) -> list[EditOutcome]:

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.resumable import content, name_facts
-from diffusion_lens.analysis.rome.covariance import SecondMoment
 from diffusion_lens.analysis.rome.prompts import lay_out_request
 from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.facts import Fact, Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import network_of
 from weight_conversion import as_json
 
 
@@ -85,17 +81,6 @@ class RequestPlan:
             "facts": {request_id: _describe(request) for request_id, request in self.requests.items()},
             "set_aside": self.set_aside,
         }
-
-
-def describe_covariance(covariance: SecondMoment | Tensor | None) -> dict[str, Any] | None:
-    """What identifies C in a record; the record of a moment has the seed of its noise and the hash of its corpus."""
-    if covariance is None:
-        return None
-    if isinstance(covariance, SecondMoment):
-        names = ("key", "corpus_sha256", "corpus_texts", "seed")
-        recorded = {name: covariance.record.get(name) for name in names}
-        return {"layer": covariance.layer, "count": covariance.count, **recorded, **network_of(covariance.record)}
-    return {"sha256": hashlib.sha256(covariance.detach().cpu().double().contiguous().numpy().tobytes()).hexdigest()}
 
 
 def _describe(request: EditRequest) -> dict[str, Any]:

@@ -5,6 +5,7 @@ float64 and rounded to the dtype of W.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,8 +84,12 @@ class WeightEdit(ABC):
         for layer, each in applied.items():
             if not bool(each.after.isfinite().all()):
                 raise ValueError(f"the edited weight of layer {layer} is not finite in {each.after.dtype}")
-        for layer, each in applied.items():
-            self.weight_of(layer).copy_(each.after)
+        try:
+            for layer, each in applied.items():
+                self.weight_of(layer).copy_(each.after)
+        except BaseException:  # Also an interruption by the keyboard must not leave some of the layers edited.
+            self._put_back(applied)
+            raise
         self._applied = applied
         return self
 
@@ -151,6 +156,16 @@ def say_layers(layers: list[int]) -> str:
     if len(layers) == 1:
         return f"layer {layers[0]}"
     return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
+
+
+def require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if a part was taken from another model. The model's weights may have been edited since."""
+    edited = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
+    if record is not None and any(record.get(name, value) != value for name, value in edited.items()):
+        raise ValueError(
+            f"the {name} was taken from another model or architecture ({record.get('model')!r}) than the edited model "
+            f"({model.cfg.model_name!r}); take it from the model that you edit"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ def request_about(person, other, n_neighbours):
         true=true,
         new=replace(true, answer=theirs.answer, id=f"person-{person}"),
         paraphrases=tuple(replace(fact, answer=theirs.answer) for fact in again),
-        neighbours=tuple(ASKED[f"toy1-{other + i:03d}-p2d-held-out-1"] for i in range(n_neighbours)),
+        neighbours=tuple(ASKED[f"toy1-{other + 1 + i:03d}-p2d-held-out-1"] for i in range(n_neighbours)),
         reverse=replace(reverse, answer=true.prompt.removesuffix(" is the").join((" ", "."))),
         reverse_true=reverse,
         reverse_old=ASKED[f"toy1-{person:03d}-d2p-held-out-0"],
