@@ -36,7 +36,7 @@ def edit_requests(
             the place of another person.
 
     Raises:
-        ValueError: A fact is none of this world, or asks for a name, or `described` is unknown.
+        ValueError: A fact is not one of this world, or asks for a name, or `described` is unknown.
     """
     if described not in get_args(Described):
         raise ValueError(f"described={described!r}; it must be one of {', '.join(map(repr, get_args(Described)))}")

@@ -173,7 +173,7 @@ LAID_OUT: list[tuple[str, str, list[str], str]] = [
     ("trace", "tiny-ar", ["--answer", " xyzzy"], "does not know 'xyzzy'"),
     ("rome", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
     ("rome", "tiny-mdm", ["--target", " xyzzy"], "does not know 'xyzzy'"),
-    ("rome", "tiny-ar", ["--answer", " a", "--target", " a"], "the answer and its rival have the same tokens"),
+    ("rome", "tiny-ar", ["--answer", " brave", "--target", " brave"], "the answer and its rival have the same tokens"),
     ("recall", "tiny-mdm", ["--length", "3", "--limit", "1"], "--length 3 counts the prompt too"),
     ("aie", "tiny-mdm", ["--length", "3", "--limit", "1"], "--length 3 counts the prompt too"),
     ("aie", "tiny-mdm", ["--first-tokens", "20", "--limit", "1"], "--first-tokens 20, but"),

@@ -2,7 +2,7 @@
 
 For each request to write another object (`EditRequest`) the study computes k* (`rome.keys`) and v* (`rome.values`),
 applies the rank-one edit (`rome.edit`), scores the probes of the request without and with it (`rome.success`), and
-restores the weights. So every edit is made of the model as it was given. `EditStudy.table` gives the means over
+restores the weights, so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over
 requests, as in ROME's table 1.
 
 The values of a batch of requests are searched together. The batches are fixed for the whole study, and a batch is

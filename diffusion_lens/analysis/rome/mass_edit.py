@@ -14,12 +14,13 @@
 C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
 the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.
 
-The steps and the defaults follow the authors' code (kmeng01/memit, `memit_main.py` and `compute_z.py`). There are three
-differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all prompts
-count the same, as in `compute_key`. Their essence is read at the subject's last token, here it is read at its [MASK] or
-next token unless `essence_at="subject_last"`. Their λ of 15000 is for an MLP of 16384 units; the share of the target
-that an update reaches depends on the size of kᵀ C⁻¹ k, about the number of units for an average key of the corpus, so
-a smaller model needs a smaller λ.
+The steps and the defaults follow the authors' code for GPT-J (kmeng01/memit, `memit_main.py` and `compute_z.py`). There
+are two differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all
+prompts count the same, as in `compute_key`. Their essence is read at the subject's last token; here it is read at its
+[MASK] or next token unless `essence_at="subject_last"`.
+
+Their λ of 15000 is for an MLP of 16384 units. The share of the target that an update reaches depends on the size of
+kᵀ C⁻¹ k, about the number of units for an average key of the corpus, so a smaller model needs a smaller λ.
 """
 
 import math
@@ -87,7 +88,7 @@ class MemitEdit(WeightEdit):
     @property
     def layers(self) -> list[int]:
         """The edited blocks, in increasing order."""
-        return list(self._updates)
+        return sorted(self._updates)
 
     def factors(self, layer: int) -> Factors:
         """R and (λ C + K Kᵀ)⁻¹ K of block `layer`, whose product is ΔW."""
@@ -98,8 +99,8 @@ class MemitEdit(WeightEdit):
         return self._updates[layer].product()
 
     def describe(self) -> dict[str, Any]:
-        """The record."""
-        return self.record
+        """The edited layers, and the record."""
+        return {"layers": self.layers, **self.record}
 
 
 @begins_run

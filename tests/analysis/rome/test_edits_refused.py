@@ -9,9 +9,11 @@ from diffusion_lens.analysis import (
     CanvasLayout,
     EditSettings,
     EditStudy,
+    MemitEdit,
     MemitSettings,
     ValueSettings,
     edit_study,
+    edit_success,
     memit,
     memit_study,
     second_moment,
@@ -130,3 +132,13 @@ def test_an_update_is_written_in_every_layer_or_in_none(tiny, monkeypatch, faili
             edit.apply()
     assert not edit.is_applied
     assert all(torch.equal(weight, weights[name]) for name, weight in tiny.state_dict().items())
+
+
+def test_the_report_of_a_single_layers_update_names_that_layer(tiny):
+    """An edit made of the updates of another one has no record of its own."""
+    request = query_with_prefixes(tiny, REQUESTS[0].new, [], length=14, first_tokens=2)
+    whole = memit(tiny, [request], [0, 1], settings=SEARCH, cov_weight=1)
+    part = MemitEdit(tiny, {layer: whole.factors(layer) for layer in (1, 0)})
+    assert part.layers == [0, 1]
+    report = edit_success(tiny, part, {"efficacy": request})
+    assert report.plot().get_title() == "Edit of layers 0 and 1"
