@@ -298,9 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "ar-1028m --finetune ar-1028m --window 10 --first-tokens 3. Data are downloaded or read from --data FOLDER.",
     )
     parser.add_argument("--model", nargs="+", default=["site-mdm", "site-ar"], help="names or paths")
-    parser.add_argument(
-        "--data", help="site, toy, reversal-curse or a folder of its files (default: the training data)"
-    )
+    parser.add_argument("--data", help="site, toy, reversal-curse or a folder of its files (default: the model's)")
     parser.add_argument("--finetune", nargs="*", metavar="MODEL", help="models to fine-tune on the facts first, or all")
     parser.add_argument("--epochs", type=float, default=10, help="passes over the training texts (default 10)")
     parser.add_argument("--trained", default="p2d", choices=["p2d", "d2p"], help="trained direction of traced people")
