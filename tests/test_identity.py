@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +48,10 @@ STUDIES = {
     ),
     "edits": lambda model, folder: edit_study(
         model,
-        [EditRequest(fact, fact, (), ()) for fact in FACTS],
+        [
+            EditRequest(fact, replace(fact, answer=other.answer), (), ())
+            for fact, other in zip(FACTS, FACTS[::-1], strict=True)
+        ],
         EditSettings(0, ValueSettings(steps=1, lr=0.05, kl_factor=0.0), layout=CanvasLayout(14, first_tokens=1)),
         out=folder,
     ),
