@@ -125,7 +125,7 @@ def test_the_card_shows_every_recipe_world_and_seed_that_was_trained() -> None:
     for run in runs:
         recall = cells(run["recall"][cell] for cell in CELLS)
         device = {"cpu": "CPU", "cuda": "GPU"}[run["device"]]
-        beginning = f"| {run['recipe']} | {run['world_seed']}, {run['seed']} | {device} | {run['steps']:,} | {recall} |"
+        beginning = f"| {run['recipe']} | {run['world_seed']}, {run['seed']}, {device} | {run['steps']:,} | {recall} |"
         (row,) = [line for line in card.splitlines() if line.startswith(beginning)]
         if run.get("facts_traced", 0) >= 20:
             traced = (run["clean"] - run["corrupted"], max(run["resid subject_last"][1:]), run["v_star"]["block 1"])
