@@ -120,7 +120,7 @@ def test_the_card_shows_what_was_measured() -> None:
 def test_the_card_shows_every_recipe_world_and_seed_that_was_trained() -> None:
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     runs = read_json(FOLDER / "recipes.json")
-    assert {run["recipe"] for run in runs} == {"pair", *site_pair.ABLATIONS}
+    assert {run["recipe"] for run in runs} == {"ar", "pair", *site_pair.ABLATIONS}
     assert {(run["world_seed"], run["seed"]) for run in runs} == {(1, 0), (1, 8), (5, 0), (5, 8)}
     for run in runs:
         recall = cells(run["recall"][cell] for cell in CELLS)
