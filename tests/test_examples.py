@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -377,41 +378,58 @@ def compares_circuits(printed: str) -> None:
 
 def measures_three_signatures(printed: str) -> None:
     """What the docstring says of each model holds in both directions of training."""
-    studies = re.findall(r"^(tiny-\w+), 10 people trained (\w+): p.*\n((?:  .*\n)+)", printed, re.MULTILINE)
-    assert [(model, trained) for model, trained, _ in studies] == [
-        (model, trained) for trained in ("p2d", "d2p") for model in ("tiny-mdm", "tiny-ar")
+    studies = re.findall(
+        r"^(site-\w+), 10 people trained (\w+): p.* (\S+) reverse\n((?:  .*\n)+)", printed, re.MULTILINE
+    )
+    assert [(model, trained) for model, trained, *_ in studies] == [
+        (model, trained) for trained in ("p2d", "d2p") for model in ("site-mdm", "site-ar")
     ]
-    for model, trained, text in studies:
+    for model, _, recalled, text in studies:
         rows = dict(re.findall(r"^  ([\w:, ]+(?: \(\w+\))?) {2,}(-?\d.*)$", text, re.MULTILINE))
         rows = {label.strip(): row for label, row in rows.items()}
         percentile, reuse, cut = (
             floats(rows[label])
             for label in ("evidence percentile, reverse", "evidence reuse", "edge cut, reverse (nats)")
         )
-        cosines = {
-            label: [float(x) for x in re.findall(r"(-?\d\.\d\d) \(", row)]
+        cosines = {  # by layer, each with that of shuffled pairs
+            label.removesuffix(" (shuffled)"): [
+                (float(own), float(shuffled)) for own, shuffled in re.findall(r"(-?\d\.\d\d) \( ?(-?\d\.\d\d)\)", row)
+            ]
             for label, row in rows.items()
             if label.startswith("cosine")
         }
-        shuffled = [float(x) for x in re.findall(r"\((-?\d\.\d\d)\)", text)]
-        storage = [x for name in ("V", "O", "MLP down") for x in cosines[f"cosine {name} (shuffled)"]]
-        routing = [x for name in ("Q", "K") for x in cosines[f"cosine {name} (shuffled)"]]
+        assert [*map(len, cosines.values())] == [6] * 5 + [1]
+        storage = [pair for name in ("V", "O", "MLP down") for pair in cosines[f"cosine {name}"]]
+        routing = [pair for name in ("Q", "K") for pair in cosines[f"cosine {name}"]]
+        ((head, head_shuffled),) = cosines["cosine head"]
         ((predicted, measured),) = re.findall(r"loss by (\S+); measured: (\S+)$", text, re.MULTILINE)
         assert float(predicted) == pytest.approx(float(measured), rel=0.02, abs=5e-7)
         assert reuse[0] == 1
-        if model == "tiny-mdm":
-            assert percentile[0] > 0.9
-            assert cut[0] > 0.8 > 0.03 > max(map(abs, cut[1:]))
-            assert min(storage) > 0.41 > 0.4 > max(shuffled)
-            assert max(routing) < (0.25 if trained == "p2d" else 0.42)
-            assert sum(routing) / len(routing) < 0.2
-            if trained == "d2p":  # Q of layer 0, and K of layer 3
-                assert (routing[0], routing[7]) == pytest.approx((0.41, 0.38), abs=0.03)
-            assert cosines["cosine head (shuffled)"][0] > 0.9
-            assert float(predicted) < -8e-5
+        if model == "site-mdm":
+            assert percentile[3] > 0.96 > 0.9 > max(percentile[:3] + percentile[4:])
+            assert cut[3] > 2.4 > 0.05 > max(map(abs, cut[:3] + cut[4:]))
+            assert percentile[0] > 0.75  # where the cut costs nothing
+            assert reuse[3] > 0.98
+            measured_routes, moved = floats(rows["route"]), floats(rows["route, counterfactual"])
+            assert measured_routes[3] > 0.94 > 0.5 > moved[3]
+            assert max(measured_routes[:2]) < 0.2
+            assert min(own for own, _ in storage) > 0.15
+            assert min(own - shuffled for own, shuffled in storage) > 0.15
+            assert max(shuffled for _, shuffled in storage) < 0.25
+            assert all(0.04 < own < 0.55 and shuffled < 0.12 for own, shuffled in routing)
+            assert min(own - shuffled for own, shuffled in routing) > 0.05
+            means = [statistics.mean(own for own, _ in pairs) for pairs in (routing, storage)]
+            assert means[0] < 0.6 * means[1]
+            assert float(recalled) > 0.5
+            assert head > 0.85 > 0.05 > abs(head_shuffled)
+            assert float(predicted) < -3e-5
         else:
-            assert all(0.4 < x < 0.6 for x in percentile)
-            assert max(map(abs, storage + routing)) < 0.1
+            assert all(0.3 < x < 0.75 for x in percentile)
+            assert float(recalled) < 0.2
+            assert max(map(abs, cut)) < 0.25
+            assert max(abs(x) for pair in storage + routing for x in pair) < 0.1
+            assert max(abs(head), abs(head_shuffled)) < 0.01
+            assert float(predicted) > 0
             assert text.count("undefined: its reader sees no source") == 3
 
 

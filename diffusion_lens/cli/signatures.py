@@ -57,8 +57,8 @@ def signatures(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of positions of the canvas. Default: the training length of the model; if it is unknown, a "
-            "canvas ends with its sentence.",
+            help="Number of positions of the canvas. Default: that of the data set, or the training length of the "
+            "model if it is shorter. If both are unknown, a canvas ends with its sentence.",
             callback=ranges.at_least(1),
         ),
     ] = None,
@@ -93,7 +93,7 @@ def signatures(
     of all pairs. --config and --tokenizer are those of MODEL. OUT/MODEL contains one file per pair, so an interrupted
     run resumes, and --shard can split the work by batches.
 
-    Example: diffusion-lens signatures tiny-mdm --against tiny-ar --limit 6 --out signatures
+    Example: diffusion-lens signatures site-mdm --against site-ar --limit 6 --out signatures
     """
     arguments = dict(locals())
     chosen = [ModelChoice(model, config, tokenizer, device, dtype)]
@@ -118,7 +118,7 @@ def signatures(
     out = out or default_folder("signatures", names)
     source = open_source(data or default_source(model), outline_only=dry_run)
     fact_pairs = source.fact_pairs(trained, per_person=per_person, limit=limit)
-    lengths = [each.length(length) for each in chosen]
+    lengths = [each.length(length, source.length) for each in chosen]
     share_of_work(len(fact_pairs), shard, merge)
     require_parts(merge, names)
 

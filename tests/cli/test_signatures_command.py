@@ -16,6 +16,8 @@ from diffusion_lens.analysis.signatures.batches import pair_bytes
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.data import toy_facts
+from diffusion_lens.data.sources import open_source
+from diffusion_lens.taught_pairs import lay_out_pairs
 
 pytestmark = pytest.mark.usefixtures("undrawn_figures")
 MODELS = ("tiny-mdm", "tiny-ar")
@@ -202,8 +204,31 @@ def test_a_dry_run_prices_each_model_by_its_own_size() -> None:
     said = done("tiny-mdm", "--against", "smdm-1028m", "--data", "toy", "--dry-run", "--flops", "1e12").stdout
     assert "4.57 GB of weights of smdm-1028m" in said
     assert "20 pairs at most: those that a tokenizer does not allow are set aside later" in said
-    assert re.search(r"^tiny-mdm: .* 14 positions.*\nsmdm-1028m: .* 32 positions", said, re.MULTILINE)
+    assert re.search(r"^tiny-mdm: .* 14 positions.*\nsmdm-1028m: .* 14 positions", said, re.MULTILINE)
     assert "at most: those" not in done(*ASKED, "--dry-run", "--flops", "1e12").stdout
+
+
+def test_a_dry_run_assumes_32_positions_where_no_length_is_known() -> None:
+    told = json.loads(done("smdm-1028m", "--data", "parent-child", "--dry-run", "--json", "--flops", "1e12").stdout)
+    assert told["settings"]["lengths"] == [None]
+    assert told["results"]["positions"] == 32
+
+
+def test_the_canvases_are_those_of_the_data_set(tmp_path: Path) -> None:
+    """16 positions for a model trained on 32, unless another length is asked for."""
+    asked = ["site-mdm", "--against", "site-ar", "--limit", "2"]
+    done(*asked, "--out", str(tmp_path))
+    assert json.loads((tmp_path / "command.json").read_text())["settings"]["lengths"] == [16, 16]
+    fact_pairs = open_source("site").fact_pairs("p2d", limit=2)
+    for name in ("site-mdm", "site-ar"):
+        model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+        expected = reversal_signatures(model, lay_out_pairs(model, fact_pairs, length=16))
+        saved = ReversalSignatures.load(tmp_path / f"{name}.safetensors")
+        assert saved.gradient_cosine == expected.gradient_cosine
+        assert saved.edge_cut[1].equal(expected.edge_cut[1])
+    for requested, positions in ([], 16), (["--length", "20"], 20):
+        told = json.loads(done(*asked, *requested, "--dry-run", "--json", "--flops", "1e12").stdout)
+        assert told["results"]["positions"] == positions
 
 
 def test_the_number_of_pairs_of_a_person() -> None:
