@@ -57,8 +57,8 @@ def signatures(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of positions of the canvas. Default: that of the data set, or the training length of the "
-            "model if it is shorter. If both are unknown, a canvas ends with its sentence.",
+            help="Number of positions of the canvas. Default: the training length of the model, or that of the data set "
+            "if it is shorter. Where the former is unknown, a canvas ends with its sentence.",
             callback=ranges.at_least(1),
         ),
     ] = None,
@@ -118,7 +118,7 @@ def signatures(
     out = out or default_folder("signatures", names)
     source = open_source(data or default_source(model), outline_only=dry_run)
     fact_pairs = source.fact_pairs(trained, per_person=per_person, limit=limit)
-    lengths = [each.length(length, source.length) for each in chosen]
+    lengths = [each.length(length, source.length if each.length(None) else None) for each in chosen]
     share_of_work(len(fact_pairs), shard, merge)
     require_parts(merge, names)
 

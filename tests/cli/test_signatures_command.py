@@ -204,12 +204,12 @@ def test_a_dry_run_prices_each_model_by_its_own_size() -> None:
     said = done("tiny-mdm", "--against", "smdm-1028m", "--data", "toy", "--dry-run", "--flops", "1e12").stdout
     assert "4.57 GB of weights of smdm-1028m" in said
     assert "20 pairs at most: those that a tokenizer does not allow are set aside later" in said
-    assert re.search(r"^tiny-mdm: .* 14 positions.*\nsmdm-1028m: .* 14 positions", said, re.MULTILINE)
+    assert re.search(r"^tiny-mdm: .* 14 positions.*\nsmdm-1028m: .* 32 positions", said, re.MULTILINE)
     assert "at most: those" not in done(*ASKED, "--dry-run", "--flops", "1e12").stdout
 
 
 def test_a_dry_run_assumes_32_positions_where_no_length_is_known() -> None:
-    told = json.loads(done("smdm-1028m", "--data", "parent-child", "--dry-run", "--json", "--flops", "1e12").stdout)
+    told = json.loads(done("smdm-1028m", "--data", "reversal-curse", "--dry-run", "--json", "--flops", "1e12").stdout)
     assert told["settings"]["lengths"] == [None]
     assert told["results"]["positions"] == 32
 
