@@ -57,8 +57,8 @@ def signatures(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of positions of the canvas. Default: the training length of the model, or that of the data set "
-            "if it is shorter. Where the former is unknown, a canvas ends with its sentence.",
+            help="Number of positions of the canvas. Default: the training length of the model, or that of the data "
+            "set if it is shorter. Where the former is unknown, a canvas ends with its sentence.",
             callback=ranges.at_least(1),
         ),
     ] = None,
