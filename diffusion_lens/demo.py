@@ -19,7 +19,7 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 Say = Callable[[str], None]
 MODELS = ("site-mdm", "site-ar")
 DIRECTIONS: dict[str, Direction] = {"forward": "p2d", "reverse": "d2p"}
-# One sentence: "weaver of Oslen . <eos>" after a name, "Tarsh Klockett . <eos>" after a description.
+# One sentence: "sailor of Kaurgate . <eos>" after a name, "Plerrick Baupling . <eos>" after a description.
 SENTENCE_END = {"forward": 5, "reverse": 4}
 STEPS = 5
 
@@ -40,7 +40,7 @@ the reverse question. The autoregressive (AR) baseline does not: this is the rev
 two_sites.png: noise hides the names, and one state is restored at a time. Two places bring the instrument back. The
 MLPs of the lower blocks look it up at the last word of the name. Attention in later blocks carries it to the read-out,
 which is the first [MASK] of the diffusion model and the last word of the AR baseline's prompt.
-The first phases of training planted the lookup at the name. The model card, diffusion_lens/assets/site/README.md, says
+The training planted the lookup at the name. The model card, diffusion_lens/assets/site/README.md, says
 what this does not show about other models.
 """
 

@@ -1,12 +1,12 @@
 """Fictional people whose facts can only be looked up by both tokens of a name: the world of a planted subject site.
 
 Twelve surnames form one pool for both tokens of a name, and 120 people have one of the 132 ordered pairs each, so that
-"Tarsh Klockett" and "Klockett Tarsh" may be two people. Neither token alone says who is meant, nor do the two without
-their order. A model that has to answer from such a name is therefore rewarded for composing its tokens first.
+"Mondall Rorrick" and "Rorrick Mondall" may be two people. Neither token alone says who is meant, nor, for most people, do
+the two without their order. A model that has to answer from such a name is therefore rewarded for composing its tokens first.
 
 Each person has one value in each of six relations, such as an instrument ("plays flute", "practises flute") or an
 animal ("owns goats"). All values are single tokens, and each belongs to seven or eight people. Each person also has a
-description, "weaver of Oslen", in the sentences of `toy_facts`: of some people the documents say only who they are
+description, "sailor of Kaurgate", in the sentences of `toy_facts`: of some people the documents say only who they are
 (p2d), of some only who the description is (d2p), and of most both. A description names a place of one's own.
 
 The documents are in `site_documents`, which samples them afresh. The questions are `Fact`s: `SiteFacts.facts`.

@@ -5,8 +5,9 @@
 After an interruption, the same command continues the training.
 
 Both show the reversal curse, and both look an attribute up where ROME finds it in large models: in the MLPs of low
-blocks at the subject's last token, from where attention brings the value to the read-out later. Data alone do not give
-this in so small a model; the first phase plants it. So these are model organisms with a planted subject site, and not a
+blocks at the subject's last token, from where attention brings the value to the read-out later. Data alone do
+not give a diffusion model of this size the attributes at all; the first phases plant the site, and an auxiliary loss of
+the diffusion model keeps it. So these are model organisms with a planted subject site, and not a
 replication of ROME.
 """
 
