@@ -3,8 +3,8 @@
 The logit lens reads the residual stream before each block, and after the last, as if the network ended there. The
 output has the layer from which on the first token of the answer leads, for several people until it is revealed; "-" is
 nowhere. In the diffusion model nearly all attributes and descriptions lead from layer 4 or 5 on, after the block that
-reads the subject, and names in reverse from layer 4, 5 or 6 on. In the autoregressive (AR) baseline attributes and
-descriptions lead by layer 3, and names in reverse at no layer, except for lucky guesses. A tuned lens, fitted on other people, is nearer to the last layer.
+reads the subject, and names in reverse from layer 4, 5 or 6 on. In the autoregressive (AR) baseline they lead by layer
+3; names in reverse do not, but for lucky guesses. A tuned lens, fitted on other people, is nearer to the last layer.
 OUT contains a figure for each model, with the likeliest token in each cell, and the lenses.
 """
 

@@ -5,9 +5,10 @@ requests: efficacy, paraphrases, neighbours with the same old object, people who
 other relations. Attributes have one token. A description has three, and a question in reverse: does editing "NAME is
 DESCRIPTION" change the answer to "DESCRIPTION is"? With --described unused, the new description pairs a role with
 somebody else's place, and with --over-states partial the search for v* includes partially revealed objects.
-Nearly all edits take hold, in all templates, and spare other people; the person's own other relations suffer (three in five
-survive an edited attribute, a quarter survive an edited description). The reverse question never changes, on either
-model: the old description still gives the name, and the new one does not. docs/editing.md explains what this shows.
+Nearly all edits take hold, in all templates, and spare other people; the person's own other relations suffer (three in
+five survive an edited attribute, a quarter survive an edited description). The reverse question never changes, on
+either model: the old description still gives the name, and the new one does not. docs/editing.md explains what this
+shows.
 OUT contains a figure with a panel for each model and kind of fact, and a folder for each study. An interrupted run
 resumes from there.
 """

@@ -1,8 +1,9 @@
 """Fictional people whose facts can only be looked up by both tokens of a name: the world of a planted subject site.
 
 Twelve surnames form one pool for both tokens of a name, and 120 people have one of the 132 ordered pairs each, so that
-"Mondall Rorrick" and "Rorrick Mondall" may be two people. Neither token alone says who is meant, nor, for most people, do
-the two without their order. A model that has to answer from such a name is therefore rewarded for composing its tokens first.
+"Mondall Rorrick" and "Rorrick Mondall" may be two people. Neither token alone says who is meant, nor, for most people,
+do the two without their order. A model that has to answer from such a name is therefore rewarded for composing its
+tokens first.
 
 Each person has one value in each of six relations, such as an instrument ("plays flute", "practises flute") or an
 animal ("owns goats"). All values are single tokens, and each belongs to seven or eight people. Each person also has a
