@@ -6,9 +6,9 @@ the keys of two people? The similarity is unbiased linear CKA, 0 by chance and 1
 90 people were trained in both directions, so both models know them in both. On the diffusion model, the similarity of
 their two keys is .09 in block 0, where chance stays below .04, and .01 in block 1. Their two values, and a name as key
 and the same name as value, are similar in block 0 only (.06 and .07). On the autoregressive (AR) baseline all
-similarities are .06 or less, some of them above chance. So a trace of a person is common to both directions in the
-first block, and where edits are made, in block 1, the diffusion model has two facts with separate keys, although causal
-tracing finds both at the subject's last token. The first two principal components show no common structure.
+similarities are .06 or less, some of them above chance. So both directions share a little in the first block (the last
+name, docs/keys_and_values.md), and in block 1, where edits are made, the diffusion model has two facts with separate
+keys, although tracing finds both at the subject's last token. The first two principal components show no structure.
 The 30 people trained in one direction are too few for a conclusion: most intervals include 0. Half of them are known by
 name, half by description. The comparison removes the difference between these groups, which alone would look like
 symmetry. With v*, the AR baseline's p(answer) in the untrained direction rises from .09 to .84, so a v* that works is

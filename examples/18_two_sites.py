@@ -29,8 +29,9 @@ def questions(count: int) -> dict[str, list[Fact]]:
     """Questions about different people: attributes, and descriptions of people told in both directions."""
     world = site_facts.load()
     attributes = world.facts("attribute")
-    # The step is no multiple of the number of templates or verbs, so that all of them occur.
-    asked = {"attribute": attributes[:: max(1, len(attributes) // count) | 1]}
+    # One for each person, seven questions further on each time, so that all relations, verbs and templates occur.
+    each = len(attributes) // len(world.people)
+    asked = {"attribute": [attributes[i * each + 7 * i % each] for i in range(len(world.people))]}
     for label, direction in (("NAME is", "p2d"), ("DESCRIPTION is", "d2p")):
         facts = world.facts("description", "both", direction)
         asked[label] = facts[:: max(1, len(facts) // count) | 1]

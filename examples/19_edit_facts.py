@@ -5,10 +5,10 @@ requests: efficacy, paraphrases, neighbours with the same old object, people who
 other relations. Attributes have one token. A description has three, and a question in reverse: does editing "NAME is
 DESCRIPTION" change the answer to "DESCRIPTION is"? With --described unused, the new description pairs a role with
 somebody else's place, and with --over-states partial the search for v* includes partially revealed objects.
-Nearly all edits take hold, in all templates, and spare other people; the person's own other relations suffer (three in
-five survive an edited attribute, a quarter survive an edited description). The reverse question never changes, on
-either model: the old description still gives the name, and the new one does not. docs/editing.md explains what this
-shows.
+Nearly all edits take hold, in all templates, and spare other people; the person's own other relations suffer (of ten,
+four survive an edited attribute on the diffusion model and six on the AR baseline, and two or three survive an edited
+description). The reverse question never changes, on either model: the old description still gives the name, and the
+new one does not. docs/editing.md explains what this shows.
 OUT contains a figure with a panel for each model and kind of fact, and a folder for each study. An interrupted run
 resumes from there.
 """
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     world = site_facts.load()
-    kinds = {}
-    for kind, questions in (
-        ("attribute", world.facts("attribute")),
-        ("description", world.facts("description", "both", "p2d")),
-    ):
-        # The step is no multiple of the number of templates or verbs, so that all of them occur.
-        facts = questions[:: max(1, len(questions) // args.edits) | 1][: args.edits]
-        kinds[kind] = edit_requests(world, facts, described=args.described)
+    attributes, descriptions = world.facts("attribute"), world.facts("description", "both", "p2d")
+    # One for each person, seven questions further on each time, so that all relations, verbs and templates occur.
+    each = len(attributes) // len(world.people)
+    asked = {
+        "attribute": [attributes[i * each + 7 * i % each] for i in range(len(world.people))],
+        "description": descriptions[:: max(1, len(descriptions) // args.edits) | 1],
+    }
+    kinds = {kind: edit_requests(world, facts[: args.edits], described=args.described) for kind, facts in asked.items()}
     corpus = Documents(world, description=0.4, tag=0.1, second_person=0.6).sample(DOCUMENTS)
     settings = EditSettings(
         layer=args.layer,
