@@ -32,6 +32,7 @@ NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sh
 
 installed_version = cache(version)  # which reads and parses a file
 _START_AGAIN = "Delete the files in this folder and start again, or name another folder"
+_SHOWN_PARTS = 3
 _TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 _PART: ContextVar[str | None] = ContextVar("_PART", default=None)
 
@@ -262,3 +263,19 @@ def _difference(name: str, saved: Any, current: Any) -> str:
 
 def _hooks(attached: Any) -> str:
     return f"[{', '.join(attached)}]" if attached else "none"
+
+
+def one_line(result: Any) -> str:
+    """A result in one line, for `__repr__`: its class, model, numbers, and tensors by axis and size."""
+    shown = [str(result.record["model"])] if result.record.get("model") else []
+    for field in fields(result):
+        value = getattr(result, field.name)
+        if isinstance(value, Tensor):
+            axes = getattr(field.type, "dim_str", "").split()
+            named = len(axes) == value.dim()
+            sizes = [f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True)] if named else value.shape
+            shown.append(f"{field.name} [{', '.join(map(str, sizes))}]")
+        elif isinstance(value, float):
+            shown.append(f"{field.name} {value:.3g}")
+    more = ["..."] if len(shown) > _SHOWN_PARTS else []
+    return f"{type(result).__name__}({', '.join(shown[:_SHOWN_PARTS] + more)})"

@@ -12,7 +12,7 @@ from diffusion_lens.analysis.ranking import Ranking
 from diffusion_lens.evaluation.question import Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import at_least
 
 
@@ -43,6 +43,8 @@ class AnswerRanks:
     top_logit: Float[Tensor, "answer top"]
     top_probability: Float[Tensor, "answer top"]
     record: dict[str, Any] = field(repr=False)
+
+    __repr__ = one_line
 
     def to_text(self) -> str:
         """The table that TransformerLens's `test_prompt` prints."""

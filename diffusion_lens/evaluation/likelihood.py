@@ -32,7 +32,7 @@ from diffusion_lens.evaluation.question import Question, Text, answer_canvases, 
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
+from diffusion_lens.records import as_dataclass, load_result, one_line, provenance, save_result
 from diffusion_lens.settings import at_least, naming_the_nearest, not_negative
 from diffusion_lens.shapes import PosMask
 
@@ -53,6 +53,8 @@ class NLLEstimate:
     standard_error: float
     samples: int
     record: dict[str, Any] = field(repr=False)
+
+    __repr__ = one_line
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

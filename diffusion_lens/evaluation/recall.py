@@ -27,7 +27,7 @@ from diffusion_lens.evaluation.scores import (
     word_bleu,
 )
 from diffusion_lens.facts import Fact
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +96,8 @@ class Recall(StudyResult[Reply]):
 
     KIND: ClassVar[str] = "recall"
     FACT_FILE: ClassVar[type[Any]] = Reply
+
+    __repr__ = one_line
 
     @classmethod
     def of(cls, results: Mapping[str, Reply], record: dict[str, Any]) -> "Recall":

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.losses import LossBatch, Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
+from diffusion_lens.records import as_dataclass, load_result, one_line, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, RowSource, TrainingRows
 from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
 from diffusion_lens.training.evaluation_steps import evaluation_steps
@@ -51,6 +51,8 @@ class TrainingRecord:
     losses: Float[Tensor, "step"]
     record: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...] = ()
+
+    __repr__ = one_line
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

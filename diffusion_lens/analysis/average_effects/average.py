@@ -38,6 +38,7 @@ from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,8 @@ class AverageEffect(FactAverage):
     effects: Float[Tensor, "fact role layer"]
     clean: Float[Tensor, "fact"]
     corrupted: Float[Tensor, "fact"]
+
+    __repr__ = one_line
 
     @property
     def ate(self) -> float:

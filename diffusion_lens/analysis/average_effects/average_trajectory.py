@@ -40,6 +40,7 @@ from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,8 @@ class AverageTrajectoryEffect(FactAverage):
     effects: Float[Tensor, "fact step role layer"]
     clean: Float[Tensor, "fact step"]
     corrupted: Float[Tensor, "fact step"]
+
+    __repr__ = one_line
 
     @property
     def offsets(self) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, one_by_one, side_by_side
 from diffusion_lens.analysis.average_effects.known import say_rule, warn_of_nothing
 from diffusion_lens.analysis.over_facts import StudyResult
+from diffusion_lens.records import one_line
 
 A = TypeVar("A", bound="FactAverage")
 
@@ -41,6 +42,8 @@ class FactAverage(StudyResult[FactEffect]):
     layers: list[int]
     unknown: dict[str, float]
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @classmethod
     def of(cls: type[A], results: Mapping[str, FactEffect], record: dict[str, Any]) -> A:

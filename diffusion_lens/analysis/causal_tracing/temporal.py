@@ -32,7 +32,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import Real, Whole
 
 
@@ -64,6 +64,8 @@ class TemporalEffect:
     str_tokens: list[str]
     subject: tuple[int, int]
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:

@@ -35,7 +35,7 @@ from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import Real, Whole, naming_the_nearest
 
 
@@ -72,6 +72,8 @@ class CausalTrace:
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def indirect_effect(self) -> Float[Tensor, "pos layer"]:

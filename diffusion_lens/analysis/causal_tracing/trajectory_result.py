@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,8 @@ class TrajectoryTrace:
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:

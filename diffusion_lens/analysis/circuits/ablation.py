@@ -29,7 +29,7 @@ from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import Whole
 
 
@@ -51,6 +51,8 @@ class Faithfulness:
     clean: Float[Tensor, "*step"]
     corrupted: Float[Tensor, "*step"]
     record: dict[str, Any] = field(repr=False)
+
+    __repr__ = one_line
 
     @property
     def share(self) -> Float[Tensor, "*step entry"]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph
-from diffusion_lens.records import as_dataclass, load_result, save_result
+from diffusion_lens.records import as_dataclass, load_result, one_line, save_result
 from diffusion_lens.settings import Whole, at_least, whole_number
 
 _TENSORS = ("scores", "clean", "corrupted")
@@ -116,6 +116,8 @@ class AttributionScores(ABC):
     record: dict[str, Any]
 
     KIND: ClassVar[str]
+
+    __repr__ = one_line
 
     @property
     def writers(self) -> tuple[str, ...]:

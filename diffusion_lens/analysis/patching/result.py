@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.patching.attribution import EstimateError
-from diffusion_lens.records import as_dataclass, load_result, save_result
+from diffusion_lens.records import as_dataclass, load_result, one_line, save_result
 
 _TENSORS = ("scores", "clean", "corrupted")
 _ERROR_TENSORS = ("cells", "estimated", "exact")
@@ -46,6 +46,8 @@ class PatchGrid:
     labels: list[list[str]]
     error: EstimateError | None
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def effect(self) -> Float[Tensor, "*rest"]:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.representations.similarity import NEVER_NEGATIVE, effective_rank
-from diffusion_lens.records import as_dataclass, load_fields, load_result, save_fields, save_result, split_fields
+from diffusion_lens.records import (
+    as_dataclass,
+    load_fields,
+    load_result,
+    one_line,
+    save_fields,
+    save_result,
+    split_fields,
+)
 
 ROUND_OFF = 1e-10
 
@@ -46,6 +54,8 @@ class Comparison:
     ids: list[str]
     names: tuple[str, str]
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def p(self) -> Float[Tensor, "statistic"]:

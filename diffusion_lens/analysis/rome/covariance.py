@@ -35,7 +35,7 @@ from diffusion_lens.identity import begins_run, require_identified
 from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
 from weight_conversion import as_json
@@ -64,6 +64,8 @@ class SecondMoment:
     count_squares: int
     layer: int
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def matrix(self) -> Float[Tensor, "d_mlp d_mlp"]:

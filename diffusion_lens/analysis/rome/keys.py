@@ -20,7 +20,7 @@ from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_reques
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_layer
 
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
@@ -42,6 +42,8 @@ class KeyResult:
     keys: Float[Tensor, "prompt d_mlp"]
     layer: int
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def vector(self) -> Float[Tensor, "d_mlp"]:

@@ -14,7 +14,7 @@ from diffusion_lens.analysis.bootstrap import percentile_interval
 from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.rome.success import GROUPS, edited_layers
 from diffusion_lens.analysis.rome.weight_edit import say_layers
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")
 
@@ -127,6 +127,8 @@ class EditStudy(StudyResult[EditOutcome]):
     KIND: ClassVar[str] = "edit study"
     FACT_FILE: ClassVar[type[Any]] = EditOutcome
     UNIT: ClassVar[str] = "request"
+
+    __repr__ = one_line
 
     @classmethod
     def of(cls, results: Mapping[str, EditOutcome], record: dict[str, Any]) -> "EditStudy":

@@ -14,7 +14,7 @@ from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.facts import Direction
-from diffusion_lens.records import load_fields, network_of, save_fields
+from diffusion_lens.records import load_fields, network_of, one_line, save_fields
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
@@ -80,6 +80,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
 
     KIND: ClassVar[str] = "key and value study"
     FACT_FILE: ClassVar[type[Any]] = FactVectors
+
+    __repr__ = one_line
 
     @classmethod
     def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":

@@ -31,7 +31,7 @@ from diffusion_lens.analysis.rome.weight_edit import WeightEdit, say_layers
 from diffusion_lens.facts import Probe, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "shared_name", "other_relations", "reverse", "reverse_old")
@@ -70,6 +70,8 @@ class EditReport:
     probabilities: Float[Tensor, "state probe"]
     groups: list[str]
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     def table(self) -> dict[str, Score]:
         """The scores of the groups that have probes, in the order of `GROUPS`."""

@@ -32,7 +32,7 @@ from diffusion_lens.analysis.rome.search import SearchResult, ValueSettings, sea
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, one_line, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least, check_keywords, keywords_of, pick_layer
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")
@@ -62,6 +62,8 @@ class ValueResult:
     probability_after: float
     layer: int
     record: dict[str, Any]
+
+    __repr__ = one_line
 
     @property
     def vector(self) -> Float[Tensor, "d_model"]:
