@@ -38,7 +38,7 @@ class StudyResult(ABC, Generic[F]):
 
     KIND: ClassVar[str]  # Kind of result that is written in its file.
     FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
-    UNIT: ClassVar[str] = "fact"  # What messages call one row.
+    UNIT: ClassVar[str] = "fact"  # What messages and the progress bar call one row.
 
     ids: list[str]
     record: dict[str, Any]
@@ -115,13 +115,11 @@ class Study:
         record: Description of the study, the content of `run.json` in its folder.
         batches: Ids of the facts that are computed together; shards consist of whole batches.
         compute: Function that computes the results of the facts of a batch.
-        unit: What the progress bar calls one of them.
     """
 
     record: dict[str, Any]
     batches: Sequence[Sequence[str]]
     compute: Callable[[Sequence[str]], Sequence[Any]]
-    unit: str = "fact"
 
     def collect(self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool) -> C:
         """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
@@ -133,7 +131,7 @@ class Study:
         """
         own = pick_shard(self.batches, shard)
         folder = None if out is None else FactFolder.start(out, self.record)
-        saved = work_through_batches(own, self.compute, result_type.FACT_FILE.load, folder, progress, self.unit)
+        saved = work_through_batches(own, self.compute, result_type.FACT_FILE.load, folder, progress, result_type.UNIT)
         result = result_type.from_files(saved, self.record)
         result.warn_of_gaps()
         return result

@@ -77,8 +77,7 @@ def one_layer_study(
     def compute(batch: Sequence[str]) -> list[CellCurves]:
         return [train_cell(cells[cell_id], int(steps)) for cell_id in batch]
 
-    study = Study(record, [[cell_id] for cell_id in cells], compute, unit="training")
-    return study.collect(OneLayerStudy, out, shard, progress)
+    return Study(record, [[cell_id] for cell_id in cells], compute).collect(OneLayerStudy, out, shard, progress)
 
 
 def describe(

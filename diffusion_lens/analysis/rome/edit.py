@@ -85,7 +85,7 @@ class RankOneEdit(WeightEdit):
     @torch.no_grad()
     def update(self) -> Float[Tensor, "d_model d_mlp"]:
         """ΔW for the weight as it is now, float64 on the CPU."""
-        return torch.outer(self._missing(), self.direction)
+        return self.factors(self.layer).product()
 
     @torch.no_grad()
     def factors(self, layer: int) -> Factors:

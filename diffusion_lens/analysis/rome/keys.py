@@ -94,17 +94,11 @@ def compute_keys(
 ) -> list[KeyResult]:
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
     layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
-    if at not in KEY_POSITIONS:
-        raise ValueError(f"at={at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
+    check_key_position(at)
     prompts = [as_request(request) for request in requests]
     queries = [query for request in prompts for query in request]
-    batches = []
-    for start in range(0, len(queries), max_batch):
-        chunk = queries[start : start + max_batch]
-        batch = PromptBatch.of(model, [query.tokens for query in chunk])
-        positions = [KEY_POSITIONS[at](query) for query in chunk]
-        batches.append(keys_everywhere(model, batch, layer)[range(len(chunk)), positions].float().cpu())
-    by_request = torch.cat(batches).split([len(request) for request in prompts]) if batches else ()
+    counts = [len(request) for request in prompts]
+    by_request = states_at(model, queries, key_site(layer), layer, at, max_batch).float().split(counts)
     record = {"at": at, **provenance(model, model.cfg)}
     return [
         KeyResult(keys.clone(), layer, {**record, "prompts": [model.words(q.tokens.tolist()) for q in request]})
@@ -112,12 +106,43 @@ def compute_keys(
     ]
 
 
+def check_key_position(at: str) -> None:
+    """Raise a `ValueError` unless `at` names a token of a query."""
+    if at not in KEY_POSITIONS:
+        raise ValueError(f"at={at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
+
+
+@torch.no_grad()
+def states_at(
+    model: DiffusionTransformer,
+    queries: Sequence[Query],
+    site: str,
+    layer: int,
+    at: str = "subject_last",
+    max_batch: int = 256,
+) -> Float[Tensor, "query d"]:
+    """What passes the hook point `site` of block `layer` at one token of each query, on the CPU."""
+    states = [torch.empty(0, 0)]
+    for start in range(0, len(queries), max_batch):
+        chunk = queries[start : start + max_batch]
+        batch = PromptBatch.of(model, [query.tokens for query in chunk])
+        positions = [KEY_POSITIONS[at](query) for query in chunk]
+        states.append(states_everywhere(model, batch, site, layer)[range(len(chunk)), positions].cpu())
+    return torch.cat(states[1:] or states)
+
+
 def keys_everywhere(model: DiffusionTransformer, batch: PromptBatch, layer: int) -> Float[Tensor, "batch pos d_mlp"]:
     """The input of the down-projection of `layer` at every position, padding included."""
-    name = key_site(layer)
-    _, cache = model.run_with_cache(batch.tokens, attention_mask=batch.real, names_filter=name, stop_at_layer=layer + 1)
-    keys: Tensor = cache[name]
-    return keys
+    return states_everywhere(model, batch, key_site(layer), layer)
+
+
+def states_everywhere(
+    model: DiffusionTransformer, batch: PromptBatch, site: str, layer: int
+) -> Float[Tensor, "batch pos d"]:
+    """What passes the hook point `site` of block `layer` at every position, padding included."""
+    _, cache = model.run_with_cache(batch.tokens, attention_mask=batch.real, names_filter=site, stop_at_layer=layer + 1)
+    states: Tensor = cache[site]
+    return states
 
 
 def key_site(layer: int) -> str:

@@ -25,7 +25,7 @@ from diffusion_lens.analysis.rome.inverse_moment import (
     describe_covariance,
     require_covariance_of,
 )
-from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
+from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys
 from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
 from diffusion_lens.analysis.rome.request_plan import RequestPlan
 from diffusion_lens.analysis.rome.search import ValueSettings
@@ -62,8 +62,7 @@ class EditSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefixes", tuple(self.prefixes))
         object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
-        if self.at not in KEY_POSITIONS:
-            raise ValueError(f"at={self.at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
+        check_key_position(self.at)
 
     def on(self, model: DiffusionTransformer) -> "EditSettings":
         """These settings with the layer counted from 0 and the length of canvas that applies to `model`."""
@@ -130,7 +129,7 @@ def edit_study(
         return edit_each(plan, batch, settings, inverse())
 
     batches = [ids[start : start + size] for start in range(0, len(ids), size)]
-    return Study(record, batches, compute, EditStudy.UNIT).collect(EditStudy, out, shard, progress)
+    return Study(record, batches, compute).collect(EditStudy, out, shard, progress)
 
 
 def edit_each(

@@ -40,8 +40,8 @@ from diffusion_lens.analysis.rome.inverse_moment import (
     matrix_of,
     require_covariance_of,
 )
-from diffusion_lens.analysis.rome.keys import compute_keys
-from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
+from diffusion_lens.analysis.rome.keys import compute_keys, states_at
+from diffusion_lens.analysis.rome.prompts import Request, as_request
 from diffusion_lens.analysis.rome.search import Number, ValueSettings
 from diffusion_lens.analysis.rome.values import essences_of, search_together
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit
@@ -143,14 +143,15 @@ def memit(
     used_essences = essences_of(model, given, settings, essences)
     found = search_together(model, given, used_essences, last, settings, measured_by="resid_post", progress=progress)
     deltas = torch.stack([result.delta for result in found]).double()
-    targets = subject_states(model, plain, last) + deltas
+    states = subject_states(model, plain, last)
+    targets = states + deltas
 
     # 2. The update of each layer, upon those of the layers before it.
     updates: dict[int, Factors] = {}
     ridges, errors = {}, []
     with ExitStack() as partial:
         for n, layer in enumerate(chosen):
-            missing = targets - subject_states(model, plain, last)
+            missing = targets - states
             errors.append(missing.norm(dim=1))
             keys = torch.stack([key.vector for key in compute_keys(model, given, layer)], dim=1).double()
             c = torch.eye(len(keys), dtype=keys.dtype) if (own := used[layer]) is None else matrix_of(own)
@@ -158,7 +159,8 @@ def memit(
             ridges[layer] = inverse.ridge
             updates[layer] = Factors((missing / (len(chosen) - n)).T.contiguous(), inverse.times(keys))
             partial.enter_context(MemitEdit(model, {layer: updates[layer]}))
-        errors.append((targets - subject_states(model, plain, last)).norm(dim=1))
+            states = subject_states(model, plain, last)
+        errors.append((targets - states).norm(dim=1))
     record = {
         "layers": chosen,
         "cov_weight": weight,
@@ -171,21 +173,11 @@ def memit(
     return MemitEdit(model, updates, [result.probability_after for result in found], torch.stack(errors), record)
 
 
-@torch.no_grad()
 def subject_states(
-    model: DiffusionTransformer, queries: Sequence[Query], layer: int, max_batch: int = 256
+    model: DiffusionTransformer, queries: Sequence[Query], layer: int
 ) -> Float[Tensor, "request d_model"]:
     """The residual stream behind block `layer` at the last token of each subject, float64 on the CPU."""
-    states, name = [], resid_post(layer)
-    for start in range(0, len(queries), max_batch):
-        chunk = queries[start : start + max_batch]
-        batch = PromptBatch.of(model, [query.tokens for query in chunk])
-        _, cache = model.run_with_cache(
-            batch.tokens, attention_mask=batch.real, names_filter=name, stop_at_layer=layer + 1
-        )
-        positions = [query.subject[1] - 1 for query in chunk]
-        states.append(cache[name][range(len(chunk)), positions].cpu().double())
-    return torch.cat(states)
+    return states_at(model, queries, resid_post(layer), layer).double()
 
 
 def covariances_of(

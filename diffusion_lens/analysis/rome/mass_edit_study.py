@@ -101,7 +101,7 @@ def memit_study(
     def compute(batch: Sequence[str]) -> list[EditOutcome]:
         return edit_together(plan, batch, settings, covariances)
 
-    return Study(record, [list(plan.requests)], compute, EditStudy.UNIT).collect(EditStudy, out, (0, 1), progress)
+    return Study(record, [list(plan.requests)], compute).collect(EditStudy, out, (0, 1), progress)
 
 
 def edit_together(

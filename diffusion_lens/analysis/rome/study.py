@@ -20,7 +20,7 @@ import torch
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
-from diffusion_lens.analysis.rome.keys import KEY_POSITIONS, compute_keys
+from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys
 from diffusion_lens.analysis.rome.prompts import lay_out_request
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
@@ -60,8 +60,7 @@ class KeyValueSettings:
         object.__setattr__(self, "layers", unique_indices("layers", self.layers))
         object.__setattr__(self, "prefixes", tuple(self.prefixes))
         object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
-        if self.at not in KEY_POSITIONS:
-            raise ValueError(f"at={self.at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
+        check_key_position(self.at)
 
     def blocks(self, n_layers: int) -> list[int]:
         """The selected blocks of a model with `n_layers` layers, counted from 0."""
