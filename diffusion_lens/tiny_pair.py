@@ -8,9 +8,7 @@ an interruption, the same command continues the training.
 """
 
 import argparse
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +24,7 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.training.recipes import TrainingConfig
 from diffusion_lens.training.trainer import TrainingRecord, train
-from weight_conversion import Architecture, export, sha256_of_file, write_json
+from weight_conversion import Architecture, export, renamed_together, sha256_of_file, write_json
 
 Kind = Literal["mdm", "ar"]
 
@@ -120,9 +118,7 @@ def make_pair(
     """
     facts = toy_facts.load(corpus_seed)
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target, prefix=".tiny-") as temporary:
-        staging = Path(temporary)
+    with renamed_together(target) as staging:
         models: dict[str, Any] = {}
         for kind, n_steps in (steps or STEPS).items():
             config = TrainingConfig(steps=n_steps, seed=seed)
@@ -148,8 +144,6 @@ def make_pair(
         }
         save_tokenizer(toy_facts.build_tokenizer(facts), staging, architecture("mdm", 1).n_ctx)
         write_json(results, staging / "results.json")
-        for file in staging.iterdir():
-            os.replace(file, target / file.name)
     for kind in steps or STEPS:
         shutil.rmtree(target / f"tiny-{kind}.run")
     return results

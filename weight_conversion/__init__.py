@@ -10,7 +10,7 @@ from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_archit
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
 from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
 from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
-from weight_conversion.whole_files import renamed_when_whole, sha256_of_file
+from weight_conversion.whole_files import renamed_together, renamed_when_whole, sha256_of_file
 
 __all__ = [
     "CHECKPOINT_SUFFIXES",
@@ -32,6 +32,7 @@ __all__ = [
     "published_architecture",
     "read_json",
     "read_json_object",
+    "renamed_together",
     "renamed_when_whole",
     "require_config",
     "restore_numbers",

@@ -97,24 +97,21 @@ class FactSource:
 @cache
 def _toy() -> FactSource:
     toy = toy_facts.load()
-    training = tuple(fact for fact in toy.facts(held_out=False) if fact.trained in ("both", fact.asked))
-    reverse = tuple(fact for fact in toy.facts(held_out=False) if fact.is_reverse)
-    return FactSource("toy", tuple(toy.facts()), training, toy_facts.SENTENCE_LENGTH, 0.0, (1, 2, 4, 8), reverse)
+    return _of_people("toy", toy.facts(), toy.facts(held_out=False), toy_facts.SENTENCE_LENGTH)
 
 
 @cache
 def _site() -> FactSource:
     world = site_facts.load()
-    trained = world.facts("description", held_out=False)
-    return FactSource(
-        "site",
-        tuple(world.facts("description")),
-        tuple(fact for fact in trained if fact.trained in ("both", fact.asked)),
-        SITE_LENGTH,
-        0.0,
-        (1, 2, 4, 8),
-        tuple(fact for fact in trained if fact.is_reverse),
-    )
+    taught = world.facts("description", held_out=False)
+    return _of_people("site", world.facts("description"), taught, SITE_LENGTH)
+
+
+def _of_people(name: str, questions: Sequence[Fact], taught: Sequence[Fact], length: int) -> FactSource:
+    """Invented people, with held-out questions and the words of training in both directions."""
+    training = tuple(fact for fact in taught if fact.trained in ("both", fact.asked))
+    reverse = tuple(fact for fact in taught if fact.is_reverse)
+    return FactSource(name, tuple(questions), training, length, 0.0, (1, 2, 4, 8), reverse)
 
 
 def _site_attributes() -> FactSource:

@@ -1,8 +1,6 @@
 """Trains and measures the pair, and writes its files."""
 
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +20,7 @@ from diffusion_lens.site_pair.recipe import (
     Phase,
     architecture,
 )
-from weight_conversion import export, sha256_of_file, write_json
+from weight_conversion import export, renamed_together, sha256_of_file, write_json
 
 
 def make_pair(
@@ -46,11 +44,9 @@ def make_pair(
     """
     world = site_facts.load(world_seed)
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     done = train_phases(world, seed, phases, target / "site.run", progress)
     final: dict[Kind, Trained] = {trained.phase.kind: trained for trained in done.values()}
-    with tempfile.TemporaryDirectory(dir=target, prefix=".site-") as temporary:
-        staging = Path(temporary)
+    with renamed_together(target) as staging:
         models: dict[str, Any] = {}
         for kind, trained in final.items():
             # The architecture has a common name, because both models share one config file.
@@ -72,8 +68,6 @@ def make_pair(
         }
         save_tokenizer(site_facts.build_tokenizer(world), staging, architecture("mdm", 1, BLOCKS).n_ctx)
         write_json(results, staging / "results.json")
-        for file in staging.iterdir():
-            os.replace(file, target / file.name)
     shutil.rmtree(target / "site.run")
     return results
 
