@@ -1,7 +1,7 @@
 """Figures of the pages, drawn at every build.
 
 The pages' own code draws `docs/_made/*.png`. If the code of such a page does not print the output that the page shows,
-the build warns. The demonstration draws the figures of README.md, `docs/images/*.png`.
+the build warns. The demonstration draws the figures of README.md and docs/demo.md, `docs/images/*.png`.
 """
 
 import os
@@ -49,8 +49,8 @@ def make_pictures(page: Path) -> list[Path]:
         return [Path(shutil.move(figure, made / figure.name)) for figure in figures]
 
 
-def draw_readme(folder: Path) -> None:
-    """Draw the figures of README.md into a folder."""
+def draw_demo(folder: Path) -> None:
+    """Draw the figures of the demonstration, which README.md and docs/demo.md show, into a folder."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for figure in demo.run(Path(scratch), logger.debug):
             shutil.move(figure, folder / figure.name)
@@ -58,7 +58,7 @@ def draw_readme(folder: Path) -> None:
 
 def make_all(app: Sphinx) -> None:
     """Draw the figures of all pages. Two pages must not draw figures with the same name."""
-    draw_readme(Path(app.srcdir) / "images")
+    draw_demo(Path(app.srcdir) / "images")
     drawn: dict[str, Path] = {}
     for page in pages_with_pictures(Path(app.srcdir)):
         for picture in make_pictures(page):

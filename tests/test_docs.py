@@ -41,6 +41,7 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
 
 def test_the_pages_that_teach_have_python_to_run() -> None:
     assert {
+        "index.md",
         "tutorial.md",
         "recall.md",
         "keys_and_values.md",
@@ -49,7 +50,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "two_sites.md",
         "editing.md",
     } == RUN_BY_THE_BUILD
-    taught = {"start.md", "tutorial.md", "concepts.md", "write_a_sampler.md", "add_a_family.md"}
+    taught = {"start.md", "tour.md", "tutorial.md", "concepts.md", "write_a_sampler.md", "add_a_family.md"}
     taught |= {"from_transformer_lens.md", "from_rome.md", "from_smdm.md", "families.md", "finetune.md"}
     assert taught | RUN_BY_THE_BUILD <= set(WITH_PYTHON)
 

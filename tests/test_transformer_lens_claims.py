@@ -3,8 +3,10 @@
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -110,3 +112,20 @@ def test_llada_has_scores_and_patterns_there(supported_architectures: ModuleType
 def test_dream_has_no_pattern_there(supported_architectures: ModuleType) -> None:
     dream = importlib.import_module(f"{supported_architectures.__name__}.dream")
     assert "there is no reconstructed pattern hook" in " ".join((dream.__doc__ or "").split())
+
+
+def test_the_table_of_the_readme_counts_the_adapters(supported_architectures: ModuleType) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    names = {adapter.__name__ for adapter in adapters(supported_architectures)}
+    assert f"{len(names)} architecture adapters" in readme
+
+
+def test_it_has_patching_and_neither_causal_tracing_nor_edits() -> None:
+    import transformer_lens
+
+    files = sorted(Path(transformer_lens.__file__).parent.rglob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    names = re.findall(r"^ *(?:def |class )?(\w+)(?=\(| = )", text, re.MULTILINE)
+    assert {"get_act_patch_resid_pre", "attribution_patch"} <= set(names)
+    missing = re.compile(r"causal_?trac|(?<!ch)rome|memit|rank_one|monte_carlo", re.IGNORECASE)
+    assert not [name for name in names if missing.search(name)]
