@@ -49,6 +49,12 @@ class Query:
         if outside := [position for position in self.answer_positions if position < 0]:
             raise ValueError(f"the answer positions {outside} are negative; positions count from 0")
 
+    def describe(self) -> dict[str, list[int]]:
+        """The query as plain data, for a record."""
+        return {name: list(value) for name, value in vars(self).items() if name != "tokens"} | {
+            "tokens": self.tokens.tolist()
+        }
+
 
 @dataclass(frozen=True, eq=False)
 class Probe:

@@ -1,14 +1,18 @@
 """`Trajectory`: the result of a denoising run."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.explored import page_of
+from diffusion_lens.denoising.explored_results import Results, Trace
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.predictor import FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
@@ -20,6 +24,8 @@ from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.pages.page import html_path, write_page
+from diffusion_lens.pages.views import Lens
 from diffusion_lens.settings import naming_the_nearest, whole_number
 from diffusion_lens.step_state import StepState
 
@@ -122,6 +128,45 @@ class Trajectory(Recording):
         names = ("tokens", "canvases", "revealed_at", "confidence")
         first, second = ({name: getattr(trajectory, name) for name in names} for trajectory in (self, other))
         return TrajectoryDiff.of(first, second, self.first_step)
+
+    def explore(
+        self,
+        path: str | Path,
+        *,
+        lens: Lens | None = None,
+        trace: Trace | Sequence[Trace] | None = None,
+        attention: TrajectoryCache | None = None,
+        logits: TrajectoryCache | None = None,
+        row: SupportsIndex = 0,
+        max_bytes: SupportsIndex = 16 * 2**20,
+    ) -> Path:
+        """Write one row as an explorer page: one HTML file that needs no network, for any browser.
+
+        The page shows the canvas by step with the order and the confidence of the tokens, and the results that are
+        given. Where one is missing, it says what to pass. Every view shows the Python code that gives its numbers.
+
+        Args:
+            path: File to write, ending in .html.
+            lens: `logit_lens(model, trajectory)`, at all or some steps.
+            trace: `trace_trajectory(model, fact, trajectory=trajectory, ...)`, or several, of different kinds.
+            attention: Cache with the patterns, `blocks.{i}.attn.hook_pattern`, of some layers and steps.
+            logits: Cache with `denoise.hook_logits`, for the likeliest tokens at every masked position, after guidance.
+                It may be the same cache. Without it they are those of the lens's last layer, if there is no guidance.
+            row: Row of the batch.
+            max_bytes: Largest size of the file; a larger one is refused, with what to leave out.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: A result of another run or network, a cache without what its view shows, or a page that is too
+                large.
+        """
+        html_path(path)
+        traces = () if trace is None else (trace,) if isinstance(trace, Trace) else tuple(trace)
+        results = Results(lens, traces, attention, logits)
+        page = page_of(self, results, whole_number("row", row))
+        return write_page(page, path, whole_number("max_bytes", max_bytes))
 
     def _begin_again(
         self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool

@@ -3,6 +3,7 @@
 A figure does not store its numbers. The result that drew it does, and `save` writes them.
 """
 
+from diffusion_lens.pages import step_slider, write_page
 from diffusion_lens.plots.axes import HUES, RESTORED, Figure, panels, readable
 from diffusion_lens.plots.bars import share_bars
 from diffusion_lens.plots.canvas_html import canvas_table
@@ -10,7 +11,6 @@ from diffusion_lens.plots.circuits import edge_map, kept_by_size
 from diffusion_lens.plots.curves import effect_curves, level_curves
 from diffusion_lens.plots.heat_maps import denoising_grid, heat_map, labelled_map, trace_panels
 from diffusion_lens.plots.lines import labelled_lines
-from diffusion_lens.plots.pages import step_slider, write_page
 from diffusion_lens.plots.representations import paired_scatter, probability_by_layer, similarity_curve, spectra
 from diffusion_lens.plots.signatures import Curve, SignaturePanels, signature_panels
 from diffusion_lens.plots.token_maps import token_map

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from page_reader import PageFile
 
 from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
@@ -236,10 +237,11 @@ def test_save_and_load(trace, tmp_path):
 
 @pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_the_page_and_the_pictures_contain_the_scores(trace):
-    page = trace.page()
-    assert [frame.name for frame in page.frames] == [str(step) for step in trace.steps]
-    shown = torch.tensor(np.array(page.frames[1].data[0].z, dtype=float)).float()
-    torch.testing.assert_close(shown, trace.scores[1], equal_nan=True)
+    page = PageFile(trace.page().html())
+    assert page.run()["steps"] == trace.steps
+    for i, step in enumerate(trace.steps):
+        _, arrays = page.read(f"trace/resid/{step}")
+        np.testing.assert_array_equal(arrays["scores"].astype(np.float32), trace.scores[i].numpy())
     images = [trace.plot(step).get_images()[0] for step in trace.steps[:2]]
     assert images[0].get_clim() == images[1].get_clim()
 

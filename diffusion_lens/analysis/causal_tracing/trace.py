@@ -57,7 +57,8 @@ class CausalTrace:
         subject: First position of the subject and one past the last.
         positions: Position of each row of the grid.
         layers: Layer of each column of the grid.
-        record: Kind, window, severed, corruption, noise, samples, seed, answer, model, hash of the weights, versions.
+        record: Kind, window, severed, corruption, noise, samples, seed, answer, query, model, hash of the weights,
+            versions.
     """
 
     scores: Float[Tensor, "pos layer"]
@@ -250,6 +251,7 @@ def trace_query(
             **restoration.describe(),
             **corruption.describe(),
             "answer": model.words(query.answer_tokens),
+            "query": query.describe(),
             **provenance(model, model.cfg),
         },
     )

@@ -92,7 +92,7 @@ class TrajectoryTrace:
         return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
 
     def page(self, title: str | None = None) -> Any:
-        """The heat maps with a slider over the steps, as a plotly figure; `plots.write_page` writes it."""
+        """The heat maps with a slider over the steps, as a page; `pages.write_page` writes it."""
         return plots.step_slider(
             self.scores,
             str_canvases=self.str_canvases,

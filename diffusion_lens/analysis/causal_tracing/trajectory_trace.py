@@ -188,6 +188,7 @@ def trace_steps(
             **corruption.describe(),
             "canvas": canvas,
             "answer": model.words(run.query.answer_tokens),
+            "query": run.query.describe(),
             **provenance(model, model.cfg),
             "trajectory": canvas_provenance(run.trajectory.record),
         },

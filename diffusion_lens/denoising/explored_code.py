@@ -1,0 +1,108 @@
+"""The Python code of each view of a trajectory's page: it runs, and gives the numbers that the view shows."""
+
+from collections.abc import Mapping
+
+from diffusion_lens.denoising.as_python import RunCode, call
+from diffusion_lens.denoising.explored_results import TOP_K, Trace
+from diffusion_lens.denoising.recording import Recording
+from diffusion_lens.hook_names import loop_hook
+from diffusion_lens.pages.views import Lens
+
+_TRACE_SETTINGS = ("kind", "window", "severed", "corruption", "noise", "samples", "seed", "swap", "canvas")
+
+
+def alternatives_code(code: RunCode) -> str:
+    """The likeliest tokens at the masked positions of a step, after guidance."""
+    blank = code.trajectory.blank
+    without = f"ranked[:, {blank}] = -torch.inf  # [MASK] is never written\n" if blank >= 0 else ""
+    if not 0 <= blank < code.record["architecture"]["d_vocab_out"]:
+        without = ""
+    point = loop_hook("hook_logits")
+    return (
+        f"{code.cached(repr(point))}\nlogits = cache[{{step}}][{point!r}][0].double()  # [pos d_vocab_out]\n"
+        f"ranked = logits.clone()\n{without}"
+        f"top = ranked.topk({TOP_K}).indices\np = logits.softmax(dim=-1).gather(-1, top)\n"
+        "print([(model.words(top[{position}].tolist()), p[{position}].tolist())])"
+    )
+
+
+def attention_code(code: RunCode) -> str:
+    """The pattern of a head."""
+    name = '"blocks.{layer}.attn.hook_pattern"'
+    pattern = f"pattern = cache[{{step}}][{name}][0, {{head}}]  # [query key]"
+    return f"{code.cached(name)}\n{pattern}"
+
+
+def lens_code(code: RunCode, lens: Lens, row: int) -> str:
+    """The lens at a step."""
+    return f"{code.run}\n\n{lens_statements(code.trajectory, lens, row)}"
+
+
+def lens_statements(trajectory: Recording, lens: Lens, row: int) -> str:
+    """Statements that read `trajectory` at a step as a lens did."""
+    record, n_pos = lens.record, trajectory.tokens.shape[1]
+    keywords = {
+        "layers": None if lens.layers == list(range(record["architecture"]["n_layers"] + 1)) else lens.layers,
+        "positions": None if lens.positions == list(range(trajectory.blank < 0, n_pos)) else lens.positions,
+        "branch": None if record["branch"] == "conditional" else record["branch"],
+        "top_k": lens.top_tokens.shape[-1],
+    }
+    more = [f"targets={targets}"] if (targets := _targets(trajectory, lens, row)) else []
+    fitted = ""
+    if record["translators"] is not None:
+        more.append("translators=translators")
+        fitted = "# translators: the maps of the tuned lens, fit_translators(...) or Translators.load(...)\n"
+    made = call("logit_lens", "model", "trajectory", "steps=[{step}]", *more, **keywords)
+    return (
+        f"from diffusion_lens.analysis import logit_lens\n\n{fitted}lens = {made}.at_step({{step}})\n"
+        "index = lens.positions.index({position})\n"
+        "for layer, label in enumerate(lens.labels):\n"
+        "    tokens = [lens.words[token] for token in lens.top_tokens[layer, 0, index].tolist() if token >= 0]\n"
+        "    print(label, tokens, lens.top_probabilities[layer, 0, index].tolist())"
+    )
+
+
+def _targets(trajectory: Recording, lens: Lens, row: int) -> str:
+    """The targets of a lens as an expression; empty for the default."""
+    if lens.record["targets"] != "at each position":
+        return repr(lens.record["targets"])
+    ids, final = lens.targets[row, :, 0].tolist(), trajectory.tokens[0, lens.positions].tolist()
+    is_default = all(token in (known, -1) for token, known in zip(ids, final, strict=True))
+    return "" if is_default else f"torch.tensor([{ids}])"
+
+
+def trace_code(code: RunCode, traces: Mapping[str, Trace]) -> str:
+    """The traces at a step, by name."""
+    return f"{code.run}\n\n{trace_statements(traces)}"
+
+
+def trace_statements(traces: Mapping[str, Trace]) -> str:
+    """Statements that trace `trajectory` at a step as the trace `{name}` was made."""
+    one = next(iter(traces.values()))
+    if (query := one.record.get("query")) is None:
+        return "# The trace was saved by an earlier version, which did not record its query."
+    settings = {name: _trace_settings(trace) for name, trace in traces.items()}
+    if len({*settings.values()}) == 1:
+        chosen, keywords = "", next(iter(settings.values()))
+    else:
+        listed = "".join(f"    {name!r}: dict({written}),\n" for name, written in settings.items())
+        chosen, keywords = f"settings = {{\n{listed}}}\n", '**settings["{name}"]'
+    positions, tokens = (tuple(query[name]) for name in ("answer_positions", "answer_tokens"))
+    return (
+        "import torch\nfrom diffusion_lens import Query\nfrom diffusion_lens.analysis import trace_trajectory\n\n"
+        f"query = Query(\n    torch.tensor({query['tokens']}),\n    subject={tuple(query['subject'])},\n"
+        f"    answer_positions={positions},\n    answer_tokens={tokens},\n)\n{chosen}"
+        f"trace = trace_trajectory(model, query, steps=[{{step}}], trajectory=trajectory, {keywords})\n"
+        "scores = trace.at_step({step}).scores  # [pos layer]"
+    )
+
+
+def _trace_settings(trace: Trace) -> str:
+    """The keywords of a trace that differ from the defaults, as code."""
+    record = trace.record
+    keywords = {name: record.get(name) for name in _TRACE_SETTINGS}
+    keywords["canvas"] = None if keywords["canvas"] == "forced" else keywords["canvas"]
+    n_pos, n_layers = len(record["query"]["tokens"]), record["architecture"]["n_layers"]
+    keywords["layers"] = None if trace.layers == list(range(n_layers)) else trace.layers
+    keywords["positions"] = None if len(trace.positions) >= n_pos else trace.positions
+    return ", ".join(f"{name}={value!r}" for name, value in keywords.items() if value is not None)

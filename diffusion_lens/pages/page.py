@@ -1,0 +1,178 @@
+"""`Page`: runs with their views, as one HTML file that needs no network or as an element of a notebook."""
+
+import base64
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from diffusion_lens.pages.views import View
+from weight_conversion import renamed_when_whole
+
+FORMAT = 1
+_HEIGHT = 640  # pixels of the frame in a notebook
+# Nothing is fetched and no form is sent, whatever the tokens contain. Scripts and styles are in the file itself.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+NO_VIEWS: dict[str, Any] = {"alternatives": None, "lens": None, "attention": None, "traces": [], "answer": None}
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """One run of a page.
+
+    Attributes:
+        entry: Its entry in the manifest, with all views.
+        chunks: Bytes of each chunk, by name.
+    """
+
+    entry: dict[str, Any]
+    chunks: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any], traces: Sequence[View] = (), **views: View | None) -> "PageRun":
+        """A run with its views, by name: alternatives, lens, attention."""
+        present = {name: view for name, view in views.items() if view is not None}
+        chunks = {name: data for view in (*present.values(), *traces) for name, data in view.chunks.items()}
+        entries = {name: view.entry for name, view in present.items()}
+        return cls({**NO_VIEWS, **entry, **entries, "traces": [view.entry for view in traces]}, chunks)
+
+
+@dataclass(frozen=True)
+class Page:
+    """An explorer page; `write_page` writes it, and a notebook shows it.
+
+    Attributes:
+        title: Title of the page.
+        models: Models of the runs, as plain data.
+        runs: The runs, the first one shown first.
+    """
+
+    title: str
+    models: Sequence[Mapping[str, Any]]
+    runs: Sequence[PageRun]
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What the page contains, as plain data; the numbers are in the chunks."""
+        runs = [run.entry for run in self.runs]
+        return {"format": FORMAT, "title": self.title, "models": list(self.models), "runs": runs}
+
+    def html(self) -> str:
+        """The page as one HTML document, the same for the same data."""
+        chunks = "".join(
+            f'<script type="application/octet-stream;base64" data-run="{escape(run.entry["id"])}" '
+            f'data-chunk="{escape(name)}">{_packed(data)}</script>\n'
+            for run in self.runs
+            for name, data in run.chunks.items()
+        )
+        return document(
+            self.title,
+            f'<script type="application/json" id="manifest">{_json(self.manifest)}</script>\n{chunks}',
+            'mountFile(document.getElementById("explorer"));',
+            POLICY,
+        )
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that neither side sees the other's styles and scripts."""
+        return (
+            f'<iframe title="{escape(self.title)}" srcdoc="{escape(self.html())}" sandbox="allow-scripts" '
+            f'allow="clipboard-write" style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        views = sorted({"canvas"} | {name.partition("/")[0] for run in self.runs for name in run.chunks})
+        return f"Page({self.title!r}, {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {', '.join(views)})"
+
+
+def write_page(page: Page, path: str | Path, max_bytes: int | None = None) -> Path:
+    """Write a page as one `.html` file that needs no network. An interrupted write leaves no partial file.
+
+    Args:
+        max_bytes: Largest size that is written; a larger page is refused.
+
+    Raises:
+        ValueError: The path has another ending, or the page is too large.
+    """
+    target = html_path(path)
+    text = page.html()
+    size = len(text.encode())
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"the page would have {size:,} bytes, and max_bytes is {max_bytes:,}: {_largest(page)}")
+    with renamed_when_whole(target) as part:
+        part.write_text(text, encoding="utf-8", newline="\n")
+    return target
+
+
+def html_path(path: str | Path) -> Path:
+    """The path of a page; one that does not end in .html is a `ValueError`."""
+    target = Path(path)
+    if target.suffix != ".html":
+        raise ValueError(f"pages are HTML files; {target} should end in .html")
+    return target
+
+
+def document(title: str, body: str, start: str, policy: str) -> str:
+    """An HTML document with the explorer's module and style.
+
+    Args:
+        body: Elements before the module.
+        start: Statement at the end of the module.
+        policy: Content security policy.
+    """
+    module, style = explorer_files()
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f'<main id="explorer" class="dl-explorer"></main>\n{body}'
+        f'<script type="module">{module}\n{start}</script>\n</body>\n</html>\n'
+    )
+
+
+@cache
+def explorer_files() -> tuple[str, str]:
+    """The explorer's module and style, safe to stand inside an HTML element."""
+    folder = files("diffusion_lens.pages")
+    module, style = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("explorer.js", "explorer.css"))
+    for name, text in {"explorer.js": module, "explorer.css": style}.items():
+        if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
+            raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
+    return module, style
+
+
+def _packed(data: bytes) -> str:
+    """Compressed without a time, so that the same data give the same file."""
+    return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode("ascii")
+
+
+def _json(manifest: Mapping[str, Any]) -> str:
+    """JSON in ASCII without "<", so that no token ends the element or begins a comment in it."""
+    return json.dumps(manifest, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _largest(page: Page) -> str:
+    """What to leave out: the largest views first."""
+    sizes: dict[str, int] = {}
+    for run in page.runs:
+        for name, data in run.chunks.items():
+            view = name.partition("/")[0]
+            sizes[view] = sizes.get(view, 0) + len(_packed(data))
+    advice = {
+        "attention": "cache fewer layers or steps of hook_pattern",
+        "lens": "read fewer steps, positions or layers, or take a smaller top_k",
+        "alternatives": "leave out logits=",
+        "trace": "trace fewer steps",
+    }
+    largest: Iterable[str] = sorted(sizes, key=lambda view: -sizes[view])
+    shown = "; ".join(f"{view} takes {sizes[view]:,} ({advice[view]})" for view in largest)
+    return f"{shown or 'the canvases alone take that much'}, or give a larger max_bytes"
