@@ -1,7 +1,1387 @@
-// The explorer: shows the manifest and the chunks of a page.
-export function mountFile(root) {
-  const manifest = JSON.parse(document.getElementById("manifest").textContent);
-  root.textContent = manifest.title;
+/**
+ * The explorer: one denoising run (or several) as maps that share their horizontal axis, the position.
+ *
+ * The module is the same in a file that contains its data, in a notebook (anywidget) and in the live page of
+ * `diffusion-lens explore`. A `Source` gives it the manifest, chunks of numbers, and in the last two also new runs. Text
+ * of models enters the document through `textContent` only.
+ *
+ * Sections: 1 types, 2 numbers from chunks, 3 colours, 4 words, 5 runs, 6 sources, 7 elements, 8 maps, 9 one run's maps,
+ * 10 the inspector, 11 experiments, 12 the explorer, 13 places to mount it.
+ */
+
+// 1. Types ------------------------------------------------------------------------------------------------------------
+
+/**
+ * @typedef {{data: ArrayLike<number>, shape: number[], scale: number, none: number|null}} Table
+ * @typedef {{header: any, tables: Record<string, Table>}} Chunk
+ * @typedef {{live: boolean, manifest(): Promise<any>, chunk(run: string, name: string): Promise<ArrayBuffer>,
+ *   act?(spec: any): Promise<any>, close?(): void}} Source
+ * @typedef {{background: string, ink: string}} Paint
+ * @typedef {{value: number, text?: string, label: string, kind?: string}} Cell  value: 0 to 1, NaN where there is none
+ * @typedef {{run: string, compare: string, step: number, position: number, layer: number, head: number, query: number,
+ *   colour: string, trace: string, wide: boolean}} State
+ */
+
+// 2. Numbers from chunks ----------------------------------------------------------------------------------------------
+
+const ARRAYS = { u1: Uint8Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
+const NONE = { u1: 255, u2: 65535 };
+const after8 = (/** @type {number} */ n) => Math.ceil(n / 8) * 8;
+
+/** The tables of a chunk: a JSON header, then arrays, each padded to 8 bytes. @returns {Chunk} */
+export function decodeChunk(/** @type {ArrayBuffer} */ buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  /** @type {Record<string, Table>} */ const tables = {};
+  let at = after8(4 + length);
+  for (const { name, dtype, shape, scale } of header.arrays) {
+    const data = new ARRAYS[dtype](buffer, at, shape.reduce((/** @type {number} */ a, b) => a * b, 1));
+    tables[name] = { data, shape, scale: scale ?? 1, none: scale === undefined ? null : NONE[dtype] };
+    at = after8(at + data.byteLength);
+  }
+  return { header, tables };
 }
 
-export default { render({ model, el }) { el.textContent = model.get("manifest").title; } };
+/** The text of a token of a chunk, whose own words follow those of the run. */
+const wordOf = (run, chunk, index) => run.words[index] ?? chunk.header.words?.[index - run.words.length] ?? null;
+
+/** One number of a table; NaN where it contains none. */
+export function read(/** @type {Table} */ table, /** @type {number[]} */ ...index) {
+  let at = 0;
+  for (let axis = 0; axis < index.length; axis++) at = at * table.shape[axis] + index[axis];
+  const stored = table.data[at];
+  return stored === undefined || stored === table.none ? NaN : stored * table.scale;
+}
+
+/** Base64 of gzip, as in a page. @returns {Promise<ArrayBuffer>} */
+async function inflate(/** @type {string} */ base64) {
+  const text = atob(base64.trim());
+  const bytes = Uint8Array.from(text, (char) => char.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}
+
+// 3. Colours ----------------------------------------------------------------------------------------------------------
+
+/** sRGB, 0 to 255, of a colour in OKLCH (Ottosson 2020, "A perceptual color space for image processing"). */
+function oklch(/** @type {number} */ L, /** @type {number} */ C, /** @type {number} */ hue) {
+  const a = C * Math.cos((hue * Math.PI) / 180), b = C * Math.sin((hue * Math.PI) / 180);
+  const l = (L + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const m = (L - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const s = (L - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  const linear = [
+    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
+    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
+    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
+  ];
+  return linear.map((x) => {
+    const y = x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055;
+    return Math.round(255 * Math.min(1, Math.max(0, y)));
+  });
+}
+
+/** Black or white, whichever contrasts more; the ratio is at least 4.5 on every colour. */
+function inkOn(/** @type {number[]} */ rgb) {
+  const [r, g, b] = rgb.map((x) => (x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
+}
+
+// One hue for each view; lightness is linear in the value, so equal differences look equal.
+const HUES = { canvas: 235, lens: 295, attention: 160, trace: 45 };
+/** @type {Map<string, Paint[]>} */ const RAMPS = new Map();
+
+/** 256 colours of a view, from the background to saturated; "change" goes from blue over the background to red. */
+export function ramp(/** @type {string} */ view, /** @type {boolean} */ dark) {
+  const key = `${view} ${dark}`;
+  if (!RAMPS.has(key)) {
+    RAMPS.set(key, Array.from({ length: 256 }, (_, i) => {
+      const x = view === "change" ? Math.abs(i - 127.5) / 127.5 : i / 255;
+      const hue = view === "change" ? (i < 127.5 ? 250 : 30) : HUES[view];
+      const rgb = dark ? oklch(0.25 + 0.58 * x, 0.015 + 0.095 * x, hue) : oklch(0.975 - 0.5 * x, 0.006 + 0.14 * x, hue);
+      return { background: `rgb(${rgb.join(" ")})`, ink: inkOn(rgb) };
+    }));
+  }
+  return RAMPS.get(key);
+}
+
+const paint = (/** @type {Paint[]} */ colours, /** @type {number} */ value) =>
+  colours[Math.min(255, Math.max(0, Math.round(value * 255)))];
+
+// 4. Words and numbers ------------------------------------------------------------------------------------------------
+
+const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}]/gu;
+const escaped = (/** @type {string} */ char) =>
+  ({ "\n": "\\n", "\t": "\\t", "\r": "\\r" })[char] ?? `\\u{${char.codePointAt(0).toString(16)}}`;
+
+/** A function of a word that remembers its results: a map asks for the same few words thousands of times. */
+function remembered(compute) {
+  const known = new Map();
+  return (word) => {
+    if (!known.has(word)) known.set(word, compute(word));
+    return known.get(word);
+  };
+}
+
+/** A token as a short label: without outer spaces, with invisible characters escaped. */
+export const readable = remembered((word) => {
+  const spaced = word.replaceAll("▁", " ");
+  return (spaced.replace(/^ +| +$/g, "") || "␣".repeat(spaced.length)).replace(INVISIBLE, escaped);
+});
+
+/** A token in full: outer spaces are visible. */
+export const quoted = remembered((word) => {
+  const marks = (spaces) => "␣".repeat(spaces.length);
+  return `“${word.replaceAll("▁", " ").replace(/^ +| +$/g, marks).replace(INVISIBLE, escaped)}”`;
+});
+
+const shorten = (/** @type {string} */ text, /** @type {number} */ most) =>
+  text.length > most ? `${text.slice(0, most - 1)}…` : text;
+
+/** A number with three decimals; "–" where there is none. */
+export const number = (/** @type {number|null|undefined} */ x) =>
+  x === null || x === undefined || Number.isNaN(x) ? "–" : x.toFixed(3).replace("-", "−");
+const signed = (/** @type {number} */ x) => (x > 0 ? `+${number(x)}` : number(x));
+
+/** The smallest of 1, 2, 5, 10, ... times a power of ten that is at least x, so that a scale has a round end. */
+function roundUp(/** @type {number} */ x) {
+  if (!(x > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(x));
+  return [1, 2, 5, 10].map((digit) => digit * power).find((limit) => limit >= x * 0.9999);
+}
+
+/** Code with the placeholders of the current selection filled in. */
+export const fillIn = (/** @type {string} */ code, /** @type {Record<string, any>} */ values) =>
+  code.replace(/\{(step|layer|head|position|name)\}/g, (_, name) => String(values[name]));
+
+// 5. Runs -------------------------------------------------------------------------------------------------------------
+
+/** Steps that a run can show. Its canvases have one entry more, the final canvas, or contain the canvas of each step. */
+const stepsOf = (run) => run.steps.slice(0, run.n_steps);
+const lastStep = (run) => run.steps[run.n_steps - 1];
+/** Index of the canvas that is shown at a step: the one after the step, where there is one. */
+const canvasAt = (run, step) => run.steps.indexOf(step) + (run.canvases.length > run.n_steps ? 1 : 0);
+const clamp = (/** @type {number} */ x, /** @type {number} */ low, /** @type {number} */ high) =>
+  Math.min(high, Math.max(low, x));
+/** The model of a run; a page of traces alone knows no more than the layers that were traced. */
+const modelOf = (manifest, run) => manifest.models[run.model] ??
+  { n_layers: Math.max(1, ...run.traces.flatMap(({ layers }) => layers).map((layer) => layer + 1)), n_heads: 1, grows: false, samplers: [] };
+/** Text at a position after a step; null where it is masked or not reached. */
+const wordAfter = (/** @type {any} */ run, /** @type {number} */ step, /** @type {number} */ position) =>
+  run.words[run.canvases[canvasAt(run, step)]?.[position]] ?? null;
+const finalWord = (/** @type {any} */ run, /** @type {number} */ position) => wordAfter(run, lastStep(run), position);
+
+/** The token whose rank and probability the lens reads at a position: the answer's, or the one that the run wrote. */
+export function targetAt(/** @type {any} */ run, /** @type {number} */ position) {
+  const { targets, positions } = run.lens ?? {};
+  if (targets) return run.words[targets[positions.indexOf(position)]] ?? null;
+  const at = run.answer ? run.answer.positions.indexOf(position) : -1;
+  return at >= 0 ? run.words[run.answer.words[at]] : finalWord(run, position);
+}
+
+/** Where two runs differ: positions of the final canvas, with the first step, and steps whose canvases differ. */
+export function differences(/** @type {any} */ run, /** @type {any} */ base) {
+  const tokens = [], steps = [];
+  const positions = Math.max(run.canvases[0].length, base.canvases[0].length);
+  for (const step of stepsOf(run).filter((own) => stepsOf(base).includes(own))) {
+    for (let position = 0; position < positions; position++) {
+      if (wordAfter(run, step, position) !== wordAfter(base, step, position)) { steps.push(step); break; }
+    }
+  }
+  for (let position = 0; position < positions; position++) {
+    const was = finalWord(base, position), is = finalWord(run, position);
+    if (was !== is) tokens.push({ position, was, is });
+  }
+  return { tokens, steps };
+}
+
+const sites = { resid: "residual stream", attn: "attention", mlp: "MLP", head: "head" };
+
+/** An intervention in words. */
+export function describe(/** @type {any} */ edit, /** @type {any[]} */ runs = []) {
+  if (edit.what === "force") {
+    const action = edit.token === null ? "mask" : `force ${quoted(edit.token)} at`;
+    return `step ${edit.step}: ${action} position ${edit.position}`;
+  }
+  const site = edit.site === "head" ? `head ${edit.head}` : sites[edit.site];
+  const from = runs.find((run) => run.id === edit.source)?.label ?? edit.source;
+  const change = { zero: "set to zero", mean: "set to its mean", patch: `patched from ${from}` }[edit.what];
+  const list = (/** @type {number[]|null} */ some, /** @type {string} */ one) =>
+    some === null ? `all ${one}s` : `${one}${some.length > 1 ? "s" : ""} ${some.join(", ")}`;
+  return `block ${edit.layer} ${site} ${change}, ${list(edit.steps, "step")}, ${list(edit.positions, "position")}`;
+}
+
+// 6. Sources ----------------------------------------------------------------------------------------------------------
+
+/** Data inside the page. @returns {Source} */
+function fileSource() {
+  return {
+    live: false,
+    manifest: async () => JSON.parse(document.getElementById("manifest").textContent),
+    async chunk(run, name) {
+      const selector = `script[data-run="${CSS.escape(run)}"][data-chunk="${CSS.escape(name)}"]`;
+      const script = document.querySelector(selector);
+      if (!script) throw new Error(`This page does not contain ${name} of the run ${run}.`);
+      return inflate(script.textContent);
+    },
+  };
+}
+
+/** Data from the server of this page, which demands the token in the page's own address. @returns {Source} */
+function liveSource() {
+  const token = new URLSearchParams(location.search).get("token") ?? "";
+  const ask = async (/** @type {string} */ path, /** @type {RequestInit} */ options = {}) => {
+    const headers = { "X-Token": token, "Content-Type": "application/json" };
+    const answer = await fetch(path, { ...options, headers }).catch(() => {
+      throw new Error("The server does not answer. Is diffusion-lens explore still running?");
+    });
+    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? `The server said ${answer.status}.`);
+    return answer;
+  };
+  return {
+    live: true,
+    manifest: async () => (await ask("api/manifest")).json(),
+    chunk: async (run, name) => (await ask(`api/chunk?${new URLSearchParams({ run, name })}`)).arrayBuffer(),
+    act: async (spec) => (await ask("api/run", { method: "POST", body: JSON.stringify(spec) })).json(),
+  };
+}
+
+/** Data from the notebook's kernel. @returns {Source} */
+function widgetSource(/** @type {any} */ model) {
+  /** @type {Map<number, [(value: any) => void, (error: Error) => void]>} */ const waiting = new Map();
+  let last = 0;
+  const listen = (/** @type {any} */ message, /** @type {DataView[]} */ buffers) => {
+    const [resolve, reject] = waiting.get(message.id) ?? [];
+    waiting.delete(message.id);
+    if (!resolve) return;
+    if (!message.ok) return reject(new Error(message.error));
+    const bytes = buffers?.[0];
+    resolve(bytes ? bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength) : message.run);
+  };
+  model.on("msg:custom", listen);
+  const ask = (/** @type {any} */ question) => new Promise((resolve, reject) => {
+    waiting.set(++last, [resolve, reject]);
+    model.send({ id: last, ...question });
+  });
+  return {
+    live: Boolean(model.get("live")),
+    manifest: async () => model.get("manifest"),
+    chunk: (run, name) => ask({ ask: "chunk", run, name }),
+    act: (spec) => ask({ ask: "run", spec }),
+    close: () => model.off("msg:custom", listen),
+  };
+}
+
+// 7. Elements ---------------------------------------------------------------------------------------------------------
+
+/** An element; strings among the children become text, `on...` attributes listeners. @returns {any} */
+function h(/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes = {}, /** @type {any[]} */ ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "value") element.value = value;
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, String(value));
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+const ids = ((n) => () => `dl-${++n}`)(0);
+
+/** A labelled control. */
+function field(/** @type {string} */ label, /** @type {any} */ control, /** @type {string} */ kind = "") {
+  control.id ||= ids();
+  return h("span", { class: `dl-field ${kind}` }, h("label", { for: control.id }, label), control);
+}
+
+/** Fill a `<select>` with [value, text] pairs, if they changed, and choose one. */
+function fillSelect(/** @type {HTMLSelectElement} */ select, /** @type {[any, string][]} */ options, /** @type {any} */ value) {
+  const key = JSON.stringify(options);
+  if (select.dataset.key !== key) {
+    select.replaceChildren(...options.map(([option, text]) => h("option", { value: option }, text)));
+    select.dataset.key = key;
+  }
+  select.value = String(value);
+}
+
+/** Set text only where it changes, which is much cheaper for thousands of cells. */
+function setText(/** @type {Element} */ element, /** @type {string} */ text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** A colour scale with the numbers of its ends. */
+function drawLegend(/** @type {HTMLElement} */ box, /** @type {Paint[]} */ colours, /** @type {any} */ ends) {
+  const stops = [0, 0.25, 0.5, 0.75, 1].map((x) => paint(colours, x).background).join(", ");
+  if (!box.firstChild) box.append(h("span"), h("span"), h("i"), h("span"));
+  const [name, low, bar, high] = /** @type {any} */ (box.children);
+  setText(name, ends.name);
+  setText(low, ends.low);
+  setText(high, ends.high);
+  bar.style.background = `linear-gradient(90deg, ${stops})`;
+}
+
+/** Likeliest tokens as rows with bars; `most` rows always, so that nothing below them moves. */
+function drawBars(/** @type {HTMLElement} */ list, /** @type {[string, number][]} */ rows, /** @type {number} */ most, /** @type {string|null} */ marked) {
+  while (list.children.length < most) list.append(h("li", {}, h("b"), h("i"), h("span")));
+  [...list.children].forEach((/** @type {any} */ row, i) => {
+    const [word, p] = rows[i] ?? ["", NaN];
+    row.hidden = i >= most;
+    setText(row.children[0], rows[i] ? quoted(word) : "");
+    row.children[0].title = rows[i] ? quoted(word) : "";
+    row.children[1].style.setProperty("--p", String(p || 0));
+    setText(row.children[2], rows[i] ? number(p) : "");
+    row.classList.toggle("dl-target", rows[i] !== undefined && word === marked);
+  });
+}
+
+// 8. Maps -------------------------------------------------------------------------------------------------------------
+
+/** A map of coloured cells that arrow keys move through. Its cells are reused while its size stays. */
+class CellMap {
+  /** @param {{label: string, corner: string, pick(row: number, column: number): void, hover(row: number|null, column?: number): void}} options */
+  constructor({ label, corner, pick, hover }) {
+    this.corner = corner;
+    this.pick = pick;
+    this.hovered = hover;
+    this.active = [0, 0];
+    this.size = "";
+    /** @type {any[][]} */ this.cells = [];
+    this.bands = ["dl-band-row", "dl-band-column", "dl-band-hover"].map((name) => h("div", { class: `dl-band ${name}`, hidden: true }));
+    this.body = h("div", { role: "grid", "aria-label": label });
+    this.element = h("div", { class: "dl-map" }, this.body, ...this.bands);
+    this.element.addEventListener("click", (/** @type {any} */ event) => this.at(event, (r, c) => this.go(r ?? this.active[0], c)));
+    this.element.addEventListener("pointerover", (/** @type {any} */ event) => this.at(event, hover));
+    this.element.addEventListener("pointerleave", () => hover(null));
+    this.body.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.key(event));
+  }
+
+  /** Call a function with the row (null in the head) and column under an event. */
+  at(/** @type {any} */ event, /** @type {(row: any, column: any) => void} */ then) {
+    const cell = event.target.closest("[data-column]");
+    if (cell) then(cell.dataset.row === undefined ? null : Number(cell.dataset.row), Number(cell.dataset.column));
+  }
+
+  key(/** @type {KeyboardEvent} */ event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const [r, c] = this.active, rows = this.cells.length - 1, columns = this.cells[0].length - 1;
+    const next = { ArrowLeft: [r, c - 1], ArrowRight: [r, c + 1], ArrowUp: [r - 1, c], ArrowDown: [r + 1, c],
+      Home: [r, 0], End: [r, columns], PageUp: [0, c], PageDown: [rows, c], Enter: [r, c], " ": [r, c] }[event.key];
+    if (!next) return;
+    event.preventDefault();
+    this.go(clamp(next[0], 0, rows), clamp(next[1], 0, columns));
+  }
+
+  go(/** @type {number} */ row, /** @type {number} */ column) {
+    this.activate(row, column);
+    this.cells[row][column].focus({ preventScroll: false });
+    this.pick(row, column);
+  }
+
+  activate(/** @type {number} */ row, /** @type {number} */ column) {
+    const before = this.cells[this.active[0]]?.[this.active[1]];
+    if (before) { before.tabIndex = -1; before.removeAttribute("aria-selected"); }
+    const now = this.cells[row]?.[column];
+    if (!now) return;
+    this.active = [row, column];
+    now.tabIndex = 0;
+    now.setAttribute("aria-selected", "true");
+  }
+
+  /** Build the elements for a number of rows and columns. */
+  build(/** @type {number} */ rows, /** @type {number} */ columns) {
+    if (this.size === `${rows} ${columns}`) return;
+    this.size = `${rows} ${columns}`;
+    const row = (/** @type {any[]} */ children) => h("div", { role: "row" }, ...children);
+    const each = (/** @type {number} */ n, /** @type {(i: number) => any} */ make) => Array.from({ length: n }, (_, i) => make(i));
+    this.heads = each(columns, (c) => h("div", { role: "columnheader", "data-column": c }, h("span")));
+    this.names = each(rows, () => h("div", { role: "rowheader" }));
+    this.cells = each(rows, (r) => each(columns, (c) => h("div", { role: "gridcell", tabindex: -1, "data-row": r, "data-column": c })));
+    const corner = h("div", { role: "columnheader", class: "dl-corner" }, this.corner);
+    const body = document.createDocumentFragment();
+    body.append(row([corner, ...this.heads]), ...each(rows, (r) => row([this.names[r], ...this.cells[r]])));
+    this.body.replaceChildren(body);
+    this.element.style.setProperty("--columns", String(columns));
+    this.active = [0, 0];
+    this.cells[0]?.[0] && this.activate(0, 0);
+  }
+
+  /**
+   * @param {string[]} rows
+   * @param {{text: string, title: string, muted?: boolean}[]} columns
+   * @param {Paint[]} colours
+   * @param {(row: number, column: number) => Cell} cell
+   */
+  draw(rows, columns, colours, cell) {
+    this.build(rows.length, columns.length);
+    this.drawHeads(columns);
+    rows.forEach((name, r) => setText(this.names[r], name));
+    this.cells.forEach((line, r) => line.forEach((/** @type {any} */ element, /** @type {number} */ c) => {
+      const { value, text = "", label, kind = "" } = cell(r, c);
+      const missing = Number.isNaN(value);
+      const { background, ink } = missing ? { background: "", ink: "" } : paint(colours, value);
+      // Comparing with what was drawn is much cheaper than drawing it again.
+      if (element.drawn !== background) element.style.cssText = background && `background:${background};color:${ink}`;
+      element.drawn = background;
+      const name = missing ? `dl-none ${kind}` : kind;
+      if (element.className !== name) element.className = name;
+      setText(element, text);
+      if (element.ariaLabel !== label) element.ariaLabel = label;
+    }));
+  }
+
+  drawHeads(columns) {
+    columns.forEach(({ text, title, muted }, c) => {
+      setText(this.heads[c].firstChild, text);
+      this.heads[c].setAttribute("aria-label", title);
+      this.heads[c].className = muted ? "dl-muted" : "";
+    });
+  }
+
+  /** Put a band over a row or column; -1 for none. */
+  mark(/** @type {number} */ row, /** @type {number} */ column) {
+    const [rowBand, columnBand] = this.bands;
+    rowBand.hidden = row < 0;
+    columnBand.hidden = column < 0;
+    rowBand.style.setProperty("--at", String(row));
+    columnBand.style.setProperty("--at", String(column));
+    if (row >= 0 && column >= 0) this.activate(row, column);
+  }
+
+  markHover(/** @type {number} */ column) {
+    this.bands[2].hidden = column < 0 || column >= (this.cells[0]?.length ?? 0);
+    this.bands[2].style.setProperty("--at", String(column));
+  }
+}
+
+// 9. One run's maps ---------------------------------------------------------------------------------------------------
+
+const LENS_COLOURS = { top: "p(likeliest)", probability: "p(target)", rank: "rank of target", entropy: "entropy (nats)" };
+const CHANGES = { "change of probability": "probability", "change of entropy": "entropy" };
+
+/** The lens's numbers for one cell, or null where nothing was read. `of` are the run, its lens and the step's tables. */
+export function lensAt(/** @type {any} */ run, /** @type {Chunk} */ chunk, /** @type {number} */ layer, /** @type {number} */ position) {
+  const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position);
+  const { top_tokens, top_probabilities, entropy, rank, probability } = chunk.tables;
+  if (row < 0 || column < 0 || Number.isNaN(read(entropy, row, column))) return null;
+  /** @type {[string, number][]} */ const top = [];
+  for (let k = 0; k < run.lens.k; k++) {
+    const p = read(top_probabilities, row, column, k);
+    if (!Number.isNaN(p)) top.push([wordOf(run, chunk, read(top_tokens, row, column, k)), p]);
+  }
+  const target = targetAt(run, position);
+  return { top, entropy: read(entropy, row, column), rank: read(rank, row, column), probability: read(probability, row, column), target };
+}
+
+/** What a lens cell says, for the status line and screen readers. */
+function lensText(/** @type {any} */ cell) {
+  if (!cell) return "not read";
+  const target = cell.target === null || cell.rank < 0 ? "no target" :
+    `target ${quoted(cell.target)} rank ${cell.rank}, p ${number(cell.probability)}`;
+  return `${quoted(cell.top[0][0])} ${number(cell.top[0][1])}; ${target}; entropy ${number(cell.entropy)} nats`;
+}
+
+/** The maps of one run, one under another, with a common horizontal axis. */
+class RunPanel {
+  constructor(/** @type {Explorer} */ explorer) {
+    this.explorer = explorer;
+    this.run = null;
+    this.cell = 0;
+    this.views = {};
+    this.title = h("h2", {});
+    this.text = h("div", { class: "dl-text", role: "group", "aria-label": "Text" });
+    this.changes = h("div", { class: "dl-changes" });
+    this.scroll = h("div", { class: "dl-scroll" });
+    this.element = h("section", { class: "dl-run" }, this.title, this.text, this.changes, this.scroll);
+    this.element.addEventListener("pointerdown", () => explorer.activatePanel(this));
+    this.element.addEventListener("focusin", () => explorer.activatePanel(this));
+    this.text.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+      if (step === undefined) return;
+      event.preventDefault();
+      this.pick({ position: clamp(this.position + step, 0, this.nPositions - 1) });
+      this.text.children[this.position].focus();
+    });
+    this.text.addEventListener("pointerleave", () => explorer.hover(this, null));
+
+    this.addView("canvas", "Canvas by step", "step", (r, c) => ({ step: this.run.steps[r], position: c }));
+    this.addView("lens", "Lens", "layer", (r, c) => ({ layer: this.lensLayers()[r], position: c }));
+    this.addView("trace", "Causal trace", "layer", (r, c) => ({ layer: this.traceLayers()[r], position: c }));
+    this.addView("attention", "Attention", "query", (r, c) => ({ position: r, key: c }));
+    this.traceSelect = h("select", { "aria-label": "Restored states", onchange: () => explorer.set({ trace: this.traceSelect.value }) });
+    this.views.trace.tools.prepend(this.traceSelect);
+    this.heads = h("div", { class: "dl-heads", role: "group", "aria-label": "Heads" });
+    this.views.attention.map.element.before(this.heads);
+    this.resizing = new ResizeObserver(() => this.fit() && explorer.render());
+    this.resizing.observe(this.scroll);
+  }
+
+  addView(/** @type {string} */ name, /** @type {string} */ title, /** @type {string} */ corner, /** @type {(r: number, c: number) => any} */ chosen) {
+    const { explorer } = this;
+    const map = new CellMap({
+      label: title, corner,
+      pick: async (r, c) => {
+        await this.pick(chosen(r, c));
+        explorer.say(map.cells[r]?.[c]?.getAttribute("aria-label") ?? "");
+      },
+      hover: (r, c) => explorer.hover(this, r === null && c === undefined ? null : { view: name, column: c, label: r === null ? null : map.cells[r][c].getAttribute("aria-label"), ...(r === null ? { position: c } : chosen(r, c)) }),
+    });
+    const heading = h("h3", {}, title), note = h("p", { class: "dl-note", hidden: true }), legend = h("span", { class: "dl-legend" });
+    const code = h("button", { type: "button", class: "dl-code", onclick: () => explorer.showCode(this.run, name, title) }, "as Python");
+    const tools = h("span", { class: "dl-tools" }, legend, code);
+    const section = h("section", { class: `dl-view dl-${name}`, "aria-label": title }, h("header", {}, heading, tools), note, map.element);
+    this.views[name] = { map, heading, note, legend, tools, code, section, key: "" };
+    this.scroll.append(section);
+  }
+
+  get nPositions() { return this.run.canvases[0].length; }
+  get position() { return clamp(this.explorer.state.position, 0, this.nPositions - 1); }
+  get step() { return stepsOf(this.run).findLast((step) => step <= this.explorer.state.step) ?? this.run.steps[0]; }
+  get block() { return clamp(this.explorer.state.layer, 0, this.model.n_layers - 1); }
+  get head() { return clamp(this.explorer.state.head, 0, this.model.n_heads - 1); }
+  get model() { return modelOf(this.explorer.manifest, this.run); }
+  get base() { return this.explorer.runs.find((run) => run.id === this.run.base) ?? null; }
+  get trace() { return this.run.traces.find((/** @type {any} */ trace) => trace.name === this.explorer.state.trace) ?? this.run.traces[0] ?? null; }
+  lensLayers() { return [...this.run.lens.layers].reverse(); }
+  traceLayers() { return [...this.trace.layers].reverse(); }
+  pick(change) {
+    this.explorer.activatePanel(this);
+    return this.explorer.set(change);
+  }
+
+  /** The selected position in words. */
+  async summary() {
+    const { run, step, position } = this, { layer } = this.explorer.state, { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
+    const about = this.stateAt(step, position);
+    if (row < 0 || !lens.steps.includes(step)) return about;
+    return `${about} · lens ${lens.labels[row]}: ${lensText(lensAt(run, await this.explorer.chunk(run, `lens/${step}`), layer, position))}`;
+  }
+
+  /** Measure the columns. Returns whether their width has changed. */
+  fit() {
+    if (!this.run) return false;
+    const width = this.scroll.clientWidth, gutter = width < 600 ? 58 : 76, n = this.nPositions;
+    const wide = this.explorer.state.wide;
+    const whole = Math.floor((width - gutter - 2) / n);
+    const slanted = !wide && whole < 46;
+    const cell = wide ? 64 : slanted ? clamp(Math.floor((width - gutter - 38) / n), 14, 46) : Math.min(whole, 76);
+    this.scroll.style.setProperty("--view", `${width}px`);
+    this.scroll.style.setProperty("--gutter", `${gutter}px`);
+    this.scroll.style.setProperty("--cell", `${cell}px`);
+    this.scroll.classList.toggle("dl-slanted", slanted);
+    const changed = cell !== this.cell;
+    this.cell = cell;
+    this.letters = cell < 40 ? 0 : 24; // style cuts what does not fit
+    return changed;
+  }
+
+  columns() {
+    return Array.from({ length: this.nPositions }, (_, p) => {
+      const word = finalWord(this.run, p) ?? "·";
+      const text = shorten(readable(word), this.scroll.classList.contains("dl-slanted") ? 11 : Math.floor(this.cell / 6));
+      return { text, title: `position ${p}, ${quoted(word)}`, muted: this.run.canvases[this.run.steps.indexOf(this.step)][p] < 0 };
+    });
+  }
+
+  show(/** @type {any} */ run) {
+    if (this.run === run) return;
+    this.run = run;
+    this.text.replaceChildren(...run.canvases[0].map((_, /** @type {number} */ p) => h("button", { type: "button",
+      onclick: () => this.pick({ position: p }),
+      onpointerenter: () => this.explorer.hover(this, { view: "text", column: p, position: p, label: this.text.children[p].getAttribute("aria-label") }),
+    })));
+    for (const view of Object.values(this.views)) view.key = "";
+    this.fit();
+  }
+
+  render() {
+    setText(this.title, this.run.label);
+    for (const [name, { code }] of Object.entries(this.views)) code.hidden = !this.run.python?.[name];
+    this.drawText();
+    this.drawChanges();
+    const jobs = [this.drawCanvas(), this.drawLens(), this.drawTrace(), this.drawAttention()];
+    this.markSelection();
+    return Promise.all(jobs);
+  }
+
+  markSelection() {
+    const { run, step, position, views } = this, { layer, key } = this.explorer.state;
+    views.canvas.map.mark(run.steps.indexOf(step), position);
+    if (run.lens) views.lens.map.mark(this.lensLayers().indexOf(layer), position);
+    if (this.trace) views.trace.map.mark(this.traceLayers().indexOf(this.block), position);
+    views.attention.map.mark(position, clamp(key ?? position, 0, this.nPositions - 1));
+    views.attention.map.bands[1].style.setProperty("--at", String(position));
+  }
+
+  markHover(/** @type {number} */ column) {
+    for (const { map } of Object.values(this.views)) map.markHover(column);
+    [...this.text.children].forEach((token, p) => token.classList.toggle("dl-hover", p === column));
+  }
+
+  /** What happened at a position up to a step. */
+  stateAt(/** @type {number} */ step, /** @type {number} */ position) {
+    const { run } = this, word = wordAfter(run, step, position);
+    const start = `step ${step}, position ${position}, `;
+    if (!run.real[position]) return `${start}padding`;
+    if (word === null) return `${start}${this.model.grows ? "not reached" : "masked"}`;
+    const changed = this.differs(step, position) ? `; the base run has ${this.baseWord(step, position)}` : "";
+    if (run.given[position]) return `${start}${quoted(word)}, given${changed}`;
+    const confidence = run.confidence ? ` with confidence ${number(run.confidence[position])}` : "";
+    const at = run.revealed_at?.[position];
+    if (at === undefined) return `${start}${quoted(word)}${changed}`;
+    return `${start}${quoted(word)}, ${at < 0 || at > step ? "not yet final" : `revealed at step ${at}${confidence}`}${changed}`;
+  }
+
+  baseWord(/** @type {number} */ step, /** @type {number} */ position) {
+    const word = wordAfter(this.base, step, position);
+    return word === null ? "a mask" : quoted(word);
+  }
+
+  differs(/** @type {number} */ step, /** @type {number} */ position) {
+    return this.base !== null && stepsOf(this.base).includes(step) &&
+      wordAfter(this.run, step, position) !== wordAfter(this.base, step, position);
+  }
+
+  canvasCell(/** @type {number} */ step, /** @type {number} */ p) {
+    const { run } = this, word = wordAfter(run, step, p), masked = word === null;
+    const kind = [masked ? "dl-masked" : "", run.given[p] ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
+      this.differs(step, p) ? "dl-diff" : ""].filter(Boolean).join(" ");
+    const value = masked ? 0 : run.given[p] ? 0 : run.confidence ? run.confidence[p] : 0.25;
+    return { value: Number.isNaN(value) ? 0 : value, text: masked || !this.letters ? "" : shorten(readable(word), this.letters), label: this.stateAt(step, p), kind };
+  }
+
+  drawText() {
+    const { run, step } = this, colours = this.explorer.colours("canvas");
+    [...this.text.children].forEach((/** @type {any} */ token, p) => {
+      const { value, label, kind } = this.canvasCell(step, p), word = wordAfter(run, step, p);
+      const { background, ink } = run.given[p] || word === null ? { background: "", ink: "" } : paint(colours, value);
+      token.className = `${kind} ${/^[ ▁]/.test(word ?? " ") ? "dl-spaced" : ""}`;
+      token.style.background = background;
+      token.style.color = ink;
+      token.hidden = !run.real[p];
+      token.tabIndex = p === this.position ? 0 : -1;
+      setText(token, word === null ? "·" : readable(word));
+      token.setAttribute("aria-label", label);
+      token.setAttribute("aria-pressed", String(p === this.position));
+    });
+  }
+
+  drawChanges() {
+    const { base, run } = this;
+    this.changes.hidden = base === null;
+    if (base === null || this.changes.dataset.key === run.id) return;
+    this.changes.dataset.key = run.id;
+    const { tokens, steps } = differences(run, base);
+    const where = steps.length ? `Canvases differ at step${steps.length > 1 ? "s" : ""} ${steps.join(", ")}.` : "";
+    const count = `${tokens.length || "No"} token${tokens.length === 1 ? "" : "s"} differ${tokens.length === 1 ? "s" : ""} from “${base.label}”. ${where}`;
+    const shown = (/** @type {string|null} */ word) => (word === null ? "·" : readable(word));
+    this.changes.replaceChildren(h("span", {}, count), ...tokens.map(({ position, was, is }) =>
+      h("button", { type: "button", onclick: () => this.pick({ position }) }, `${position}: ${shown(was)} → ${shown(is)}`)));
+  }
+
+  drawCanvas() {
+    const { run, views: { canvas }, explorer } = this;
+    const colours = explorer.colours("canvas");
+    drawLegend(canvas.legend, colours, { name: "confidence", low: "0", high: "1" });
+    const key = `${run.id} ${this.base?.id} ${this.cell} ${explorer.dark}`;
+    if (canvas.key === key) return canvas.map.drawHeads(this.columns());
+    canvas.key = key;
+    const steps = stepsOf(run);
+    canvas.map.element.classList.toggle("dl-low", steps.length > 16);
+    canvas.map.draw(steps.map(String), this.columns(), colours, (r, c) => this.canvasCell(steps[r], c));
+  }
+
+  /** Show a view's map, or the reason why there is none. Returns whether there is one. */
+  present(/** @type {string} */ name, /** @type {string|null} */ reason) {
+    const { map, note, legend } = this.views[name];
+    map.element.hidden = reason !== null;
+    note.hidden = reason === null;
+    legend.hidden = reason !== null;
+    if (reason !== null) { note.replaceChildren(reason); this.views[name].key = ""; }
+    return reason === null;
+  }
+
+  /** Draw a view when its chunks have come, unless something else is wanted by then. */
+  async load(/** @type {string} */ name, /** @type {string} */ key, /** @type {Promise<Chunk>[]} */ chunks, /** @type {(...chunks: Chunk[]) => void} */ draw) {
+    const view = this.views[name];
+    if (view.key === key) return;
+    view.key = key;
+    view.section.setAttribute("aria-busy", "true");
+    try {
+      const came = await Promise.all(chunks);
+      if (view.key === key) draw(...came);
+    } catch (error) {
+      if (view.key === key) this.present(name, `This view could not be read: ${error.message}`);
+    }
+    if (view.key === key || view.key === "") view.section.removeAttribute("aria-busy");
+  }
+
+  drawLens() {
+    const { run, step, base, explorer } = this, { lens } = run, { colour } = explorer.state;
+    setText(this.views.lens.heading, `Lens at step ${step}`);
+    const reason = !lens ? run.missing.lens ?? "There is no lens." : lens.steps.includes(step) ? null :
+      `The lens was read at step${lens.steps.length > 1 ? "s" : ""} ${lens.steps.join(", ")}.`;
+    if (!this.present("lens", reason)) return;
+    const quantity = colour in CHANGES && !base?.lens ? CHANGES[colour] : colour;
+    const chunks = [explorer.chunk(run, `lens/${step}`)];
+    if (quantity in CHANGES) chunks.push(explorer.chunk(base, `lens/${step}`));
+    return this.load("lens", `${run.id} ${step} ${quantity} ${this.cell} ${explorer.dark}`, chunks, (chunk, baseChunk) => {
+      const { map, legend } = this.views.lens, layers = this.lensLayers();
+      const { colours, value, ends } = explorer.lensScale(run, chunk, quantity, base, baseChunk);
+      drawLegend(legend, colours, ends);
+      map.element.classList.toggle("dl-low", layers.length > 13);
+      map.draw(layers.map((layer) => lens.labels[lens.layers.indexOf(layer)]), this.columns(), colours, (r, p) => {
+        const cell = lensAt(run, chunk, layers[r], p);
+        const label = `${lens.labels[lens.layers.indexOf(layers[r])]}, position ${p}: ${lensText(cell)}`;
+        if (!cell) return { value: NaN, label };
+        const x = value(layers[r], p);
+        return { value: x.at, text: this.letters ? shorten(readable(cell.top[0][0]), this.letters) : "", kind: cell.rank === 0 ? "dl-hit" : "",
+          label: quantity in CHANGES ? `${label}; ${quantity} ${x.text}` : label };
+      });
+      this.markSelection();
+    });
+  }
+
+  drawTrace() {
+    const { run, step, trace, explorer } = this, { heading, note } = this.views.trace;
+    fillSelect(this.traceSelect, run.traces.map((/** @type {any} */ { name, kind }) => [name, sites[kind] ?? name]), trace?.name);
+    this.traceSelect.hidden = run.traces.length < 2;
+    setText(heading, trace ? `Causal trace at step ${step}` : "Causal trace");
+    const reason = !trace ? run.missing.trace ?? "There is no trace." : trace.steps.includes(step) ? null :
+      `The trace was made at step${trace.steps.length > 1 ? "s" : ""} ${trace.steps.join(", ")}.`;
+    if (!this.present("trace", reason)) return;
+    const asked = `${run.id} ${trace.name}`;
+    if (trace.lazy && !explorer.traced.has(asked)) {
+      this.present("trace", "A trace takes longer than the other views.");
+      note.append(" ", h("button", { type: "button", onclick: () => { explorer.traced.add(asked); explorer.render(); } }, "Compute the trace"));
+      return;
+    }
+    if (trace.lazy && !this.views.trace.map.cells.length) { this.present("trace", "Computing the trace…"); }
+    return this.load("trace", `${asked} ${step} ${this.cell} ${explorer.dark}`, [explorer.chunk(run, `trace/${trace.name}/${step}`)], (chunk) => {
+      this.present("trace", null);
+      const { map, legend } = this.views.trace, layers = this.traceLayers(), { scores } = chunk.tables;
+      const { clean, corrupted } = chunk.header;
+      const low = Math.min(...(trace.corrupted ?? [corrupted])), high = trace.highest ?? chunk.header.highest;
+      const colours = explorer.colours("trace");
+      drawLegend(legend, colours, { name: `p(${shorten(readable(trace.answer), 26)}): clean ${number(clean)}, corrupted ${number(corrupted)}`, low: number(low), high: number(high) });
+      map.element.classList.toggle("dl-low", layers.length > 13);
+      map.draw(layers.map(String), this.columns(), colours, (r, p) => {
+        const column = trace.positions.indexOf(p), score = column < 0 ? NaN : read(scores, column, trace.layers.indexOf(layers[r]));
+        const inside = trace.subject && p >= trace.subject[0] && p < trace.subject[1];
+        const label = `layer ${layers[r]}, position ${p}, ${quoted(finalWord(run, p) ?? "·")}${inside ? " (subject)" : ""}: ` +
+          (Number.isNaN(score) ? "no score" : `p ${number(score)}, effect ${signed(score - corrupted)}`);
+        return { value: clamp((score - low) / (high - low || 1), 0, 1), label, text: this.letters && !Number.isNaN(score) ? score.toFixed(2) : "", kind: inside ? "dl-subject" : "" };
+      });
+      this.markSelection();
+    });
+  }
+
+  drawAttention() {
+    const { run, step, block, head, explorer } = this, { attention } = run, { n_heads } = this.model;
+    setText(this.views.attention.heading, `Attention of block ${block}, head ${head} at step ${step}`);
+    const all = attention && attention.layers.includes(block) && attention.steps.includes(step);
+    const reason = !attention ? run.missing.attention ?? "There is no attention." : all ? null :
+      `The cache contains attention of block${attention.layers.length > 1 ? "s" : ""} ${attention.layers.join(", ")} at step${attention.steps.length > 1 ? "s" : ""} ${attention.steps.join(", ")}.`;
+    this.heads.hidden = reason !== null;
+    if (!this.present("attention", reason)) return;
+    const colours = explorer.colours("attention");
+    return this.load("attention", `${run.id} ${step} ${block} ${head} ${this.cell} ${explorer.dark}`, [explorer.chunk(run, `attention/${block}/${step}`)], ({ tables: { pattern } }) => {
+      const { map, legend } = this.views.attention, n = this.nPositions, digits = pattern.scale > 0.001 ? 2 : 4;
+      drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
+      this.drawHeads(pattern, n_heads, colours);
+      map.element.classList.toggle("dl-low", n > 24);
+      const words = this.columns();
+      const rows = words.map(({ text }, p) => `${p} ${shorten(text, this.scroll.clientWidth < 600 ? 6 : 9)}`);
+      map.draw(rows, words, colours, (q, k) => {
+        const x = read(pattern, head, q, k);
+        return { value: x, text: this.letters && x >= 0.005 ? x.toFixed(2) : "", label: `head ${head}, query ${q} ${quoted(finalWord(run, q) ?? "·")}, key ${k} ${quoted(finalWord(run, k) ?? "·")}: ${Number.isNaN(x) ? "not reached" : x.toFixed(digits)}` };
+      });
+      this.markSelection();
+    });
+  }
+
+  /** A small picture of each head's pattern; a click shows the head. */
+  drawHeads(/** @type {Table} */ pattern, /** @type {number} */ nHeads, /** @type {Paint[]} */ colours) {
+    const n = pattern.shape[1];
+    const rgb = colours.map(({ background }) => background.match(/\d+/g).map(Number));
+    while (this.heads.children.length < nHeads) {
+      const head = this.heads.children.length;
+      this.heads.append(h("button", { type: "button", onclick: () => this.pick({ head }) }, h("canvas"), String(head)));
+    }
+    [...this.heads.children].forEach((button, head) => {
+      button.hidden = head >= nHeads;
+      if (button.hidden) return;
+      button.setAttribute("aria-pressed", String(head === this.head));
+      button.setAttribute("aria-label", `head ${head}`);
+      const canvas = button.firstChild;
+      canvas.width = canvas.height = n;
+      const context = canvas.getContext("2d"), image = context.createImageData(n, n);
+      for (let i = 0; i < n * n; i++) {
+        const stored = pattern.data[head * n * n + i], [r, g, b] = rgb[stored === pattern.none ? 0 : Math.round(stored * pattern.scale * 255)];
+        image.data.set([r, g, b, stored === pattern.none ? 0 : 255], 4 * i);
+      }
+      context.putImageData(image, 0, 0);
+    });
+  }
+}
+
+// 10. The inspector ---------------------------------------------------------------------------------------------------
+
+/** What is known of one position and cell: alternatives, the lens's likeliest tokens, the position over all steps. */
+class Inspector {
+  constructor(/** @type {Explorer} */ explorer) {
+    this.explorer = explorer;
+    this.heading = h("h3", {});
+    this.state = h("p", { class: "dl-state" });
+    this.altHeading = h("h4", {}, "Alternatives");
+    this.alternatives = h("ol", { class: "dl-bars" });
+    this.lensHeading = h("h4", {}, "Lens");
+    this.lens = h("ol", { class: "dl-bars" });
+    this.lensNumbers = h("p", { class: "dl-numbers" });
+    this.overHeading = h("h4", {}, "Over all steps");
+    this.overKey = "";
+    this.over = new CellMap({
+      label: "Lens of the selected position, layer by step", corner: "layer",
+      pick: (r, c) => this.panel && this.panel.pick({ layer: this.panel.lensLayers()[r], step: this.panel.run.lens.steps[c] }),
+      hover: (r, c) => r !== null && explorer.say(this.over.cells[r][c].getAttribute("aria-label")),
+    });
+    this.code = h("button", { type: "button", class: "dl-code", onclick: () => explorer.showCode(this.panel.run, "alternatives", "Alternatives") }, "as Python");
+    this.lensCard = h("div", { class: "dl-card" }, this.lensHeading, this.lens, this.lensNumbers);
+    this.overCard = h("div", { class: "dl-card" }, this.overHeading, this.over.element);
+    this.element = h("aside", { class: "dl-inspector", "aria-label": "Selected position" },
+      h("div", { class: "dl-card" }, this.heading, this.state, h("header", {}, this.altHeading, this.code), this.alternatives), this.lensCard, this.overCard);
+  }
+
+  /** Show a position; `preview` is a hovered cell, which takes the place of the selected one until the pointer leaves. */
+  async render(/** @type {RunPanel} */ panel, /** @type {any} */ preview = null) {
+    this.panel = panel;
+    const { run } = panel, { explorer } = this;
+    const position = preview?.position ?? panel.position, step = preview?.step ?? panel.step;
+    const layer = preview?.layer ?? explorer.state.layer;
+    const key = (this.wanted = `${run.id} ${position} ${step} ${layer}`);
+    const word = wordAfter(run, step, position);
+    setText(this.heading, `Position ${position}  ${word === null ? "·" : quoted(word)}`);
+    setText(this.state, panel.stateAt(step, position).replace(/^step (\d+), position \d+, (.*)$/, "After step $1: $2"));
+    await Promise.all([this.drawAlternatives(run, step, position, key), this.drawLens(run, step, layer, position, key), preview ? null : this.drawOver(panel)]);
+  }
+
+  async drawAlternatives(/** @type {any} */ run, /** @type {number} */ step, /** @type {number} */ position, /** @type {string} */ key) {
+    const { alternatives } = run, at = run.revealed_at?.[position] ?? -1;
+    const shown = at >= 0 && at < step ? at : step;
+    setText(this.altHeading, `Alternatives at step ${shown}`);
+    const most = alternatives?.k ?? 1;
+    /** @type {[string, number][]} */ let rows = [];
+    if (alternatives?.steps.includes(shown)) {
+      const chunk = await this.explorer.chunk(run, `alternatives/${shown}`);
+      const { positions, top_tokens, top_probabilities } = chunk.tables, row = positions.data.indexOf(position);
+      if (row >= 0) rows = Array.from({ length: most }, (_, k) => [wordOf(run, chunk, read(top_tokens, row, k)), read(top_probabilities, row, k)]);
+    }
+    if (this.wanted !== key) return;
+    drawBars(this.alternatives, rows, most, finalWord(run, position));
+    this.code.hidden = !run.python?.alternatives;
+    this.alternatives.dataset.empty = rows.length ? "" : !alternatives ? run.missing.alternatives ?? "There are no alternatives." :
+      run.given[position] ? "The token was given." : "Nothing is recorded for this step.";
+  }
+
+  async drawLens(/** @type {any} */ run, /** @type {number} */ step, /** @type {number} */ layer, /** @type {number} */ position, /** @type {string} */ key) {
+    const { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
+    this.lensCard.hidden = !lens;
+    if (!lens) return;
+    setText(this.lensHeading, `Lens: ${row < 0 ? `layer ${layer}` : lens.labels[row]} at step ${step}`);
+    const chunk = lens.steps.includes(step) ? await this.explorer.chunk(run, `lens/${step}`) : null;
+    if (this.wanted !== key) return;
+    const cell = chunk && lensAt(run, chunk, layer, position);
+    drawBars(this.lens, cell?.top ?? [], lens.k, cell?.target ?? null);
+    this.lens.dataset.empty = cell ? "" : "The lens reads nothing here.";
+    const target = cell && cell.rank >= 0 && cell.target !== null ? `Target ${quoted(cell.target)}: rank ${cell.rank}, p ${number(cell.probability)}. ` : "";
+    setText(this.lensNumbers, cell ? `${target}Entropy ${number(cell.entropy)} nats.` : "");
+  }
+
+  /** Layer by step at the selected position. */
+  async drawOver(/** @type {RunPanel} */ panel) {
+    const { run, position } = panel, { explorer } = this, { lens } = run;
+    this.overCard.hidden = !lens;
+    if (!lens) return;
+    const { colour } = explorer.state, quantity = CHANGES[colour] ?? colour;
+    setText(this.overHeading, `Position ${position} over all steps: ${LENS_COLOURS[quantity]}`);
+    const key = `${run.id} ${position} ${quantity} ${explorer.dark}`;
+    const mark = () => this.over.mark(panel.lensLayers().indexOf(explorer.state.layer), lens.steps.indexOf(panel.step));
+    if (this.overKey === key) return mark();
+    this.overKey = key;
+    const chunks = await Promise.all(lens.steps.map((/** @type {number} */ step) => explorer.chunk(run, `lens/${step}`)));
+    if (this.overKey !== key) return;
+    const layers = panel.lensLayers(), scales = chunks.map((chunk) => explorer.lensScale(run, chunk, quantity));
+    this.over.element.style.setProperty("--cell", `${clamp(Math.floor(228 / chunks.length), 6, 36)}px`);
+    this.over.draw(layers.map((layer) => lens.labels[lens.layers.indexOf(layer)]), lens.steps.map((/** @type {number} */ step) => ({ text: chunks.length > 12 && step % 4 ? "" : String(step), title: `step ${step}` })),
+      scales[0].colours, (r, c) => {
+        const cell = lensAt(run, chunks[c], layers[r], position);
+        return { value: cell ? scales[c].value(layers[r], position).at : NaN, kind: cell?.rank === 0 ? "dl-hit" : "",
+          label: `${lens.labels[lens.layers.indexOf(layers[r])]}, step ${lens.steps[c]}, position ${position}: ${lensText(cell)}` };
+      });
+    mark();
+  }
+}
+
+// 11. Experiments -----------------------------------------------------------------------------------------------------
+
+const option = (/** @type {string} */ value, text = value) => /** @type {[string, string]} */ ([value, text]);
+const orNull = (/** @type {string} */ text) => (text.trim() === "" ? null : text);
+
+/** The form of a run, the actions on the selected token and cell, and the list of a run's interventions. */
+class Experiments {
+  constructor(/** @type {Explorer} */ explorer) {
+    this.explorer = explorer;
+    const number = (/** @type {any} */ attributes) => h("input", { type: "number", ...attributes });
+    this.prompt = h("textarea", { rows: 2, spellcheck: "false" });
+    this.model = h("select", { onchange: () => this.fillSamplers() });
+    this.length = number({ min: 1, step: 1 });
+    this.steps = number({ min: 1, step: 1, value: 8 });
+    this.sampler = h("select");
+    this.guidance = number({ step: "any", min: 0, value: 0 });
+    this.temperature = number({ step: "any", min: 0, value: 0 });
+    this.seed = number({ step: 1, value: 0 });
+    this.answer = h("input", { type: "text", spellcheck: "false" });
+    this.subject = h("input", { type: "text", placeholder: "first, end", spellcheck: "false" });
+    this.go = h("button", { type: "submit", class: "dl-primary" }, "Run");
+    const settings = h("details", { class: "dl-settings" }, h("summary", {}, "Settings"), h("div", { class: "dl-fields" },
+      field("Model", this.model), field("Length", this.length), field("Steps", this.steps), field("Sampler", this.sampler),
+      field("Guidance", this.guidance), field("Temperature", this.temperature), field("Seed", this.seed),
+      field("Answer", this.answer), field("Subject positions", this.subject)));
+    this.form = h("form", { class: "dl-form", "aria-label": "Prompt and settings", onsubmit: (/** @type {Event} */ event) => { event.preventDefault(); this.runForm(); } },
+      h("div", { class: "dl-prompt" }, field("Prompt", this.prompt, "dl-grow"), this.go), settings);
+    this.list = h("div", { class: "dl-edits" });
+
+    const act = (/** @type {string} */ text, /** @type {() => void} */ onclick) => h("button", { type: "button", onclick }, text);
+    this.tokenHeading = h("h4", {});
+    this.token = h("input", { type: "text", spellcheck: "false" });
+    this.remask = act("Mask it and go on", () => this.edit(this.force(null)));
+    this.forceIt = act("Force and go on", () => this.token.value && this.edit(this.force(this.token.value)));
+    const changed = () => this.render();
+    this.site = h("select", { onchange: changed });
+    this.what = h("select", { onchange: changed });
+    this.source = h("select", { onchange: changed });
+    this.when = h("select", { onchange: changed });
+    this.where = h("select", { onchange: changed });
+    fillSelect(this.what, [option("zero", "set to zero"), option("mean", "set to the mean"), option("patch", "patch from a run")], "zero");
+    this.sourceField = field("From", this.source);
+    this.apply = act("Apply", () => this.edit(this.ablation()));
+    this.applied = h("p", { class: "dl-numbers" });
+    this.actions = h("div", { class: "dl-card dl-actions", role: "group", "aria-label": "Interventions" },
+      this.tokenHeading, h("div", { class: "dl-fields" }, field("Token", this.token), this.forceIt, this.remask),
+      h("h4", {}, "Selected cell"), h("div", { class: "dl-fields" }, field("Site", this.site), field("Change", this.what), this.sourceField,
+        field("Steps", this.when), field("Positions", this.where)), this.applied, this.apply);
+  }
+
+  fillSamplers() {
+    const { models } = this.explorer.manifest, model = models[Number(this.model.value)] ?? models[0];
+    const samplers = /** @type {[string, string][]} */ ([["", "default"], ...model.samplers.map((/** @type {string} */ name) => option(name))]);
+    fillSelect(this.sampler, samplers, model.samplers.includes(this.sampler.value) ? this.sampler.value : "");
+    this.sampler.disabled = model.grows;
+  }
+
+  /** Show the settings of a run in the form. */
+  read(/** @type {any} */ run) {
+    const { models } = this.explorer.manifest, spec = run?.spec;
+    const both = /** @type {[any, string][]} */ (models.length > 1 ? [["all", "all, side by side"]] : []);
+    fillSelect(this.model, [...models.map((/** @type {any} */ { name }, /** @type {number} */ i) => [i, name]), ...both], this.model.value === "all" ? "all" : spec?.model ?? 0);
+    this.fillSamplers();
+    if (!spec) return;
+    this.prompt.value = spec.prompt;
+    for (const name of ["length", "steps", "seed", "temperature", "answer", "sampler"]) this[name].value = spec[name] ?? "";
+    this.guidance.value = spec.cfg_scale;
+    this.subject.value = spec.subject?.join(", ") ?? "";
+  }
+
+  render() {
+    const { explorer } = this, panel = explorer.panel, { run, position, step, block, head } = panel;
+    const { spec } = run;
+    this.actions.hidden = !spec;
+    setText(this.tokenHeading, `Position ${position} at step ${step}`);
+    fillSelect(this.site, [option("resid", `residual stream, block ${block}`), option("attn", `attention, block ${block}`), option("mlp", `MLP, block ${block}`),
+      option("head", `head ${head}, block ${block}`)], this.site.value || "attn");
+    fillSelect(this.when, [option("this", `step ${step}`), option("all", "all steps")], this.when.value || "all");
+    fillSelect(this.where, [option("this", `position ${position}`), option("all", "all positions")], this.where.value || "all");
+    fillSelect(this.source, explorer.runs.map((other) => [other.id, other.label]), this.source.value || run.id);
+    this.sourceField.hidden = this.what.value !== "patch";
+    setText(this.applied, describe(this.ablation(), explorer.runs));
+    const edits = spec?.interventions ?? [];
+    this.list.hidden = edits.length === 0;
+    const remove = (/** @type {number} */ index) => this.run({ ...spec, interventions: edits.filter((/** @type {any} */ _, /** @type {number} */ i) => i !== index), base: edits.length > 1 ? spec.base : null });
+    this.list.replaceChildren(h("span", {}, "Interventions:"), ...edits.map((/** @type {any} */ edit, /** @type {number} */ i) => {
+      const text = describe(edit, explorer.runs);
+      return h("span", { class: "dl-edit" }, text, h("button", { type: "button", "aria-label": `Remove: ${text}`, onclick: () => remove(i) }, "×"));
+    }));
+  }
+
+  force(/** @type {string|null} */ token) {
+    const { step, position } = this.explorer.panel;
+    return { what: "force", step, position, token };
+  }
+
+  ablation() {
+    const { step, position, block, head } = this.explorer.panel, site = this.site.value;
+    return { what: this.what.value, site, layer: block, head: site === "head" ? head : null, positions: this.where.value === "this" ? [position] : null,
+      steps: this.when.value === "this" ? [step] : null, source: this.what.value === "patch" ? this.source.value : null };
+  }
+
+  /** Run again with one more intervention, and compare with the run that has none. */
+  edit(/** @type {any} */ intervention) {
+    const { run } = this.explorer.panel, { spec } = run;
+    return this.run({ ...spec, interventions: [...spec.interventions, intervention], base: run.base ?? run.id });
+  }
+
+  async runForm() {
+    const subject = this.subject.value.trim() ? this.subject.value.split(",").map(Number) : null;
+    const spec = { prompt: this.prompt.value, length: this.length.value ? Number(this.length.value) : null, steps: Number(this.steps.value),
+      sampler: this.sampler.value || null, cfg_scale: Number(this.guidance.value), temperature: Number(this.temperature.value), seed: Number(this.seed.value),
+      answer: orNull(this.answer.value), subject, interventions: [], base: null };
+    if (this.model.value !== "all") return this.run({ ...spec, model: Number(this.model.value) });
+    const runs = [];
+    for (const model of this.explorer.manifest.models.keys()) runs.push(await this.run({ ...spec, model }));
+    if (runs[0] && runs[1]) this.explorer.set({ run: runs[0].id, compare: runs[1].id });
+  }
+
+  /** Compute a run and show it; an error of the library becomes text. Returns the run or null. */
+  async run(/** @type {any} */ spec) {
+    const { explorer } = this, began = performance.now();
+    const say = () => explorer.say(`Computing the run… ${((performance.now() - began) / 1000).toFixed(0)} s`);
+    const timer = setInterval(say, 1000);
+    say();
+    explorer.fail(null);
+    explorer.root.classList.add("dl-computing");
+    this.go.disabled = this.apply.disabled = this.forceIt.disabled = this.remask.disabled = true;
+    try {
+      const run = await explorer.source.act(spec);
+      await explorer.add(run);
+      return run;
+    } catch (error) {
+      explorer.fail(error.message);
+      return null;
+    } finally {
+      clearInterval(timer);
+      explorer.root.classList.remove("dl-computing");
+      this.go.disabled = this.apply.disabled = this.forceIt.disabled = this.remask.disabled = false;
+    }
+  }
+}
+
+// 12. The explorer ----------------------------------------------------------------------------------------------------
+
+const HELP = "Arrow keys move inside a map, Home and End go to the ends of a row, Page Up and Page Down to the ends of a column. [ and ] change the step, Escape closes a dialog.";
+
+/** All of it: the state, what is loaded, the toolbar, one or two panels, the inspector. */
+class Explorer {
+  constructor(/** @type {HTMLElement} */ element, /** @type {Source} */ source, /** @type {boolean} */ usesHash) {
+    this.source = source;
+    this.usesHash = usesHash;
+    this.manifest = null;
+    /** @type {Map<string, any>} */ this.chunks = new Map();
+    /** @type {Record<string, number>} */ this.limits = { entropy: 1, rank: 1, "change of probability": 0.1, "change of entropy": 0.1 };
+    /** @type {Set<string>} */ this.traced = new Set();
+    /** @type {State & Record<string, any>} */
+    this.state = { run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, colour: "top", trace: "", wide: false };
+    this.root = element;
+    element.classList.add("dl-explorer");
+    this.abort = new AbortController();
+  }
+
+  get runs() { return this.manifest.runs; }
+  get panel() { return this.panels.find((panel) => panel.run?.id === this.state.run) ?? this.panels[0]; }
+
+  async start() {
+    try {
+      this.manifest = await this.source.manifest();
+    } catch (error) {
+      this.root.append(h("p", { role: "alert", class: "dl-alert" }, error.message));
+      return;
+    }
+    this.build();
+    const [first, second] = this.runs;
+    this.readHash();
+    if (!first) return;
+    if (!this.runs.some((run) => run.id === this.state.run)) this.state.run = first.id;
+    if (second && !this.runs.some((run) => run.base) && !location.hash.includes("run=")) this.state.compare = second.id;
+    this.settle();
+    this.set({ run: this.state.run });
+  }
+
+  build() {
+    const set = (/** @type {string} */ name, /** @type {any} */ control, convert = (/** @type {string} */ x) => /** @type {any} */ (x)) => (control.onchange = () => this.set({ [name]: convert(control.value) }), control);
+    this.runSelect = set("run", h("select"));
+    this.compareSelect = set("compare", h("select"));
+    this.layerSelect = set("layer", h("select"), Number);
+    this.headSelect = set("head", h("select"), Number);
+    this.colourSelect = set("colour", h("select"));
+    this.slider = h("input", { type: "range", min: 0, step: 1, oninput: () => this.set({ step: this.steps[Number(this.slider.value)] }) });
+    this.stepText = h("output", { class: "dl-step-text" });
+    const stepBy = (change) => this.set({ step: this.steps[clamp(this.steps.indexOf(this.state.step) + change, 0, this.steps.length - 1)] });
+    this.stepBy = stepBy;
+    this.play = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.playing(!this.timer) }, "Play");
+    this.wide = h("input", { type: "checkbox", onchange: () => { this.state.wide = this.wide.checked; this.panels.forEach((panel) => panel.fit()); this.render(); } });
+    const runs = h("div", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("Beside it", this.compareSelect));
+    const steps = h("div", { class: "dl-group dl-steps" }, h("button", { type: "button", "aria-label": "previous step", onclick: () => stepBy(-1) }, "◀"), field("Step", this.slider, "dl-grow"),
+      h("button", { type: "button", "aria-label": "next step", onclick: () => stepBy(1) }, "▶"), this.play, this.stepText);
+    const choices = h("div", { class: "dl-group" }, field("Layer", this.layerSelect), field("Head", this.headSelect), field("Lens shows", this.colourSelect), field("Wide columns", this.wide, "dl-check"));
+    this.runsGroup = runs;
+    this.status = h("div", { class: "dl-status", role: "status", "aria-live": "polite" });
+    this.alert = h("div", { class: "dl-alert", role: "alert", hidden: true });
+    this.panels = [new RunPanel(this), new RunPanel(this)];
+    this.inspector = new Inspector(this);
+    this.main = h("div", { class: "dl-main" }, ...this.panels.map(({ element }) => element), this.inspector.element);
+    this.dialog = h("dialog", { class: "dl-dialog", "aria-labelledby": ids() });
+    this.runCode = h("button", { type: "button", class: "dl-code", onclick: () => this.showCode(this.panel.run, "run", "The run") }, "as Python");
+    this.root.append(h("header", { class: "dl-title" }, h("h1", {}, this.manifest.title), this.runCode));
+    if (this.source.live) {
+      this.experiments = new Experiments(this);
+      this.root.append(this.experiments.form, this.experiments.list);
+      this.inspector.element.append(this.experiments.actions);
+    }
+    this.root.append(h("div", { class: "dl-bar", role: "group", "aria-label": "What is shown" }, runs, steps, choices), this.alert, this.main, this.status, h("p", { class: "dl-help" }, HELP), this.dialog);
+    this.main.hidden = this.runs.length === 0;
+
+    const { signal } = this.abort;
+    this.root.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      if (/** @type {Element} */ (event.target).closest("input:not([type=range]):not([type=checkbox]), textarea, select") || event.ctrlKey || event.metaKey) return;
+      if (event.key === "[" || event.key === "]") stepBy(event.key === "[" ? -1 : 1);
+    }, { signal });
+    const repaint = () => this.isDark() !== this.dark && this.render();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint, { signal });
+    this.themes = new MutationObserver(repaint);
+    for (const themed of [document.documentElement, document.body]) this.themes.observe(themed, { attributes: true, attributeFilter: ["data-theme", "class", "data-jp-theme-light"] });
+    if (this.usesHash) addEventListener("hashchange", () => { this.readHash(); this.settle(); this.render(); }, { signal });
+    this.dark = this.isDark();
+  }
+
+  isDark() { return getComputedStyle(this.root).getPropertyValue("--dl-dark").trim() === "1"; }
+  colours(/** @type {string} */ view) { return ramp(view, this.dark); }
+
+  /** A chunk, decoded. @returns {Promise<Chunk>} */
+  chunk(/** @type {any} */ run, /** @type {string} */ name) {
+    const key = `${run.id} ${name}`;
+    if (!this.chunks.has(key)) {
+      const promise = this.source.chunk(run.id, name).then(decodeChunk);
+      promise.catch(() => this.chunks.delete(key));
+      this.chunks.set(key, promise);
+    }
+    return this.chunks.get(key);
+  }
+
+  /** Colours of a quantity of the lens, and where a cell is on its scale, 0 to 1. Limits only grow, so that scales hold still. */
+  lensScale(/** @type {any} */ run, /** @type {Chunk} */ chunk, /** @type {string} */ quantity, base = null, /** @type {Chunk|null} */ baseChunk = null) {
+    const { limits } = this, name = { ...LENS_COLOURS, ...Object.fromEntries(Object.keys(CHANGES).map((key) => [key, key])) }[quantity];
+    const cellOf = (/** @type {number} */ layer, /** @type {number} */ position) => {
+      const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position), { tables } = chunk;
+      if (quantity === "top") return read(tables.top_probabilities, row, column, 0);
+      if (quantity === "rank") { const rank = read(tables.rank, row, column); return rank < 0 ? NaN : Math.log10(rank + 1); }
+      if (!(quantity in CHANGES)) return read(tables[quantity], row, column);
+      const other = lensAt(base, baseChunk, layer, position), own = lensAt(run, chunk, layer, position);
+      if (!other || !own || (CHANGES[quantity] === "probability" && other.target !== own.target)) return NaN;
+      return own[CHANGES[quantity]] - other[CHANGES[quantity]];
+    };
+    if (quantity in limits) {
+      for (const layer of run.lens.layers) for (const position of run.lens.positions) {
+        const x = Math.abs(cellOf(layer, position));
+        if (x > limits[quantity]) limits[quantity] = roundUp(x);
+      }
+    }
+    const limit = limits[quantity] ?? 1;
+    const round = String(Number(limit.toPrecision(3)));
+    if (quantity in CHANGES) {
+      return { colours: this.colours("change"), ends: { name, low: `−${round}`, high: `+${round}` },
+        value: (/** @type {number} */ layer, /** @type {number} */ position) => { const x = cellOf(layer, position); return { at: (x / limits[quantity] + 1) / 2, text: Number.isNaN(x) ? "has another target" : signed(x) }; } };
+    }
+    const falls = quantity === "rank" || quantity === "entropy"; // what is certain is saturated in every choice
+    const ends = !falls ? { low: "0", high: "1" } : { low: quantity === "rank" ? `${Math.round(10 ** limit - 1)}` : round, high: "0" };
+    return { colours: this.colours("lens"), ends: { name, ...ends },
+      value: (/** @type {number} */ layer, /** @type {number} */ position) => { const x = cellOf(layer, position); return { at: falls ? 1 - x / limits[quantity] : x, text: "" }; } };
+  }
+
+  /** Change the state and draw. */
+  set(/** @type {Record<string, any>} */ change) {
+    Object.assign(this.state, change);
+    if (change.position !== undefined && change.key === undefined) this.state.key = null;
+    this.settle();
+    if (change.run !== undefined) this.experiments?.read(this.panel.run ?? this.runs[0]);
+    this.writeHash();
+    return this.render().then(async () => this.runs.length && this.say(await this.panel.summary()));
+  }
+
+  /** Bring the state into the ranges of the run. */
+  settle() {
+    const { state } = this, run = this.runs.find((one) => one.id === state.run) ?? this.runs[0];
+    if (!run) return;
+    const model = modelOf(this.manifest, run);
+    state.run = run.id;
+    if (!this.runs.some((one) => one.id === state.compare) || state.compare === state.run) state.compare = "";
+    if (state.position < 0) state.position = Math.max(0, run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0);
+    const middle = Math.floor(model.n_layers / 2), cached = run.attention?.layers ?? [];
+    if (state.layer < 0) state.layer = cached.includes(middle) ? middle : cached[0] ?? middle;
+    const other = this.runs.find((one) => one.id === state.compare);
+    this.steps = [...new Set([run, ...(other ? [other] : [])].flatMap(stepsOf))].sort((a, b) => a - b);
+    state.step = this.steps.findLast((step) => step <= state.step) ?? this.steps[0];
+    state.layer = clamp(state.layer, 0, model.n_layers);
+    state.head = clamp(state.head, 0, model.n_heads - 1);
+    this.slider.max = String(this.steps.length - 1);
+    this.slider.value = String(this.steps.indexOf(state.step));
+  }
+
+  /** Add a computed run, or show the one there is. */
+  async add(run) {
+    if (!this.runs.some((one) => one.id === run.id)) this.runs.push(run);
+    this.main.hidden = false;
+    await this.set({ run: run.id, compare: "" });
+    const base = this.runs.find((one) => one.id === run.base);
+    const { tokens, steps } = base ? differences(run, base) : { tokens: [], steps: [] };
+    const changes = !base ? "" : tokens.length === 0 && steps.length === 0 ? " It is the same as the base run." :
+      ` ${tokens.length} tokens differ from the base run; the canvases differ from step ${steps[0] ?? "–"}.`;
+    this.say(`Done: ${run.text}.${changes}`);
+  }
+
+  render() {
+    const { state, runs } = this;
+    this.dark = this.isDark();
+    if (!runs.length) return Promise.resolve();
+    const shown = [state.run, state.compare].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
+    // The run on the left stays on the left when the other one becomes the active one.
+    if (shown.length === 2 && this.panels[1].run === shown[0] && this.panels[0].run === shown[1]) shown.reverse();
+    this.main.classList.toggle("dl-pair", shown.length === 2);
+    this.panels.forEach((panel, i) => {
+      panel.element.hidden = i >= shown.length;
+      if (shown[i]) panel.show(shown[i]); else panel.run = null;
+    });
+    const panels = this.panels.slice(0, shown.length);
+    panels.forEach((panel) => panel.fit());
+    this.drawBar();
+    const drawing = (this.drawing = {});
+    this.root.dataset.state = "drawing";
+    this.experiments?.render();
+    return Promise.all([...panels.map((panel) => panel.render()), this.inspector.render(this.panel)]).then(() => {
+      if (this.drawing !== drawing) return;
+      this.root.dataset.state = "ready";
+      if (!this.source.live) panels.forEach((panel) => this.prepare(panel));
+    });
+  }
+
+  /** Decode what the neighbouring steps show, while nothing else happens. */
+  prepare({ run, step, block, trace }) {
+    const idle = window.requestIdleCallback ?? ((job) => setTimeout(job, 50));
+    idle(() => {
+      const at = run.steps.indexOf(step);
+      for (const near of stepsOf(run).filter((_, i) => Math.abs(i - at) === 1)) {
+        if (run.lens?.steps.includes(near)) this.chunk(run, `lens/${near}`);
+        if (run.alternatives?.steps.includes(near)) this.chunk(run, `alternatives/${near}`);
+        if (trace?.steps.includes(near)) this.chunk(run, `trace/${trace.name}/${near}`);
+        if (run.attention?.layers.includes(block) && run.attention.steps.includes(near)) this.chunk(run, `attention/${block}/${near}`);
+      }
+    });
+  }
+
+  drawBar() {
+    const { state, runs, panel } = this, { run, model } = panel;
+    this.runsGroup.hidden = runs.length < 2;
+    this.runCode.hidden = !run.python?.run;
+    fillSelect(this.runSelect, runs.map(({ id, label }) => [id, label]), state.run);
+    fillSelect(this.compareSelect, [["", "–"], ...runs.filter(({ id }) => id !== state.run).map(({ id, label }) => [id, label])], state.compare);
+    const layers = run.lens ? run.lens.layers : Array.from({ length: model.n_layers }, (_, i) => i);
+    fillSelect(this.layerSelect, layers.map((/** @type {number} */ layer, /** @type {number} */ i) => [layer, run.lens ? run.lens.labels[i] : String(layer)]), state.layer);
+    fillSelect(this.headSelect, Array.from({ length: model.n_heads }, (_, i) => [i, String(i)]), state.head);
+    fillSelect(this.colourSelect, [...Object.entries(LENS_COLOURS), ...(panel.base?.lens ? Object.keys(CHANGES).map((name) => option(name)) : [])], state.colour);
+    const time = run.times?.[run.steps.indexOf(panel.step)];
+    setText(this.stepText, `${panel.step} of ${run.steps[0]}–${lastStep(run)}${time === undefined ? "" : `, t ${time.toFixed(2)}`}`);
+    this.slider.setAttribute("aria-valuetext", `step ${panel.step}`);
+  }
+
+  activatePanel(/** @type {RunPanel} */ panel) {
+    if (!panel.run || panel.run.id === this.state.run) return;
+    [this.state.run, this.state.compare] = [panel.run.id, this.state.run];
+    this.drawBar();
+    this.experiments?.read(panel.run);
+  }
+
+  /** A cell under the pointer: its column in every map, its text, and its details until the pointer leaves. */
+  hover(/** @type {RunPanel} */ panel, /** @type {any} */ cell) {
+    const column = cell ? cell.column : -1;
+    for (const one of this.panels) if (one.run) one.markHover(column);
+    if (cell?.label) this.say(cell.label);
+    this.inspector.render(cell ? panel : this.panel, cell);
+  }
+
+  say(/** @type {string} */ text) { setText(this.status, text); }
+
+  fail(/** @type {string|null} */ message) {
+    this.alert.hidden = message === null;
+    setText(this.alert, message ?? "");
+    if (message !== null) this.say("");
+  }
+
+  playing(/** @type {boolean} */ on) {
+    clearInterval(this.timer);
+    this.timer = on ? setInterval(() => {
+      if (this.state.step === this.steps.at(-1)) this.playing(false);
+      else this.stepBy(1);
+    }, 700) : 0;
+    if (on && this.state.step === this.steps.at(-1)) this.set({ step: this.steps[0] });
+    this.play.setAttribute("aria-pressed", String(on));
+    setText(this.play, on ? "Pause" : "Play");
+  }
+
+  /** The code that gives a view's numbers, with the current selection in it. */
+  showCode(/** @type {any} */ run, /** @type {string} */ view, /** @type {string} */ title) {
+    const { step, layer, head, position } = this.state, name = this.panel.trace?.name ?? "";
+    const code = fillIn(run.python?.[view] ?? "", { step, layer: view === "attention" ? this.panel.block : layer, head, position, name });
+    const done = h("button", { type: "button", onclick: () => this.dialog.close() }, "Close");
+    const copy = h("button", { type: "button", class: "dl-primary", onclick: async () => {
+      try {
+        await navigator.clipboard.writeText(code);
+        setText(copy, "Copied");
+      } catch {
+        getSelection().selectAllChildren(pre);
+        setText(copy, "Selected: press Ctrl+C");
+      }
+    } }, "Copy");
+    const pre = h("pre", { tabindex: 0 }, h("code", {}, code));
+    this.dialog.replaceChildren(h("h2", { id: this.dialog.getAttribute("aria-labelledby") }, `${title} as Python`), pre, h("div", { class: "dl-buttons" }, copy, done));
+    this.dialog.showModal();
+  }
+
+  readHash() {
+    if (!this.usesHash) return;
+    const given = new URLSearchParams(location.hash.slice(1));
+    for (const name of ["run", "compare", "colour", "trace"]) if (given.has(name)) this.state[name] = given.get(name);
+    for (const name of ["step", "position", "layer", "head"]) {
+      const value = Number.parseInt(given.get(name) ?? "", 10);
+      if (value >= 0) this.state[name] = value;
+    }
+  }
+
+  writeHash() {
+    if (!this.usesHash) return;
+    const { run, compare, step, position, layer, head, colour, trace } = this.state;
+    const kept = Object.entries({ run, compare, step, position, layer, head, colour, trace }).filter(([, value]) => value !== "");
+    try {
+      history.replaceState(null, "", `#${new URLSearchParams(kept.map(([name, value]) => [name, String(value)]))}`);
+    } catch { /* A sandboxed frame has no history; the state then lives in the page only. */ }
+  }
+
+  close() {
+    this.abort.abort();
+    clearInterval(this.timer);
+    this.themes?.disconnect();
+    this.panels?.forEach((panel) => panel.resizing.disconnect());
+    this.source.close?.();
+    this.root.replaceChildren();
+  }
+}
+
+// 13. Places to mount it ----------------------------------------------------------------------------------------------
+
+function mount(/** @type {HTMLElement} */ element, /** @type {Source} */ source, /** @type {boolean} */ usesHash) {
+  const explorer = new Explorer(element, source, usesHash);
+  explorer.start();
+  return () => explorer.close();
+}
+
+/** Mount in a page that contains its data. */
+export const mountFile = (/** @type {HTMLElement} */ element) => mount(element, fileSource(), true);
+/** Mount in the page of `diffusion-lens explore`. */
+export const mountLive = (/** @type {HTMLElement} */ element) => mount(element, liveSource(), true);
+/** For anywidget. */
+export default { render: (/** @type {{model: any, el: HTMLElement}} */ { model, el }) => mount(el, widgetSource(model), false) };
