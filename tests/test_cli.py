@@ -33,6 +33,8 @@ ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--an
 QUICK = {
     "denoise": ["tiny-mdm", "Gustav Geisser is the", "--length", "14", "--steps", "4"],
     "trace": ["tiny-mdm", *ASK, "--length", "14", "--first-tokens", "1", "--samples", "1"],
+    "patch": ["tiny-mdm", *ASK[:2], "--corrupted", "Anton Trondall is the", *ASK[4:], "--length", "14", "--layer", "1"],
+    "lens": ["tiny-mdm", *ASK[:2], *ASK[4:], "--length", "14"],
     "aie": ["tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"],
     "rome": ["tiny-mdm", *ASK, "--length", "14", "--layer", "0", "--iterations", "2"],
     "compare": ["tiny-mdm", "--limit", "7", "--layer", "3", "--resamples", "2"],
@@ -111,6 +113,8 @@ def test_help_names_every_command() -> None:
         "convert",
         "denoise",
         "trace",
+        "patch",
+        "lens",
         "aie",
         "rome",
         "compare",
@@ -157,7 +161,7 @@ def test_the_example_compares_each_model(examples: dict[str, Result]) -> None:
 def test_examples_draw_their_figures(examples: dict[str, Result], folder_of_examples: Path) -> None:
     figures = list(folder_of_examples.rglob("*.png"))
     assert {path.relative_to(folder_of_examples).parts[0] for path in figures} >= {
-        "aie", "compare", "recall", "rome", "run", "trace", "trace.png"
+        "aie", "compare", "lens", "patch", "recall", "rome", "run", "trace", "trace.png"
     }  # fmt: skip
     assert all(path.read_bytes().startswith(PNG) for path in figures)
 

@@ -27,6 +27,8 @@ ORDER = (
     "recall",
     "trace",
     "aie",
+    "patch",
+    "lens",
     "rome",
     "compare",
     "signatures",

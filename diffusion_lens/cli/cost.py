@@ -7,13 +7,17 @@ long rows come close to it, and short rows take several times as long.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from diffusion_lens.cli.load_model import ModelChoice, bytes_per_weight
 from diffusion_lens.cli.report import Report
 from diffusion_lens.cli.speed import operations_per_second
+
+if TYPE_CHECKING:
+    from diffusion_lens.analysis.canvas_layout import CanvasLayout
+    from diffusion_lens.facts import Fact
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,30 @@ def denoising(
         return Cost(facts * length, length, rows, cached=True)
     branches = 2 if cfg_scale else 1
     return Cost(facts * sum(steps) * branches, length, rows * branches)
+
+
+def guessed_tokens(text: str) -> int:
+    """Number of tokens of a text whose tokenizer is not on this machine: two for each word."""
+    return 2 * len(text.split())
+
+
+def laid_out(model: ModelChoice, layout: "CanvasLayout", fact: "Fact") -> tuple[int, int]:
+    """Number of positions of a fact's canvas, and of tokens of its answer; a guess where the tokenizer is not here.
+
+    Raises:
+        ValueError: The fact does not fit on the canvas.
+    """
+    outline = model.without_weights()
+    if outline is None:
+        return layout.length or guessed_tokens(f"{fact.prompt}{fact.answer}"), guessed_tokens(fact.answer)
+    query = layout.query(outline, fact)
+    return len(query.tokens), len(query.answer_tokens)
+
+
+def trace_grids(model: ModelChoice, n_positions: int, samples: int, grids: int) -> Cost:
+    """Cost of full grids. A state restored after block l of L runs the L - l blocks above it for each noise sample."""
+    layers = model.shape().n_layers
+    return Cost(grids * (1 + samples * (1 + n_positions * (layers - 1) / 2)), n_positions, 1 + samples)
 
 
 def show(report: Report, work: Sequence[tuple[ModelChoice, Cost]], flops: float | None = None) -> NoReturn:

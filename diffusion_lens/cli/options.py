@@ -109,6 +109,23 @@ Merge = Annotated[
     typer.Option("--merge", help="Join shards instead of computing: the --out folder of a shard. Repeat it for each."),
 ]
 Steps = Annotated[int, typer.Option(help="Number of denoising steps.", callback=ranges.at_least(1))]
+LoopSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        help="Number of denoising steps. With it, the command runs the denoising loop and reads the canvases of its "
+        "steps; without it, one canvas on which the whole answer is masked. A causal model writes one position per "
+        "step, whatever the number.",
+        callback=ranges.at_least(1),
+    ),
+]
+Canvas = Annotated[
+    str | None,
+    typer.Option(
+        help="Canvases that the corrupted runs read at each step: forced, those of the clean run (the default), or "
+        "free, those that each corrupted run writes itself."
+    ),
+]
 Sampler = Annotated[
     str | None,
     typer.Option(

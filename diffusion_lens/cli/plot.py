@@ -1,11 +1,12 @@
 """`diffusion-lens plot` draws a saved result."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import options
+from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.report import Report, save_figure
@@ -15,10 +16,16 @@ from diffusion_lens.cli.report import Report, save_figure
 def plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT", help="A .safetensors file that a command wrote.")],
     out: Annotated[Path | None, typer.Option(help="Image file. Default: RESULT with the suffix .png.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Step to draw, of a result with several.", callback=ranges.at_least(0)),
+    ] = None,
+    position: Annotated[int | None, typer.Option(help="Position of a logit lens to draw at all its steps.")] = None,
+    head: Annotated[int | None, typer.Option(help="Head of a patch grid to draw.", callback=ranges.at_least(0))] = None,
     json: options.Json = False,
 ) -> None:
-    """Draw a saved result: a trajectory, trace, average effect, patch grid, ROME value, edit, comparison, recall
-    curve, signatures of reversal or one-layer study.
+    """Draw a saved result: a trajectory, trace, average effect, patch grid, logit lens, ROME value, edit, comparison,
+    recall curve, signatures of reversal or one-layer study.
 
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
@@ -30,8 +37,16 @@ def plot(
         raise ValueError(
             f"{result} contains a {kind}, which has no figure; results with a figure: {', '.join(classes)}"
         )
-    report = Report("plot", {"result": result}, None, json)
-    picture = save_figure(classes[kind].load(result).plot(), out or result.with_suffix(".png"))
+    drawn = {"step": step, "position": position, "head": head}
+    selected = {name: number for name, number in drawn.items() if number is not None}
+    parameters = signature(classes[kind].plot).parameters
+    if unknown := selected.keys() - parameters.keys():
+        raise ValueError(f"{result} contains a {kind}, whose figure does not depend on a {min(unknown)}")
+    loaded = classes[kind].load(result)
+    if kind == "trajectory trace" and step is None:
+        raise ValueError(f"--step: say which step to draw, one of {loaded.steps}")
+    report = Report("plot", {"result": result, **drawn}, None, json)
+    picture = save_figure(loaded.plot(**selected), out or result.with_suffix(".png"))
     report.say(f"wrote {picture}")
     report.finish({"kind": kind}, picture=picture)
 
@@ -47,9 +62,11 @@ def _result_classes() -> dict[str, Any]:
     return {
         "trajectory": Trajectory,
         "causal trace": analysis.CausalTrace,
+        "trajectory trace": analysis.TrajectoryTrace,
         "average effect": analysis.AverageEffect,
         "average trajectory effect": analysis.AverageTrajectoryEffect,
         "patch grid": analysis.PatchGrid,
+        "logit lens": analysis.LogitLens,
         "ROME value": analysis.ValueResult,
         "edit report": EditReport,
         "edit study": analysis.EditStudy,

@@ -20,6 +20,9 @@ OPTION_OF_ARGUMENT = {
     "loop": "steps",
     "steps": "iterations",
     "family": "to",
+    "layers": "layer",
+    "heads": "head",
+    "positions": "position",
 }
 # Advice of the library in Python (regular expression), and the same advice for the command line.
 ADVICE = (

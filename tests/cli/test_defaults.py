@@ -108,7 +108,8 @@ def test_config_and_tokenizer_from_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["info", "denoise", "recall", "trace", "aie", "rome", "compare", "signatures", "finetune"]
+    "command",
+    ["info", "denoise", "recall", "trace", "aie", "patch", "lens", "rome", "compare", "signatures", "finetune"],
 )
 def test_every_command_that_loads_a_model_takes_its_parts(command: str) -> None:
     said = done(command, "--help").stdout

@@ -19,6 +19,8 @@ ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
 ASKED = {
     "denoise": ["smdm-1028m", "Ada is the"],
     "trace": ["smdm-1028m", *ASK],
+    "patch": ["smdm-1028m", *ASK[:2], "--corrupted", "Bob is the", *ASK[4:]],
+    "lens": ["smdm-1028m", *ASK[:2]],
     "rome": ["smdm-1028m", *ASK, "--layer", "0"],
     "recall": ["smdm-1028m-reverse"],
     "aie": ["llada-8b-base", "--data", "known-1000"],

@@ -22,6 +22,9 @@ NEEDS = {
     "recall": ["tiny-mdm"],
     "trace": ["tiny-mdm", *ASK],
     "aie": ["tiny-mdm"],
+    "patch": ["tiny-mdm", *ASK[:2], "--corrupted", "Anton Trondall is the", *ASK[4:]],
+    "lens": ["tiny-mdm", *ASK[:2]],
+    "plot": ["result.safetensors"],
     "rome": ["tiny-mdm", *ASK, "--layer", "0"],
     "compare": ["tiny-mdm"],
     "signatures": ["tiny-mdm"],
@@ -36,13 +39,17 @@ WRONG = {
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person "
     "seeds depth",
-    ("-1",): "occurrence prefixes ask",
+    ("-1",): "occurrence prefixes ask at-step step head",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",
     ("-1", str(2**64)): "seed",
 }
 IMPOSSIBLE = {f"--{name}": numbers for numbers, names in WRONG.items() for name in names.split()}
-NO_RANGE = {"--layer"}  # negative ones count from the end; what the model has is known only with the model
+NO_RANGE = {
+    "--layer",
+    "--position",
+    "--head",
+}  # negative ones count from the end; what the model has is known only with the model
 
 
 def numbers() -> list[tuple[str, str]]:

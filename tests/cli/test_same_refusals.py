@@ -21,6 +21,8 @@ NEEDS = {
     "recall": ["{model}", "--limit", "1"],
     "trace": ["{model}", *ASK],
     "aie": ["{model}", "--limit", "1"],
+    "patch": ["{model}", *ASK[:2], "--corrupted", "Anton Trondall is the", *ASK[4:]],
+    "lens": ["{model}", *ASK[:2]],
     "rome": ["{model}", *ASK, "--layer", "0"],
     "compare": ["{model}", "--limit", "7"],
     "signatures": ["{model}", "--limit", "3"],
@@ -33,6 +35,9 @@ WRONG = {
     "--kind": "foo",
     "--corruption": "foo",
     "--known": "foo",
+    "--canvas": "foo",
+    "--site": "foo",
+    "--method": "foo",
     "--sampler": "foo",
     "--score": "foo",
     "--over-states": "foo",
@@ -54,7 +59,7 @@ WRONG = {
     "--out": "file",
     "--export": "file",
 }
-FREE = {"--prompt", "--subject", "--answer", "--target"}  # any text may be meant
+FREE = {"--prompt", "--subject", "--answer", "--target", "--corrupted", "--rival"}  # any text may be meant
 # Options that fit alone and not together, or not with this model.
 TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("denoise", "tiny-mdm", ["--length", "9", "--max-new-tokens", "3"], "--length"),
@@ -68,6 +73,19 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps requires --known 'recalled'"),
     ("aie", "tiny-mdm", ["--steps", "4"], "--steps requires --known 'recalled'; --known 'one-canvas'"),
     ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
+    ("trace", "tiny-mdm", ["--at-step", "1"], "--at-step is a setting of a denoising run: give the number of its"),
+    ("trace", "tiny-mdm", ["--canvas", "free"], "--canvas is a setting of a denoising run"),
+    ("trace", "tiny-mdm", ["--steps", "4", "--at-step", "4"], "--at-step 4, but the steps of this run are 0 to 3"),
+    ("trace", "tiny-ar", ["--steps", "4", "--cfg-scale", "1"], "--cfg-scale 1.0 masks the prompt, and 'tiny-ar'"),
+    ("aie", "tiny-mdm", ["--canvas", "free"], "--canvas is a setting of --by-step"),
+    ("lens", "tiny-mdm", ["--sampler", "ancestral"], "--sampler is a setting of a denoising run"),
+    ("lens", "tiny-mdm", ["--steps", "4", "--at-step", "1", "--at-step", "1"], "--at-step [1, 1] contains duplicates"),
+    ("lens", "tiny-mdm", ["--layer", "5"], "--layer [5]; give numbers from 0 to 4"),
+    ("lens", "tiny-mdm", ["--position", "3", "--position", "3"], "--position [3, 3] contains duplicates"),
+    ("patch", "tiny-mdm", ["--layer", "4"], "--layer 4; the blocks of tiny-mdm are 0 to 3"),
+    ("patch", "tiny-mdm", ["--head", "0"], "--head [0], but resid_pre has no heads"),
+    ("patch", "tiny-mdm", ["--site", "z", "--head", "9"], "z --head [9]; give numbers from 0 to"),
+    ("patch", "tiny-mdm", ["--prompt", " "], "the prompt ' ' is empty"),
     ("rome", "tiny-mdm", ["--export", "new"], "without it nothing is edited"),
     ("rome", "tiny-mdm", ["--layer", "4"], "--layer 4"),
     ("compare", "tiny-mdm", ["--layer", "1", "--layer", "-3"], "--layer -3 names a block twice"),
@@ -80,7 +98,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("finetune", "tiny-mdm", ["--out", "others"], "contains other.safetensors"),
     *(
         (command, "tiny-mdm", ["--length", "9000"], "do not fit into the context")
-        for command in ("denoise", "recall", "trace", "aie", "rome", "compare", "signatures")
+        for command in ("denoise", "recall", "trace", "aie", "patch", "lens", "rome", "compare", "signatures")
     ),
     *(
         (command, "tiny-mdm", ["--flops", "1e12", "--device", "meta"], "meta")
@@ -171,6 +189,17 @@ LAID_OUT: list[tuple[str, str, list[str], str]] = [
     ("trace", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
     ("trace", "tiny-mdm", ["--first-tokens", "9"], "--first-tokens 9, but"),
     ("trace", "tiny-ar", ["--answer", " xyzzy"], "does not know 'xyzzy'"),
+    ("lens", "tiny-mdm", ["--length", "4"], "there is nothing to fill: give --length"),
+    ("lens", "tiny-mdm", ["--length", "6", "--answer", ASK[-1]], "--length 6 counts the prompt too"),
+    ("patch", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
+    (
+        "patch",
+        "tiny-mdm",
+        ["--corrupted", "today Anton Trondall is the"],
+        "the prompt has 4 tokens and the corrupted one 5",
+    ),
+    ("patch", "tiny-mdm", ["--rival", " brave pilot"], "begin with the same token"),
+    ("patch", "tiny-mdm", ["--position", "14"], "give numbers from 0 to 13"),
     ("rome", "tiny-mdm", ["--length", "6"], "--length 6 counts the prompt too"),
     ("rome", "tiny-mdm", ["--target", " xyzzy"], "does not know 'xyzzy'"),
     ("rome", "tiny-ar", ["--answer", " brave", "--target", " brave"], "the answer and its rival have the same tokens"),
@@ -214,6 +243,7 @@ KEPT = {
             (["--kind", "mlp"], "kind: 'resid' there, 'mlp' here"),
             (["--first-tokens", "2"], "--first-tokens: 1 there, 2 here"),
             (["--steps", "3"], "loop.steps: 2 there, 3 here"),
+            (["--by-step", "--first-tokens", "1"], "canvas: "),
             (["--limit", "2"], "facts: "),
         ],
     ),
