@@ -41,8 +41,19 @@ def blocks(page: Path) -> list[Block]:
     return kept
 
 
+def shown_files(page: Path) -> dict[str, str]:
+    """Text of each file that a session of the page shows with `cat`, by its name."""
+    sessions = "".join(block.text for block in blocks(page) if block.language == "console")
+    return dict(re.findall(r"^\$ cat (\S+)\n((?:(?!\$ ).*\n)*)", sessions, re.MULTILINE))
+
+
 def run_python(page: Path) -> Iterator[tuple[Block, str]]:
-    """Run the Python of a page in order, in one namespace and the current folder; yields what each block prints."""
+    """Run the Python of a page in order, in one namespace and the current folder; yields what each block prints.
+
+    The files that the page shows are there.
+    """
+    for name, text in shown_files(page).items():
+        Path(name).write_text(text, encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":

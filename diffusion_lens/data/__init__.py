@@ -1,8 +1,18 @@
 """Facts for training and queries: fictional people (toy and reversal curse), parents of celebrities, ROME's facts."""
 
 from diffusion_lens.data.celebrities import parent_child
+from diffusion_lens.data.fact_files import read_facts
 from diffusion_lens.data.reversal_curse import ReversalCurse
 from diffusion_lens.data.rome_facts import EditRequest, bake, counterfact, known_1000
 from diffusion_lens.data.toy_facts import ToyFacts
 
-__all__ = ["EditRequest", "ReversalCurse", "ToyFacts", "bake", "counterfact", "known_1000", "parent_child"]
+__all__ = [
+    "EditRequest",
+    "ReversalCurse",
+    "ToyFacts",
+    "bake",
+    "counterfact",
+    "known_1000",
+    "parent_child",
+    "read_facts",
+]

@@ -38,7 +38,7 @@ ROME: dict[str, Callable[[Path], list[Fact]]] = {
 }
 
 
-def read_facts(path: Path) -> list[Fact]:
+def read_facts(path: str | Path) -> list[Fact]:
     """The facts of a file, or of all fact files in a folder, sorted by file name.
 
     A `.json` file may also be ROME's `known_1000.json` or `counterfact.json`, or a file of BAKE. The facts are then the
@@ -48,6 +48,7 @@ def read_facts(path: Path) -> list[Fact]:
         ValueError: There are no facts, an entry is not a fact, or a fact occurs twice (two facts are equal if their ids
             are equal or, without ids, all their fields). The message names the file and the line.
     """
+    path = Path(path).expanduser()
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SHAPE)
