@@ -70,7 +70,10 @@ PAIRS: dict[str, ModelPair] = {
         ModelPair("dream-7b-base", "qwen2.5-7b", _INITIALISED, _DREAM_PAPER),
         ModelPair("dream-7b-instruct", "qwen2.5-7b-instruct", _TUNED, _DREAM_PAPER),
         ModelPair(
-            "dream-coder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, "from memory: its authors' announcement"
+            "dream-coder-7b-instruct",
+            "qwen2.5-coder-7b-instruct",
+            "the shape of the network; the diffusion model was initialised from a causal one, which may be another",
+            "Xie et al. 2025, arXiv 2509.01142, whose abstract does not name the causal model",
         ),
         ModelPair("diffucoder-7b-base", "qwen2.5-coder-7b", _INITIALISED, _CODER_CARD),
         ModelPair("diffucoder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),

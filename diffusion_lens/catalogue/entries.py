@@ -9,7 +9,7 @@ from typing import Any, Literal
 from weight_conversion import Architecture, export_size, published_architecture
 from weight_conversion.registry import recognise
 
-Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen", "from memory"]
+Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen"]
 
 
 class Published(ABC):
@@ -19,7 +19,7 @@ class Published(ABC):
         name: Argument of `from_pretrained`, in lower case.
         evidence: How the entry was verified. "safetensors seen" and "pth seen": the file was listed. "config seen": its
             config.json or a copy of it was read. "name seen": its authors, or code that loads it, give its id; numbers,
-            if any, are those of its family. "from memory": not verified.
+            if any, are those of its family.
         trained_length: Length in positions of the texts that it was last trained on, and at which its authors query it,
             if it is shorter than the context; otherwise, or if unknown, `None`.
     """

@@ -9,8 +9,8 @@ from weight_conversion import Architecture, open_checkpoint, read_json, sha256_o
 
 # Fields of an architecture that do not describe the network, and are not compared.
 NAMES = ("family", "name")
-# Evidence that makes the catalogue's numbers reliable. With "name seen" and "from memory" they are those of the family,
-# so a difference may be an error of the catalogue.
+# Evidence that makes the catalogue's numbers reliable. With "name seen" they are those of the family, so a
+# difference may be an error of the catalogue.
 SEEN = ("in the package", "safetensors seen", "pth seen", "config seen")
 
 

@@ -1,23 +1,23 @@
 """Published numbers of the reversal experiment on Berglund's facts, each with the certainty of its source.
 
 They are printed next to a measured table for comparison. They come from other weights and other facts than those of the
-bundled models. A replication with the same checkpoint can be up to 7 points below the paper when it queries
-descriptions, as Rai's is.
+bundled models. Numbers that nobody has read in a text that states them are left out. A replication with the same
+checkpoint can be 7 points below the paper when it queries descriptions in reverse, as Rai's is.
 """
 
 from dataclasses import dataclass
 
 from diffusion_lens.evaluation.naming import DirectionPair
 
-MARKS = {"verified": "", "second-hand": "*", "from memory": "?"}
+MARKS = {"verified": "", "second-hand": "*"}
 SOURCES = {
     "Rai 2025": (
         "Ashish Rai, raishish.github.io, 2025-07-14: SMDM-1028M reverse checkpoint, guidance 0.8, length 52; an "
         "independent replication, 300 questions per cell"
     ),
     "Nie 2024": (
-        "Nie et al. 2024, arXiv 2410.18514, tables 5 and 7; SMDM with guidance 0.8, assumed to use 32 steps, the "
-        "default of evaluate_reverse.py"
+        "Nie et al. 2024, arXiv 2410.18514, as a review of the paper quotes it; SMDM with guidance 0.8, assumed to use "
+        "32 steps, the default of evaluate_reverse.py"
     ),
 }
 
@@ -34,7 +34,7 @@ class PublishedNumber:
         score: "contained" for accuracies, "character_bleu" for BLEU. This is how SMDM's numbers are computed; for the
             other models it is not known.
         value: Share between 0 and 1.
-        certainty: "verified" (read in the source), "second-hand" (another public text quotes it), or "from memory".
+        certainty: "verified" (read in the source) or "second-hand" (another public text quotes it).
     """
 
     source: str
@@ -65,7 +65,7 @@ _RAI = {
     32: (97.7, 29.7, 43, 90),
 }
 
-# Percent and mark of certainty, in the paper's order of columns; "-" marks a missing number.
+# Percent and mark of certainty, in the paper's order of columns; "-" marks a number that is not in our source.
 _NIE_COLUMNS = (
     (DTN_SAME, "contained"),
     (DTN_REVERSE, "contained"),
@@ -75,10 +75,9 @@ _NIE_COLUMNS = (
     (NTD_REVERSE, "character_bleu"),
 )
 _NIE: dict[tuple[str, int | None], str] = {
-    ("SMDM-1028M", 32): "97? 92* 49? 37* 76? 67*",
-    ("GPT-3 175B", None): "97? 0* 50? 0* - -",
-    ("Llama-2 13B", None): "99? 0* - - 74? 19?",
-    ("T5 3B", None): "100? 0? 47? 0? 87? 20?",
+    ("SMDM-1028M", 32): "- 92* - 37* - 67*",
+    ("GPT-3 175B", None): "- 0* - 0* - -",
+    ("Llama-2 13B", None): "- 0* - - - -",
 }
 
 
@@ -96,7 +95,7 @@ def _nie() -> list[PublishedNumber]:
     for (model, steps), row in _NIE.items():
         for (cell, score), entry in zip(_NIE_COLUMNS, row.split(), strict=True):
             if entry != "-":
-                percent = entry.rstrip("*?")
+                percent = entry.rstrip("*")
                 mark = certainty[entry.removeprefix(percent)]
                 numbers.append(PublishedNumber("Nie 2024", model, cell, steps, score, int(percent) / 100, mark))
     return numbers

@@ -242,8 +242,7 @@ def test_published_numbers():
     bleu = published_rows(("d2p", "p2d"), "character_bleu")["SMDM-1028M (Nie 2024)"][32]
     assert (bleu.value, bleu.certainty) == (0.67, "second-hand")
     assert {number.certainty for number in PUBLISHED if number.source == "Rai 2025"} == {"verified"}
-    recalled = {number.value for number in PUBLISHED if number.certainty == "from memory" and "SMDM" in number.model}
-    assert recalled == {0.97, 0.49, 0.76}
+    assert {number.certainty for number in PUBLISHED} == {"verified", "second-hand"}
 
 
 def test_the_text_shows_ours_beside_the_published(tiny, recall):
