@@ -28,6 +28,7 @@ extensions = [
     "one_layer_tables",
     "family_tables",
     "commands",
+    "cost_tables",
     "make_pictures",
 ]
 exclude_patterns = ["_build", "_made", "images"]

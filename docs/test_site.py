@@ -141,6 +141,15 @@ def test_families_and_their_sizes() -> None:
         assert re.search(rf"^families/{name}.py\n{lines}$", sizes, re.MULTILINE)
 
 
+def test_each_job_has_its_memory_and_time() -> None:
+    from cost_tables import COMMANDS
+
+    text = text_of(SITE / "your_own_model.html")
+    for job in COMMANDS:
+        name = re.escape(re.sub(r"[`\\]", "", job))
+        assert re.search(rf"^{name}\n[\d.]+ GB\n[\d.]+ \w+ / [\d.]+ \w+\n[\d.]+ GB\n", text, re.MULTILINE), job
+
+
 def test_the_pictures_are_made_by_the_pages() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     shown = set(re.findall(r"!\[[^\]]*\]\(_made/(\w+\.png)\)", pages))

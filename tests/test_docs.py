@@ -16,6 +16,8 @@ PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") 
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(DOCS / page))]
 # `make docs` runs these for the pictures that they draw, and fails where they print other than the page says.
 RUN_BY_THE_BUILD = {page for page in WITH_PYTHON if "](_made/" in (DOCS / page).read_text(encoding="utf-8")}
+# Pages about published models: tests/test_your_own_model.py runs them on small checkpoints in the same formats.
+ON_SMALL_CHECKPOINTS = {"your_own_model.md"}
 WITH_SESSIONS = [page for page in PAGES if any(block.language == "console" for block in blocks(DOCS / page))]
 
 
@@ -31,7 +33,7 @@ def families() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("families", "undrawn_figures")
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in RUN_BY_THE_BUILD])
+@pytest.mark.parametrize("page", sorted({*WITH_PYTHON} - RUN_BY_THE_BUILD - ON_SMALL_CHECKPOINTS))
 def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block, said in run_python(DOCS / page):
@@ -52,7 +54,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
     } == RUN_BY_THE_BUILD
     taught = {"start.md", "tour.md", "your_own_facts.md", "write_a_hook.md", "tutorial.md", "concepts.md"}
     taught |= {"write_a_sampler.md", "add_a_family.md", "families.md", "finetune.md"}
-    taught |= {"from_transformer_lens.md", "from_rome.md", "from_smdm.md"}
+    taught |= {"from_transformer_lens.md", "from_rome.md", "from_smdm.md", *ON_SMALL_CHECKPOINTS}
     assert taught | RUN_BY_THE_BUILD <= set(WITH_PYTHON)
 
 

@@ -78,6 +78,24 @@ def trace_grids(model: ModelChoice, n_positions: int, samples: int, grids: int) 
     return Cost(grids * (1 + samples * (1 + n_positions * (layers - 1) / 2)), n_positions, 1 + samples)
 
 
+def operations(model: ModelChoice, cost: Cost) -> int | float:
+    """Number of operations of a work on a model. A backward pass counts twice."""
+    shape = model.shape()
+    computed = 1 if cost.cached else cost.positions
+    per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
+    return (cost.passes + 2 * cost.backward) * per_row
+
+
+def bytes_in_all_and_of_weights(model: ModelChoice, cost: Cost) -> tuple[int, int]:
+    """Memory of a work: in all, and of its weights alone."""
+    shape = model.shape()
+    weights = cost.copies * shape.n_params * bytes_per_weight(model.dtype)
+    activations = cost.batch_bytes
+    if activations is None:
+        activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
+    return weights + activations, weights
+
+
 def show(report: Report, work: Sequence[tuple[ModelChoice, Cost]], flops: float | None = None) -> NoReturn:
     """Report the cost of a command, and end it.
 
@@ -92,16 +110,9 @@ def show(report: Report, work: Sequence[tuple[ModelChoice, Cost]], flops: float 
     seconds = 0.0
     memory: list[tuple[int, int]] = []  # of each model: in all, and of its weights
     for model, cost in work:
-        shape = model.shape()
-        rate, device = operations_per_second(model.device, model.dtype, shape.d_model, flops)
-        computed = 1 if cost.cached else cost.positions
-        per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
-        seconds += (cost.passes + 2 * cost.backward) * per_row / rate
-        weights = cost.copies * shape.n_params * bytes_per_weight(model.dtype)
-        activations = cost.batch_bytes
-        if activations is None:
-            activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
-        memory.append((weights + activations, weights))
+        rate, device = operations_per_second(model.device, model.dtype, model.shape().d_model, flops)
+        seconds += operations(model, cost) / rate
+        memory.append(bytes_in_all_and_of_weights(model, cost))
         report.say(
             f"{model.name}: at most {cost.passes:,.0f} forward passes of one row of {cost.positions} positions"
             + (f", {cost.backward:,.0f} of them with a backward pass" if cost.backward else "")
@@ -118,7 +129,7 @@ def show(report: Report, work: Sequence[tuple[ModelChoice, Cost]], flops: float 
     }
     largest = f" of {work[memory.index((in_all, weights))][0].name}" if len(work) > 1 else ""
     report.say(
-        f"time: at least {_readable(seconds)} on {device}",
+        f"time: at least {readable(seconds)} on {device}",
         f"memory: {weights / 1e9:.2f} GB of weights{largest} ({model.dtype}), about {in_all / 1e9:.2f} GB in all",
     )
     # A dry run writes no files, so its report has no folder.
@@ -146,7 +157,8 @@ def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
         seen.add(layer % depth)
 
 
-def _readable(seconds: float) -> str:
+def readable(seconds: float) -> str:
+    """Seconds in a unit of a suitable size."""
     for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (1.5e5, "h", 3600)):
         if seconds < limit:
             return f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:.0f} {unit}"
