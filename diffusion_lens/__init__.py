@@ -7,6 +7,8 @@ The public names are imported on first use, because importing torch takes second
 need it.
 """
 
+import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,12 @@ _MODULE_OF = {
     "list_pretrained": "catalogue",
     "load_pair": "pairs",
 }
+
+if "ipykernel" in sys.modules:
+    # In a notebook without ipywidgets, tqdm warns when it is imported, and then writes its bars as text, which is fine.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("tqdm.auto")
 
 
 def __getattr__(name: str) -> Any:

@@ -271,7 +271,7 @@ def one_line(result: Any) -> str:
     for field in fields(result):
         value = getattr(result, field.name)
         if isinstance(value, Tensor):
-            axes = getattr(field.type, "dim_str", "").split()
+            axes = getattr(field.type, "dim_str", "").replace("*", "").split()
             named = len(axes) == value.dim()
             sizes = [f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True)] if named else value.shape
             shown.append(f"{field.name} [{', '.join(map(str, sizes))}]")

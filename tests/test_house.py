@@ -46,6 +46,7 @@ ROOMS = (
     "diffusion_lens.records",
     "diffusion_lens.pages",
     "diffusion_lens.plots",
+    "diffusion_lens.display",
     "diffusion_lens.catalogue",
     "diffusion_lens.loading",
     "diffusion_lens.interventions",

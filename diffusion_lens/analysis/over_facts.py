@@ -6,13 +6,14 @@ done (`analysis.resumable`). The result is a `StudyResult`: its shards can be me
 file or from the folder of its study.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from diffusion_lens.analysis.resumable import FactFolder, Shard, join_parts, pick_shard, work_through_batches
+from diffusion_lens.display import PicturedResult
 from diffusion_lens.records import load_fields, save_fields
 
 
@@ -28,7 +29,7 @@ C = TypeVar("C", bound="StudyResult[Any]")
 F = TypeVar("F", bound=FactResult)
 
 
-class StudyResult(ABC, Generic[F]):
+class StudyResult(PicturedResult, Generic[F]):
     """The result of a study over facts, or of a part of one; F is the type of the result of one fact.
 
     Attributes:
@@ -41,7 +42,6 @@ class StudyResult(ABC, Generic[F]):
     UNIT: ClassVar[str] = "fact"  # What messages and the progress bar call one row.
 
     ids: list[str]
-    record: dict[str, Any]
 
     @classmethod
     @abstractmethod

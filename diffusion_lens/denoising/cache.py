@@ -12,6 +12,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.display import Result, Table
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import AliasedCache, PosSlice, count_positions, select_positions
 from diffusion_lens.model.hooking import Hooking
@@ -21,8 +22,10 @@ from diffusion_lens.settings import whole_numbers
 _SEPARATOR = "/"
 
 
-class TrajectoryCache(Mapping[int, ActivationCache]):
+class TrajectoryCache(Result, Mapping[int, ActivationCache]):
     """Activations of the selected hook points, by step.
+
+    Columns of the data frame: step, point, shape, dtype, bytes.
 
     `cache[5]["resid_post", 3]` and `cache[5, "blocks.3.hook_resid_post"]` are activations of one step; negative steps
     count from the end of the run. `cache.stack(name)` contains one hook point at all cached steps.
@@ -82,6 +85,21 @@ class TrajectoryCache(Mapping[int, ActivationCache]):
             step, name = key.split(_SEPARATOR, 1)
             by_step.setdefault(int(step), {})[name] = x
         return cls(by_step, record["n_steps"], model)
+
+    def _table(self) -> Table:
+        rows = [(step, name, x) for step, cache in self._by_step.items() for name, x in cache.cache_dict.items()]
+        return Table(
+            {
+                "step": [step for step, _, _ in rows],
+                "point": [name for _, name, _ in rows],
+                "shape": [" ".join(map(str, x.shape)) for *_, x in rows],
+                "dtype": [str(x.dtype).removeprefix("torch.") for *_, x in rows],
+                "bytes": [x.nbytes for *_, x in rows],
+            }
+        )
+
+    def _settings(self) -> Mapping[str, Any]:
+        return {}
 
     def __repr__(self) -> str:
         names = sorted({name for cache in self._by_step.values() for name in cache.cache_dict})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.denoising.run import Run
+from diffusion_lens.display import Result, Table, texts_of
 from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import PosMask, Tokens
@@ -21,8 +22,11 @@ _TEXTS = ("text", "completion")
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
+class Recording(Result):
     """What a denoising run wrote, step by step.
+
+    Columns of the data frame: batch, pos, token, given, revealed_at, confidence; a row for each position that is
+    not padding.
 
     Attributes:
         tokens: Int[batch pos], the final canvas.
@@ -166,6 +170,21 @@ class Recording:
     def to_html(self, row: int = 0) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
         return plots.canvas_table(f"{self.record['model']}: {self.text[row] or 'a run'}", *self._drawn(row))
+
+    def _table(self) -> Table:
+        batch, n_pos = self.tokens.shape
+        values = {
+            "token": texts_of(self.tokens, self.words),
+            "given": self.given,
+            "revealed_at": self.revealed_at,
+            "confidence": self.confidence,
+        }
+        return Table.of_cells({"batch": range(batch), "pos": range(n_pos)}, values).where(self.real)
+
+    def _page(self, picture: str) -> str:
+        """With the canvas of the first row by step, which takes less time than a picture."""
+        canvas = plots.canvas_fragment(*self._drawn(0)) if len(self) else ""
+        return super()._page(canvas)
 
     def _drawn(self, row: int) -> tuple[list[list[str]], list[list[bool]], list[int], list[float], int]:
         """The data that the figures of one row show."""

@@ -31,7 +31,10 @@ from diffusion_lens.step_state import StepState
 
 
 class Trajectory(Recording):
-    """A finished run: its `Recording`, which may be taken again under intervention, whole or from a step on."""
+    """A finished run: its `Recording`, which may be taken again under intervention, whole or from a step on.
+
+    The attributes, and the columns of the data frame, are those of `Recording`.
+    """
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The part of the run from the canvas before `step` on, for a replay from there with other hooks or seeds.

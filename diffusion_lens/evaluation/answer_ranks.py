@@ -9,16 +9,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.ranking import Ranking
+from diffusion_lens.display import Result, Table
 from diffusion_lens.evaluation.question import Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import at_least
 
 
-@dataclass(frozen=True, eq=False)
-class AnswerRanks:
+@dataclass(frozen=True, eq=False, repr=False)
+class AnswerRanks(Result):
     """Ranks of the tokens of an answer, each predicted from the prompt and the answer's tokens before it.
+
+    Columns of the data frame: token, rank, logit, probability, likeliest, likeliest_probability; a row for each
+    token of the answer.
 
     Attributes:
         prompt: Text of each token of the prompt.
@@ -44,8 +48,6 @@ class AnswerRanks:
     top_probability: Float[Tensor, "answer top"]
     record: dict[str, Any] = field(repr=False)
 
-    __repr__ = one_line
-
     def to_text(self) -> str:
         """The table that TransformerLens's `test_prompt` prints."""
         lines = [f"Tokenized prompt: {self.prompt}", f"Tokenized answer: {self.answer}"]
@@ -56,6 +58,18 @@ class AnswerRanks:
             lines += [f"Top {rank}th token. {_numbers(*numbers)}" for rank, numbers in enumerate(ranked)]
         ranks = [(token, int(rank)) for token, rank in zip(self.answer, self.rank, strict=True)]
         return "\n".join([*lines, f"Ranks of the answer tokens: {ranks}"])
+
+    def _table(self) -> Table:
+        return Table(
+            {
+                "token": self.answer,
+                "rank": self.rank,
+                "logit": self.logit,
+                "probability": self.probability,
+                "likeliest": [words[0] for words in self.top],
+                "likeliest_probability": self.top_probability[:, 0],
+            }
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -28,18 +28,21 @@ from tqdm.auto import tqdm
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.refusals import require_logits
+from diffusion_lens.display import Result, Table
 from diffusion_lens.evaluation.question import Question, Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import as_dataclass, load_result, one_line, provenance, save_result
+from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.settings import at_least, naming_the_nearest, not_negative
 from diffusion_lens.shapes import PosMask
 
 
-@dataclass(frozen=True)
-class NLLEstimate:
+@dataclass(frozen=True, repr=False)
+class NLLEstimate(Result):
     """A Monte-Carlo estimate of a negative log-likelihood, in nats.
+
+    Columns of the data frame: value, standard_error, samples.
 
     Attributes:
         value: Mean of the samples.
@@ -54,7 +57,8 @@ class NLLEstimate:
     samples: int
     record: dict[str, Any] = field(repr=False)
 
-    __repr__ = one_line
+    def _table(self) -> Table:
+        return Table({name: [getattr(self, name)] for name in ("value", "standard_error", "samples")})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

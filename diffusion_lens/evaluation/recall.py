@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.over_facts import StudyResult
+from diffusion_lens.display import Table, shaped
 from diffusion_lens.evaluation.naming import DirectionPair
 from diffusion_lens.evaluation.recall_curves import recall_curves
 from diffusion_lens.evaluation.recall_table import Share, recall_table
@@ -27,7 +28,7 @@ from diffusion_lens.evaluation.scores import (
     word_bleu,
 )
 from diffusion_lens.facts import Fact
-from diffusion_lens.records import load_fields, one_line, save_fields
+from diffusion_lens.records import load_fields, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +72,12 @@ class Reply:
         return self.written == other.written
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recall(StudyResult[Reply]):
     """The texts that a model wrote for its facts, and their scores.
+
+    Columns of the data frame: fact, steps, trained, asked, prompt, answer, written, contained, exact,
+    character_bleu.
 
     Attributes:
         ids: The fact of each row.
@@ -96,8 +100,6 @@ class Recall(StudyResult[Reply]):
 
     KIND: ClassVar[str] = "recall"
     FACT_FILE: ClassVar[type[Any]] = Reply
-
-    __repr__ = one_line
 
     @classmethod
     def of(cls, results: Mapping[str, Reply], record: dict[str, Any]) -> "Recall":
@@ -177,6 +179,16 @@ class Recall(StudyResult[Reply]):
             }
             for cell, rows in self.cells.items()
         }
+
+    def _table(self) -> Table:
+        facts = self.facts
+        of_facts = {
+            name: shaped([getattr(fact, name) for fact in facts], -1, 1)
+            for name in ("trained", "asked", "prompt", "answer")
+        }
+        texts = shaped([text for row in self.written for text in row], len(facts), len(self.steps))
+        scores = {name: getattr(self, name) for name in ("contained", "exact", "character_bleu")}
+        return Table.of_cells({"fact": self.ids, "steps": self.steps}, {**of_facts, "written": texts, **scores})
 
     def to_text(self, score: str = "contained", level: float = 0.95) -> str:
         """The table with both names of each cell, intervals, counts, and the published numbers."""

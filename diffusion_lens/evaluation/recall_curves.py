@@ -7,7 +7,7 @@ from diffusion_lens.evaluation.naming import DirectionPair, cell_name
 from diffusion_lens.evaluation.published import published_rows
 from diffusion_lens.evaluation.recall_table import Share, steps_label
 from diffusion_lens.evaluation.scores import SCORES
-from diffusion_lens.plots import panels
+from diffusion_lens.plots import one_axes
 
 
 def recall_curves(
@@ -27,7 +27,7 @@ def recall_curves(
     """
     if not table:
         raise ValueError("there is no curve to draw: the table is empty, because the model was queried for no fact")
-    ax = panels(1, 1, 7.2, 3.6)[1][0] if ax is None else ax
+    ax = one_axes(ax, width=7.2, height=3.6)
     legend: dict[str, Any] = {}
     markers: dict[str, str] = {}
     for i, (cell, shares) in enumerate(table.items()):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.over_facts import StudyResult
+from diffusion_lens.display import Table, shaped
 from diffusion_lens.one_layer.toy import VARIANTS, Cell
 from diffusion_lens.records import load_fields, save_fields
 
@@ -77,6 +78,8 @@ class CellCurves:
 @dataclass(frozen=True, eq=False)
 class OneLayerStudy(StudyResult[CellCurves]):
     """The trainings of a study. The "facts" of its record are the trainings, each a `Cell`.
+
+    Columns of the data frame: run, step, measure, positions, variant, data, depth, seed, value.
 
     Attributes:
         values: Float[run step measure]; the steps are `steps`, the measures are `MEASURES`.
@@ -229,6 +232,15 @@ class OneLayerStudy(StudyResult[CellCurves]):
                 for title, name in PANELS.items()
             }
         return plots.training_panels(rows, self.steps)
+
+    def _table(self) -> Table:
+        cells = self.cells
+        of_runs = {
+            name: shaped([getattr(cell, name) for cell in cells], -1, 1, 1)
+            for name in ("positions", "variant", "data", "depth", "seed")
+        }
+        axes = {"run": self.ids, "step": self.steps, "measure": self.record["measures"]}
+        return Table.of_cells(axes, {**of_runs, "value": self.values})
 
     def __repr__(self) -> str:
         return f"OneLayerStudy({len(self.ids)} of {len(self.record['facts'])} trainings of {self.steps[-1]} steps)"

@@ -1,18 +1,43 @@
-"""The canvas by denoising step as a self-contained HTML page, without scripts, fonts or downloads."""
+"""The canvas by denoising step as HTML, without scripts, fonts or downloads: a page, or a part of one."""
 
 from collections.abc import Sequence
 from html import escape
 
-_STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #222; }
-table { border-collapse: collapse; }
-th { text-align: right; padding-right: .8em; font-weight: normal; color: #888; white-space: nowrap; }
-td { padding: .15em .5em; text-align: center; border: 1px solid #eee; }
-td.given { color: #777; }
-td.blank { color: #ccc; }
-td.new { font-weight: bold; outline: 2px solid #333; outline-offset: -2px; }
-p { color: #555; max-width: 50em; }
+from diffusion_lens.plots.axes import readable
+
+# Ink and paper of the page, in light and dark mode, and the share of green in a cell, by its probability. Every text
+# has a contrast of at least 4.5 with its cell. A part of another page takes over its ink.
+COLOURS = {"light": ("#222222", "#ffffff"), "dark": ("#e4e4e4", "#181818")}
+GREEN = (60, 160, 80)
+FAINT = 0.75  # opacity of dots, of the prompt and of row labels
+
+
+def tint(confidence: float) -> float:
+    """Opacity of the green behind a token that was revealed with this probability."""
+    return 0.06 + 0.4 * confidence
+
+
+_CANVAS_STYLE = f"""
+.dl-canvas {{ overflow-x: auto; max-width: 100%; }}
+.dl-canvas table {{ border-collapse: collapse; color: inherit; margin: .4em 0; }}
+.dl-canvas th {{ text-align: right; padding: 0 .8em 0 0; font-weight: normal; white-space: nowrap; border: 0; }}
+.dl-canvas td {{ padding: .15em .5em; text-align: center; white-space: pre; border: 1px solid rgba(128,128,128,.35); }}
+.dl-canvas th span, .dl-canvas .given, .dl-canvas .blank {{ opacity: {FAINT}; }}
+.dl-canvas td.new {{ font-weight: bold; outline: 2px solid; outline-offset: -2px; }}
 """
+_PAGE_STYLE = """
+:root {{ color-scheme: light dark; --ink: {light[0]}; --paper: {light[1]}; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: {dark[0]}; --paper: {dark[1]}; }} }}
+body {{ font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem; color: var(--ink); background: var(--paper); }}
+h1 {{ font-size: 1.3em; overflow-wrap: anywhere; }}
+p {{ max-width: 50em; }}
+.dl-canvas th {{ position: sticky; left: 0; background: var(--paper); }}
+@media (max-width: 500px) {{ body {{ margin: .7rem; }} .dl-canvas td {{ padding: .15em .3em; }} }}
+""".format(**COLOURS)
+_LEGEND = (
+    "The canvas before the first step and after each step. A frame marks the step that revealed a token. A darker "
+    "green means a higher probability at that step (hover to read it). Dots are masked positions."
+)
 
 
 def canvas_table(
@@ -25,6 +50,8 @@ def canvas_table(
 ) -> str:
     """An HTML page with one row per step. A token is coloured by its probability when it was revealed.
 
+    The page follows the dark mode of the browser. A wide canvas scrolls inside its own box.
+
     Args:
         canvases: Text of each position, for each canvas.
         hidden: Whether each position is still masked, for each canvas.
@@ -32,29 +59,47 @@ def canvas_table(
         confidence: Probability of each token when it was revealed.
         first_step: Number of the step that follows the first canvas.
     """
+    fragment = canvas_fragment(canvases, hidden, revealed_at, confidence, first_step)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_PAGE_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{_LEGEND}</p>{fragment}</body></html>"
+    )
+
+
+def canvas_fragment(
+    canvases: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
+    revealed_at: Sequence[int],
+    confidence: Sequence[float],
+    first_step: int = 0,
+) -> str:
+    """The table of `canvas_table` for a page that contains other things, whose colours it takes over.
+
+    The given tokens before the first masked position are written above the table, since they are the same in each row.
+    """
+    n_given = next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[0][pos]), 0)
     rows = []
     for row, canvas in enumerate(canvases):
         step = first_step + row
         label = "start" if step == 0 else f"after step {step - 1}"
-        columns = zip(canvas, hidden[row], revealed_at, confidence, strict=True)
-        cells = [_cell(word, blank, at, p, step) for word, blank, at, p in columns]
-        rows.append(f"<tr><th>{label}</th>{''.join(cells)}</tr>")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        "<p>The canvas before the first step and after each step. A frame marks the step that revealed a token. A "
-        "darker green means a higher probability at that step (hover to read it). Dots are masked positions.</p>"
-        f"<table>{''.join(rows)}</table></body></html>"
-    )
+        columns = list(zip(canvas, hidden[row], revealed_at, confidence, strict=True))
+        cells = [_cell(word, blank, at, p, step) for word, blank, at, p in columns[n_given:]]
+        rows.append(f"<tr><th scope=row><span>{label}</span></th>{''.join(cells)}</tr>")
+    given = escape(" ".join(map(readable, canvases[0][:n_given])))
+    prompt = f'<div><span class="given">given:</span> {given}</div>' if n_given else ""
+    table = f'<div class="dl-canvas" tabindex=0><table>{"".join(rows)}</table></div>'
+    return f"<style>{_CANVAS_STYLE}</style>{prompt}{table}"
 
 
 def _cell(word: str, blank: bool, revealed_at: int, confidence: float, step: int) -> str:
     if blank:
         return '<td class="blank">·</td>'
+    text = escape(readable(word))
     if revealed_at < 0:
-        return f'<td class="given">{escape(word)}</td>'
+        return f'<td class="given">{text}</td>'
     if step <= revealed_at:  # The token was revealed here, masked again later and revealed for good after that.
-        return f"<td>{escape(word)}</td>"
+        return f"<td>{text}</td>"
     new = ' class="new"' if step == revealed_at + 1 else ""
-    shade = f"background: rgba(60, 160, 80, {0.08 + 0.6 * confidence:.2f})"
-    return f'<td{new} style="{shade}" title="p = {confidence:.3f}">{escape(word) or "&nbsp;"}</td>'
+    shade = f"background: rgba({', '.join(map(str, GREEN))}, {tint(confidence):.2f})"
+    return f'<td{new} style="{shade}" title="p = {confidence:.3f}">{text}</td>'

@@ -1,9 +1,8 @@
-"""Heat maps of scores over layers and positions, of several traces on one colour scale, and of a canvas by step."""
+"""Heat maps of scores over layers and positions, and of several traces on one colour scale."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
@@ -11,14 +10,13 @@ from diffusion_lens.plots.axes import (
     ABSENT,
     HUES,
     RESTORED,
-    Figure,
     one_axes,
     panels,
-    readable,
     row_labels,
     short_answer,
     spaced,
 )
+from diffusion_lens.plots.notebook import Figure
 
 
 @runtime_checkable
@@ -154,63 +152,6 @@ def trace_panels(
         for ax in own[len(row) :]:
             ax.remove()
     return figure
-
-
-def denoising_grid(
-    words: Sequence[Sequence[str]],
-    hidden: Sequence[Sequence[bool]],
-    revealed_at: Sequence[int],
-    confidence: Sequence[float],
-    first_step: int = 0,
-    *,
-    title: str | None = None,
-    ax: Any = None,
-) -> Any:
-    """The canvas by denoising step: one row per step, each token coloured by its probability when it was revealed.
-
-    Args:
-        words: Text of each position, for each canvas of the trajectory.
-        hidden: Whether each position is still masked, for each canvas.
-        revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
-        confidence: Probability of each token when it was revealed.
-        first_step: Number of the step that follows the first canvas.
-    """
-    n_canvases, n_pos = len(words), len(revealed_at)
-    ax = one_axes(ax, width=0.85 * n_pos + 1.6, height=0.36 * n_canvases + 1.0)
-    shade = np.full((n_canvases, n_pos), np.nan)
-    for pos in range(n_pos):
-        if revealed_at[pos] >= 0:
-            shade[max(revealed_at[pos] + 1 - first_step, 0) :, pos] = confidence[pos]
-    # The range ends above 1, so that black text can be read on the darkest cell.
-    image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.6, aspect="auto")
-    for row, canvas in enumerate(words):
-        for pos, word in enumerate(canvas):
-            given, new = revealed_at[pos] < 0, 0 <= revealed_at[pos] == first_step + row - 1
-            masked = hidden[row][pos]
-            colour = "0.7" if masked else "0.35" if given else "black"
-            ax.text(
-                pos,
-                row,
-                "·" if masked else readable(word),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=colour,
-                fontweight="bold" if new else "normal",
-                parse_math=False,
-            )
-    ax.set_yticks(
-        range(n_canvases),
-        [f"step {i}" if i >= 0 else "start" for i in range(first_step - 1, first_step + n_canvases - 1)],
-    )
-    ax.set_xticks([])
-    ax.tick_params(length=0)
-    for side in ax.spines.values():
-        side.set_visible(False)
-    bar = ax.figure.colorbar(image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01)
-    bar.ax.set_title("p(token)", fontsize=8)
-    ax.set_title(title or "The canvas, step by step", fontsize=10)
-    return ax
 
 
 def _map_size(n_pos: int, n_layers: int) -> tuple[float, float]:

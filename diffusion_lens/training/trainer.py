@@ -23,9 +23,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.display import Result, Table
 from diffusion_lens.losses import LossBatch, Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import as_dataclass, load_result, one_line, provenance, save_result
+from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, RowSource, TrainingRows
 from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
 from diffusion_lens.training.evaluation_steps import evaluation_steps
@@ -35,9 +36,11 @@ from diffusion_lens.training.run_folder import RunFolder, RunState, describe_run
 Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingRecord:
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainingRecord(Result):
     """The record of a training.
+
+    Columns of the data frame: step, loss.
 
     Attributes:
         config: Recipe of the training.
@@ -52,7 +55,8 @@ class TrainingRecord:
     record: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...] = ()
 
-    __repr__ = one_line
+    def _table(self) -> Table:
+        return Table({"step": range(1, len(self.losses) + 1), "loss": self.losses})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -38,12 +38,13 @@ from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import one_line
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AverageEffect(FactAverage):
     """Facts traced on one canvas each, and their average.
+
+    Columns of the data frame: fact, role, layer, effect, clean, corrupted.
 
     Attributes:
         effects: Float[fact role layer], indirect effect, mean over the positions of each role; NaN where a fact has
@@ -65,8 +66,6 @@ class AverageEffect(FactAverage):
     effects: Float[Tensor, "fact role layer"]
     clean: Float[Tensor, "fact"]
     corrupted: Float[Tensor, "fact"]
-
-    __repr__ = one_line
 
     @property
     def ate(self) -> float:

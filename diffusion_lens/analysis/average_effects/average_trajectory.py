@@ -40,12 +40,14 @@ from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import one_line
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AverageTrajectoryEffect(FactAverage):
     """Facts traced at the steps that write their answers, aligned at the step that reveals the last token.
+
+    Columns of the data frame: fact, offset (the step, counted from the one that reveals the last token), role,
+    layer, effect, clean, corrupted.
 
     Attributes:
         effects: Float[fact step role layer], indirect effect, mean over the positions of each role; NaN where a fact
@@ -67,8 +69,6 @@ class AverageTrajectoryEffect(FactAverage):
     effects: Float[Tensor, "fact step role layer"]
     clean: Float[Tensor, "fact step"]
     corrupted: Float[Tensor, "fact step"]
-
-    __repr__ = one_line
 
     @property
     def offsets(self) -> list[int]:

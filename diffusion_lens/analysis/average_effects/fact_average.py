@@ -10,14 +10,17 @@ from torch import Tensor
 from diffusion_lens.analysis.average_effects.fact_effect import FactEffect, one_by_one, side_by_side
 from diffusion_lens.analysis.average_effects.known import say_rule, warn_of_nothing
 from diffusion_lens.analysis.over_facts import StudyResult
-from diffusion_lens.records import one_line
+from diffusion_lens.display import Table
 
 A = TypeVar("A", bound="FactAverage")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FactAverage(StudyResult[FactEffect]):
     """Facts traced with the same settings; `...` is the denoising step where the average has one.
+
+    Columns of the data frame: fact, role, layer, effect, clean, corrupted; by step also offset, counted from the
+    step that reveals the last token.
 
     Attributes:
         effects: Float[fact ... role layer], indirect effect, mean over the positions of each role; NaN where a fact has
@@ -43,8 +46,6 @@ class FactAverage(StudyResult[FactEffect]):
     unknown: dict[str, float]
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @classmethod
     def of(cls: type[A], results: Mapping[str, FactEffect], record: dict[str, Any]) -> A:
         """Facts of a study side by side."""
@@ -69,6 +70,19 @@ class FactAverage(StudyResult[FactEffect]):
         """Warn if the rule of a whole study leaves out every fact. A single shard may have no fact to average."""
         if not self.ids and len(self.unknown) >= len(self.record["facts"]):
             warn_of_nothing(self.record, len(self.unknown))
+
+    def _table(self) -> Table:
+        offsets = {"offset": range(1 - self.clean.shape[1], 1)} if self.BY_STEP else {}
+        table = Table.of_cells(
+            {"fact": self.ids, **offsets, "role": self.roles, "layer": self.layers},
+            {
+                "effect": self.effects,
+                "clean": self.clean[..., None, None],
+                "corrupted": self.corrupted[..., None, None],
+            },
+            most="effect",
+        )
+        return table.where(~self.effects.isnan())
 
     @property
     def rule(self) -> str:

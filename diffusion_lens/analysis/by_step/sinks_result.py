@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.display import PicturedResult, Table, texts_of
 from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import Whole, pick_indices
 from diffusion_lens.shapes import PosMask, Tokens
@@ -37,11 +38,14 @@ class SinkSpan:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionSinks:
+class AttentionSinks(PicturedResult):
     """The attention that positions receive, and the sinks among them.
 
     Without steps, the tensors have no axis of steps. `dataclasses.replace(sinks, threshold=...)` applies another
     threshold.
+
+    Columns of the data frame: step (of a trajectory), layer, head (from 0), batch, pos, token, received, excess,
+    sink.
 
     Attributes:
         received: Float[*step layer head batch pos], attention received from all queries together, NaN at padding and
@@ -204,6 +208,20 @@ class AttentionSinks:
         positions, marked = dots.nonzero(as_tuple=True)
         ax.plot(marked.tolist(), positions.tolist(), linestyle="", marker=".", color="C1")
         return ax
+
+    def _table(self) -> Table:
+        n_heads, batch, n_pos = self.received.shape[-3:]
+        steps = {} if self.steps is None else {"step": self.steps}
+        axes = {
+            **steps, "layer": self.layers, "head": range(n_heads), "batch": range(batch), "pos": range(n_pos)
+        }  # fmt: skip
+        values = {
+            "token": texts_of(self._by_head(self.canvases), self.words),
+            "received": self.received,
+            "excess": self.excess,
+            "sink": self.is_sink,
+        }
+        return Table.of_cells(axes, values, most="excess")
 
     def __repr__(self) -> str:
         steps = "one pass" if self.steps is None else f"{len(self.steps)} steps of {self.record['n_steps']}"

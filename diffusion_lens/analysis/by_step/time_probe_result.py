@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.by_step.vectors_result import short_name
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.records import as_dataclass, load_result, save_result
 
@@ -17,8 +18,10 @@ _TENSORS = ("bias", "r2", "r2_fitted", "r2_shuffled", "penalty")
 
 
 @dataclass(frozen=True, eq=False)
-class TimeProbe:
+class TimeProbe(PicturedResult):
     """Linear probes of the denoising time, one for each hook point.
+
+    Columns of the data frame: point, r2, r2_fitted, r2_shuffled, penalty.
 
     Attributes:
         weights: The weights by hook point, with the axes of the hook point after its positions, such as d_model.
@@ -81,6 +84,10 @@ class TimeProbe:
         title = title or "Linear probe of the denoising time"
         values = torch.stack(list(lines.values()))
         return plots.labelled_lines(values, list(lines), labels, "hook point", "R² on held-out runs", title, ax)
+
+    def _table(self) -> Table:
+        values = {name: getattr(self, name) for name in ("r2", "r2_fitted", "r2_shuffled", "penalty")}
+        return Table({"point": self.names, **values})
 
     def __repr__(self) -> str:
         best = int(self.r2.nan_to_num(nan=-torch.inf).argmax())

@@ -12,6 +12,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.denoising.cache import resolve_steps
 from diffusion_lens.denoising.step_hooks import at_steps, by_step, while_masked, while_predicting
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.hook_names import Hook, nearest
 from diffusion_lens.interventions import Indices, steer
 from diffusion_lens.records import load_result, save_result
@@ -21,11 +22,13 @@ _GROUPS = ("positive", "negative")
 
 
 @dataclass(frozen=True, eq=False)
-class SteeringVectors:
+class SteeringVectors(PicturedResult):
     """Differences of means at some hook points, by denoising step where the inputs were trajectories.
 
     `vectors[name]` is Float[*step ...], where "..." are the axes of the hook point after its positions, such as
     d_model. A step at which a group has no selected position is NaN.
+
+    Columns of the data frame: step (of trajectories), point, norm, n_positive, n_negative.
 
     Attributes:
         positive, negative: Mean activation of each group, by hook point, with the same axes.
@@ -165,6 +168,15 @@ class SteeringVectors:
             return plots.labelled_lines(norms[None], ["norm"], labels, "hook point", "norm", title, ax)
         steps = [str(step) for step in self.steps]
         return plots.labelled_lines(norms, labels, steps, "denoising step", "norm", title, ax)
+
+    def _table(self) -> Table:
+        steps = {} if self.steps is None else {"step": self.steps}
+        values = {
+            "norm": torch.stack([self.norm[name] for name in self.names], dim=-1),
+            "n_positive": self.n_positive[..., None],
+            "n_negative": self.n_negative[..., None],
+        }
+        return Table.of_cells({**steps, "point": self.names}, values)
 
     def __repr__(self) -> str:
         steps = "" if self.steps is None else f", {len(self.steps)} steps of {self.record['n_steps']}"

@@ -29,16 +29,19 @@ from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
 from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.display import Result, Table, shaped
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Real, Whole
 
 
-@dataclass(frozen=True, eq=False)
-class TemporalEffect:
+@dataclass(frozen=True, eq=False, repr=False)
+class TemporalEffect(Result):
     """The effect of one state at one step on the final text.
+
+    Columns of the data frame: step, pos, layer, token, score, indirect_effect.
 
     Attributes:
         scores: Float[step pos layer], share of samples that end with the answer when that state is restored at that
@@ -65,12 +68,21 @@ class TemporalEffect:
     subject: tuple[int, int]
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
         """Rise of the share when a state is restored: scores - corrupted."""
         return self.scores - self.corrupted
+
+    def _table(self) -> Table:
+        return Table.of_cells(
+            {"step": self.steps, "pos": self.positions, "layer": self.layers},
+            {
+                "token": shaped([self.str_tokens[pos] for pos in self.positions], -1, 1),
+                "score": self.scores,
+                "indirect_effect": self.indirect_effect,
+            },
+            most="indirect_effect",
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -32,16 +32,19 @@ from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.restored_runs import AnswerRuns, RestoredRuns, RunPair
 from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.analysis.selection import Selection
+from diffusion_lens.display import PicturedResult, Table, shaped
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Real, Whole, naming_the_nearest
 
 
-@dataclass(frozen=True, eq=False)
-class CausalTrace:
+@dataclass(frozen=True, eq=False, repr=False)
+class CausalTrace(PicturedResult):
     """The causal trace of one query.
+
+    Columns of the data frame: pos, layer, token, score, indirect_effect.
 
     Attributes:
         scores: Float[pos layer], p(answer) with that state restored, mean over the samples.
@@ -74,8 +77,6 @@ class CausalTrace:
     layers: list[int]
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @property
     def indirect_effect(self) -> Float[Tensor, "pos layer"]:
         """Rise of p(answer) when a state is restored: scores - corrupted."""
@@ -85,6 +86,17 @@ class CausalTrace:
     def total_effect(self) -> float:
         """Fall of p(answer) under the corruption: clean - corrupted."""
         return self.clean - self.corrupted
+
+    def _table(self) -> Table:
+        return Table.of_cells(
+            {"pos": self.positions, "layer": self.layers},
+            {
+                "token": shaped([self.str_tokens[pos] for pos in self.positions], -1, 1),
+                "score": self.scores,
+                "indirect_effect": self.indirect_effect,
+            },
+            most="indirect_effect",
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.records import load_fields, one_line, save_fields
+from diffusion_lens.display import PicturedResult, Table, shaped
+from diffusion_lens.records import load_fields, save_fields
 
 
-@dataclass(frozen=True, eq=False)
-class TrajectoryTrace:
+@dataclass(frozen=True, eq=False, repr=False)
+class TrajectoryTrace(PicturedResult):
     """The causal traces of one query at several steps of one denoising run.
+
+    Columns of the data frame: step, pos, layer, token, score, indirect_effect, clean, corrupted.
 
     Attributes:
         scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the samples: the
@@ -54,8 +57,6 @@ class TrajectoryTrace:
     layers: list[int]
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
         """Rise of p(answer) when a state is restored: scores - corrupted."""
@@ -90,6 +91,25 @@ class TrajectoryTrace:
         """The heat map of one step, on a colour scale that all steps share; returns the matplotlib axes."""
         limits = float(self.corrupted.min()), float(self.scores.nan_to_num().max())
         return self.at_step(step).plot(ax=ax, title=title or f"step {step}", limits=limits)
+
+    def _table(self) -> Table:
+        tokens = [canvas[pos] for canvas in self.str_canvases for pos in self.positions]
+        return Table.of_cells(
+            {"step": self.steps, "pos": self.positions, "layer": self.layers},
+            {
+                "token": shaped(tokens, len(self.steps), len(self.positions), 1),
+                "score": self.scores,
+                "indirect_effect": self.indirect_effect,
+                "clean": self.clean[:, None, None],
+                "corrupted": self.corrupted[:, None, None],
+            },
+            most="indirect_effect",
+        )
+
+    def _picture(self) -> Any:
+        """The step at which a restored state has the largest effect."""
+        strongest = self.indirect_effect.nan_to_num().flatten(1).amax(dim=1).argmax()
+        return self.plot(self.steps[int(strongest)])
 
     def page(self, title: str | None = None) -> Any:
         """The heat maps with a slider over the steps, as a page; `pages.write_page` writes it."""

@@ -2,7 +2,8 @@
 
 from diffusion_lens.analysis.circuits.ablation import Faithfulness, faithfulness
 from diffusion_lens.analysis.circuits.attribution import edge_attribution, node_attribution
-from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores, NodeScores
+from diffusion_lens.analysis.circuits.circuit import Circuit
+from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
 
 __all__ = [
     "Circuit",

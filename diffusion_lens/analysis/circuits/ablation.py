@@ -20,22 +20,26 @@ from tqdm.auto import tqdm
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.circuits.circuit import Circuit
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
-from diffusion_lens.analysis.circuits.result import Circuit, EdgeScores, NodeScores
+from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
 from diffusion_lens.analysis.circuits.sides import joined, on_one_metric, require_plain_stream, require_same_positions
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole
 
 
-@dataclass(frozen=True, eq=False)
-class Faithfulness:
+@dataclass(frozen=True, eq=False, repr=False)
+class Faithfulness(PicturedResult):
     """The metric of circuits of growing size.
+
+    Columns of the data frame: step (of a trajectory), edges, score, share.
 
     Attributes:
         sizes: Number of edges of each circuit.
@@ -52,13 +56,15 @@ class Faithfulness:
     corrupted: Float[Tensor, "*step"]
     record: dict[str, Any] = field(repr=False)
 
-    __repr__ = one_line
-
     @property
     def share(self) -> Float[Tensor, "*step entry"]:
         """(score - corrupted) / (clean - corrupted): 0 without edges, 1 for the whole graph; not bounded between."""
         corrupted = self.corrupted[..., None]
         return (self.scores - corrupted) / (self.clean[..., None] - corrupted)
+
+    def _table(self) -> Table:
+        steps = {} if self.record["steps"] is None else {"step": self.record["steps"]}
+        return Table.of_cells({**steps, "edges": self.sizes}, {"score": self.scores, "share": self.share})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -1,9 +1,7 @@
-"""The results of edge and node attribution, and the circuits that edge scores select."""
+"""The results of edge and node attribution."""
 
 import math
-from abc import ABC
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -13,8 +11,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.analysis.circuits.circuit import Circuit
 from diffusion_lens.analysis.circuits.graph import Graph
-from diffusion_lens.records import as_dataclass, load_result, one_line, save_result
+from diffusion_lens.display import PicturedResult, Table
+from diffusion_lens.records import as_dataclass, load_result, save_result
 from diffusion_lens.settings import Whole, at_least, whole_number
 
 _TENSORS = ("scores", "clean", "corrupted")
@@ -22,82 +22,8 @@ _TENSORS = ("scores", "clean", "corrupted")
 S = TypeVar("S", bound="AttributionScores")
 
 
-@dataclass(frozen=True)
-class Circuit:
-    """Some edges of a network's graph.
-
-    Attributes:
-        edges: Pairs (writer, reader) of names such as ("a0.h1", "m2").
-        graph: The graph that has these edges, among others.
-
-    Raises:
-        ValueError: The graph lacks one of the edges.
-    """
-
-    edges: frozenset[tuple[str, str]]
-    graph: Graph
-
-    def __post_init__(self) -> None:
-        rows, columns = self._indices()
-        for writer, reader in sorted(self.edges):
-            known = writer in rows and reader in columns
-            if not known or not self.graph.edges[rows[writer], columns[reader]]:
-                raise ValueError(f"this graph has no edge from {writer!r} to {reader!r}")
-
-    def __len__(self) -> int:
-        return len(self.edges)
-
-    @property
-    def mask(self) -> Bool[Tensor, "writer reader"]:
-        """True at the edges of the circuit."""
-        table = torch.zeros_like(self.graph.edges)
-        rows, columns = self._indices()
-        for writer, reader in self.edges:
-            table[rows[writer], columns[reader]] = True
-        return table
-
-    def jaccard(self, other: "Circuit") -> float:
-        """Edges of both circuits, divided by edges of at least one; NaN if both are empty.
-
-        Raises:
-            ValueError: The circuits are of networks with other layers or heads, where names mean other parts.
-        """
-        if self.graph != other.graph:
-            raise ValueError(
-                f"the circuits are of different graphs, {self.graph} and {other.graph}: their edges differ"
-            )
-        union = len(self.edges | other.edges)
-        return len(self.edges & other.edges) / union if union else math.nan
-
-    def share_by_layer(self) -> dict[str, float]:
-        """Share of the edges whose reader is in each layer ("0", "1", ..., "logits"); NaN if there are no edges."""
-        layers = dict(zip(self.graph.readers, self.graph.reader_layers, strict=True))
-        counts = Counter(layers[reader] for _, reader in self.edges)
-        return {name: counts[name] / len(self) if len(self) else math.nan for name in dict.fromkeys(layers.values())}
-
-    def save(self, path: str | Path) -> Path:
-        """Write the edges and the graph to one `.safetensors` file."""
-        return save_result(path, "circuit", {}, {"edges": sorted(self.edges), "graph": asdict(self.graph)})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Circuit":
-        """Read what `save` wrote."""
-        _, saved = load_result(path, "circuit")
-        return cls(frozenset((writer, reader) for writer, reader in saved["edges"]), Graph(**saved["graph"]))
-
-    def _indices(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Index of each writer and of each reader by name."""
-        rows, columns = (
-            {name: i for i, name in enumerate(names)} for names in (self.graph.writers, self.graph.readers)
-        )
-        return rows, columns
-
-    def __repr__(self) -> str:
-        return f"Circuit({len(self)} of {int(self.graph.edges.sum())} edges)"
-
-
-@dataclass(frozen=True, eq=False)
-class AttributionScores(ABC):
+@dataclass(frozen=True, eq=False, repr=False)
+class AttributionScores(PicturedResult):
     """What the scores of edges and of nodes have in common.
 
     Attributes:
@@ -116,8 +42,6 @@ class AttributionScores(ABC):
     record: dict[str, Any]
 
     KIND: ClassVar[str]
-
-    __repr__ = one_line
 
     @property
     def writers(self) -> tuple[str, ...]:
@@ -145,6 +69,15 @@ class AttributionScores(ABC):
         tensors, record = load_result(path, cls.KIND)
         return as_dataclass(cls, {**tensors, **record, "graph": Graph(**record["graph"])})
 
+    def _picture(self) -> Any:
+        """The first step, where there are several."""
+        steps = self.record["steps"]
+        return self.plot() if steps is None else self.at_step(steps[0]).plot()
+
+    def _steps(self) -> dict[str, Any]:
+        """The axis of steps, if there is one."""
+        return {} if self.record["steps"] is None else {"step": self.record["steps"]}
+
     def _require_one_step(self) -> None:
         if self.clean.dim():
             raise ValueError(f"there are scores of the steps {self.record['steps']}: take one of them by at_step")
@@ -153,6 +86,8 @@ class AttributionScores(ABC):
 @dataclass(frozen=True, eq=False)
 class NodeScores(AttributionScores):
     """The scores of all writers: the embedding, attention heads and MLPs.
+
+    Columns of the data frame: step (of a trajectory), writer, score.
 
     Attributes:
         scores: Float[*step writer], estimated change of the metric if the writer's clean output replaces that of the
@@ -194,6 +129,9 @@ class NodeScores(AttributionScores):
             ax=ax,
         )
 
+    def _table(self) -> Table:
+        return Table.of_cells({**self._steps(), "writer": self.writers}, {"score": self.scores}, most="score")
+
     def __repr__(self) -> str:
         return f"NodeScores({len(self.writers)} writers)"
 
@@ -201,6 +139,8 @@ class NodeScores(AttributionScores):
 @dataclass(frozen=True, eq=False)
 class EdgeScores(AttributionScores):
     """The scores of all edges.
+
+    Columns of the data frame: step (of a trajectory), writer, reader, score; a row for each edge that exists.
 
     Attributes:
         scores: Float[*step writer reader], estimated change of the metric if the reader gets the writer's clean output
@@ -275,6 +215,10 @@ class EdgeScores(AttributionScores):
             title=title,
             ax=ax,
         )
+
+    def _table(self) -> Table:
+        axes = {**self._steps(), "writer": self.writers, "reader": self.readers}
+        return Table.of_cells(axes, {"score": self.scores}, most="score").where(self.exists.expand_as(self.scores))
 
     def __repr__(self) -> str:
         return f"EdgeScores({len(self.writers)} writers, {len(self.readers)} readers, {int(self.exists.sum())} edges)"

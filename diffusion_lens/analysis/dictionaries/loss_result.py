@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.records import load_fields, save_fields
 from diffusion_lens.settings import Whole, whole_number
 
@@ -23,8 +24,10 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DictionaryLoss:
+class DictionaryLoss(PicturedResult):
     """The model's loss in four states: clean, spliced, zero-ablated and mean-ablated.
+
+    Columns of the data frame: level, state, low, high, loss, standard_error, variance_explained, l0.
 
     Attributes:
         losses: Float[entry level state], loss of each text at each noise level, in nats per position that counts; the
@@ -112,6 +115,18 @@ class DictionaryLoss:
         if not 0 <= index < len(self.spans):
             raise ValueError(f"level={index}; the {len(self.spans)} noise levels are numbered from 0")
         return index
+
+    def _table(self) -> Table:
+        losses = [[self.loss(state, level) for state in STATES] for level in range(len(self.spans))]
+        values = {
+            "low": self.spans[:, :1],
+            "high": self.spans[:, 1:],
+            "loss": [[loss.value for loss in row] for row in losses],
+            "standard_error": [[loss.standard_error for loss in row] for row in losses],
+            "variance_explained": self.variance_explained[:, None],
+            "l0": self.l0[:, None],
+        }
+        return Table.of_cells({"level": range(len(self.spans)), "state": STATES}, values)
 
     def __repr__(self) -> str:
         clean, spliced, recovered = self.loss(), self.loss("spliced"), self.recovered()

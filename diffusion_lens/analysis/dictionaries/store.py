@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.dictionaries.noise import Noise, NoiseRange
 from diffusion_lens.analysis.resumable import study_digest
+from diffusion_lens.display import Result, Table
 from diffusion_lens.hook_names import nearest, own_name
 from diffusion_lens.records import open_result, read_run
 from diffusion_lens.seeds import own_seed
@@ -59,10 +60,12 @@ def shard_files(folder: Path, mark: str) -> list[ShardFile]:
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationStore:
+class ActivationStore(Result):
     """The activations that `activations` has stored.
 
     A row is one position of one canvas. All rows are ordered by canvas and position.
+
+    Columns of the data frame: point, rows, dtype, bytes.
 
     Attributes:
         path: Folder.
@@ -247,6 +250,17 @@ class ActivationStore:
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
         return torch.cat([torch.empty(0, dtype=dtype), *(shard.tensors[name] for shard in self.shards if len(shard))])
+
+    def _table(self) -> Table:
+        parts = {name: [shard.tensors[name] for shard in self.shards if len(shard)] for name in self.names}
+        return Table(
+            {
+                "point": list(parts),
+                "rows": [sum(map(len, each)) for each in parts.values()],
+                "dtype": [str(each[0].dtype) if each else "" for each in parts.values()],
+                "bytes": [sum(x.nbytes for x in each) for each in parts.values()],
+            }
+        )
 
     def __repr__(self) -> str:
         size = sum(x.nbytes for shard in self.shards for x in shard.tensors.values())

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.display import PicturedResult, Table, shaped, texts_of
 from diffusion_lens.records import as_dataclass, load_result, save_result, split_fields
 from diffusion_lens.settings import Whole, whole_number
 
@@ -21,6 +22,8 @@ TABLES = {
     "target_ranks": ("target", True),
     "target_probabilities": ("target", False),
 }
+XLABEL = "state read by the lens"
+_MOST_WRITTEN = 20  # positions
 # What `plot` can show: the title of the colour bar, and the colours.
 SHOWN = {
     "entropy": ("entropy (nats)", "viridis_r"),
@@ -31,13 +34,17 @@ SHOWN = {
 
 
 @dataclass(frozen=True, eq=False)
-class LogitLens:
+class LogitLens(PicturedResult):
     """What each layer predicts for the token at each position.
 
     The position axis is that of the predicted tokens. Entries that cannot be read are NaN in tables of numbers and -1
     in tables of tokens and ranks: padding, and on a causal model positions whose preceding token is not yet written.
     On a masked diffusion model, positions that are revealed are read like the others, although the model was not
     trained to predict what it sees; `masked` tells them apart.
+
+    Columns of the data frame: step (of a trajectory), layer, batch, pos, state, token, masked, likeliest,
+    probability, entropy, kl; then target, target_rank and target_probability of the first target, target_1 and so
+    on of the others.
 
     Attributes:
         top_tokens: Int[*step layer batch selected top], the likeliest tokens, the likeliest first.
@@ -155,8 +162,7 @@ class LogitLens:
             return self.at_step(step).plot(row=row, show=show, target=target, ax=ax, title=title or f"step {step}")
         if position is None:
             index: Any = slice(None)
-            tokens = self.tokens[row].tolist()
-            labels = [f"{i}  {plots.readable(self.words[t])}" for i, t in zip(self.positions, tokens, strict=True)]
+            labels = self._row_labels(row)
         else:
             if self.steps is None or position not in self.positions:
                 raise ValueError(f"position {position} is not at several steps of this lens: {self.positions}")
@@ -174,7 +180,7 @@ class LogitLens:
             [[self.words[token] if token >= 0 else "" for token in entries] for entries in likeliest.tolist()],
             rows=labels,
             layers=self.labels,
-            xlabel="state read by the lens",
+            xlabel=XLABEL,
             hue=hue,
             limits=(0.0, highest),
             bar=bar,
@@ -188,6 +194,52 @@ class LogitLens:
             ranks = self.target_ranks[..., target]
             return (ranks + 1).float().log10().masked_fill(ranks < 0, torch.nan)
         return self.target_probabilities[..., target] if show == "probability" else getattr(self, show)
+
+    def _table(self) -> Table:
+        n_layers, batch, _ = self.entropy.shape[-3:]
+        steps = {} if self.steps is None else {"step": self.steps}
+        axes = {**steps, "layer": self.layers, "batch": range(batch), "pos": self.positions}
+        values: dict[str, Any] = {
+            "state": shaped(self.labels, n_layers, 1, 1),
+            "token": texts_of(self.tokens.unsqueeze(-3), self.words),
+            "masked": self.masked.unsqueeze(-3),
+            "likeliest": texts_of(self.top_tokens[..., 0], self.words),
+            "probability": self.top_probabilities[..., 0],
+            "entropy": self.entropy,
+            "kl": self.kl,
+        }
+        for i in range(self.targets.shape[-1]):
+            own = f"_{i}" if i else ""
+            values |= {
+                f"target{own}": texts_of(self.targets[..., i], self.words),
+                f"target{own}_rank": self.target_ranks[..., i],
+                f"target{own}_probability": self.target_probabilities[..., i],
+            }
+        return Table.of_cells(axes, values)
+
+    def _picture(self) -> Any:
+        """All positions, of the first step where there are several; without the tokens of many, which take long."""
+        lens = self if self.steps is None else self.at_step(self.steps[0])
+        title = str(self.record["model"]) if self.steps is None else f"step {self.steps[0]}"
+        if len(self.positions) <= _MOST_WRITTEN:
+            return lens.plot(title=title)
+        values, (bar, hue) = lens.entropy[:, 0].T, SHOWN["entropy"]
+        highest = float(values.nan_to_num().max())
+        return plots.labelled_map(
+            values,
+            rows=lens._row_labels(0),
+            layers=self.labels,
+            xlabel=XLABEL,
+            hue=hue,
+            limits=(0.0, highest),
+            bar=bar,
+            title=title,
+        )
+
+    def _row_labels(self, row: int) -> list[str]:
+        """Each position with its token."""
+        tokens = self.tokens[row].tolist()
+        return [f"{i}  {plots.readable(self.words[t])}" for i, t in zip(self.positions, tokens, strict=True)]
 
     def __repr__(self) -> str:
         steps = "" if self.steps is None else f"{len(self.steps)} steps, "

@@ -9,14 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import identity_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, save_fields
 
 
 @dataclass(frozen=True, eq=False)
-class Translators:
+class Translators(Result):
     """The affine maps of a tuned lens, h + h W + b; with W = 0 and b = 0, the lens is the direct one.
+
+    Columns of the data frame: iteration, layer, loss.
 
     Attributes:
         weights: Float[layer d_model d_model], W of each layer.
@@ -61,6 +64,9 @@ class Translators:
     def load(cls, path: str | Path) -> "Translators":
         """Read what `save` wrote."""
         return load_fields(path, "translators", cls)
+
+    def _table(self) -> Table:
+        return Table.of_cells({"iteration": range(len(self.losses)), "layer": self.layers}, {"loss": self.losses})
 
     def __repr__(self) -> str:
         return f"Translators({self.record['model']}, layers {self.layers}, {len(self.losses)} iterations)"

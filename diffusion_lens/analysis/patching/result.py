@@ -1,5 +1,6 @@
 """The result of a patching sweep."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,20 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.patching.attribution import EstimateError
-from diffusion_lens.records import as_dataclass, load_result, one_line, save_result
+from diffusion_lens.display import PicturedResult, Table, shaped
+from diffusion_lens.records import as_dataclass, load_result, save_result
 
 _TENSORS = ("scores", "clean", "corrupted")
 _ERROR_TENSORS = ("cells", "estimated", "exact")
+_TITLE = "Effect of patching a clean state into the corrupted run"
 
 
-@dataclass(frozen=True, eq=False)
-class PatchGrid:
+@dataclass(frozen=True, eq=False, repr=False)
+class PatchGrid(PicturedResult):
     """The scores of one site.
+
+    Columns of the data frame: those of step, layer, pos and head that are axes of the grid, score, effect; with pos
+    also corrupted_pos (the position that is patched, where it differs from pos in the clean run) and token.
 
     Attributes:
         scores: Float[*rest], metric of the corrupted run with one cell patched; `axes` names its axes. NaN at positions
@@ -46,8 +52,6 @@ class PatchGrid:
     labels: list[list[str]]
     error: EstimateError | None
     record: dict[str, Any]
-
-    __repr__ = one_line
 
     @property
     def effect(self) -> Float[Tensor, "*rest"]:
@@ -109,9 +113,32 @@ class PatchGrid:
             hue="RdBu",
             limits=limits or (-bound, bound),
             bar="effect",
-            title=title or "Effect of patching a clean state into the corrupted run",
+            title=title or _TITLE,
             ax=ax,
         )
+
+    def _table(self) -> Table:
+        axes: dict[str, Any] = {axis: self.coordinates[axis] for axis in self.axes}
+        values: dict[str, Any] = {"score": self.scores, "effect": self.effect}
+        if "pos" in axes:
+            pairs = [pos if isinstance(pos, Sequence) else (pos, pos) for pos in axes["pos"]]
+            axes["pos"] = [clean for clean, _ in pairs]
+            of_pos = [len(axes[axis]) if axis == "pos" else 1 for axis in self.axes]
+            of_labels = [len(axes[axis]) if axis in ("step", "pos") else 1 for axis in self.axes]
+            labels = self.labels if "step" in axes else self.labels[:1]
+            values["corrupted_pos"] = shaped([corrupted for _, corrupted in pairs], *of_pos)
+            values["token"] = shaped([label for of_step in labels for label in of_step], *of_labels)
+        return Table.of_cells(axes, values, most="effect")
+
+    def _picture(self) -> Any:
+        """The step and the head with the largest effect, where the grid has several."""
+        sizes = self.effect.abs().nan_to_num()
+        chosen = {}
+        for i, axis in enumerate(self.axes):
+            if axis == "step" or (axis == "head" and "pos" in self.axes):
+                chosen[axis] = self.coordinates[axis][int(sizes.movedim(i, 0).flatten(1).amax(dim=1).argmax())]
+        said = "".join(f", {axis} {number}" for axis, number in chosen.items())
+        return self.plot(**chosen, title=f"{_TITLE}{said}")
 
     def _index(self, axis: str, number: int | None) -> int | None:
         """Index of a step or head along its axis; `None` if the grid has no such axis."""

@@ -1,5 +1,6 @@
 """Results of `representations.compare`: similarities of two sets of vectors, with intervals and values by chance."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.representations.similarity import NEVER_NEGATIVE, effective_rank
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.records import (
     as_dataclass,
     load_fields,
     load_result,
-    one_line,
     save_fields,
     save_result,
     split_fields,
@@ -23,9 +24,11 @@ from diffusion_lens.records import (
 ROUND_OFF = 1e-10
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(PicturedResult):
     """Two sets of vectors compared, by default named "forward" and "reverse".
+
+    Columns of the data frame: statistic, value, low, high, chance, chance_low, chance_high, p.
 
     Attributes:
         values: Float[statistic], value of each statistic; 1 if the sets agree.
@@ -54,8 +57,6 @@ class Comparison:
     ids: list[str]
     names: tuple[str, str]
     record: dict[str, Any]
-
-    __repr__ = one_line
 
     @property
     def p(self) -> Float[Tensor, "statistic"]:
@@ -121,6 +122,9 @@ class Comparison:
             self.singular_values, self.effective_ranks, self.names, ax=ax, title=title or self._title()
         )
 
+    def _table(self) -> Table:
+        return _rows_of([({"statistic": statistic}, row) for statistic, row in self.table().items()])
+
     def _title(self) -> str:
         source = self.record["source"]
         parts = [str(source["model"])] if "model" in source else []
@@ -129,8 +133,10 @@ class Comparison:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparisons:
+class Comparisons(PicturedResult):
     """One comparison per layer, or per step.
+
+    Columns of the data frame: layer or step, then those of a `Comparison`.
 
     Attributes:
         axis: "layer" or "step".
@@ -184,6 +190,25 @@ class Comparisons:
         return plots.similarity_curve(
             self.table(statistic, level), self.axis, statistic, ax=ax, label=label, title=title
         )
+
+    def _table(self) -> Table:
+        tables = ((index, comparison.table()) for index, comparison in self.at.items())
+        rows = [({self.axis: index, "statistic": name}, row) for index, table in tables for name, row in table.items()]
+        return _rows_of(rows)
+
+    def _settings(self) -> Mapping[str, Any]:
+        """The record of the first comparison; the others differ in the layer or step."""
+        return next(iter(self.at.values())).record
+
+    def __repr__(self) -> str:
+        first = next(iter(self.at.values()))
+        return f"Comparisons({len(self.at)} {self.axis}s, {len(first.ids)} facts, {', '.join(first.statistics)})"
+
+
+def _rows_of(rows: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
+    """A table of rows, each in two parts: the coordinates, and the values."""
+    whole = [{**coordinates, **values} for coordinates, values in rows]
+    return Table({name: [row[name] for row in whole] for name in whole[0]})
 
 
 def _tails(

@@ -31,11 +31,12 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
+from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import begins_run, require_identified
 from diffusion_lens.losses import hide
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
 from weight_conversion import as_json
@@ -43,9 +44,11 @@ from weight_conversion import as_json
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
 
 
-@dataclass(frozen=True, eq=False)
-class SecondMoment:
+@dataclass(frozen=True, eq=False, repr=False)
+class SecondMoment(Result):
     """C over a corpus, or over the part of it that was processed so far.
+
+    Columns of the data frame: layer, keys, texts.
 
     Attributes:
         total: Float[d_mlp d_mlp], Σ k kᵀ.
@@ -65,8 +68,6 @@ class SecondMoment:
     layer: int
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @property
     def matrix(self) -> Float[Tensor, "d_mlp d_mlp"]:
         """C."""
@@ -79,6 +80,9 @@ class SecondMoment:
         square = float(self.matrix.square().sum())
         spread = max(0.0, self.text_squares - self.count_squares * square) * self.texts / (self.texts - 1)
         return math.sqrt(spread / square / self.count / (count or self.count))
+
+    def _table(self) -> Table:
+        return Table({"layer": [self.layer], "keys": [self.count], "texts": [self.texts]})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -17,10 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
+from diffusion_lens.display import Result, Table
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_layer
 
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
@@ -29,9 +30,11 @@ KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class KeyResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyResult(Result):
     """The key of one subject at one layer.
+
+    Columns of the data frame: prompt, norm, cosine (with the mean over the prompts).
 
     Attributes:
         keys: Float[prompt d_mlp], key in each prompt, float32.
@@ -43,12 +46,14 @@ class KeyResult:
     layer: int
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @property
     def vector(self) -> Float[Tensor, "d_mlp"]:
         """k*: the mean over the prompts."""
         return self.keys.mean(dim=0)
+
+    def _table(self) -> Table:
+        cosines = torch.cosine_similarity(self.keys, self.vector[None], dim=1)
+        return Table({"prompt": range(len(self.keys)), "norm": self.keys.norm(dim=1), "cosine": cosines})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -12,9 +12,10 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.bootstrap import percentile_interval
 from diffusion_lens.analysis.over_facts import StudyResult
-from diffusion_lens.analysis.rome.success import GROUPS, edited_layers
+from diffusion_lens.analysis.rome.success import GROUPS, by_probe, edited_layers
 from diffusion_lens.analysis.rome.weight_edit import say_layers
-from diffusion_lens.records import load_fields, one_line, save_fields
+from diffusion_lens.display import Table
+from diffusion_lens.records import load_fields, save_fields
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")
 
@@ -101,9 +102,12 @@ class HarmonicScore:
     requests: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EditStudy(StudyResult[EditOutcome]):
     """The edits of many requests, each probed without and with its edit.
+
+    Columns of the data frame: request, searched, group, wins_before, wins_after, probability_before,
+    probability_after; a row for each probe.
 
     Attributes:
         wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
@@ -127,8 +131,6 @@ class EditStudy(StudyResult[EditOutcome]):
     KIND: ClassVar[str] = "edit study"
     FACT_FILE: ClassVar[type[Any]] = EditOutcome
     UNIT: ClassVar[str] = "request"
-
-    __repr__ = one_line
 
     @classmethod
     def of(cls, results: Mapping[str, EditOutcome], record: dict[str, Any]) -> "EditStudy":
@@ -212,6 +214,15 @@ class EditStudy(StudyResult[EditOutcome]):
             },
             ax=ax,
             title=title or f"{self.record['model']}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}",
+        )
+
+    def _table(self) -> Table:
+        return Table(
+            {
+                "request": [self.ids[row] for row in self.owner.tolist()],
+                "searched": self.searched[self.owner],
+                **by_probe(self.groups, self.wins, self.probabilities),
+            }
         )
 
     def _means(

@@ -13,8 +13,9 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.bootstrap import bootstrap_interval
 from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.representations import Comparisons, compare_along
+from diffusion_lens.display import Table
 from diffusion_lens.facts import Direction
-from diffusion_lens.records import load_fields, network_of, one_line, save_fields
+from diffusion_lens.records import load_fields, network_of, save_fields
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
@@ -54,9 +55,11 @@ class FactVectors:
         return same and self.before == other.before
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyValueStudy(StudyResult[FactVectors]):
     """Keys and values of facts at several layers.
+
+    Columns of the data frame: fact, layer, before, after, key_norm, value_norm.
 
     Attributes:
         keys: Float[fact layer d_mlp], k*.
@@ -80,8 +83,6 @@ class KeyValueStudy(StudyResult[FactVectors]):
 
     KIND: ClassVar[str] = "key and value study"
     FACT_FILE: ClassVar[type[Any]] = FactVectors
-
-    __repr__ = one_line
 
     @classmethod
     def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":
@@ -221,6 +222,15 @@ class KeyValueStudy(StudyResult[FactVectors]):
         return {
             layer: {person: own[column] for person, own in vectors.items()} for column, layer in enumerate(self.layers)
         }
+
+    def _table(self) -> Table:
+        values = {
+            "before": self.before[:, None],
+            "after": self.after,
+            "key_norm": self.keys.norm(dim=-1),
+            "value_norm": self.values.norm(dim=-1),
+        }
+        return Table.of_cells({"fact": self.ids, "layer": self.layers}, values)
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """Plot p(answer) with v* by layer, one curve with its interval for each direction. Returns the axes."""

@@ -28,10 +28,11 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.analysis.rome.weight_edit import WeightEdit, say_layers
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.facts import Probe, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "shared_name", "other_relations", "reverse", "reverse_old")
@@ -54,9 +55,11 @@ class Score:
     count: int
 
 
-@dataclass(frozen=True, eq=False)
-class EditReport:
+@dataclass(frozen=True, eq=False, repr=False)
+class EditReport(PicturedResult):
     """The effect of an edit on each probe.
+
+    Columns of the data frame: probe, group, wins_before, wins_after, probability_before, probability_after.
 
     Attributes:
         wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
@@ -71,11 +74,12 @@ class EditReport:
     groups: list[str]
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     def table(self) -> dict[str, Score]:
         """The scores of the groups that have probes, in the order of `GROUPS`."""
         return {group: self._score(group) for group in GROUPS if group in self.groups}
+
+    def _table(self) -> Table:
+        return Table({"probe": range(len(self.groups)), **by_probe(self.groups, self.wins, self.probabilities)})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -101,6 +105,19 @@ class EditReport:
         before, after = self.wins[:, selected].mean(dim=1).tolist()
         p_before, p_after = self.probabilities[:, selected].mean(dim=1).tolist()
         return Score(before, after, p_before, p_after, int(selected.sum()))
+
+
+def by_probe(
+    groups: Sequence[str], wins: Float[Tensor, "state probe"], probabilities: Float[Tensor, "state probe"]
+) -> dict[str, Any]:
+    """Columns with a row for each probe."""
+    return {
+        "group": groups,
+        "wins_before": wins[0],
+        "wins_after": wins[1],
+        "probability_before": probabilities[0],
+        "probability_after": probabilities[1],
+    }
 
 
 @begins_run

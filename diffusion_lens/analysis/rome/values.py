@@ -29,18 +29,21 @@ from diffusion_lens.analysis.batching import in_batches
 from diffusion_lens.analysis.rome.objective import ValueObjective, default_essence
 from diffusion_lens.analysis.rome.prompts import Request, as_request
 from diffusion_lens.analysis.rome.search import SearchResult, ValueSettings, search
+from diffusion_lens.display import PicturedResult, Table
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, one_line, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.settings import Whole, at_least, check_keywords, keywords_of, pick_layer
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")
 
 
-@dataclass(frozen=True, eq=False)
-class ValueResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class ValueResult(PicturedResult):
     """The value of one request at one layer.
+
+    Columns of the data frame: iteration, total, nll, kl, decay.
 
     Attributes:
         initial: Float[d_model], m, the MLP's output in the plain request.
@@ -63,8 +66,6 @@ class ValueResult:
     layer: int
     record: dict[str, Any]
 
-    __repr__ = one_line
-
     @property
     def vector(self) -> Float[Tensor, "d_model"]:
         """v* = m + δ."""
@@ -74,6 +75,10 @@ class ValueResult:
     def output(self) -> Float[Tensor, "d_model"]:
         """m, the MLP's output for `key` in the plain request, where δ starts."""
         return self.initial
+
+    def _table(self) -> Table:
+        terms = dict(zip(LOSS_TERMS, self.losses.T, strict=True))
+        return Table({"iteration": range(len(self.losses)), **terms})
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -86,7 +91,7 @@ class ValueResult:
 
     def plot(self, ax: Any = None) -> Any:
         """The losses by iteration. Returns the matplotlib axes."""
-        ax = plots.panels(1, 1, 4.6, 3.0)[1][0] if ax is None else ax
+        ax = plots.one_axes(ax, width=4.6, height=3.0)
         for name, losses in zip(LOSS_TERMS, self.losses.T.tolist(), strict=True):
             ax.plot(losses, label=name, color="black" if name == "total" else None)
         ax.set_xlabel("iteration")

@@ -14,6 +14,7 @@ from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.signatures.fact_result import TENSORS, FactSignatures, no_rows
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.analysis.signatures.routes import correlation
+from diffusion_lens.display import Table
 
 CANVASES = ("forward", "reverse")
 
@@ -21,6 +22,9 @@ CANVASES = ("forward", "reverse")
 @dataclass(frozen=True, eq=False)
 class ReversalSignatures(StudyResult[FactSignatures]):
     """The three signatures of taught pairs. Tensors have a row for each fact; properties are means over facts.
+
+    Columns of the data frame: fact, layer, percentile_forward, percentile_reverse, reuse, cut_forward, cut_reverse,
+    route_correlation.
 
     Attributes:
         percentiles: Float[fact canvas estimate layer], as in `FactSignatures`, like all tensors.
@@ -235,6 +239,13 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         shuffled = torch.stack([mean[own, 1] for own in rows.values()]).mean(dim=0)
         own = {name: plots.Curve(mean[i, 0], low[i, 0], high[i, 0]) for name, i in rows.items()}
         return {**own, "shuffled pairs": plots.Curve(shuffled, shuffled, shuffled, baseline=True)}
+
+    def _table(self) -> Table:
+        percentiles = {f"percentile_{name}": self.percentiles[:, i, 0] for i, name in enumerate(CANVASES)}
+        cuts = {f"cut_{name}": self.cuts[:, i] for i, name in enumerate(CANVASES)}
+        routes = {"route_correlation": self._route_correlations(1)}
+        axes = {"fact": self.ids, "layer": range(self.reuses.shape[1])}
+        return Table.of_cells(axes, {**percentiles, "reuse": self.reuses, **cuts, **routes})
 
     def __repr__(self) -> str:
         n_layers = self.reuses.shape[1]

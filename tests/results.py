@@ -1,0 +1,287 @@
+"""One result of every type, of random numbers, with tokens that HTML and formulas would take for something else."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+POS, LAYERS, STEPS, HEADS = 24, 6, 4, 2
+WORDS = {-1: "", 0: "▁the", 1: "<script>alert(1)</script>", 2: "<eos>", 3: "[MASK]", 4: "▁$x$", 5: "\n"}
+TEXTS = [WORDS[pos % 5] for pos in range(POS)]
+RECORD: dict[str, Any] = {"model": "toy", "weights_sha256": "0123456789abcdef", "kind": "resid", "samples": 10}
+NAMES = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+FACT: dict[str, Any] = {"prompt": "A <b> is", "answer": " c", "subject": "A", "trained": "p2d", "asked": "p2d"}
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def every_result(folder: Path) -> Iterator[Any]:
+    """A result of each type."""
+    yield from _traces()
+    yield from _circuits()
+    yield from _by_step()
+    yield from _edits()
+    yield from _studies()
+    yield from _measures()
+    yield from _runs()
+    yield _store(folder)
+
+
+def _traces() -> Iterator[Any]:
+    from diffusion_lens.analysis import CausalTrace, PatchGrid, TemporalEffect, TrajectoryTrace
+
+    record = {**RECORD, "answer": ["▁the", "<eos>"], "steps": list(range(STEPS))}
+    axes = {"positions": list(range(POS)), "layers": list(range(LAYERS))}
+    single = {"scores": rand(POS, LAYERS), "token_scores": rand(POS, LAYERS, 2)}
+    whole = {"scores": rand(STEPS, POS, LAYERS), "token_scores": rand(STEPS, POS, LAYERS, 2)}
+    whole["scores"][0, 3] = torch.nan
+    yield CausalTrace(
+        **single,
+        clean_token_scores=rand(2),
+        corrupted_token_scores=rand(2),
+        clean=0.75,
+        corrupted=0.1,
+        known=True,
+        str_tokens=TEXTS,
+        subject=(1, 3),
+        **axes,
+        record=record,
+    )
+    yield TrajectoryTrace(
+        **whole,
+        chained=None,
+        clean=rand(STEPS),
+        corrupted=rand(STEPS),
+        clean_token_scores=rand(STEPS, 2),
+        corrupted_token_scores=rand(STEPS, 2),
+        steps=list(range(STEPS)),
+        revealed_at=[1, 3],
+        known=True,
+        str_canvases=[TEXTS] * STEPS,
+        subject=(1, 3),
+        **axes,
+        record=record,
+    )
+    yield TemporalEffect(
+        **whole,
+        clean=1.0,
+        corrupted=0.1,
+        steps=list(range(STEPS)),
+        str_tokens=TEXTS,
+        subject=(1, 3),
+        **axes,
+        record=record,
+    )
+    yield PatchGrid(
+        scores=rand(STEPS, LAYERS, POS, HEADS),
+        axes=("step", "layer", "pos", "head"),
+        site="z",
+        clean=rand(STEPS),
+        corrupted=rand(STEPS),
+        coordinates={
+            "step": list(range(STEPS)),
+            "layer": list(range(LAYERS)),
+            "pos": [[pos, pos + 1] for pos in range(POS)],
+            "head": list(range(HEADS)),
+        },
+        labels=[TEXTS] * STEPS,
+        error=None,
+        record=RECORD,
+    )
+
+
+def _circuits() -> Iterator[Any]:
+    from diffusion_lens.analysis import Circuit, EdgeScores, Faithfulness, NodeScores
+    from diffusion_lens.analysis.circuits.graph import Graph
+
+    graph = Graph(LAYERS, HEADS, HEADS)
+    record = {**RECORD, "steps": [0, 1], "clean_tokens": [[1], [2]], "corrupted_tokens": [[1], [2]]}
+    ends = {"clean": torch.tensor([1.0, 1.0]), "corrupted": torch.tensor([0.0, 0.2])}
+    yield Circuit(frozenset({("embed", "a0.h0<q>"), ("m1", "logits")}), graph)
+    yield NodeScores(rand(2, len(graph.writers)), **ends, graph=graph, record=record)
+    yield EdgeScores(rand(2, len(graph.writers), len(graph.readers)), **ends, graph=graph, record=record)
+    yield Faithfulness((0, 10, 100), rand(2, 3), **ends, record=record)
+
+
+def _by_step() -> Iterator[Any]:
+    from diffusion_lens.analysis import AttentionSinks, LogitLens, SteeringVectors, TimeProbe, Translators
+
+    shape = (STEPS, LAYERS, 1, POS)
+    yield LogitLens(
+        top_tokens=torch.ones(*shape, 2, dtype=torch.long),
+        top_probabilities=rand(*shape, 2),
+        entropy=rand(*shape),
+        kl=rand(*shape),
+        target_ranks=torch.zeros(*shape, 2, dtype=torch.long),
+        target_probabilities=rand(*shape, 2),
+        targets=torch.full((1, POS, 2), 2),
+        tokens=torch.full((STEPS, 1, POS), 3),
+        rows=torch.arange(POS)[None],
+        positions=list(range(POS)),
+        layers=list(range(LAYERS)),
+        labels=[f"{layer}_pre" for layer in range(LAYERS)],
+        steps=list(range(STEPS)),
+        words=WORDS,
+        record={**RECORD, "blank": 3, "steps": list(range(STEPS))},
+    )
+    yield Translators(rand(2, 4, 4), rand(2, 4), [1, 2], rand(30, 2), RECORD)
+    of_positions, no = (STEPS, 1, POS), torch.zeros(STEPS, 1, POS, dtype=torch.bool)
+    yield AttentionSinks(
+        received=rand(STEPS, LAYERS, HEADS, 1, POS),
+        even=torch.ones(of_positions),
+        n_queries=torch.full(of_positions, POS),
+        canvases=(torch.arange(POS) % 5).expand(of_positions),
+        masked=no,
+        special=no,
+        given=no[0],
+        final=(torch.arange(POS) % 5)[None],
+        threshold=0.5,
+        words=WORDS,
+        record={**RECORD, "steps": list(range(STEPS)), "n_steps": STEPS, "layers": list(range(LAYERS))},
+    )
+    vectors = {name: rand(STEPS, 8) + i for i, name in enumerate(NAMES)}
+    settings = {"steps": list(range(STEPS)), "n_steps": STEPS, "names": NAMES, "positions": "masked", "rows": "canvas"}
+    yield SteeringVectors(
+        positive=vectors,
+        negative={name: -vector for name, vector in vectors.items()},
+        n_positive=torch.arange(STEPS),
+        n_negative=torch.arange(STEPS),
+        record={**RECORD, **settings},
+    )
+    weights = {name: rand(8) for name in NAMES}
+    yield TimeProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), torch.nan, {**RECORD, **settings})
+
+
+def _edits() -> Iterator[Any]:
+    from diffusion_lens.analysis import EditStudy, KeyResult, SecondMoment, ValueResult
+    from diffusion_lens.analysis.rome import EditReport
+
+    groups = ["efficacy", "paraphrase", "paraphrase", "reverse"]
+    probes = {"wins": torch.tensor([[0.0, 0, 1, 0], [1, 1, 1, 0]]), "probabilities": rand(2, 4)}
+    record = {**RECORD, "layer": 3, "facts": {"a": FACT, "b": FACT}, "set_aside": {}, "object": [" the"]}
+    yield KeyResult(rand(3, 8), 1, record)
+    yield ValueResult(rand(8), rand(8), rand(20, 4), rand(6), 0.1, 0.9, 3, record)
+    yield SecondMoment(rand(6, 6), 100, 10, 1.0, 1000, 3, record)
+    yield EditReport(**probes, groups=groups, record=record)
+    owner = torch.tensor([0, 0, 1, 1])
+    yield EditStudy(**probes, owner=owner, searched=rand(2), groups=groups, ids=["a", "b"], record=record)
+
+
+def _studies() -> Iterator[Any]:
+    from diffusion_lens.analysis import (
+        AverageEffect,
+        AverageTrajectoryEffect,
+        KeyValueStudy,
+        ReversalSignatures,
+    )
+    from diffusion_lens.evaluation import Recall
+    from diffusion_lens.one_layer import MEASURES, OneLayerStudy
+
+    ids, roles, layers = [f"fact {i}" for i in range(100)], ["subject_last", "last"], list(range(LAYERS))
+    facts = {fact_id: {**FACT, "person": fact_id} for fact_id in ids}
+    record = {**RECORD, "facts": facts, "set_aside": {}, "known": "all", "seed": 1, "roles": roles, "layers": layers}
+    study = {"ids": ids, "roles": roles, "layers": layers, "unknown": {}, "record": record}
+    yield AverageEffect(rand(100, 2, LAYERS), rand(100), rand(100), **study)
+    yield AverageTrajectoryEffect(rand(100, STEPS, 2, LAYERS), rand(100, STEPS), rand(100, STEPS), **study)
+    yield KeyValueStudy(
+        rand(100, LAYERS, 8),
+        rand(100, LAYERS, 6),
+        rand(100, LAYERS, 6),
+        rand(100),
+        rand(100, LAYERS),
+        ids,
+        layers,
+        record,
+    )
+    settings = {"length": POS, "steps": [1, 2], "cfg_scale": 0.8, "sampler": {"name": "confidence"}, "too_long": []}
+    right = rand(100, 2) > 0.5
+    yield Recall(ids, [1, 2], [["a <b>", "c"]] * 100, right, right, rand(100, 2).double(), {**record, **settings})
+    names = [f"blocks.{layer}.{part}.weight" for layer in layers for part in ("attn.v", "attn.o", "mlp.down")]
+    names += [f"blocks.{layer}.{part}.weight" for layer in layers for part in ("attn.q", "attn.k")]
+    yield ReversalSignatures(
+        percentiles=rand(100, 2, 2, LAYERS),
+        reuses=rand(100, LAYERS),
+        cuts=rand(100, 2, LAYERS),
+        routes=rand(100, 3, LAYERS, HEADS),
+        isotropic=rand(100),
+        cosines=rand(100, len(names), 2),
+        transfers=rand(100, len(names)),
+        steps=rand(100, 2),
+        probabilities=rand(100, 2),
+        ids=ids,
+        record={**record, "parameters": names, "facts": {fact_id: {"group": fact_id} for fact_id in ids}},
+    )
+    cells = {
+        f"{variant} {seed}": {"positions": "rotary", "variant": variant, "data": "one-way", "depth": 1, "seed": seed}
+        for variant in ("mdm", "ar")
+        for seed in range(2)
+    }
+    values = rand(4, 3, len(MEASURES))
+    trained = {"facts": cells, "measured_at": [0, 10, 20], "measures": list(MEASURES), "set_aside": {}}
+    yield OneLayerStudy(values, [0.1] * 4, [1.0] * 4, list(cells), trained)
+
+
+def _measures() -> Iterator[Any]:
+    from diffusion_lens.analysis import Comparison, Comparisons, DictionaryLoss
+    from diffusion_lens.evaluation import AnswerRanks, NLLEstimate
+    from diffusion_lens.training import TrainingConfig, TrainingRecord
+
+    comparison = Comparison(
+        values=rand(2),
+        null=rand(50, 2),
+        deviations=rand(50, 2) - 0.5,
+        singular_values=rand(2, 5).sort(descending=True).values,
+        coordinates=rand(2, 6, 2),
+        explained=rand(2),
+        angles=rand(3),
+        statistics=["cka", "procrustes"],
+        ids=["a", "b", "c", "d", "e", "f"],
+        names=("forward", "reverse"),
+        record={"source": {"model": "toy"}, "permutations": 50},
+    )
+    yield comparison
+    yield Comparisons("layer", dict.fromkeys(range(LAYERS), comparison))
+    spans = torch.tensor([[0.0, 0.5], [0.5, 1.0]])
+    counted, rows = torch.tensor([3, 4]), torch.tensor([5, 6])
+    name = {**RECORD, "name": NAMES[0]}
+    yield DictionaryLoss(rand(2, 2, 4), counted, torch.arange(2), spans, rand(2), rand(2), rows, 0.5, name)
+    yield AnswerRanks(["a"], ["<b>"], rows[:1], rand(1), rand(1), [["<b>", "c"]], rand(1, 2), rand(1, 2), RECORD)
+    yield NLLEstimate(1.5, 0.1, 64, RECORD)
+    yield TrainingRecord(TrainingConfig(steps=30), rand(30), RECORD)
+
+
+def _runs() -> Iterator[Any]:
+    from diffusion_lens.denoising.cache import TrajectoryCache
+    from diffusion_lens.denoising.recording import Recording
+    from diffusion_lens.denoising.trajectory import Trajectory
+
+    tokens, given = (torch.arange(POS) % 5)[None], torch.arange(POS)[None] < 9
+    revealed_at = (torch.arange(POS)[None] % STEPS).masked_fill(given, -1)
+    canvases = torch.stack([tokens.where(revealed_at < step, 3) for step in range(STEPS + 1)])
+    fields = {
+        "tokens": tokens,
+        "canvases": canvases,
+        "revealed_at": revealed_at,
+        "confidence": rand(1, POS),
+        "given": given,
+        "real": torch.ones_like(given),
+        "text": ["<script>alert(1)</script>"],
+        "completion": [""],
+        "words": WORDS,
+        "record": {**RECORD, "blank": 3, "first_step": 0, "forward_passes": STEPS},
+    }
+    yield Trajectory(**fields)
+    yield Recording(**fields)
+    yield TrajectoryCache({step: {NAMES[0]: rand(1, POS, 8)} for step in range(STEPS)}, STEPS)
+
+
+def _store(folder: Path) -> Any:
+    from diffusion_lens.analysis import ActivationStore
+    from diffusion_lens.analysis.dictionaries.store import ShardFile
+
+    columns = {"t": rand(7), "masked": rand(7) > 0.5}
+    shard = ShardFile({**columns, **{name: rand(7, 8) for name in NAMES}}, 0, 2)
+    return ActivationStore(folder, (shard,), {**RECORD, "names": NAMES, "canvases": 2})
