@@ -17,7 +17,7 @@ from diffusion_lens.records import one_line
 _SHOWN_SETTINGS = 10
 _LONGEST = 40  # characters of a setting that is shown
 # Entries of records that say nothing about the computation at a glance.
-_NOT_SHOWN = ("model", "weights_sha256", "tokenizer_sha256", "device", "corpus", "key")
+_NOT_SHOWN = ("model", "weights_sha256", "tokenizer_sha256", "device", "corpus", "key", "blank", "first_step")
 
 
 class Result(ABC):
@@ -85,7 +85,10 @@ class PicturedResult(Result):
 def say_settings(record: Mapping[str, Any]) -> str:
     """Model, settings and hash of the weights in one line, from a record; empty for an empty record."""
     model = [str(record["model"])] if record.get("model") else []
-    settings = [f"{name} {value}" for name, value in record.items() if name not in _NOT_SHOWN and _is_short(value)]
+    shown = {name: value for name, value in record.items() if name not in _NOT_SHOWN and _is_short(value)}
+    settings = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+    ]
     weights = [f"weights {record['weights_sha256'][:12]}"] if record.get("weights_sha256") else []
     return ", ".join([*model, *settings[:_SHOWN_SETTINGS], *weights])
 
