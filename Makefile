@@ -7,7 +7,7 @@ CLIENTS := $(VENV)/.clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients lint check bench tiny pair docs
+.PHONY: help install demo test clients browser lint check bench tiny pair docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -22,6 +22,10 @@ test: $(READY)  ## run the tests (CPU, offline)
 
 clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and the runner of notebooks (they are installed on first use)
 	$(BIN)/python -m pytest -q tests/clients
+
+browser: $(READY)  ## test the explorer in Chromium (Chromium and axe-core are installed on first use)
+	.ci/browser
+	$(BIN)/python -m pytest -q tests/browser
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

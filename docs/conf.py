@@ -30,6 +30,7 @@ extensions = [
     "commands",
     "cost_tables",
     "make_pictures",
+    "browser_pictures",
 ]
 exclude_patterns = ["_build", "_made", "images"]
 

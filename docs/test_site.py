@@ -157,6 +157,13 @@ def test_the_pictures_are_made_by_the_pages() -> None:
     assert all((SITE / "_images" / name).read_bytes().startswith(b"\x89PNG") for name in shown)
 
 
+def test_chromium_takes_pictures_of_the_explorer_and_the_home_page() -> None:
+    for picture in (DOCS / "_made" / "explorer.png", SITE / "_static" / "home.png"):
+        header = picture.read_bytes()[:24]
+        assert header.startswith(b"\x89PNG")
+        assert int.from_bytes(header[16:20], "big") == 1280
+
+
 def test_nothing_is_fetched_to_show_a_page() -> None:
     for page in SITE.rglob("*.html"):
         fetched = re.findall(

@@ -193,6 +193,7 @@ export function differences(/** @type {any} */ run, /** @type {any} */ base) {
   return { tokens, steps };
 }
 
+const plural = (n, noun) => (n === 1 ? `1 ${noun} differs` : `${n || "No"} ${noun}s differ`);
 const sites = { resid: "residual stream", attn: "attention", mlp: "MLP", head: "head" };
 
 /** An intervention in words. */
@@ -558,7 +559,7 @@ class RunPanel {
   /** Measure the columns. Returns whether their width has changed. */
   fit() {
     if (!this.run) return false;
-    const width = this.scroll.clientWidth, gutter = width < 600 ? 58 : 76, n = this.nPositions;
+    const width = this.scroll.clientWidth, gutter = width < 600 ? 64 : 76, n = this.nPositions;
     const wide = this.explorer.state.wide;
     const whole = Math.floor((width - gutter - 2) / n);
     const slanted = !wide && whole < 46;
@@ -671,7 +672,7 @@ class RunPanel {
     this.changes.dataset.key = run.id;
     const { tokens, steps } = differences(run, base);
     const where = steps.length ? `Canvases differ at step${steps.length > 1 ? "s" : ""} ${steps.join(", ")}.` : "";
-    const count = `${tokens.length || "No"} token${tokens.length === 1 ? "" : "s"} differ${tokens.length === 1 ? "s" : ""} from “${base.label}”. ${where}`;
+    const count = `${plural(tokens.length, "token")} from “${base.label}”. ${where}`;
     const shown = (/** @type {string|null} */ word) => (word === null ? "·" : readable(word));
     this.changes.replaceChildren(h("span", {}, count), ...tokens.map(({ position, was, is }) =>
       h("button", { type: "button", onclick: () => this.pick({ position }) }, `${position}: ${shown(was)} → ${shown(is)}`)));
@@ -909,7 +910,7 @@ class Inspector {
     const chunks = await Promise.all(lens.steps.map((/** @type {number} */ step) => explorer.chunk(run, `lens/${step}`)));
     if (this.overKey !== key) return;
     const layers = panel.lensLayers(), scales = chunks.map((chunk) => explorer.lensScale(run, chunk, quantity));
-    this.over.element.style.setProperty("--cell", `${clamp(Math.floor(228 / chunks.length), 6, 36)}px`);
+    this.over.element.style.setProperty("--cell", `${clamp(Math.floor(220 / chunks.length), 6, 36)}px`);
     this.over.draw(layers.map((layer) => lens.labels[lens.layers.indexOf(layer)]), lens.steps.map((/** @type {number} */ step) => ({ text: chunks.length > 12 && step % 4 ? "" : String(step), title: `step ${step}` })),
       scales[0].colours, (r, c) => {
         const cell = lensAt(run, chunks[c], layers[r], position);
@@ -999,7 +1000,7 @@ class Experiments {
       option("head", `head ${head}, block ${block}`)], this.site.value || "attn");
     fillSelect(this.when, [option("this", `step ${step}`), option("all", "all steps")], this.when.value || "all");
     fillSelect(this.where, [option("this", `position ${position}`), option("all", "all positions")], this.where.value || "all");
-    fillSelect(this.source, explorer.runs.map((other) => [other.id, other.label]), this.source.value || run.id);
+    fillSelect(this.source, explorer.runs.map((other) => [other.id, other.label]), this.source.value || (explorer.runs.find((other) => other.id !== run.id) ?? run).id);
     this.sourceField.hidden = this.what.value !== "patch";
     setText(this.applied, describe(this.ablation(), explorer.runs));
     const edits = spec?.interventions ?? [];
@@ -1111,7 +1112,7 @@ class Explorer {
     this.headSelect = set("head", h("select"), Number);
     this.colourSelect = set("colour", h("select"));
     this.slider = h("input", { type: "range", min: 0, step: 1, oninput: () => this.set({ step: this.steps[Number(this.slider.value)] }) });
-    this.stepText = h("output", { class: "dl-step-text" });
+    this.stepText = h("span", { class: "dl-step-text" });
     const stepBy = (change) => this.set({ step: this.steps[clamp(this.steps.indexOf(this.state.step) + change, 0, this.steps.length - 1)] });
     this.stepBy = stepBy;
     this.play = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.playing(!this.timer) }, "Play");
@@ -1125,16 +1126,20 @@ class Explorer {
     this.alert = h("div", { class: "dl-alert", role: "alert", hidden: true });
     this.panels = [new RunPanel(this), new RunPanel(this)];
     this.inspector = new Inspector(this);
-    this.main = h("div", { class: "dl-main" }, ...this.panels.map(({ element }) => element), this.inspector.element);
+    this.main = h("div", { class: "dl-main" }, this.inspector.element);
     this.dialog = h("dialog", { class: "dl-dialog", "aria-labelledby": ids() });
     this.runCode = h("button", { type: "button", class: "dl-code", onclick: () => this.showCode(this.panel.run, "run", "The run") }, "as Python");
     this.root.append(h("header", { class: "dl-title" }, h("h1", {}, this.manifest.title), this.runCode));
     if (this.source.live) {
       this.experiments = new Experiments(this);
       this.root.append(this.experiments.form, this.experiments.list);
-      this.inspector.element.append(this.experiments.actions);
+      this.inspector.element.firstChild.after(this.experiments.actions);
     }
-    this.root.append(h("div", { class: "dl-bar", role: "group", "aria-label": "What is shown" }, runs, steps, choices), this.alert, this.main, this.status, h("p", { class: "dl-help" }, HELP), this.dialog);
+    this.bar = h("div", { class: "dl-bar", role: "group", "aria-label": "What is shown" }, runs, steps, choices);
+    this.sizes = new ResizeObserver(() => this.root.style.setProperty("--bar", `${this.bar.offsetHeight}px`));
+    this.sizes.observe(this.bar);
+    this.root.append(this.bar, this.main,
+      h("p", { class: "dl-help" }, HELP), h("div", { class: "dl-foot" }, this.alert, this.status), this.dialog);
     this.main.hidden = this.runs.length === 0;
 
     const { signal } = this.abort;
@@ -1231,7 +1236,7 @@ class Explorer {
     const base = this.runs.find((one) => one.id === run.base);
     const { tokens, steps } = base ? differences(run, base) : { tokens: [], steps: [] };
     const changes = !base ? "" : tokens.length === 0 && steps.length === 0 ? " It is the same as the base run." :
-      ` ${tokens.length} tokens differ from the base run; the canvases differ from step ${steps[0] ?? "–"}.`;
+      ` ${plural(tokens.length, "token")} from the base run; the canvases differ from step ${steps[0] ?? "–"}.`;
     this.say(`Done: ${run.text}.${changes}`);
   }
 
@@ -1244,8 +1249,9 @@ class Explorer {
     if (shown.length === 2 && this.panels[1].run === shown[0] && this.panels[0].run === shown[1]) shown.reverse();
     this.main.classList.toggle("dl-pair", shown.length === 2);
     this.panels.forEach((panel, i) => {
-      panel.element.hidden = i >= shown.length;
-      if (shown[i]) panel.show(shown[i]); else panel.run = null;
+      if (!shown[i]) { panel.run = null; panel.element.remove(); return; }
+      if (!panel.element.isConnected) this.inspector.element.before(panel.element);
+      panel.show(shown[i]);
     });
     const panels = this.panels.slice(0, shown.length);
     panels.forEach((panel) => panel.fit());
@@ -1365,6 +1371,7 @@ class Explorer {
     this.abort.abort();
     clearInterval(this.timer);
     this.themes?.disconnect();
+    this.sizes?.disconnect();
     this.panels?.forEach((panel) => panel.resizing.disconnect());
     this.source.close?.();
     this.root.replaceChildren();

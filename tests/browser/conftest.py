@@ -1,0 +1,69 @@
+"""One Chromium for all tests; a page fails its test when it logs something or asks another host for something."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import chromium
+import explorer_pages
+import pytest
+
+AXE = Path(__file__).parents[2] / ".venv" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with chromium.started() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of explorer pages by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {
+        "mdm": explorer_pages.page_of(explorer_pages.explored("site-mdm")),
+        "pair": explorer_pages.pair_page(),
+        "large": explorer_pages.large_page(),
+        "hostile": explorer_pages.large_page(12, 3, 2, explorer_pages.HOSTILE),
+    }
+    return {name: explorer_pages.write(page, folder, name) for name, page in made.items()}
+
+
+@pytest.fixture
+def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
+    """Opens a page by its name or address. At the end it must have logged nothing and have asked no other host."""
+    contexts, problems = [], []
+
+    def open_page(name: str, width: int = 1280, theme: str = "light", fragment: str = "", **settings: Any) -> Any:
+        url = f"{pages[name].as_uri()}{fragment}" if name in pages else name
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        own = urlsplit(url)
+
+        def on_request(request: Any) -> None:
+            asked = urlsplit(request.url)
+            if asked.scheme not in ("data", "blob") and (asked.scheme, asked.netloc) != (own.scheme, own.netloc):
+                problems.append(f"a request to {request.url}")
+
+        page.on("request", on_request)
+        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(f"error: {error}\n{error.stack}"))
+        page.goto(url)
+        page.wait_for_selector(chromium.DRAWN)
+        return page
+
+    open_page.problems = problems  # type: ignore[attr-defined]
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core, which finds what a page lacks for assistive technology."""
+    assert AXE.exists(), f"axe-core is not at {AXE}: run `make browser`, which installs it with npm"
+    return AXE.read_text(encoding="utf-8")

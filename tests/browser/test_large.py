@@ -1,0 +1,65 @@
+"""A run of 52 positions, 32 steps and 20 layers: a file below 3 MB whose views change within 200 ms."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# From an event to the frame in which everything that it asked for is drawn, in ms.
+TIMED = """async ([selector, value]) => {
+    const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+    const element = document.querySelector(selector), root = document.querySelector(".dl-explorer");
+    await frame();
+    const start = performance.now();
+    if (value === null) element.click();
+    else { element.value = value; element.dispatchEvent(new Event(element.type === "range" ? "input" : "change")); }
+    do await frame(); while (root.dataset.state !== "ready");
+    return performance.now() - start;
+}"""
+CELL = '.dl-{} [role=gridcell][data-row="{}"][data-column="{}"]'
+
+
+def test_the_file_is_below_three_megabytes(pages: dict[str, Path]) -> None:
+    assert pages["large"].stat().st_size < 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("selector", "values"),
+    [
+        ("[aria-label='next step']", [None] * 5),
+        ("input[type=range]", ["2", "30", "7", "20", "11"]),
+        (CELL.format("canvas", 5, 20), [None] * 3),
+        (CELL.format("lens", 4, 30), [None] * 3),
+        (CELL.format("trace", 4, 30), [None] * 3),
+        (".dl-heads button:nth-child(4)", [None] * 3),
+        ("[data-key*=entropy]", ["rank", "entropy", "top", "probability", "rank"]),
+    ],
+)
+def test_views_change_within_200_ms(opened: Callable[..., Any], selector: str, values: list[str | None]) -> None:
+    page = opened("large", fragment="#layer=10&step=1")
+    times = [page.evaluate(TIMED, [selector, value]) for value in values]
+    assert min(times) < 200, times  # the fastest, because the machine does other things at the same time
+
+
+def test_labels_of_52_columns_do_not_overlap(opened: Callable[..., Any]) -> None:
+    page = opened("large", fragment="#layer=10&step=1")
+    lines = page.evaluate(
+        """() => [...document.querySelectorAll(".dl-lens [role=columnheader]:not(.dl-corner)")].map((head) => {
+            const text = head.firstChild, angle = 55 * Math.PI / 180;
+            const apart = head.getBoundingClientRect().width * Math.sin(angle);
+            return [apart, parseFloat(getComputedStyle(text).lineHeight)];
+        })"""
+    )
+    assert len(lines) == 52
+    assert all(distance > height for distance, height in lines)
+
+
+def test_wide_columns_show_tokens(opened: Callable[..., Any]) -> None:
+    page = opened("large", fragment="#layer=10&step=1")
+    cell = page.locator(CELL.format("lens", 0, 30))
+    assert cell.inner_text() == ""
+    page.get_by_label("Wide columns").check()
+    page.wait_for_selector("[data-state=ready]")
+    assert cell.inner_text() != ""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

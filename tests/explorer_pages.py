@@ -1,0 +1,156 @@
+"""Explorer pages for the tests in the browser: of a bundled model, of a pair, of a large run, of hostile tokens."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HOSTILE = (
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "{{step}}",
+    "\u202e\n\t",
+    "␣ a b",
+)
+
+
+@dataclass(frozen=True)
+class Explored:
+    """A run of a bundled model with the results that its page shows."""
+
+    model: Any
+    fact: Any
+    trajectory: Any
+    cache: Any
+    lens: Any
+    trace: Any
+
+
+@cache
+def explored(name: str = "site-mdm") -> Explored:
+    """A person's description, completed by a model with a planted subject site."""
+    from diffusion_lens import Fact, HookedDiffusionTransformer
+    from diffusion_lens.analysis import logit_lens, trace_trajectory
+    from diffusion_lens.data import site_facts
+
+    model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+    person = site_facts.load().people[0]
+    fact = Fact(f"{person.name} is the", subject=person.name, answer=f" {person.description}.")
+    settings: dict[str, Any] = dict(max_new_tokens=12) if model.cfg.grows else dict(max_new_tokens=12, steps=6)
+    trajectory, activations = model.denoise_with_cache(
+        fact.prompt,
+        names_filter=lambda point: point.endswith("attn.hook_pattern") or point == "denoise.hook_logits",
+        **settings,
+    )
+    trace = trace_trajectory(model, fact, trajectory=trajectory, window=2, samples=2, noise=0.5)
+    return Explored(model, fact, trajectory, activations, logit_lens(model, trajectory), trace)
+
+
+def page_of(run: Explored) -> Any:
+    """The page of a run with all its views."""
+    from diffusion_lens.denoising import explored as exploring
+    from diffusion_lens.denoising.explored_results import Results
+
+    return exploring.page_of(run.trajectory, Results(run.lens, (run.trace,), run.cache, run.cache))
+
+
+def pair_page() -> Any:
+    """A masked diffusion model and its autoregressive (AR) baseline side by side."""
+    pages = [page_of(explored(name)) for name in ("site-mdm", "site-ar")]
+    models = [model for page in pages for model in page.models]
+    runs = [
+        replace(page.runs[0], entry={**page.runs[0].entry, "id": f"run{i}", "model": i}) for i, page in enumerate(pages)
+    ]
+    return replace(pages[0], title="A pair", models=models, runs=runs)
+
+
+def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tuple[str, ...] = ()) -> Any:
+    """A page of random numbers, which compress worse than those of a model, with every view at every step."""
+    from diffusion_lens.pages import views
+    from diffusion_lens.pages.chunks import Stored, pack
+    from diffusion_lens.pages.page import Page, PageRun
+
+    generator, k, n_heads, given = torch.Generator().manual_seed(0), 5, 12, 8
+    texts = [*words, *(f" {word}{i}" for i in range(80) for word in ("word", "a", "mushrooms", "cartographer", "of"))]
+    final = torch.randint(len(words) or len(texts), (n_pos,), generator=generator)
+    revealed_at = torch.randint(n_steps, (n_pos,), generator=generator)
+    revealed_at[:given] = -1
+    canvases = torch.stack([torch.where(revealed_at < step, final, -1) for step in range(n_steps + 1)])
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator)
+
+    def top(*shape: int) -> tuple[Stored, Stored]:
+        p = (rand(*shape, k).sort(dim=-1, descending=True).values / k).nan_to_num()
+        return Stored("u2", torch.randint(len(texts), (*shape, k), generator=generator).numpy()), Stored.shares(p)
+
+    steps, layers, positions = list(range(n_steps)), list(range(n_layers + 1)), list(range(n_pos))
+    lens, alternatives = {}, {}
+    for step in steps:
+        tokens, p = top(n_layers + 1, n_pos)
+        numbers = rand(n_layers + 1, n_pos)
+        lens[f"lens/{step}"] = pack(
+            {
+                "top_tokens": tokens,
+                "top_probabilities": p,
+                "entropy": Stored.numbers(6 * numbers),
+                "rank": Stored.integers((len(texts) * numbers).long()),
+                "probability": Stored.shares(rand(n_layers + 1, n_pos)),
+            }
+        )
+        masked = (canvases[step] < 0).nonzero().flatten().tolist()
+        tokens, p = top(len(masked))
+        arrays = {"positions": Stored.integers(masked), "top_tokens": tokens, "top_probabilities": p}
+        alternatives[f"alternatives/{step}"] = pack(arrays)
+    labels = [f"{layer}_pre" for layer in layers[:-1]] + ["final_post"]
+    targets = final.tolist()
+    lens_entry = dict(labels=labels, layers=layers, positions=positions, steps=steps, k=k, targets=targets, target="")
+    scores = rand(n_steps, n_pos, n_layers)
+    scores[:, -2:] = torch.nan
+    grids = views.TraceGrids(
+        "resid", "resid", (2, 4), positions, layers[:-1], steps, "the answer", scores, [0.9] * n_steps, [0.1] * n_steps
+    )
+    patterns = {
+        (layer, step): rand(n_heads, n_pos, n_pos).pow(12).softmax(dim=-1) for layer in (10,) for step in steps[:8]
+    }
+    entry = {
+        "id": "run",
+        "model": 0,
+        "label": "random numbers",
+        "prompt": "",
+        "text": "",
+        "spec": None,
+        "base": None,
+        "words": texts,
+        "n_steps": n_steps,
+        "first_step": 0,
+        "steps": list(range(n_steps + 1)),
+        "times": [1 - step / n_steps for step in steps],
+        "canvases": canvases.tolist(),
+        "given": (revealed_at < 0).tolist(),
+        "real": [True] * n_pos,
+        "revealed_at": revealed_at.tolist(),
+        "confidence": rand(n_pos).tolist(),
+        "missing": {},
+        "python": {"canvas": "run.canvases[{step}]", "lens": "lens.at_step({step}).entropy[{layer}, 0, {position}]"},
+    }
+    run = PageRun.of(
+        entry,
+        [views.trace_view(grids)],
+        alternatives=views.View(views.alternatives_entry(k, steps), alternatives),
+        lens=views.View({**lens_entry, "chunk": "lens/{step}"}, lens),
+        attention=views.attention_view(patterns),
+    )
+    model = dict(
+        name="random", n_layers=n_layers, n_heads=n_heads, n_mlp=n_layers, grows=False, samplers=[], length=n_pos
+    )
+    return Page("Random numbers", [model], [run])
+
+
+def write(page: Any, folder: Path, name: str) -> Path:
+    """Write a page as a file."""
+    from diffusion_lens.pages.page import write_page
+
+    return write_page(page, folder / f"{name}.html")
