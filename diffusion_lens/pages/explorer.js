@@ -165,12 +165,12 @@ const clamp = (/** @type {number} */ x, /** @type {number} */ low, /** @type {nu
 const modelOf = (manifest, run) => manifest.models[run.model] ??
   { n_layers: Math.max(1, ...run.traces.flatMap(({ layers }) => layers).map((layer) => layer + 1)), n_heads: 1, grows: false, samplers: [] };
 /** Text at a position after a step; null where it is masked or not reached. */
-const wordAfter = (/** @type {any} */ run, /** @type {number} */ step, /** @type {number} */ position) =>
+const wordAfter = (run, /** @type {number} */ step, /** @type {number} */ position) =>
   run.words[run.canvases[canvasAt(run, step)]?.[position]] ?? null;
-const finalWord = (/** @type {any} */ run, /** @type {number} */ position) => wordAfter(run, lastStep(run), position);
+const finalWord = (run, /** @type {number} */ position) => wordAfter(run, lastStep(run), position);
 
 /** The token whose rank and probability the lens reads at a position: the answer's, or the one that the run wrote. */
-export function targetAt(/** @type {any} */ run, /** @type {number} */ position) {
+export function targetAt(run, /** @type {number} */ position) {
   const { targets, positions } = run.lens ?? {};
   if (targets) return run.words[targets[positions.indexOf(position)]] ?? null;
   const at = run.answer ? run.answer.positions.indexOf(position) : -1;
@@ -178,7 +178,7 @@ export function targetAt(/** @type {any} */ run, /** @type {number} */ position)
 }
 
 /** Where two runs differ: positions of the final canvas, with the first step, and steps whose canvases differ. */
-export function differences(/** @type {any} */ run, /** @type {any} */ base) {
+export function differences(run, base) {
   const tokens = [], steps = [];
   const positions = Math.max(run.canvases[0].length, base.canvases[0].length);
   for (const step of stepsOf(run).filter((own) => stepsOf(base).includes(own))) {
@@ -196,18 +196,26 @@ export function differences(/** @type {any} */ run, /** @type {any} */ base) {
 const plural = (n, noun) => (n === 1 ? `1 ${noun} differs` : `${n || "No"} ${noun}s differ`);
 const sites = { resid: "residual stream", attn: "attention", mlp: "MLP", head: "head" };
 
+/** Numbers in words, runs of them as ranges: "step 3", "steps 0–4, 7". */
+export function listed(noun, numbers) {
+  const ranges = [];
+  for (const n of numbers) {
+    if (ranges.length && ranges.at(-1)[1] === n - 1) ranges.at(-1)[1] = n;
+    else ranges.push([n, n]);
+  }
+  return `${noun}${numbers.length > 1 ? "s" : ""} ${ranges.map(([from, to]) => (from === to ? from : `${from}–${to}`)).join(", ")}`;
+}
+
 /** An intervention in words. */
-export function describe(/** @type {any} */ edit, /** @type {any[]} */ runs = []) {
+export function describe(edit, runs = []) {
   if (edit.what === "force") {
-    const action = edit.token === null ? "mask" : `force ${quoted(edit.token)} at`;
-    return `step ${edit.step}: ${action} position ${edit.position}`;
+    return `position ${edit.position} ${edit.token === null ? "masked" : `set to ${quoted(edit.token)}`} at step ${edit.step}`;
   }
   const site = edit.site === "head" ? `head ${edit.head}` : sites[edit.site];
-  const from = runs.find((run) => run.id === edit.source)?.label ?? edit.source;
-  const change = { zero: "set to zero", mean: "set to its mean", patch: `patched from ${from}` }[edit.what];
-  const list = (/** @type {number[]|null} */ some, /** @type {string} */ one) =>
-    some === null ? `all ${one}s` : `${one}${some.length > 1 ? "s" : ""} ${some.join(", ")}`;
-  return `block ${edit.layer} ${site} ${change}, ${list(edit.steps, "step")}, ${list(edit.positions, "position")}`;
+  const source = runs.find((run) => run.id === edit.source)?.label ?? "the run without interventions";
+  const change = { zero: "set to zero", mean: `set to its mean in ${source}`, patch: `patched from ${source}` }[edit.what];
+  const at = (noun, numbers) => (numbers === null ? `all ${noun}s` : listed(noun, numbers));
+  return `block ${edit.layer} ${site} ${change} at ${at("position", edit.positions)}, ${at("step", edit.steps)}`;
 }
 
 // 6. Sources ----------------------------------------------------------------------------------------------------------
@@ -246,10 +254,10 @@ function liveSource() {
 }
 
 /** Data from the notebook's kernel. @returns {Source} */
-function widgetSource(/** @type {any} */ model) {
+function widgetSource(model) {
   /** @type {Map<number, [(value: any) => void, (error: Error) => void]>} */ const waiting = new Map();
   let last = 0;
-  const listen = (/** @type {any} */ message, /** @type {DataView[]} */ buffers) => {
+  const listen = (message, /** @type {DataView[]} */ buffers) => {
     const [resolve, reject] = waiting.get(message.id) ?? [];
     waiting.delete(message.id);
     if (!resolve) return;
@@ -258,7 +266,7 @@ function widgetSource(/** @type {any} */ model) {
     resolve(bytes ? bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength) : message.run);
   };
   model.on("msg:custom", listen);
-  const ask = (/** @type {any} */ question) => new Promise((resolve, reject) => {
+  const ask = (question) => new Promise((resolve, reject) => {
     waiting.set(++last, [resolve, reject]);
     model.send({ id: last, ...question });
   });
@@ -274,7 +282,7 @@ function widgetSource(/** @type {any} */ model) {
 // 7. Elements ---------------------------------------------------------------------------------------------------------
 
 /** An element; strings among the children become text, `on...` attributes listeners. @returns {any} */
-function h(/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes = {}, /** @type {any[]} */ ...children) {
+function h(/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
@@ -289,13 +297,13 @@ function h(/** @type {string} */ tag, /** @type {Record<string, any>} */ attribu
 const ids = ((n) => () => `dl-${++n}`)(0);
 
 /** A labelled control. */
-function field(/** @type {string} */ label, /** @type {any} */ control, /** @type {string} */ kind = "") {
+function field(/** @type {string} */ label, control, /** @type {string} */ kind = "") {
   control.id ||= ids();
   return h("span", { class: `dl-field ${kind}` }, h("label", { for: control.id }, label), control);
 }
 
 /** Fill a `<select>` with [value, text] pairs, if they changed, and choose one. */
-function fillSelect(/** @type {HTMLSelectElement} */ select, /** @type {[any, string][]} */ options, /** @type {any} */ value) {
+function fillSelect(/** @type {HTMLSelectElement} */ select, /** @type {[any, string][]} */ options, value) {
   const key = JSON.stringify(options);
   if (select.dataset.key !== key) {
     select.replaceChildren(...options.map(([option, text]) => h("option", { value: option }, text)));
@@ -310,10 +318,10 @@ function setText(/** @type {Element} */ element, /** @type {string} */ text) {
 }
 
 /** A colour scale with the numbers of its ends. */
-function drawLegend(/** @type {HTMLElement} */ box, /** @type {Paint[]} */ colours, /** @type {any} */ ends) {
+function drawLegend(/** @type {HTMLElement} */ box, /** @type {Paint[]} */ colours, ends) {
   const stops = [0, 0.25, 0.5, 0.75, 1].map((x) => paint(colours, x).background).join(", ");
   if (!box.firstChild) box.append(h("span"), h("span"), h("i"), h("span"));
-  const [name, low, bar, high] = /** @type {any} */ (box.children);
+  const [name, low, bar, high] = (box.children);
   setText(name, ends.name);
   setText(low, ends.low);
   setText(high, ends.high);
@@ -323,7 +331,7 @@ function drawLegend(/** @type {HTMLElement} */ box, /** @type {Paint[]} */ colou
 /** Likeliest tokens as rows with bars; `most` rows always, so that nothing below them moves. */
 function drawBars(/** @type {HTMLElement} */ list, /** @type {[string, number][]} */ rows, /** @type {number} */ most, /** @type {string|null} */ marked) {
   while (list.children.length < most) list.append(h("li", {}, h("b"), h("i"), h("span")));
-  [...list.children].forEach((/** @type {any} */ row, i) => {
+  [...list.children].forEach((row, i) => {
     const [word, p] = rows[i] ?? ["", NaN];
     row.hidden = i >= most;
     setText(row.children[0], rows[i] ? quoted(word) : "");
@@ -349,14 +357,14 @@ class CellMap {
     this.bands = ["dl-band-row", "dl-band-column", "dl-band-hover"].map((name) => h("div", { class: `dl-band ${name}`, hidden: true }));
     this.body = h("div", { role: "grid", "aria-label": label });
     this.element = h("div", { class: "dl-map" }, this.body, ...this.bands);
-    this.element.addEventListener("click", (/** @type {any} */ event) => this.at(event, (r, c) => this.go(r ?? this.active[0], c)));
-    this.element.addEventListener("pointerover", (/** @type {any} */ event) => this.at(event, hover));
+    this.element.addEventListener("click", (event) => this.at(event, (r, c) => this.go(r ?? this.active[0], c)));
+    this.element.addEventListener("pointerover", (event) => this.at(event, hover));
     this.element.addEventListener("pointerleave", () => hover(null));
     this.body.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.key(event));
   }
 
   /** Call a function with the row (null in the head) and column under an event. */
-  at(/** @type {any} */ event, /** @type {(row: any, column: any) => void} */ then) {
+  at(event, /** @type {(row: any, column: any) => void} */ then) {
     const cell = event.target.closest("[data-column]");
     if (cell) then(cell.dataset.row === undefined ? null : Number(cell.dataset.row), Number(cell.dataset.column));
   }
@@ -391,7 +399,7 @@ class CellMap {
   build(/** @type {number} */ rows, /** @type {number} */ columns) {
     if (this.size === `${rows} ${columns}`) return;
     this.size = `${rows} ${columns}`;
-    const row = (/** @type {any[]} */ children) => h("div", { role: "row" }, ...children);
+    const row = (children) => h("div", { role: "row" }, ...children);
     const each = (/** @type {number} */ n, /** @type {(i: number) => any} */ make) => Array.from({ length: n }, (_, i) => make(i));
     this.heads = each(columns, (c) => h("div", { role: "columnheader", "data-column": c }, h("span")));
     this.names = each(rows, () => h("div", { role: "rowheader" }));
@@ -415,7 +423,7 @@ class CellMap {
     this.build(rows.length, columns.length);
     this.drawHeads(columns);
     rows.forEach((name, r) => setText(this.names[r], name));
-    this.cells.forEach((line, r) => line.forEach((/** @type {any} */ element, /** @type {number} */ c) => {
+    this.cells.forEach((line, r) => line.forEach((element, /** @type {number} */ c) => {
       const { value, text = "", label, kind = "" } = cell(r, c);
       const missing = Number.isNaN(value);
       const { background, ink } = missing ? { background: "", ink: "" } : paint(colours, value);
@@ -459,7 +467,7 @@ const LENS_COLOURS = { top: "p(likeliest)", probability: "p(target)", rank: "ran
 const CHANGES = { "change of probability": "probability", "change of entropy": "entropy" };
 
 /** The lens's numbers for one cell, or null where nothing was read. `of` are the run, its lens and the step's tables. */
-export function lensAt(/** @type {any} */ run, /** @type {Chunk} */ chunk, /** @type {number} */ layer, /** @type {number} */ position) {
+export function lensAt(run, /** @type {Chunk} */ chunk, /** @type {number} */ layer, /** @type {number} */ position) {
   const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position);
   const { top_tokens, top_probabilities, entropy, rank, probability } = chunk.tables;
   if (row < 0 || column < 0 || Number.isNaN(read(entropy, row, column))) return null;
@@ -473,7 +481,7 @@ export function lensAt(/** @type {any} */ run, /** @type {Chunk} */ chunk, /** @
 }
 
 /** What a lens cell says, for the status line and screen readers. */
-function lensText(/** @type {any} */ cell) {
+function lensText(cell) {
   if (!cell) return "not read";
   const target = cell.target === null || cell.rank < 0 ? "no target" :
     `target ${quoted(cell.target)} rank ${cell.rank}, p ${number(cell.probability)}`;
@@ -540,7 +548,7 @@ class RunPanel {
   get head() { return clamp(this.explorer.state.head, 0, this.model.n_heads - 1); }
   get model() { return modelOf(this.explorer.manifest, this.run); }
   get base() { return this.explorer.runs.find((run) => run.id === this.run.base) ?? null; }
-  get trace() { return this.run.traces.find((/** @type {any} */ trace) => trace.name === this.explorer.state.trace) ?? this.run.traces[0] ?? null; }
+  get trace() { return this.run.traces.find((trace) => trace.name === this.explorer.state.trace) ?? this.run.traces[0] ?? null; }
   lensLayers() { return [...this.run.lens.layers].reverse(); }
   traceLayers() { return [...this.trace.layers].reverse(); }
   pick(change) {
@@ -582,7 +590,7 @@ class RunPanel {
     });
   }
 
-  show(/** @type {any} */ run) {
+  show(run) {
     if (this.run === run) return;
     this.run = run;
     this.text.replaceChildren(...run.canvases[0].map((_, /** @type {number} */ p) => h("button", { type: "button",
@@ -651,7 +659,7 @@ class RunPanel {
 
   drawText() {
     const { run, step } = this, colours = this.explorer.colours("canvas");
-    [...this.text.children].forEach((/** @type {any} */ token, p) => {
+    [...this.text.children].forEach((token, p) => {
       const { value, label, kind } = this.canvasCell(step, p), word = wordAfter(run, step, p);
       const { background, ink } = run.given[p] || word === null ? { background: "", ink: "" } : paint(colours, value);
       token.className = `${kind} ${/^[ ▁]/.test(word ?? " ") ? "dl-spaced" : ""}`;
@@ -671,7 +679,7 @@ class RunPanel {
     if (base === null || this.changes.dataset.key === run.id) return;
     this.changes.dataset.key = run.id;
     const { tokens, steps } = differences(run, base);
-    const where = steps.length ? `Canvases differ at step${steps.length > 1 ? "s" : ""} ${steps.join(", ")}.` : "";
+    const where = steps.length ? `The canvases differ after ${listed("step", steps)}.` : "";
     const count = `${plural(tokens.length, "token")} from “${base.label}”. ${where}`;
     const shown = (/** @type {string|null} */ word) => (word === null ? "·" : readable(word));
     this.changes.replaceChildren(h("span", {}, count), ...tokens.map(({ position, was, is }) =>
@@ -719,7 +727,7 @@ class RunPanel {
     const { run, step, base, explorer } = this, { lens } = run, { colour } = explorer.state;
     setText(this.views.lens.heading, `Lens at step ${step}`);
     const reason = !lens ? run.missing.lens ?? "There is no lens." : lens.steps.includes(step) ? null :
-      `The lens was read at step${lens.steps.length > 1 ? "s" : ""} ${lens.steps.join(", ")}.`;
+      `The lens was read at ${listed("step", lens.steps)}.`;
     if (!this.present("lens", reason)) return;
     const quantity = colour in CHANGES && !base?.lens ? CHANGES[colour] : colour;
     const chunks = [explorer.chunk(run, `lens/${step}`)];
@@ -743,11 +751,11 @@ class RunPanel {
 
   drawTrace() {
     const { run, step, trace, explorer } = this, { heading, note } = this.views.trace;
-    fillSelect(this.traceSelect, run.traces.map((/** @type {any} */ { name, kind }) => [name, sites[kind] ?? name]), trace?.name);
+    fillSelect(this.traceSelect, run.traces.map(({ name, kind }) => [name, sites[kind] ?? name]), trace?.name);
     this.traceSelect.hidden = run.traces.length < 2;
     setText(heading, trace ? `Causal trace at step ${step}` : "Causal trace");
     const reason = !trace ? run.missing.trace ?? "There is no trace." : trace.steps.includes(step) ? null :
-      `The trace was made at step${trace.steps.length > 1 ? "s" : ""} ${trace.steps.join(", ")}.`;
+      `The trace was made at ${listed("step", trace.steps)}.`;
     if (!this.present("trace", reason)) return;
     const asked = `${run.id} ${trace.name}`;
     if (trace.lazy && !explorer.traced.has(asked)) {
@@ -769,7 +777,7 @@ class RunPanel {
         const inside = trace.subject && p >= trace.subject[0] && p < trace.subject[1];
         const label = `layer ${layers[r]}, position ${p}, ${quoted(finalWord(run, p) ?? "·")}${inside ? " (subject)" : ""}: ` +
           (Number.isNaN(score) ? "no score" : `p ${number(score)}, effect ${signed(score - corrupted)}`);
-        return { value: clamp((score - low) / (high - low || 1), 0, 1), label, text: this.letters && !Number.isNaN(score) ? score.toFixed(2) : "", kind: inside ? "dl-subject" : "" };
+        return { value: clamp((score - low) / (high - low || 1), 0, 1), label, text: this.letters && !Number.isNaN(score) ? number(score) : "", kind: inside ? "dl-subject" : "" };
       });
       this.markSelection();
     });
@@ -780,7 +788,7 @@ class RunPanel {
     setText(this.views.attention.heading, `Attention of block ${block}, head ${head} at step ${step}`);
     const all = attention && attention.layers.includes(block) && attention.steps.includes(step);
     const reason = !attention ? run.missing.attention ?? "There is no attention." : all ? null :
-      `The cache contains attention of block${attention.layers.length > 1 ? "s" : ""} ${attention.layers.join(", ")} at step${attention.steps.length > 1 ? "s" : ""} ${attention.steps.join(", ")}.`;
+      `The cache contains attention of ${listed("block", attention.layers)} at ${listed("step", attention.steps)}.`;
     this.heads.hidden = reason !== null;
     if (!this.present("attention", reason)) return;
     const colours = explorer.colours("attention");
@@ -793,7 +801,7 @@ class RunPanel {
       const rows = words.map(({ text }, p) => `${p} ${shorten(text, this.scroll.clientWidth < 600 ? 6 : 9)}`);
       map.draw(rows, words, colours, (q, k) => {
         const x = read(pattern, head, q, k);
-        return { value: x, text: this.letters && x >= 0.005 ? x.toFixed(2) : "", label: `head ${head}, query ${q} ${quoted(finalWord(run, q) ?? "·")}, key ${k} ${quoted(finalWord(run, k) ?? "·")}: ${Number.isNaN(x) ? "not reached" : x.toFixed(digits)}` };
+        return { value: x, text: this.letters && x >= 0.005 ? x.toFixed(digits) : "", label: `head ${head}, query ${q} ${quoted(finalWord(run, q) ?? "·")}, key ${k} ${quoted(finalWord(run, k) ?? "·")}: ${Number.isNaN(x) ? "not reached" : x.toFixed(digits)}` };
       });
       this.markSelection();
     });
@@ -852,7 +860,7 @@ class Inspector {
   }
 
   /** Show a position; `preview` is a hovered cell, which takes the place of the selected one until the pointer leaves. */
-  async render(/** @type {RunPanel} */ panel, /** @type {any} */ preview = null) {
+  async render(/** @type {RunPanel} */ panel, preview = null) {
     this.panel = panel;
     const { run } = panel, { explorer } = this;
     const position = preview?.position ?? panel.position, step = preview?.step ?? panel.step;
@@ -864,7 +872,7 @@ class Inspector {
     await Promise.all([this.drawAlternatives(run, step, position, key), this.drawLens(run, step, layer, position, key), preview ? null : this.drawOver(panel)]);
   }
 
-  async drawAlternatives(/** @type {any} */ run, /** @type {number} */ step, /** @type {number} */ position, /** @type {string} */ key) {
+  async drawAlternatives(run, /** @type {number} */ step, /** @type {number} */ position, /** @type {string} */ key) {
     const { alternatives } = run, at = run.revealed_at?.[position] ?? -1;
     const shown = at >= 0 && at < step ? at : step;
     setText(this.altHeading, `Alternatives at step ${shown}`);
@@ -882,7 +890,7 @@ class Inspector {
       run.given[position] ? "The token was given." : "Nothing is recorded for this step.";
   }
 
-  async drawLens(/** @type {any} */ run, /** @type {number} */ step, /** @type {number} */ layer, /** @type {number} */ position, /** @type {string} */ key) {
+  async drawLens(run, /** @type {number} */ step, /** @type {number} */ layer, /** @type {number} */ position, /** @type {string} */ key) {
     const { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
     this.lensCard.hidden = !lens;
     if (!lens) return;
@@ -930,7 +938,7 @@ const orNull = (/** @type {string} */ text) => (text.trim() === "" ? null : text
 class Experiments {
   constructor(/** @type {Explorer} */ explorer) {
     this.explorer = explorer;
-    const number = (/** @type {any} */ attributes) => h("input", { type: "number", ...attributes });
+    const number = (attributes) => h("input", { type: "number", ...attributes });
     this.prompt = h("textarea", { rows: 2, spellcheck: "false" });
     this.model = h("select", { onchange: () => this.fillSamplers() });
     this.length = number({ min: 1, step: 1 });
@@ -979,10 +987,10 @@ class Experiments {
   }
 
   /** Show the settings of a run in the form. */
-  read(/** @type {any} */ run) {
+  read(run) {
     const { models } = this.explorer.manifest, spec = run?.spec;
     const both = /** @type {[any, string][]} */ (models.length > 1 ? [["all", "all, side by side"]] : []);
-    fillSelect(this.model, [...models.map((/** @type {any} */ { name }, /** @type {number} */ i) => [i, name]), ...both], this.model.value === "all" ? "all" : spec?.model ?? 0);
+    fillSelect(this.model, [...models.map(({ name }, /** @type {number} */ i) => [i, name]), ...both], this.model.value === "all" ? "all" : spec?.model ?? 0);
     this.fillSamplers();
     if (!spec) return;
     this.prompt.value = spec.prompt;
@@ -1000,13 +1008,14 @@ class Experiments {
       option("head", `head ${head}, block ${block}`)], this.site.value || "attn");
     fillSelect(this.when, [option("this", `step ${step}`), option("all", "all steps")], this.when.value || "all");
     fillSelect(this.where, [option("this", `position ${position}`), option("all", "all positions")], this.where.value || "all");
-    fillSelect(this.source, explorer.runs.map((other) => [other.id, other.label]), this.source.value || (explorer.runs.find((other) => other.id !== run.id) ?? run).id);
-    this.sourceField.hidden = this.what.value !== "patch";
+    const others = explorer.runs.filter((other) => other.model === run.model && other.spec).map(({ id, label }) => option(id, label));
+    fillSelect(this.source, [option("", "the run without interventions"), ...others], this.source.value);
+    this.sourceField.hidden = this.what.value === "zero";
     setText(this.applied, describe(this.ablation(), explorer.runs));
     const edits = spec?.interventions ?? [];
     this.list.hidden = edits.length === 0;
-    const remove = (/** @type {number} */ index) => this.run({ ...spec, interventions: edits.filter((/** @type {any} */ _, /** @type {number} */ i) => i !== index), base: edits.length > 1 ? spec.base : null });
-    this.list.replaceChildren(h("span", {}, "Interventions:"), ...edits.map((/** @type {any} */ edit, /** @type {number} */ i) => {
+    const remove = (/** @type {number} */ index) => this.run({ ...spec, interventions: edits.filter((_, /** @type {number} */ i) => i !== index), base: edits.length > 1 ? spec.base : null });
+    this.list.replaceChildren(h("span", {}, "Interventions:"), ...edits.map((edit, /** @type {number} */ i) => {
       const text = describe(edit, explorer.runs);
       return h("span", { class: "dl-edit" }, text, h("button", { type: "button", "aria-label": `Remove: ${text}`, onclick: () => remove(i) }, "×"));
     }));
@@ -1020,11 +1029,11 @@ class Experiments {
   ablation() {
     const { step, position, block, head } = this.explorer.panel, site = this.site.value;
     return { what: this.what.value, site, layer: block, head: site === "head" ? head : null, positions: this.where.value === "this" ? [position] : null,
-      steps: this.when.value === "this" ? [step] : null, source: this.what.value === "patch" ? this.source.value : null };
+      steps: this.when.value === "this" ? [step] : null, source: this.what.value === "zero" ? null : this.source.value || null };
   }
 
   /** Run again with one more intervention, and compare with the run that has none. */
-  edit(/** @type {any} */ intervention) {
+  edit(intervention) {
     const { run } = this.explorer.panel, { spec } = run;
     return this.run({ ...spec, interventions: [...spec.interventions, intervention], base: run.base ?? run.id });
   }
@@ -1041,7 +1050,7 @@ class Experiments {
   }
 
   /** Compute a run and show it; an error of the library becomes text. Returns the run or null. */
-  async run(/** @type {any} */ spec) {
+  async run(spec) {
     const { explorer } = this, began = performance.now();
     const say = () => explorer.say(`Computing the run… ${((performance.now() - began) / 1000).toFixed(0)} s`);
     const timer = setInterval(say, 1000);
@@ -1095,17 +1104,17 @@ class Explorer {
       return;
     }
     this.build();
-    const [first, second] = this.runs;
+    const [first] = this.runs, other = this.runs.find((run) => run.base === null && run.model !== first.model);
     this.readHash();
     if (!first) return;
     if (!this.runs.some((run) => run.id === this.state.run)) this.state.run = first.id;
-    if (second && !this.runs.some((run) => run.base) && !location.hash.includes("run=")) this.state.compare = second.id;
+    if (other && !location.hash.includes("run=")) this.state.compare = other.id;
     this.settle();
     this.set({ run: this.state.run });
   }
 
   build() {
-    const set = (/** @type {string} */ name, /** @type {any} */ control, convert = (/** @type {string} */ x) => /** @type {any} */ (x)) => (control.onchange = () => this.set({ [name]: convert(control.value) }), control);
+    const set = (/** @type {string} */ name, control, convert = (/** @type {string} */ x) => (x)) => (control.onchange = () => this.set({ [name]: convert(control.value) }), control);
     this.runSelect = set("run", h("select"));
     this.compareSelect = set("compare", h("select"));
     this.layerSelect = set("layer", h("select"), Number);
@@ -1159,7 +1168,7 @@ class Explorer {
   colours(/** @type {string} */ view) { return ramp(view, this.dark); }
 
   /** A chunk, decoded. @returns {Promise<Chunk>} */
-  chunk(/** @type {any} */ run, /** @type {string} */ name) {
+  chunk(run, /** @type {string} */ name) {
     const key = `${run.id} ${name}`;
     if (!this.chunks.has(key)) {
       const promise = this.source.chunk(run.id, name).then(decodeChunk);
@@ -1170,7 +1179,7 @@ class Explorer {
   }
 
   /** Colours of a quantity of the lens, and where a cell is on its scale, 0 to 1. Limits only grow, so that scales hold still. */
-  lensScale(/** @type {any} */ run, /** @type {Chunk} */ chunk, /** @type {string} */ quantity, base = null, /** @type {Chunk|null} */ baseChunk = null) {
+  lensScale(run, /** @type {Chunk} */ chunk, /** @type {string} */ quantity, base = null, /** @type {Chunk|null} */ baseChunk = null) {
     const { limits } = this, name = { ...LENS_COLOURS, ...Object.fromEntries(Object.keys(CHANGES).map((key) => [key, key])) }[quantity];
     const cellOf = (/** @type {number} */ layer, /** @type {number} */ position) => {
       const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position), { tables } = chunk;
@@ -1221,6 +1230,7 @@ class Explorer {
     if (state.layer < 0) state.layer = cached.includes(middle) ? middle : cached[0] ?? middle;
     const other = this.runs.find((one) => one.id === state.compare);
     this.steps = [...new Set([run, ...(other ? [other] : [])].flatMap(stepsOf))].sort((a, b) => a - b);
+    if (state.step < 0) state.step = run.revealed_at?.[state.position] ?? -1;
     state.step = this.steps.findLast((step) => step <= state.step) ?? this.steps[0];
     state.layer = clamp(state.layer, 0, model.n_layers);
     state.head = clamp(state.head, 0, model.n_heads - 1);
@@ -1303,7 +1313,7 @@ class Explorer {
   }
 
   /** A cell under the pointer: its column in every map, its text, and its details until the pointer leaves. */
-  hover(/** @type {RunPanel} */ panel, /** @type {any} */ cell) {
+  hover(/** @type {RunPanel} */ panel, cell) {
     const column = cell ? cell.column : -1;
     for (const one of this.panels) if (one.run) one.markHover(column);
     if (cell?.label) this.say(cell.label);
@@ -1330,7 +1340,7 @@ class Explorer {
   }
 
   /** The code that gives a view's numbers, with the current selection in it. */
-  showCode(/** @type {any} */ run, /** @type {string} */ view, /** @type {string} */ title) {
+  showCode(run, /** @type {string} */ view, /** @type {string} */ title) {
     const { step, layer, head, position } = this.state, name = this.panel.trace?.name ?? "";
     const code = fillIn(run.python?.[view] ?? "", { step, layer: view === "attention" ? this.panel.block : layer, head, position, name });
     const done = h("button", { type: "button", onclick: () => this.dialog.close() }, "Close");

@@ -113,4 +113,4 @@ def test_a_sandboxed_frame_shows_the_page(opened: Open, pages: dict[str, Path], 
     frame.locator("[data-state=ready]").wait_for()
     frame.get_by_role("button", name="next step").click()
     frame.locator("[data-state=ready]").wait_for()
-    assert frame.get_by_label("Step", exact=True).input_value() == "1"
+    assert frame.get_by_label("Step", exact=True).input_value() == "3"

@@ -80,6 +80,7 @@ def test_the_widget_draws_what_the_kernel_sends(opened: Callable[..., Any]) -> N
 
 def test_a_forced_token_makes_a_run_that_is_compared(opened: Callable[..., Any]) -> None:
     page = start(opened)
+    page.get_by_label("Step", exact=True).fill("0")
     page.locator(".dl-text button").nth(9).click()
     page.get_by_label("Token", exact=True).fill(" w")
     page.get_by_role("button", name="Force and go on").click()
@@ -89,7 +90,7 @@ def test_a_forced_token_makes_a_run_that_is_compared(opened: Callable[..., Any])
     assert spec["base"] == "run"
     assert {name: spec[name] for name in SPEC} == SPEC
     assert "1 token differs from “random numbers”" in page.locator(".dl-changes").inner_text()
-    expect(page.locator(".dl-edits")).to_contain_text("step 0: force “␣w” at position 9")
+    expect(page.locator(".dl-edits")).to_contain_text("position 9 set to “␣w” at step 0")
 
 
 def test_an_error_of_the_kernel_is_shown(opened: Callable[..., Any]) -> None:
