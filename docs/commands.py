@@ -25,11 +25,11 @@ def command_lines(name: str, command: Any) -> Iterator[str]:
     *description, example = command.help.split("\n\n")
     yield from (f"### {name}", "")
     for paragraph in description:
-        yield from (_plain(paragraph.replace("\n", " ")), "")
+        yield from (plain(paragraph.replace("\n", " ")), "")
     yield from ("```sh", _broken(example.removeprefix("Example: ").replace("\n", " ")), "```", "")
     context = command.make_context(name, [], resilient_parsing=True)
     records = [parameter.get_help_record(context) for parameter in command.params]
-    rows = [(f"`{option}`", _plain(meaning)) for option, meaning in filter(None, records)]
+    rows = [(f"`{option}`", plain(meaning)) for option, meaning in filter(None, records)]
     if rows:
         yield from (*markdown(("argument or option", "meaning"), rows), "")
 
@@ -40,7 +40,7 @@ def exit_codes() -> list[tuple[str, str]]:
     return re.findall(r"(?:^|\s{4,})(\d+)  (\S.*?)(?=\s{4,}|$)", str(docstring), re.MULTILINE)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text with all markup escaped, except `code`."""
     pieces = re.split(r"(`[^`]+`)", text)
     return "".join(p if p.startswith("`") else re.sub(r"([*_<>|\[\]])", r"\\\1", p) for p in pieces)

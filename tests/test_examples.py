@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from quick_examples import QUICKLY
 from safetensors.torch import load_file
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
@@ -520,27 +521,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "18_two_sites": finds_two_sites,
     "19_edit_facts": edits_facts,
     "reproduce_blog": reproduces_the_study,
-}
-PROMPTS = [fact.prompt for fact in site_facts.load().facts("description", "both", "p2d")[1::5]]
-# Fewer people, facts, steps and resamples than by default: the claims are the same, the intervals wider.
-QUICKLY = {
-    "06_recall_by_steps": ["--limit", "5", "--steps", "1", "32"],
-    "07_trace_both_ways": ["--samples", "6", "--length", "12"],
-    "08_average_effect": ["--facts", "4", "--samples", "6"],
-    "10_keys_and_values": ["--layers", "0", "--people", "24", "--resamples", "19"],
-    "11_logit_lens_by_step": ["--people", "2", "--iterations", "4", "--steps", "4"],
-    "12_sparse_dictionary": ["--updates", "100", "--limit", "240"],
-    "13_probe_of_time": ["--prompts", *PROMPTS[:25]],
-    "14_attention_sinks": ["--prompts", *PROMPTS[:6]],
-    "15_circuits": ["--ig-steps", "4"],
-    "16_three_signatures": ["--limit", "10"],
-    "17_one_layer": ["--positions", "none", "--seeds", "1", "--steps", "90"],
-    "18_two_sites": ["--facts", "4", "--samples", "3"],
-    "19_edit_facts": ["--edits", "4"],
-    "reproduce_blog": [
-        *["--out", "out", "--limit", "2", "--facts", "1"],
-        *["--samples", "2", "--people", "12", "--resamples", "19"],
-    ],
 }
 FILES = {
     "01_watch_a_fact": 8,
