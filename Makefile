@@ -7,7 +7,7 @@ CLIENTS := $(VENV)/.clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients browser lint check bench tiny pair docs
+.PHONY: help install demo test clients browser lint check bench tiny pair notebooks docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -43,10 +43,13 @@ tiny: $(READY)  ## train the tiny pair again (about a quarter of an hour)
 pair: $(READY)  ## train the pair with a planted subject site into site/ (about half an hour)
 	$(BIN)/python -m diffusion_lens.site_pair --out site
 
+notebooks: $(READY)  ## write docs/notebooks/*.ipynb, without outputs, from the .py beside them
+	$(BIN)/jupytext --quiet --update --to ipynb docs/notebooks/*.py
+
 docs: $(READY)  ## build and test the site, warnings as errors, offline; open docs/_build/index.html
 	rm -rf docs/_build
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build
-	$(BIN)/python -m pytest -q docs/test_site.py
+	$(BIN)/python -m pytest -q docs
 
 # torch is installed first and alone, so that packages which depend on it find the pinned version.
 $(READY): pyproject.toml constraints.txt

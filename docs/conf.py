@@ -12,6 +12,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 HERE = Path(__file__).parent
+# A profile of its own keeps the user's settings of IPython out of the notebooks, and its notes out of the log.
+profile = HERE / "_made" / "ipython" / "profile_default"
+profile.mkdir(parents=True, exist_ok=True)
+(profile / "ipython_kernel_config.py").write_text('c.IPKernelApp.log_level = "ERROR"\n', encoding="utf-8")
+os.environ["IPYTHONDIR"] = str(profile.parent)
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # our extensions, and modules that they share with the tests
 
 project = "diffusion_lens"

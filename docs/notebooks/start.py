@@ -131,6 +131,21 @@ trace.plot()
 # Two places bring the name back: the last word of the description in the lower blocks, and the [MASK] from block 3
 # on.
 #
+# ## Explore the run
+#
+# `explore` writes the run and the lens as one HTML file that opens in any browser, without a network. Move through
+# the steps, and point at a token or a cell. The button "as Python" gives the code of a view. Here the file is shown
+# in a frame:
+
+# %%
+from html import escape
+
+from IPython.display import HTML
+
+page = run.explore("run.html", lens=lens).read_text(encoding="utf-8")
+HTML(f'<div><iframe srcdoc="{escape(page)}" title="The explorer" width="100%" height="700"></iframe></div>')
+
+# %% [markdown]
 # Next: [hooks by step](hooks_by_step.ipynb), [causal tracing](causal_tracing.ipynb), [ROME](rome.ipynb), and [your
 # own model and facts](your_own.ipynb). The page [One fact, forward and in reverse](../tutorial.md) explains more of
 # what is seen here, and [Concepts](../concepts.md) the words.
