@@ -106,30 +106,29 @@ Path("facts/people.json").write_text(json.dumps([sailor]), encoding="utf-8")
 print(json.dumps([sailor], indent=1))
 
 # %% [markdown]
-# `open_source` reads a file, or all files of a folder. The commands take the same path: `--data facts`.
+# `read_facts` reads a file, or all files of a folder. The commands take the same path: `--data facts`.
 
 # %%
-from diffusion_lens.data.sources import open_source
+from diffusion_lens.data import read_facts
 
-facts = open_source("facts").facts
+facts = read_facts("facts")
 [f"{fact.prompt} ...{fact.answer}" for fact in facts]
 
 # %% [markdown]
 # ## What does the model know?
 #
-# `to_query` lays a fact out on the canvas. It raises an error that says why, if the tokenizer does not know a word or
-# merges the answer into the prompt. The probability of the answer is read at its first [MASK].
+# `rank_answer` ranks each token of an answer among all tokens, after those before it. Rank 0 is the likeliest.
 
 # %%
+from diffusion_lens.evaluation import rank_answer
+
 for fact in facts:
-    query = fact.to_query(model, n_masks=4, first_tokens=1)
-    p = model(query.tokens[None])[0, query.answer_positions[0]].softmax(-1)
-    best = model.to_single_str_token(int(p.argmax())).strip()
-    print(f"{fact.prompt:26} {fact.answer:20} p {p[query.answer_tokens[0]]:.2f}, likeliest: {best}")
+    ranks = rank_answer(model, fact.prompt, fact.answer, n_masks=4)
+    print(fact.prompt, "...", ranks.answer, "ranks", ranks.rank.tolist())
 
 # %% [markdown]
-# The model does not agree that Plerrick Skusser plays the lute. Analyses of many facts leave such a fact out, because
-# there is no answer to restore, and say so in their title:
+# The model does not agree that Plerrick Skusser plays the lute: it ranks another instrument above it. Analyses of
+# many facts leave such a fact out, because there is no answer to restore, and say so in their title:
 
 # %%
 from diffusion_lens.analysis import average_indirect_effect
@@ -162,6 +161,6 @@ for head in range(model.cfg.n_heads):
     print(f"without head 3.{head}: p(bassoon) {p:.2f}")
 
 # %% [markdown]
-# The same hook works in the loop, `model.denoise(..., fwd_hooks=[("blocks.3.attn.hook_z", silence(0))])`, and at some
-# of its steps ([Hooks by step](hooks_by_step.ipynb)). [Hook points](../hook_points.md) lists every name with its
-# shape.
+# Head 3.0 does: without it, the instrument is lost. The same hook works in the loop, `model.denoise(...,
+# fwd_hooks=[("blocks.3.attn.hook_z", silence(0))])`, and at some of its steps ([Hooks by step](hooks_by_step.ipynb)).
+# [Hook points](../hook_points.md) lists every name with its shape.
