@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Edit a fact with ROME
 #
-# ROME (Meng et al. 2022) treats an MLP as a memory: the key k\\* of a subject, and the value v\\* that makes the
+# ROME (Meng et al. 2022) treats an MLP as a memory: the key k\* of a subject, and the value v\* that makes the
 # model say the answer. A rank-one change of one matrix gives the key a new value. This notebook edits one fact of a
 # masked diffusion model, and checks what else changes. To run it:
 #
@@ -55,26 +55,27 @@ before
 # %% [markdown]
 # ## Where
 #
-# A causal trace of the MLPs shows where the fact is looked up: at the last token of the name, in the lower blocks.
+# A causal trace of the MLPs shows where facts are looked up. One fact may be special, so the trace is averaged over
+# 21 facts:
 
 # %%
-from diffusion_lens.analysis import causal_trace, noise_scale
+from diffusion_lens.analysis import average_indirect_effect
 
-
-def to_query(fact):
-    """The fact on a canvas of 16 positions, as in training."""
-    return fact.to_query(model, n_masks=16 - len(model.encode(fact.prompt)))
-
-
-query = to_query(request.true)
-causal_trace(model, query, "mlp", window=1, noise=noise_scale(model, [query])).plot()
+facts = world.facts("attribute")[::347]
+average = average_indirect_effect(
+    model, facts, "mlp", window=1, length=16, first_tokens=1, samples=3, roles=["subject_last", "answer"]
+)
+print(f"total effect {average.ate:.2f}; MLPs at the last token of the subject, by block:")
+print([round(effect, 2) for effect in average.aie[0].tolist()])
+average.plot()
 
 # %% [markdown]
-# So the edit is one of block 1, which has the largest effect.
+# The MLPs of blocks 0 to 2 matter at the last token of the name, and that of block 1 most. So the edit is one of
+# block 1.
 #
 # ## The key
 #
-# The key k\\* is the input of the down-projection at the last token of the subject. ROME also needs C, the second
+# The key k\* is the input of the down-projection at the last token of the subject. ROME also needs C, the second
 # moment of keys, from texts like those of the training: it says which other keys the change must spare.
 
 # %%
@@ -83,14 +84,21 @@ from diffusion_lens.data.site_documents import Documents
 
 texts = Documents(world, description=0.4, tag=0.1, second_person=0.6).sample(800)
 moment = second_moment(model, texts, layer=1)
+
+
+def to_query(fact):
+    """The fact on a canvas of 16 positions, as in training."""
+    return fact.to_query(model, n_masks=16 - len(model.encode(fact.prompt)))
+
+
 key = compute_key(model, to_query(request.new), layer=1)
 list(key.vector.shape)
 
 # %% [markdown]
 # ## The value
 #
-# The value v\\* is searched by gradient descent: an output of the MLP with which the model gives the new answer. The
-# search stops early (`stop_below`), because a larger v\\* damages more of what the model knows about the subject.
+# The value v\* is searched by gradient descent: an output of the MLP with which the model gives the new answer. The
+# search stops early (`stop_below`), because a larger v\* damages more of what the model knows about the subject.
 
 # %%
 from diffusion_lens.analysis.rome import optimize_value
