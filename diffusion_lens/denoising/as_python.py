@@ -19,15 +19,20 @@ def call(function: str, *arguments: str, **keywords: Any) -> str:
     return f"{function}({', '.join([*arguments, *given])})"
 
 
-def load_code(record: Mapping[str, Any], variable: str = "model") -> str:
+def load_code(record: Mapping[str, Any]) -> str:
     """The statements that load the model of a record."""
+    return f"from diffusion_lens import HookedDiffusionTransformer\n\n{load_statement(record)}"
+
+
+def load_statement(record: Mapping[str, Any]) -> str:
+    """The statement that loads the model of a record."""
     dtype = record.get("dtype", "float32")
     loaded = call(
         "HookedDiffusionTransformer.from_pretrained",
         repr(record["model"]),
         dtype=None if dtype == "float32" else dtype,
     )
-    return f"from diffusion_lens import HookedDiffusionTransformer\n\n{variable} = {loaded}"
+    return f"model = {loaded}"
 
 
 def sampler_code(sampler: Sampler) -> tuple[str, str]:
@@ -102,16 +107,6 @@ class RunCode:
             f"import torch\n{self.imports}{load_code(self.record)}\n\n"
             f"trajectory = model.denoise({self.arguments}){self._branch}"
         )
-
-    @property
-    def canvas(self) -> dict[str, str]:
-        """The manifest's `python` of the run and of its canvas at a step."""
-        index = "{step} - trajectory.first_step"
-        return {
-            "run": self.run,
-            "canvas": f"{self.run}\n\n# the ids at each position before the step, and their texts\n"
-            f"canvas = trajectory.canvases[{index}, 0]\nwords = trajectory.str_canvases()[{index}]",
-        }
 
     def cached(self, names: str) -> str:
         """Makes `cache`, the activations of some hook points at one step; `names` is an expression."""

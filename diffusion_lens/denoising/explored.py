@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_lens.denoising.as_python import RunCode
-from diffusion_lens.denoising.explored_code import alternatives_code, attention_code, lens_code, trace_code
+from diffusion_lens.denoising.explored_code import (
+    alternatives_code,
+    attention_code,
+    lens_code,
+    run_code,
+    trace_code,
+)
 from diffusion_lens.denoising.explored_results import (
     LOGITS,
     Results,
@@ -51,11 +57,11 @@ def page_run(trajectory: Recording, results: Results, row: int) -> PageRun:
     words, code = Words(), RunCode(trajectory, row)
     entry = canvas_entry(trajectory, row, words)
     shown: dict[str, View] = {}
-    python = code.canvas
+    python = run_code(code)
 
     if (lens := results.lens) is not None:
         check_lens(trajectory, lens, row)
-        shown["lens"] = views.lens_view(lens, row, words, "the token that the run ends with")
+        shown["lens"] = views.lens_view(lens, row, words)
         python["lens"] = lens_code(code, lens, row)
     if results.logits is not None:
         shown["alternatives"] = alternatives_view(trajectory, results.logits, row, words)

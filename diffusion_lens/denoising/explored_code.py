@@ -1,6 +1,7 @@
 """The Python code of each view of a trajectory's page: it runs, and gives the numbers that the view shows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from diffusion_lens.denoising.as_python import RunCode, call
 from diffusion_lens.denoising.explored_results import TOP_K, Trace
@@ -8,29 +9,55 @@ from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.hook_names import loop_hook
 from diffusion_lens.pages.views import Lens
 
+PATTERN = '"blocks.{layer}.attn.hook_pattern"'
 _TRACE_SETTINGS = ("kind", "window", "severed", "corruption", "noise", "samples", "seed", "swap", "canvas")
+
+
+def run_code(code: RunCode) -> dict[str, str]:
+    """The manifest's `python` of the run and of its canvas after a step."""
+    return {"run": code.run, "canvas": f"{code.run}\n\n{canvas_statements()}"}
+
+
+def canvas_statements() -> str:
+    """Statements that read the canvas after a step of `trajectory`."""
+    index = "{step} - trajectory.first_step + 1"
+    return (
+        "# the ids at each position after the step, and their texts\n"
+        f"canvas = trajectory.canvases[{index}, 0]\nwords = trajectory.str_canvases()[{index}]"
+    )
 
 
 def alternatives_code(code: RunCode) -> str:
     """The likeliest tokens at the masked positions of a step, after guidance."""
-    blank = code.trajectory.blank
-    without = f"ranked[:, {blank}] = -torch.inf  # [MASK] is never written\n" if blank >= 0 else ""
-    if not 0 <= blank < code.record["architecture"]["d_vocab_out"]:
-        without = ""
     point = loop_hook("hook_logits")
+    has_column = 0 <= code.trajectory.blank < code.record["architecture"]["d_vocab_out"]
+    return f"{code.cached(repr(point))}\n{alternatives_statements(code.trajectory.blank if has_column else -1)}"
+
+
+def alternatives_statements(unwritten: int) -> str:
+    """Statements that read the likeliest tokens at a position from `cache`.
+
+    Args:
+        unwritten: Id of the logits that is never written, that of [MASK]; -1 for none.
+    """
+    without = f"ranked[:, {unwritten}] = -torch.inf  # [MASK] is never written\n" if unwritten >= 0 else ""
     return (
-        f"{code.cached(repr(point))}\nlogits = cache[{{step}}][{point!r}][0].double()  # [pos d_vocab_out]\n"
+        "# Float[pos d_vocab_out], 0 where no token is proposed\n"
+        f"logits = cache[{{step}}][{loop_hook('hook_logits')!r}][0].double()\n"
         f"ranked = logits.clone()\n{without}"
         f"top = ranked.topk({TOP_K}).indices\np = logits.softmax(dim=-1).gather(-1, top)\n"
-        "print([(model.words(top[{position}].tolist()), p[{position}].tolist())])"
+        "print(list(zip(model.words(top[{position}].tolist()), p[{position}].tolist())))"
     )
 
 
 def attention_code(code: RunCode) -> str:
     """The pattern of a head."""
-    name = '"blocks.{layer}.attn.hook_pattern"'
-    pattern = f"pattern = cache[{{step}}][{name}][0, {{head}}]  # [query key]"
-    return f"{code.cached(name)}\n{pattern}"
+    return f"{code.cached(PATTERN)}\n{attention_statements()}"
+
+
+def attention_statements() -> str:
+    """Statements that read the pattern of a head from `cache`."""
+    return f"pattern = cache[{{step}}][{PATTERN}][0, {{head}}]  # [query key]"
 
 
 def lens_code(code: RunCode, lens: Lens, row: int) -> str:
@@ -52,9 +79,18 @@ def lens_statements(trajectory: Recording, lens: Lens, row: int) -> str:
     if record["translators"] is not None:
         more.append("translators=translators")
         fitted = "# translators: the maps of the tuned lens, fit_translators(...) or Translators.load(...)\n"
+    return fitted + lens_call([*more], **keywords)
+
+
+def lens_call(more: Sequence[str] = (), **keywords: Any) -> str:
+    """Statements that read `trajectory` at a step with a lens, and print what each layer predicts at a position.
+
+    Args:
+        more: Further arguments, as code.
+    """
     made = call("logit_lens", "model", "trajectory", "steps=[{step}]", *more, **keywords)
     return (
-        f"from diffusion_lens.analysis import logit_lens\n\n{fitted}lens = {made}.at_step({{step}})\n"
+        f"from diffusion_lens.analysis import logit_lens\n\nlens = {made}.at_step({{step}})\n"
         "index = lens.positions.index({position})\n"
         "for layer, label in enumerate(lens.labels):\n"
         "    tokens = [lens.words[token] for token in lens.top_tokens[layer, 0, index].tolist() if token >= 0]\n"

@@ -26,11 +26,20 @@ _CLOSE = 0.02  # Largest difference of a confidence from the cached logits, whic
 class Trace(Protocol):
     """What `CausalTrace` and `TrajectoryTrace` have in common."""
 
-    scores: Tensor
-    subject: tuple[int, int]
-    positions: list[int]
-    layers: list[int]
-    record: dict[str, Any]
+    @property
+    def scores(self) -> Tensor: ...
+
+    @property
+    def subject(self) -> tuple[int, int]: ...
+
+    @property
+    def positions(self) -> list[int]: ...
+
+    @property
+    def layers(self) -> list[int]: ...
+
+    @property
+    def record(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,13 +119,14 @@ def html_path(path: str | Path) -> Path:
     return target
 
 
-def document(title: str, body: str, start: str, policy: str) -> str:
+def document(title: str, body: str, start: str, policy: str, nonce: str = "") -> str:
     """An HTML document with the explorer's module and style.
 
     Args:
         body: Elements before the module.
         start: Statement at the end of the module.
         policy: Content security policy.
+        nonce: Text by which the policy admits the module; empty where it admits every script of the document.
     """
     module, style = explorer_files()
     return (
@@ -135,8 +136,12 @@ def document(title: str, body: str, start: str, policy: str) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         f'<main id="explorer" class="dl-explorer"></main>\n{body}'
-        f'<script type="module">{module}\n{start}</script>\n</body>\n</html>\n'
+        f'<script type="module"{_attribute("nonce", nonce)}>{module}\n{start}</script>\n</body>\n</html>\n'
     )
+
+
+def _attribute(name: str, value: str) -> str:
+    return f' {name}="{escape(value)}"' if value else ""
 
 
 @cache

@@ -25,19 +25,44 @@ from diffusion_lens.pages.words import Words
 class Lens(Protocol):
     """What the view of a logit lens reads; `LogitLens` has these attributes."""
 
-    top_tokens: Tensor
-    top_probabilities: Tensor
-    entropy: Tensor
-    target_ranks: Tensor
-    target_probabilities: Tensor
-    targets: Tensor
-    tokens: Tensor
-    positions: list[int]
-    layers: list[int]
-    labels: list[str]
-    steps: list[int] | None
-    words: dict[int, str]
-    record: dict[str, Any]
+    @property
+    def top_tokens(self) -> Tensor: ...
+
+    @property
+    def top_probabilities(self) -> Tensor: ...
+
+    @property
+    def entropy(self) -> Tensor: ...
+
+    @property
+    def target_ranks(self) -> Tensor: ...
+
+    @property
+    def target_probabilities(self) -> Tensor: ...
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+    @property
+    def positions(self) -> list[int]: ...
+
+    @property
+    def layers(self) -> list[int]: ...
+
+    @property
+    def labels(self) -> list[str]: ...
+
+    @property
+    def steps(self) -> list[int] | None: ...
+
+    @property
+    def words(self) -> dict[int, str]: ...
+
+    @property
+    def record(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -90,24 +115,20 @@ def steps_of(lens: Lens) -> list[int]:
     return [lens.record["step"]] if lens.steps is None else lens.steps
 
 
-def lens_entry(lens: Lens, target: str) -> dict[str, Any]:
-    """The manifest's entry of a lens.
-
-    Args:
-        target: The token whose rank and probability are shown, in words.
-    """
+def lens_entry(lens: Lens, row: int, words: Words) -> dict[str, Any]:
+    """The manifest's entry of a lens; `targets` are the words whose rank and probability are shown."""
     return {
         "labels": lens.labels,
         "layers": lens.layers,
         "positions": lens.positions,
         "steps": steps_of(lens),
         "k": lens.top_tokens.shape[-1],
-        "target": target,
+        "targets": words.indices(lens.targets[row, :, 0], lens.words).tolist(),
         "chunk": "lens/{step}",
     }
 
 
-def lens_chunk(lens: Lens, index: int, row: int, words: Words, **extra: Any) -> bytes:
+def lens_chunk(lens: Lens, index: int, row: int, words: Words) -> bytes:
     """The readings of one step of a lens.
 
     Args:
@@ -118,22 +139,20 @@ def lens_chunk(lens: Lens, index: int, row: int, words: Words, **extra: Any) -> 
     def table(x: Tensor) -> Tensor:
         return x[:, row] if lens.steps is None else x[index, :, row]
 
-    return pack(
-        {
-            "top_tokens": words.stored(table(lens.top_tokens), lens.words),
-            "top_probabilities": Stored.shares(table(lens.top_probabilities)),
-            "entropy": Stored.numbers(table(lens.entropy)),
-            "rank": Stored.integers(table(lens.target_ranks)[..., 0]),
-            "probability": Stored.shares(table(lens.target_probabilities)[..., 0]),
-        },
-        **extra,
-    )
+    arrays = {
+        "top_tokens": words.stored(table(lens.top_tokens), lens.words),
+        "top_probabilities": Stored.shares(table(lens.top_probabilities)),
+        "entropy": Stored.numbers(table(lens.entropy)),
+        "rank": Stored.integers(table(lens.target_ranks)[..., 0]),
+        "probability": Stored.shares(table(lens.target_probabilities)[..., 0]),
+    }
+    return pack(arrays, **words.header)
 
 
-def lens_view(lens: Lens, row: int, words: Words, target: str) -> View:
+def lens_view(lens: Lens, row: int, words: Words) -> View:
     """All steps of a lens."""
     chunks = {f"lens/{step}": lens_chunk(lens, i, row, words) for i, step in enumerate(steps_of(lens))}
-    return View(lens_entry(lens, target), chunks)
+    return View(lens_entry(lens, row, words), chunks)
 
 
 def alternatives_of_lens(lens: Lens, row: int, blank: int) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
@@ -171,7 +190,7 @@ def alternatives_of_logits(
 
 
 def alternatives_chunk(
-    positions: Sequence[int], tokens: Tensor, p: Tensor, words: Words, texts: Mapping[int, str], **extra: Any
+    positions: Sequence[int], tokens: Tensor, p: Tensor, words: Words, texts: Mapping[int, str]
 ) -> bytes:
     """The likeliest tokens at the masked positions of one step."""
     arrays = {
@@ -179,7 +198,7 @@ def alternatives_chunk(
         "top_tokens": words.stored(tokens, texts),
         "top_probabilities": Stored.shares(p),
     }
-    return pack(arrays, **extra)
+    return pack(arrays, **words.header)
 
 
 def alternatives_entry(k: int, steps: Sequence[int]) -> dict[str, Any]:

@@ -26,7 +26,13 @@ class Words:
     def __init__(self, known: "Words | None" = None) -> None:
         self._index: dict[int, int] = {} if known is None else dict(known._index)
         self._first = len(self._index)
+        self._is_further = known is not None
         self.texts: list[str] = []
+
+    @property
+    def header(self) -> dict[str, list[str]]:
+        """The entry of a chunk's header with the further words; none if the manifest lists the words."""
+        return {"words": self.texts} if self._is_further and self.texts else {}
 
     def index(self, token: int, texts: Mapping[int, str]) -> int:
         """The index of one token."""

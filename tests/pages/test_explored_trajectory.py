@@ -68,6 +68,7 @@ def test_canvases_have_the_order_and_the_confidence(made, page):
 def test_the_lens_is_that_of_the_result(made, page):
     lens = made["lens"]
     assert page.run()["lens"]["labels"] == lens.labels
+    assert page.texts(page.run()["lens"]["targets"]) == [lens.words[token] for token in lens.targets[0, :, 0].tolist()]
     for i, step in enumerate(lens.steps):
         _, arrays = page.read(f"lens/{step}")
         for layer in range(len(lens.layers)):
@@ -130,7 +131,7 @@ def test_the_code_gives_the_numbers_that_are_shown(made, page):
     code, run, step, position = page.run()["python"], made["run"], 2, 6
     again, _ = ran(as_selected(code["canvas"], step=step))
     assert torch.equal(again["trajectory"].canvases, run.canvases)
-    assert again["words"] == run.str_canvases()[step]
+    assert again["words"] == run.str_canvases()[step + 1]
 
     lens, printed = ran(as_selected(code["lens"], step=step, position=position))
     _, arrays = page.read(f"lens/{step}")
@@ -201,7 +202,7 @@ def test_code_of_other_settings_repeats_the_run(tiny, tmp_path):
     later = run.from_step(2)
     page = PageFile(later.explore(tmp_path / "page.html", row=-1).read_text(encoding="utf-8"))
     again, _ = ran(as_selected(page.run()["python"]["canvas"], step=3))
-    assert again["canvas"].tolist() == run.canvases[3, 1].tolist()
+    assert again["canvas"].tolist() == run.canvases[4, 1].tolist()
     assert page.run()["steps"] == [2, 3, 4]
 
 

@@ -1,0 +1,11 @@
+"""The explorer with a model: runs, lenses, attention and traces on demand, in a notebook or a browser.
+
+`explore(model, prompt)` is the widget of a notebook, `explore(model, prompt, path)` writes a file, and the command
+`diffusion-lens explore` serves a page on this machine. All three show the runs of a `Session`.
+"""
+
+from diffusion_lens.explorer.explore import explore
+from diffusion_lens.explorer.session import Session
+from diffusion_lens.explorer.spec import Intervention, Spec
+
+__all__ = ["Intervention", "Session", "Spec", "explore"]

@@ -1,0 +1,176 @@
+"""One computed run: its trajectory, the manifest's entry, and the chunks of its views, which are computed on demand.
+
+Every number comes from a call of the library: `denoise`, `logit_lens` and `trace_trajectory`, with the hooks of the
+run's interventions. The likeliest tokens and the attention patterns are read by hooks inside the same loop.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
+from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
+from diffusion_lens.denoising.explored import canvas_entry
+from diffusion_lens.denoising.explored_results import TOP_K
+from diffusion_lens.denoising.loop import run_loop
+from diffusion_lens.denoising.prepare import prepare
+from diffusion_lens.explorer.asked import NO_TRACE, SAMPLES, Asked, window_of
+from diffusion_lens.explorer.edits import check_position
+from diffusion_lens.explorer.entry import described
+from diffusion_lens.explorer.plan import Plan, unwritten
+from diffusion_lens.explorer.spec import Spec
+from diffusion_lens.hook_names import FwdHooks, loop_hook
+from diffusion_lens.identity import run_of
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.pages import views
+from diffusion_lens.pages.views import TraceGrids
+from diffusion_lens.pages.words import Words
+
+
+def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: FwdHooks) -> Trajectory:
+    """`model.denoise` with the settings and hooks of a run, and further hooks that only read.
+
+    The watchers are attached step by step, after the run's own hooks, as `denoise_with_cache` does.
+    """
+    settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
+    canvas = lay_out(model, spec.prompt, spec.length)
+    with run_of(model, hooks):
+        run = prepare(model, canvas, settings)
+        n_given = int(canvas.given.sum())
+        for one in spec.interventions:
+            check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
+        record = run_loop(run, fwd_hooks=hooks, around=lambda step: model.hooks(fwd_hooks=list(watchers)))
+        return Trajectory.of(run, {**run.describe(), **record})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warning that a hook of the loop, which wrote a token, is not attached when the canvases are read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class LiveRun:
+    """One computed run.
+
+    Attributes:
+        plan: Model, spec and hooks.
+        trajectory: The run; the canvases of steps with forced tokens contain them.
+        words: Words of the entry.
+        entry: The manifest's entry.
+        alternatives: Chunk of the likeliest tokens, by step.
+        asked: The answer that the lens ranks and traces follow.
+    """
+
+    plan: Plan
+    trajectory: Trajectory
+    words: Words
+    entry: dict[str, Any]
+    alternatives: dict[int, bytes]
+    asked: Asked
+
+    @classmethod
+    def of(cls, plan: Plan) -> "LiveRun":
+        """Compute a run.
+
+        Raises:
+            ValueError: Settings, interventions or an answer that do not fit the model or the prompt.
+        """
+        model, spec = plan.model, plan.spec
+        top: dict[int, tuple[list[int], Tensor, Tensor]] = {}
+
+        def read_logits(logits: Tensor, hook: Any) -> None:
+            masked, n_top = hook.step.masked[0], min(TOP_K, logits.shape[-1])
+            top[hook.step.index] = views.alternatives_of_logits(logits[0], masked, n_top, unwritten(model))
+
+        with quiet():
+            run = watched(model, spec, plan.fwd_hooks, [(loop_hook("hook_logits"), read_logits)])
+        for one, token in plan.forced_tokens:
+            run.canvases[one.step, 0, one.position] = token
+            run.words.setdefault(token, model.words([token])[0])
+        asked, words = Asked.of(model, spec, run), Words()
+        entry = canvas_entry(run, 0, words)
+        ids = sorted({token for _, tokens, _ in top.values() for token in tokens.flatten().tolist()})
+        texts = dict(zip(ids, model.words(ids), strict=True))
+        alternatives = {
+            step: views.alternatives_chunk(positions, tokens, p, words, texts)
+            for step, (positions, tokens, p) in sorted(top.items())
+        }
+        entry |= described(plan, run, words, asked, sorted(alternatives))
+        return cls(plan, run, words, entry, alternatives, asked)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the run in memory, without its model."""
+        tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
+        return sum(x.nbytes for x in tensors) + sum(map(len, self.alternatives.values())) + 2**14
+
+    def lens_chunk(self, step: int) -> bytes:
+        """`logit_lens` at one step."""
+        with quiet():
+            lens = logit_lens(
+                self.plan.model,
+                self.trajectory,
+                steps=[step],
+                top_k=TOP_K,
+                targets=self.asked.targets,
+                fwd_hooks=self.plan.network_hooks,
+            )
+        return views.lens_chunk(lens, 0, 0, Words(self.words))
+
+    def attention_chunks(self, layer: int) -> dict[int, bytes]:
+        """The pattern of every head of a layer, at every step, in the conditional branch."""
+        chunks: dict[int, bytes] = {}
+
+        def read_pattern(pattern: Tensor, hook: Any) -> None:
+            if hook.step.branch == "conditional":
+                chunks[hook.step.index] = views.attention_chunk(pattern[0], "u2")
+
+        with quiet():
+            watched(
+                self.plan.model,
+                self.plan.spec,
+                self.plan.fwd_hooks,
+                [(f"blocks.{layer}.attn.hook_pattern", read_pattern)],
+            )
+        return chunks
+
+    def trace_chunk(self, kind: str, step: int) -> bytes:
+        """`trace_trajectory` at one step.
+
+        Raises:
+            ValueError: The run has no subject or answer, or the answer is revealed before the step.
+        """
+        model, query = self.plan.model, self.asked.query
+        if query is None or self.plan.spec.subject is None:
+            raise ValueError(NO_TRACE)
+        with quiet(), model.hooks(fwd_hooks=self.plan.network_hooks):
+            trace = trace_trajectory(
+                model,
+                query,
+                steps=[step],
+                trajectory=self.trajectory,
+                kind=kind,
+                window=window_of(model),
+                noise=noise_scale(model, [query]),
+                samples=SAMPLES,
+            )
+        grids = TraceGrids(
+            name=kind,
+            kind=kind,
+            subject=trace.subject,
+            positions=trace.positions,
+            layers=trace.layers,
+            steps=[step],
+            answer=str(self.plan.spec.answer).strip(),
+            scores=trace.scores,
+            clean=trace.clean.tolist(),
+            corrupted=trace.corrupted.tolist(),
+        )
+        return views.trace_chunk(grids, 0)

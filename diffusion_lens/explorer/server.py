@@ -1,0 +1,193 @@
+"""The live page: a session behind a small web server on this machine.
+
+    GET  /            the page, with ?token=
+    GET  api/manifest the models and the runs so far
+    GET  api/chunk    ?run=ID&name=NAME, the bytes of a chunk
+    POST api/run      a spec as JSON; the run's entry
+
+Whoever reaches the server can make the models compute, so it listens on 127.0.0.1 unless another address is asked for,
+and every request needs the session's random token: the page in its address, the others in the header X-Token. A
+request whose Host is not this server's is refused, since a web page elsewhere may point its own name to 127.0.0.1 (DNS
+rebinding). No other origin may read an answer (no CORS), and the page may send requests to this server only.
+
+Requires the extra `explore`.
+"""
+
+import ipaddress
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from diffusion_lens.explorer.session import Session
+from diffusion_lens.pages.page import document
+
+LARGEST_REQUEST = 2**20
+_EVERYWHERE = ("0.0.0.0", "::", "")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Hosts:
+    """The values of the header Host that a server accepts.
+
+    Args:
+        host: Address on which it listens.
+        port: Its port.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.port = port
+        self._everywhere = host in _EVERYWHERE
+        self._names = {*_LOOPBACK, host.lower()} - {""}
+        if self._everywhere:
+            self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def __contains__(self, header: object) -> bool:
+        name, _, port = str(header).lower().rpartition(":")
+        if not name or not port.isdigit():  # Browsers leave out the port 80.
+            name, port = str(header).lower(), "80"
+        name = name.removeprefix("[").removesuffix("]")
+        # A server that listens everywhere is reached by any of its addresses; a number cannot be rebound, a name can.
+        return port == str(self.port) and (name in self._names or (self._everywhere and _is_address(name)))
+
+
+def app(session: Session, token: str, hosts: Hosts) -> Any:
+    """The web application of a session, for an ASGI server.
+
+    Args:
+        token: Text that every request must contain.
+        hosts: Accepted values of the header Host.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
+        from starlette.requests import Request
+        from starlette.responses import HTMLResponse, JSONResponse, Response
+        from starlette.routing import Route
+    except ImportError as error:
+        raise ImportError("the live explorer needs starlette: pip install 'diffusion-lens[explore]'") from error
+
+    def refusal(status: int, message: str) -> Response:
+        return JSONResponse({"error": message}, status, _HEADERS)
+
+    def guarded(answer: Callable[[Request], Awaitable[Response]], *, in_url: bool = False) -> Any:
+        """An endpoint that checks host and token first, and answers errors of the library as JSON."""
+
+        async def endpoint(request: Request) -> Response:
+            if request.headers.get("host", "") not in hosts:
+                return refusal(403, f"this server is not {request.headers.get('host', '')!r}; open the printed address")
+            given = request.query_params.get("token", "") if in_url else request.headers.get("x-token", "")
+            if not secrets.compare_digest(given.encode(), token.encode()):
+                return refusal(403, "the token is missing or wrong; open the address that the command printed")
+            try:
+                response = await answer(request)
+            except KeyError as error:
+                return refusal(404, str(error.args[0] if error.args else error))
+            except (ValueError, TypeError) as error:
+                return refusal(400, str(error))
+            except (FloatingPointError, MemoryError, RuntimeError) as error:
+                return refusal(500, f"{type(error).__name__}: {error}")
+            response.headers.update(_HEADERS)
+            return response
+
+        return endpoint
+
+    async def page(request: Request) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        policy = (
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'"
+        )
+        text = document(session.title, "", 'mountLive(document.getElementById("explorer"));', policy, nonce)
+        return HTMLResponse(text, headers={"Content-Security-Policy": f"{policy}; frame-ancestors 'none'"})
+
+    async def manifest(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(lambda: session.manifest))
+
+    async def chunk(request: Request) -> Response:
+        run, name = (request.query_params.get(key, "") for key in ("run", "name"))
+        return Response(await run_in_threadpool(session.chunk, run, name), media_type="application/octet-stream")
+
+    async def run(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_REQUEST:
+                return refusal(413, f"a spec has at most {LARGEST_REQUEST:,} bytes")
+        try:
+            spec = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            return refusal(400, f"a spec is a JSON object: {error}")
+        return JSONResponse(await run_in_threadpool(session.run, spec))
+
+    return Starlette(
+        routes=[
+            Route("/", guarded(page, in_url=True)),
+            Route("/api/manifest", guarded(manifest)),
+            Route("/api/chunk", guarded(chunk)),
+            Route("/api/run", guarded(run), methods=["POST"]),
+        ]
+    )
+
+
+class Server:
+    """A session on an address of this machine; `serve` answers until Ctrl-C.
+
+    Args:
+        session: Models and runs.
+        host: Address to listen on; others than 127.0.0.1 let other machines in, if they know the token.
+        port: Port; 0 takes a free one.
+
+    Raises:
+        OSError: The port is in use, or the address is not of this machine.
+    """
+
+    def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind((host, port))
+        except OSError:
+            self.socket.close()
+            raise
+        self.host, self.port, self.token = host, int(self.socket.getsockname()[1]), secrets.token_urlsafe(24)
+        self.app = app(session, self.token, Hosts(host, self.port))
+
+    @property
+    def url(self) -> str:
+        """The address of the page, with its token."""
+        host = "127.0.0.1" if self.host in _EVERYWHERE else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/?token={self.token}"
+
+    def serve(self, started: Callable[[], None] = lambda: None) -> None:
+        """Answer requests until the program is interrupted.
+
+        Args:
+            started: Called when the server begins to listen.
+        """
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise ImportError("the live explorer needs uvicorn: pip install 'diffusion-lens[explore]'") from error
+        # The access log would contain the token.
+        config = uvicorn.Config(self.app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+        self.socket.listen()
+        started()
+        with self.socket:
+            uvicorn.Server(config).run(sockets=[self.socket])
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

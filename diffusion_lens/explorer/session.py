@@ -1,0 +1,194 @@
+"""`Session`: one or two models, and the runs that the explorer asks of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from threading import RLock
+from typing import Any
+
+from diffusion_lens.denoising import TrajectoryCache
+from diffusion_lens.denoising.samplers import PRESETS, SAMPLERS
+from diffusion_lens.explorer.asked import KINDS
+from diffusion_lens.explorer.live_run import LiveRun
+from diffusion_lens.explorer.memory import Memory
+from diffusion_lens.explorer.plan import Plan, settings_of
+from diffusion_lens.explorer.spec import Intervention, Spec
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.pages.page import FORMAT, Page, PageRun
+
+LARGEST_MEMORY = 2**30
+
+
+class Session:
+    """Computes runs and their views from specs, one at a time, and keeps them within a bound on memory.
+
+    A run is a function of its spec, so a result that was dropped is computed again when it is needed.
+
+    Args:
+        models: One model, or several to compare, such as those of a pair.
+        title: Title of the page.
+        max_bytes: Largest size of what is kept, in bytes.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[HookedDiffusionTransformer],
+        title: str | None = None,
+        max_bytes: int = LARGEST_MEMORY,
+    ) -> None:
+        if not models:
+            raise ValueError("a session needs a model")
+        self.models = list(models)
+        self.title = title or " and ".join(str(model.cfg.model_name) for model in models)
+        self._specs: dict[str, Spec] = {}
+        self._shown: dict[str, None] = {}
+        self._memory = Memory(max_bytes)
+        # Hooks of two requests on one model must not mix, and a request that waits is answered in turn.
+        self._lock = RLock()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The models, and the runs that were asked for so far."""
+        with self._lock:
+            runs = [self.run(self._specs[run_id]) for run_id in self._shown]
+        return {"format": FORMAT, "title": self.title, "models": [model_info(x) for x in self.models], "runs": runs}
+
+    def run(self, given: Spec | Mapping[str, Any]) -> dict[str, Any]:
+        """The manifest's entry of a run.
+
+        Raises:
+            ValueError, TypeError, KeyError: The spec does not fit the model, or names an unknown run.
+        """
+        spec = Spec.of(given)
+        with self._lock:
+            for known in (spec.base, *(one.source for one in spec.interventions)):
+                if known is not None:
+                    self._spec(known)
+            entry = self._live(spec).entry
+            self._specs[spec.id] = spec
+            self._shown[spec.id] = None
+            return {**entry, "base": spec.base, "spec": spec.to_json()}
+
+    def chunk(self, run_id: str, name: str) -> bytes:
+        """A chunk of a run: "alternatives/{step}", "lens/{step}", "attention/{layer}/{step}" or "trace/{kind}/{step}".
+
+        Raises:
+            KeyError: There is no such run or chunk.
+            ValueError: The view does not exist at this step.
+        """
+        with self._lock:
+            live = self._live(self._spec(run_id))
+            view, *selected = name.split("/")
+            n_steps, n_layers = live.trajectory.n_steps, live.plan.model.cfg.n_layers
+            step = _index(selected[-1:], n_steps)
+            if step is not None and view == "alternatives" and len(selected) == 1 and step in live.alternatives:
+                return live.alternatives[step]
+            if step is not None and view == "lens" and len(selected) == 1:
+                return self._memory.get((run_id, name), lambda: live.lens_chunk(step), len)
+            if step is not None and view == "trace" and len(selected) == 2 and selected[0] in KINDS:
+                return self._memory.get((run_id, name), lambda: live.trace_chunk(selected[0], step), len)
+            layer = _index(selected[:1], n_layers)
+            if step is not None and view == "attention" and len(selected) == 2 and layer is not None:
+                return self._attention(live, run_id, layer)[step]
+        raise KeyError(f"the run {run_id} has no chunk {name!r}")
+
+    def page(self, run_ids: Sequence[str], attention: Sequence[int] = (), *, traces: bool = True) -> Page:
+        """Runs as a page that contains all its numbers.
+
+        Args:
+            attention: Layers whose attention patterns the page contains, at every step.
+            traces: Whether it contains the causal traces of runs with an answer and a subject.
+        """
+        with self._lock:
+            runs = [self._whole(run_id, attention, traces) for run_id in run_ids]
+        return Page(self.title, [model_info(model) for model in self.models], runs)
+
+    def _spec(self, run_id: str) -> Spec:
+        if run_id not in self._specs:
+            raise KeyError(f"there is no run {run_id!r} in this session; it has {', '.join(self._specs) or 'none'}")
+        return self._specs[run_id]
+
+    def _model(self, spec: Spec) -> HookedDiffusionTransformer:
+        if spec.model >= len(self.models):
+            raise ValueError(f"model={spec.model}, but the session has {len(self.models)} models, counted from 0")
+        return self.models[spec.model]
+
+    def _live(self, spec: Spec) -> LiveRun:
+        """A computed run, from memory if it is kept."""
+        model = self._model(spec)
+
+        def compute() -> LiveRun:
+            return LiveRun.of(Plan.of(model, spec, lambda one: self._source(spec, one), self._cache))
+
+        return self._memory.get(spec.id, compute, lambda live: live.n_bytes)
+
+    def _source(self, spec: Spec, one: Intervention) -> Spec:
+        """The run from which an intervention takes activations: the one it names, or the same without interventions."""
+        if one.source is None:
+            return replace(spec, interventions=(), base=None)
+        source = self._spec(one.source)
+        if source.model != spec.model:
+            names = [self.models[index].cfg.model_name for index in (source.model, spec.model)]
+            raise ValueError(
+                f"the run {one.source} is of {names[0]!r}, whose activations do not fit {names[1]!r}: name a run of "
+                "the same model"
+            )
+        return source
+
+    def _cache(self, spec: Spec, point: str) -> TrajectoryCache:
+        """The activations of a run at a hook point, by step."""
+        model = self._model(spec)
+
+        def compute() -> TrajectoryCache:
+            plan = Plan.of(model, spec, lambda one: self._source(spec, one), self._cache)
+            _, cache = model.denoise_with_cache(
+                spec.prompt, names_filter=point, fwd_hooks=plan.fwd_hooks, **settings_of(spec)
+            )
+            return cache
+
+        return self._memory.get((spec.id, point), compute, lambda cache: cache.n_bytes)
+
+    def _attention(self, live: LiveRun, run_id: str, layer: int) -> dict[int, bytes]:
+        """The patterns of a layer at every step, which one run gives together."""
+        return self._memory.get(
+            (run_id, "attention", layer),
+            lambda: live.attention_chunks(layer),
+            lambda chunks: sum(map(len, chunks.values())),
+        )
+
+    def _whole(self, run_id: str, attention: Sequence[int], traces: bool) -> PageRun:
+        """A run with all chunks of its views, which a file contains."""
+        entry = dict(self._live(self._spec(run_id)).entry)
+        missing = dict(entry["missing"])
+        names = [f"{view}/{step}" for view in ("alternatives", "lens") for step in entry[view]["steps"]]
+        if attention:
+            entry["attention"] = {**entry["attention"], "layers": sorted(attention)}
+            names += [f"attention/{layer}/{step}" for layer in sorted(attention) for step in entry["lens"]["steps"]]
+        else:
+            entry["attention"], missing["attention"] = None, "Name the layers, attention=[0, 1], to see their patterns."
+        if not traces:
+            entry["traces"] = []
+        names += [f"trace/{trace['name']}/{step}" for trace in entry["traces"] for step in trace["steps"]]
+        chunks = {name: self.chunk(run_id, name) for name in names}
+        return PageRun({**entry, "spec": None, "missing": missing}, chunks)
+
+
+def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
+    """The manifest's entry of a model."""
+    cfg = model.cfg
+    samplers = ["left_to_right"] if cfg.grows else [*SAMPLERS, *PRESETS]
+    return {
+        "name": cfg.model_name,
+        "n_layers": cfg.n_layers,
+        "n_heads": cfg.n_heads,
+        "n_mlp": cfg.n_layers,
+        "grows": cfg.grows,
+        "samplers": samplers,
+        "length": cfg.trained_length,
+    }
+
+
+def _index(parts: Sequence[str], size: int) -> int | None:
+    """The only part as an index below `size`; `None` if it is none."""
+    if len(parts) != 1 or not (parts[0].isascii() and parts[0].isdigit()):
+        return None
+    return int(parts[0]) if int(parts[0]) < size else None
