@@ -61,6 +61,7 @@ ROOMS = (
     "diffusion_lens.analysis",
     "diffusion_lens.one_layer",
     "diffusion_lens.evaluation",
+    "diffusion_lens.explorer",
     "diffusion_lens.tiny_pair",
     "diffusion_lens.site_pair",
     "diffusion_lens.checks",

@@ -24,6 +24,7 @@ ORDER = (
     "info",
     "check",
     "denoise",
+    "explore",
     "recall",
     "trace",
     "aie",

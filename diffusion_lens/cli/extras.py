@@ -5,6 +5,8 @@ from importlib.util import find_spec
 # By feature: text of the error, package, and extra of diffusion-lens that installs it.
 EXTRAS = {
     "pictures": ("figures need matplotlib", "matplotlib", "plot"),
+    "live pages": ("the live explorer needs starlette", "starlette", "explore"),
+    "servers": ("the live explorer needs uvicorn", "uvicorn", "explore"),
     "word_bleu": ("BLEU on words needs sacrebleu", "sacrebleu", "eval"),
 }
 

@@ -5,7 +5,7 @@ run's interventions. The likeliest tokens and the attention patterns are read by
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from diffusion_lens.hook_names import FwdHooks, loop_hook
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
-from diffusion_lens.pages.views import TraceGrids
+from diffusion_lens.pages.views import TraceGrids, View
 from diffusion_lens.pages.words import Words
 
 
@@ -111,18 +111,18 @@ class LiveRun:
         tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
         return sum(x.nbytes for x in tensors) + sum(map(len, self.alternatives.values())) + 2**14
 
-    def lens_chunk(self, step: int) -> bytes:
-        """`logit_lens` at one step."""
+    def lens_chunks(self, steps: Sequence[int]) -> dict[int, bytes]:
+        """`logit_lens` at some steps."""
         with quiet():
             lens = logit_lens(
                 self.plan.model,
                 self.trajectory,
-                steps=[step],
+                steps=steps,
                 top_k=TOP_K,
                 targets=self.asked.targets,
                 fwd_hooks=self.plan.network_hooks,
             )
-        return views.lens_chunk(lens, 0, 0, Words(self.words))
+        return {step: views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
 
     def attention_chunks(self, layer: int) -> dict[int, bytes]:
         """The pattern of every head of a layer, at every step, in the conditional branch."""
@@ -141,8 +141,8 @@ class LiveRun:
             )
         return chunks
 
-    def trace_chunk(self, kind: str, step: int) -> bytes:
-        """`trace_trajectory` at one step.
+    def trace_view(self, kind: str, steps: Sequence[int]) -> View:
+        """`trace_trajectory` at some steps.
 
         Raises:
             ValueError: The run has no subject or answer, or the answer is revealed before the step.
@@ -154,7 +154,7 @@ class LiveRun:
             trace = trace_trajectory(
                 model,
                 query,
-                steps=[step],
+                steps=steps,
                 trajectory=self.trajectory,
                 kind=kind,
                 window=window_of(model),
@@ -167,10 +167,10 @@ class LiveRun:
             subject=trace.subject,
             positions=trace.positions,
             layers=trace.layers,
-            steps=[step],
+            steps=trace.steps,
             answer=str(self.plan.spec.answer).strip(),
             scores=trace.scores,
             clean=trace.clean.tolist(),
             corrupted=trace.corrupted.tolist(),
         )
-        return views.trace_chunk(grids, 0)
+        return views.trace_view(grids)

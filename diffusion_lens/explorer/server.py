@@ -15,6 +15,7 @@ Requires the extra `explore`.
 
 import ipaddress
 import json
+import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -152,9 +153,11 @@ class Server:
     def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # A port that was used a moment ago is free; elsewhere the option means another thing.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.socket.bind((host, port))
+            self.socket.listen()
         except OSError:
             self.socket.close()
             raise
@@ -179,7 +182,6 @@ class Server:
             raise ImportError("the live explorer needs uvicorn: pip install 'diffusion-lens[explore]'") from error
         # The access log would contain the token.
         config = uvicorn.Config(self.app, log_level="warning", access_log=False, server_header=False, lifespan="off")
-        self.socket.listen()
         started()
         with self.socket:
             uvicorn.Server(config).run(sockets=[self.socket])

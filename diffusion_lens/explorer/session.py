@@ -14,6 +14,7 @@ from diffusion_lens.explorer.plan import Plan, settings_of
 from diffusion_lens.explorer.spec import Intervention, Spec
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.pages.page import FORMAT, Page, PageRun
+from diffusion_lens.settings import pick_indices
 
 LARGEST_MEMORY = 2**30
 
@@ -83,9 +84,9 @@ class Session:
             if step is not None and view == "alternatives" and len(selected) == 1 and step in live.alternatives:
                 return live.alternatives[step]
             if step is not None and view == "lens" and len(selected) == 1:
-                return self._memory.get((run_id, name), lambda: live.lens_chunk(step), len)
+                return self._memory.get((run_id, name), lambda: live.lens_chunks([step])[step], len)
             if step is not None and view == "trace" and len(selected) == 2 and selected[0] in KINDS:
-                return self._memory.get((run_id, name), lambda: live.trace_chunk(selected[0], step), len)
+                return self._memory.get((run_id, name), lambda: live.trace_view(selected[0], [step]).chunks[name], len)
             layer = _index(selected[:1], n_layers)
             if step is not None and view == "attention" and len(selected) == 2 and layer is not None:
                 return self._attention(live, run_id, layer)[step]
@@ -98,6 +99,8 @@ class Session:
             attention: Layers whose attention patterns the page contains, at every step.
             traces: Whether it contains the causal traces of runs with an answer and a subject.
         """
+        for model in self.models:
+            pick_indices("attention", attention or [0], model.cfg.n_layers)
         with self._lock:
             runs = [self._whole(run_id, attention, traces) for run_id in run_ids]
         return Page(self.title, [model_info(model) for model in self.models], runs)
@@ -157,19 +160,20 @@ class Session:
 
     def _whole(self, run_id: str, attention: Sequence[int], traces: bool) -> PageRun:
         """A run with all chunks of its views, which a file contains."""
-        entry = dict(self._live(self._spec(run_id)).entry)
-        missing = dict(entry["missing"])
-        names = [f"{view}/{step}" for view in ("alternatives", "lens") for step in entry[view]["steps"]]
+        live = self._live(self._spec(run_id))
+        entry, steps = live.entry, list(range(live.trajectory.n_steps))
+        chunks = {f"alternatives/{step}": chunk for step, chunk in live.alternatives.items()}
+        chunks |= {f"lens/{step}": chunk for step, chunk in live.lens_chunks(steps).items()}
+        patterns, missing = None, {"attention": "Name layers, attention=[0, 1], to see their patterns."}
         if attention:
-            entry["attention"] = {**entry["attention"], "layers": sorted(attention)}
-            names += [f"attention/{layer}/{step}" for layer in sorted(attention) for step in entry["lens"]["steps"]]
-        else:
-            entry["attention"], missing["attention"] = None, "Name the layers, attention=[0, 1], to see their patterns."
-        if not traces:
-            entry["traces"] = []
-        names += [f"trace/{trace['name']}/{step}" for trace in entry["traces"] for step in trace["steps"]]
-        chunks = {name: self.chunk(run_id, name) for name in names}
-        return PageRun({**entry, "spec": None, "missing": missing}, chunks)
+            patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}
+            for layer in sorted(attention):
+                of_layer = self._attention(live, run_id, layer).items()
+                chunks |= {f"attention/{layer}/{step}": chunk for step, chunk in of_layer}
+        traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"] if traces]
+        chunks |= {name: chunk for view in traced for name, chunk in view.chunks.items()}
+        whole = {"spec": None, "attention": patterns, "traces": [view.entry for view in traced]}
+        return PageRun({**entry, **whole, "missing": {**entry["missing"], **missing}}, chunks)
 
 
 def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:

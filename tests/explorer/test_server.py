@@ -1,0 +1,157 @@
+"""The server answers this page with this token only; whatever goes wrong is a JSON error with the library's message."""
+
+import asyncio
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from threading import Thread
+
+import pytest
+from page_reader import unpack
+
+from diffusion_lens.explorer import Session
+from diffusion_lens.explorer.server import LARGEST_REQUEST, Hosts, Server, app
+
+TOKEN = "a-token"
+SPEC = {"prompt": "Gustav Geisser is the", "steps": 3}
+pytestmark = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+
+
+class Client:
+    """Sends requests to an ASGI application, without a network."""
+
+    def __init__(self, application):
+        self.application = application
+
+    def __call__(self, path, method="GET", body=b"", host="127.0.0.1:8000", token=TOKEN):
+        headers = [(b"host", host.encode()), *([(b"x-token", token.encode())] if token is not None else [])]
+        path, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": query.encode(),
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+        }
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        asyncio.run(self.application(scope, receive, send))
+        found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return sent[0]["status"], found, b"".join(part.get("body", b"") for part in sent[1:])
+
+
+@pytest.fixture
+def client(tiny):
+    return Client(app(Session([tiny]), TOKEN, Hosts("127.0.0.1", 8000)))
+
+
+def test_runs_and_chunks_are_those_of_the_session(tiny, client):
+    status, _, body = client("/api/run", "POST", json.dumps(SPEC).encode())
+    run = json.loads(body)
+    assert status == 200
+    assert run == Session([tiny]).run(SPEC)
+    manifest = json.loads(client("/api/manifest")[2])
+    assert (manifest["format"], [x["id"] for x in manifest["runs"]]) == (1, [run["id"]])
+    assert manifest["models"][0]["name"] == "tiny-mdm"
+    status, headers, chunk = client(f"/api/chunk?run={run['id']}&name=lens/1")
+    assert (status, headers["content-type"]) == (200, "application/octet-stream")
+    assert unpack(chunk)[1]["entropy"].shape == (5, 14)
+
+
+def test_the_page_needs_the_token_and_makes_no_other_request(client):
+    status, headers, body = client(f"/?token={TOKEN}", token=None)
+    assert status == 200
+    policy = headers["content-security-policy"]
+    (nonce,) = re.findall(r"script-src 'nonce-([\w-]+)'", policy)
+    assert f'<script type="module" nonce="{nonce}">'.encode() in body
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert (headers["cache-control"], headers["referrer-policy"]) == ("no-store", "no-referrer")
+    assert TOKEN.encode() not in body
+    assert client(f"/?token={TOKEN}", token=None)[1]["content-security-policy"] != policy
+
+
+def test_others_are_refused(client):
+    def refused(status, message, *arguments, **options):
+        found, headers, body = client(*arguments, **options)
+        assert (found, headers["content-type"]) == (status, "application/json")
+        assert re.search(message, json.loads(body)["error"]), body
+        assert "access-control-allow-origin" not in headers
+
+    paths = ("/api/manifest", "/api/chunk?run=x&name=lens/0", "/api/run")
+    for path in paths:
+        method = "POST" if path == "/api/run" else "GET"
+        for token in ("", "a-tokem", "ä", None):
+            refused(403, "token is missing or wrong", path, method, token=token)
+        for host in ("evil.example:8000", "127.0.0.1:8001", "127.0.0.1", "", "127.0.0.1.evil.example:8000"):
+            refused(403, "this server is not", path, method, host=host)
+    refused(403, "token", "/", token=None)
+    refused(403, "token", "/?token=a-tokem", token=TOKEN)
+    refused(404, "no run 'x'", "/api/chunk?run=x&name=lens/0")
+    refused(400, "JSON object", "/api/run", "POST", b"{")
+    refused(400, "JSON object", "/api/run", "POST", b"[" * 100_000)
+    refused(400, "the nearest is 'steps'", "/api/run", "POST", b'{"stepz": 1}')
+    refused(400, "unknown sampler 'best'", "/api/run", "POST", json.dumps({**SPEC, "sampler": "best"}).encode())
+    refused(413, "at most", "/api/run", "POST", b" " * (LARGEST_REQUEST + 1))
+    assert client("/api/run")[0] == 405
+    assert client("/api/secret")[0] == 404
+
+
+def test_hosts_are_those_on_which_the_server_listens(tiny):
+    here = Hosts("127.0.0.1", 80)
+    assert all(host in here for host in ("127.0.0.1:80", "localhost:80", "[::1]:80", "LOCALHOST", "127.0.0.1"))
+    assert not any(host in here for host in ("192.168.0.7:80", "localhost:81", "example.org", "", "0.0.0.0:80"))
+    everywhere = Hosts("0.0.0.0", 9000)
+    assert all(host in everywhere for host in ("192.168.0.7:9000", f"{socket.gethostname()}:9000", "[fe80::1]:9000"))
+    assert not any(host in everywhere for host in ("example.org:9000", "192.168.0.7"))
+
+
+def test_it_listens_on_this_machine_only(tiny):
+    import uvicorn
+
+    server = Server(Session([tiny]))
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    assert server.url == f"http://127.0.0.1:{server.port}/?token={server.token}"
+    with Server(Session([tiny])).socket:
+        pass
+    with pytest.raises(OSError, match="in use"):
+        Server(Session([tiny]), port=server.port)
+
+    running = []
+    begin = uvicorn.Server.run
+
+    def run(self, sockets):
+        running.append(self)
+        begin(self, sockets)
+
+    uvicorn.Server.run = run
+    started = []
+    thread = Thread(target=server.serve, args=(lambda: started.append(True),))
+    thread.start()
+    try:
+        page = urllib.request.urlopen(server.url, timeout=20).read()
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(server.url[:-1], timeout=20)
+    finally:
+        running[0].should_exit = True
+        thread.join(20)
+        uvicorn.Server.run = begin
+    assert b"mountLive" in page
+    assert started == [True]
+    assert not thread.is_alive()
