@@ -399,16 +399,17 @@ class CellMap {
   build(/** @type {number} */ rows, /** @type {number} */ columns) {
     if (this.size === `${rows} ${columns}`) return;
     this.size = `${rows} ${columns}`;
-    const row = (children) => h("div", { role: "row" }, ...children);
+    const row = (children) => h("div", { role: "row", class: "dl-row" }, ...children);
     const each = (/** @type {number} */ n, /** @type {(i: number) => any} */ make) => Array.from({ length: n }, (_, i) => make(i));
-    this.heads = each(columns, (c) => h("div", { role: "columnheader", "data-column": c }, h("span")));
-    this.names = each(rows, () => h("div", { role: "rowheader" }));
+    this.heads = each(columns, (c) => h("div", { role: "columnheader", class: "dl-head", "data-column": c }, h("span")));
+    this.names = each(rows, () => h("div", { role: "rowheader", class: "dl-name" }));
     this.cells = each(rows, (r) => each(columns, (c) => h("div", { role: "gridcell", tabindex: -1, "data-row": r, "data-column": c })));
-    const corner = h("div", { role: "columnheader", class: "dl-corner" }, this.corner);
+    const corner = h("div", { role: "columnheader", class: "dl-head dl-corner" }, this.corner);
     const body = document.createDocumentFragment();
     body.append(row([corner, ...this.heads]), ...each(rows, (r) => row([this.names[r], ...this.cells[r]])));
     this.body.replaceChildren(body);
     this.element.style.setProperty("--columns", String(columns));
+    this.element.style.setProperty("--rows", String(rows));
     this.active = [0, 0];
     this.cells[0]?.[0] && this.activate(0, 0);
   }
@@ -428,9 +429,9 @@ class CellMap {
       const missing = Number.isNaN(value);
       const { background, ink } = missing ? { background: "", ink: "" } : paint(colours, value);
       // Comparing with what was drawn is much cheaper than drawing it again.
-      if (element.drawn !== background) element.style.cssText = background && `background:${background};color:${ink}`;
+      if (element.drawn !== background) element.style.cssText = background && `background-color:${background};color:${ink}`;
       element.drawn = background;
-      const name = missing ? `dl-none ${kind}` : kind;
+      const name = `dl-cell ${missing ? "dl-none " : ""}${kind}`;
       if (element.className !== name) element.className = name;
       setText(element, text);
       if (element.ariaLabel !== label) element.ariaLabel = label;
@@ -441,7 +442,7 @@ class CellMap {
     columns.forEach(({ text, title, muted }, c) => {
       setText(this.heads[c].firstChild, text);
       this.heads[c].setAttribute("aria-label", title);
-      this.heads[c].className = muted ? "dl-muted" : "";
+      this.heads[c].className = muted ? "dl-head dl-muted" : "dl-head";
     });
   }
 
@@ -514,7 +515,7 @@ class RunPanel {
     this.addView("canvas", "Canvas by step", "step", (r, c) => ({ step: this.run.steps[r], position: c }));
     this.addView("lens", "Lens", "layer", (r, c) => ({ layer: this.lensLayers()[r], position: c }));
     this.addView("trace", "Causal trace", "layer", (r, c) => ({ layer: this.traceLayers()[r], position: c }));
-    this.addView("attention", "Attention", "query", (r, c) => ({ position: r, key: c }));
+    this.addView("attention", "Attention", "query", (r, c) => ({ position: this.queries[r], key: c }));
     this.traceSelect = h("select", { "aria-label": "Restored states", onchange: () => explorer.set({ trace: this.traceSelect.value }) });
     this.views.trace.tools.prepend(this.traceSelect);
     this.heads = h("div", { class: "dl-heads", role: "group", "aria-label": "Heads" });
@@ -549,6 +550,12 @@ class RunPanel {
   get model() { return modelOf(this.explorer.manifest, this.run); }
   get base() { return this.explorer.runs.find((run) => run.id === this.run.base) ?? null; }
   get trace() { return this.run.traces.find((trace) => trace.name === this.explorer.state.trace) ?? this.run.traces[0] ?? null; }
+  /** Queries of the attention map: of a long canvas, those around the selected position. */
+  get queries() {
+    const n = this.nPositions, most = 64;
+    const from = n <= 96 ? 0 : clamp(Math.floor(this.position / 32) * 32 - 16, 0, n - most);
+    return Array.from({ length: n <= 96 ? n : most }, (_, i) => from + i);
+  }
   lensLayers() { return [...this.run.lens.layers].reverse(); }
   traceLayers() { return [...this.trace.layers].reverse(); }
   pick(change) {
@@ -616,7 +623,7 @@ class RunPanel {
     views.canvas.map.mark(run.steps.indexOf(step), position);
     if (run.lens) views.lens.map.mark(this.lensLayers().indexOf(layer), position);
     if (this.trace) views.trace.map.mark(this.traceLayers().indexOf(this.block), position);
-    views.attention.map.mark(position, clamp(key ?? position, 0, this.nPositions - 1));
+    views.attention.map.mark(this.queries.indexOf(position), clamp(key ?? position, 0, this.nPositions - 1));
     views.attention.map.bands[1].style.setProperty("--at", String(position));
   }
 
@@ -792,15 +799,15 @@ class RunPanel {
     this.heads.hidden = reason !== null;
     if (!this.present("attention", reason)) return;
     const colours = explorer.colours("attention");
-    return this.load("attention", `${run.id} ${step} ${block} ${head} ${this.cell} ${explorer.dark}`, [explorer.chunk(run, `attention/${block}/${step}`)], ({ tables: { pattern } }) => {
-      const { map, legend } = this.views.attention, n = this.nPositions, digits = pattern.scale > 0.001 ? 2 : 4;
+    return this.load("attention", `${run.id} ${step} ${block} ${head} ${this.cell} ${this.queries[0]} ${explorer.dark}`, [explorer.chunk(run, `attention/${block}/${step}`)], ({ tables: { pattern } }) => {
+      const { map, legend } = this.views.attention, { queries } = this, digits = pattern.scale > 0.001 ? 2 : 4;
       drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
       this.drawHeads(pattern, n_heads, colours);
-      map.element.classList.toggle("dl-low", n > 24);
+      map.element.classList.toggle("dl-low", queries.length > 24);
       const words = this.columns();
-      const rows = words.map(({ text }, p) => `${p} ${shorten(text, this.scroll.clientWidth < 600 ? 6 : 9)}`);
-      map.draw(rows, words, colours, (q, k) => {
-        const x = read(pattern, head, q, k);
+      const rows = queries.map((q) => `${q} ${shorten(words[q].text, this.scroll.clientWidth < 600 ? 6 : 9)}`);
+      map.draw(rows, words, colours, (r, k) => {
+        const q = queries[r], x = read(pattern, head, q, k);
         return { value: x, text: this.letters && x >= 0.005 ? x.toFixed(digits) : "", label: `head ${head}, query ${q} ${quoted(finalWord(run, q) ?? "·")}, key ${k} ${quoted(finalWord(run, k) ?? "·")}: ${Number.isNaN(x) ? "not reached" : x.toFixed(digits)}` };
       });
       this.markSelection();
@@ -1126,7 +1133,7 @@ class Explorer {
     this.stepBy = stepBy;
     this.play = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.playing(!this.timer) }, "Play");
     this.wide = h("input", { type: "checkbox", onchange: () => { this.state.wide = this.wide.checked; this.panels.forEach((panel) => panel.fit()); this.render(); } });
-    const runs = h("div", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("Beside it", this.compareSelect));
+    const runs = h("div", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("Compare with", this.compareSelect));
     const steps = h("div", { class: "dl-group dl-steps" }, h("button", { type: "button", "aria-label": "previous step", onclick: () => stepBy(-1) }, "◀"), field("Step", this.slider, "dl-grow"),
       h("button", { type: "button", "aria-label": "next step", onclick: () => stepBy(1) }, "▶"), this.play, this.stepText);
     const choices = h("div", { class: "dl-group" }, field("Layer", this.layerSelect), field("Head", this.headSelect), field("Lens shows", this.colourSelect), field("Wide columns", this.wide, "dl-check"));
@@ -1215,7 +1222,9 @@ class Explorer {
     this.settle();
     if (change.run !== undefined) this.experiments?.read(this.panel.run ?? this.runs[0]);
     this.writeHash();
-    return this.render().then(async () => this.runs.length && this.say(await this.panel.summary()));
+    return this.render()
+      .then(async () => this.runs.length && this.say(await this.panel.summary()))
+      .catch((error) => this.fail(error.message));
   }
 
   /** Bring the state into the ranges of the run. */
@@ -1273,7 +1282,7 @@ class Explorer {
       if (this.drawing !== drawing) return;
       this.root.dataset.state = "ready";
       if (!this.source.live) panels.forEach((panel) => this.prepare(panel));
-    });
+    }, (error) => this.fail(error.message));
   }
 
   /** Decode what the neighbouring steps show, while nothing else happens. */
@@ -1317,7 +1326,7 @@ class Explorer {
     const column = cell ? cell.column : -1;
     for (const one of this.panels) if (one.run) one.markHover(column);
     if (cell?.label) this.say(cell.label);
-    this.inspector.render(cell ? panel : this.panel, cell);
+    this.inspector.render(cell ? panel : this.panel, cell).catch((error) => this.fail(error.message));
   }
 
   say(/** @type {string} */ text) { setText(this.status, text); }
@@ -1325,7 +1334,6 @@ class Explorer {
   fail(/** @type {string|null} */ message) {
     this.alert.hidden = message === null;
     setText(this.alert, message ?? "");
-    if (message !== null) this.say("");
   }
 
   playing(/** @type {boolean} */ on) {

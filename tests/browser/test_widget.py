@@ -26,7 +26,8 @@ START = """async ([module, style, manifest, chunks]) => {
             const answer = (reply, buffers) => setTimeout(() => {
                 for (const listen of listeners) listen({ id: message.id, ...reply }, buffers);
             }, 0);
-            if (message.ask === "chunk") answer({ ok: true }, [bytes(chunks[message.name])]);
+            if (message.name && message.name === window.broken) answer({ ok: false, error: "the kernel is busy" }, []);
+            else if (message.ask === "chunk") answer({ ok: true }, [bytes(chunks[message.name])]);
             else if (message.spec.interventions[0].what === "zero")
                 answer({ ok: false, error: "there is no block <9>" }, []);
             else answer({ ok: true, run: { ...manifest.runs[0], id: "again", label: "forced", base: manifest.runs[0].id,
@@ -91,6 +92,20 @@ def test_a_forced_token_makes_a_run_that_is_compared(opened: Callable[..., Any])
     assert {name: spec[name] for name in SPEC} == SPEC
     assert "1 token differs from “random numbers”" in page.locator(".dl-changes").inner_text()
     expect(page.locator(".dl-edits")).to_contain_text("position 9 set to “␣w” at step 0")
+
+
+def test_a_view_that_cannot_be_read_says_so_and_the_others_stay(opened: Callable[..., Any]) -> None:
+    page = start(opened)
+    page.evaluate("window.broken = 'trace/resid/1'")
+    page.get_by_label("Step", exact=True).fill("1")
+    page.wait_for_selector("[data-state=ready]")
+    expect(page.locator(".dl-trace .dl-note")).to_have_text("This view could not be read: the kernel is busy")
+    assert page.locator(".dl-lens h3").inner_text() == "Lens at step 1"
+    page.get_by_label("Step", exact=True).fill("2")
+    expect(page.locator(".dl-trace [role=grid]")).to_be_visible()
+    page.evaluate("window.broken = 'alternatives/0'")
+    page.get_by_label("Step", exact=True).fill("0")
+    expect(page.get_by_role("alert")).to_have_text("the kernel is busy")
 
 
 def test_an_error_of_the_kernel_is_shown(opened: Callable[..., Any]) -> None:
