@@ -50,8 +50,12 @@ class Price:
     @property
     def cells(self) -> tuple[str, str]:
         """Memory and times in words."""
-        times = "" if self.seconds is None else " / ".join(map(readable, self.seconds))
-        return f"{self.memory / 1e9:.1f} GB", times
+        if self.seconds is None:
+            return f"{self.memory / 1e9:.1f} GB", ""
+        peak, measured = (readable(seconds) for seconds in self.seconds)
+        if peak.split()[1] == measured.split()[1]:
+            peak = peak.split()[0]
+        return f"{self.memory / 1e9:.1f} GB", f"{peak} / {measured}"
 
 
 def price_of_command(command: str, model: str) -> Price:
