@@ -23,7 +23,7 @@ test: $(READY)  ## run the tests (CPU, offline)
 clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and the runner of notebooks (they are installed on first use)
 	$(BIN)/python -m pytest -q tests/clients
 
-browser: $(READY)  ## test the explorer in Chromium (Chromium and axe-core are installed on first use)
+browser: $(READY)  ## test the explorer and the built site in Chromium (it and axe-core are installed on first use)
 	.ci/browser
 	$(BIN)/python -m pytest -q tests/browser
 

@@ -55,6 +55,8 @@ def test_a_notebook_shows_what_its_cells_give(name: str) -> None:
     assert inputs >= 8
     assert outputs >= inputs - 2  # a cell may only define something, or assert it
     assert "stderr" not in text
+    assert "&lt;Axes" not in text
+    assert text.count("<img ") >= 2
 
 
 def test_every_example_has_a_card_and_a_page() -> None:

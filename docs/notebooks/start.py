@@ -125,7 +125,7 @@ for block in range(model.cfg.n_layers):
 from diffusion_lens.analysis import causal_trace, noise_scale
 
 trace = causal_trace(model, query, noise=noise_scale(model, [query]))
-trace.plot()
+trace
 
 # %% [markdown]
 # Two places bring the name back: the last word of the description in the lower blocks, and the [MASK] from block 3

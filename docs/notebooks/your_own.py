@@ -134,7 +134,7 @@ for fact in facts:
 from diffusion_lens.analysis import average_indirect_effect
 
 average = average_indirect_effect(model, facts, length=12, first_tokens=1, samples=5, roles=["subject_last", "answer"])
-average.plot()
+average
 
 # %% [markdown]
 # ## Your own hook
