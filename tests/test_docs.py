@@ -43,6 +43,7 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
 
 def test_the_pages_that_teach_have_python_to_run() -> None:
     assert {
+        "explorer.md",
         "index.md",
         "tutorial.md",
         "recall.md",

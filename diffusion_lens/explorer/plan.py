@@ -19,6 +19,7 @@ from diffusion_lens.hook_names import Hook, loop_hook
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 Edit = tuple[str, Written]
+_LONGEST = 72  # characters of arguments on the line of their call
 # The cache of a run at a hook point, by the run's spec.
 Caches = Callable[[Spec, str], TrajectoryCache]
 
@@ -123,6 +124,8 @@ class Plan:
     def run(self) -> str:
         """Code that makes `model` and `trajectory`."""
         arguments = f"{arguments_text(self.spec)}{self.hooks_argument}"
+        if len(arguments) > _LONGEST:
+            arguments = f"\n    {arguments}\n"
         return f"{self.prelude}\n\ntrajectory = model.denoise({arguments}){self._forced_canvases}"
 
     def cached(self, names: str) -> str:
