@@ -52,7 +52,7 @@ def explore(
     host: Annotated[
         str, typer.Option(help="Address to listen on. Others than 127.0.0.1 let other machines in, given the token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", callback=ranges.port())] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in the default browser.")] = True,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,

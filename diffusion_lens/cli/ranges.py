@@ -6,6 +6,7 @@ from typing import Any
 
 Check = Callable[[Any, Any, Any], Any]
 SEEDS = 2**64  # Number of seeds of torch's generators.
+PORTS = 2**16
 
 
 def at_least(least: int) -> Check:
@@ -28,6 +29,11 @@ def positive() -> Check:
 def seed() -> Check:
     """Check that an integer is a seed of torch's generators."""
     return _check(lambda number: 0 <= number < SEEDS, f"a seed is a whole number from 0 to {SEEDS - 1}")
+
+
+def port() -> Check:
+    """Check that an integer is a port, or 0 for a free one."""
+    return _check(lambda number: 0 <= number < PORTS, f"a port is a whole number from 0 to {PORTS - 1}")
 
 
 def _check(fits: Callable[[Any], bool], rule: str) -> Check:

@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from logging import getLogger
 from typing import Any
 
 from diffusion_lens.explorer.session import Session
@@ -93,7 +94,8 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
                 return refusal(404, str(error.args[0] if error.args else error))
             except (ValueError, TypeError) as error:
                 return refusal(400, str(error))
-            except (FloatingPointError, MemoryError, RuntimeError) as error:
+            except Exception as error:
+                getLogger("uvicorn.error").exception("a request failed")
                 return refusal(500, f"{type(error).__name__}: {error}")
             response.headers.update(_HEADERS)
             return response

@@ -10,9 +10,6 @@ from typing import Any
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.pages.page import explorer_files
 
-# Errors of a request, whose text the page shows.
-REFUSALS = (ValueError, TypeError, KeyError, FloatingPointError, MemoryError, RuntimeError)
-
 
 def answer(session: Session, message: Any, send: Callable[[dict[str, Any], list[bytes]], None]) -> None:
     """Answer one message of the browser.
@@ -29,7 +26,7 @@ def answer(session: Session, message: Any, send: Callable[[dict[str, Any], list[
             send({"id": asked.get("id"), "ok": True, "run": session.run(asked.get("spec") or {})}, [])
         else:
             raise ValueError(f"ask={asked.get('ask')!r}; it must be 'chunk' or 'run'")
-    except REFUSALS as error:
+    except Exception as error:  # The page shows its text; without an answer it would wait.
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         send({"id": asked.get("id"), "ok": False, "error": text}, [])
 

@@ -19,6 +19,7 @@ ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--an
 NEEDS = {
     "models": [],
     "denoise": ["tiny-mdm", "Gustav"],
+    "explore": ["tiny-mdm", "--out", "page.html"],
     "recall": ["tiny-mdm"],
     "trace": ["tiny-mdm", *ASK],
     "aie": ["tiny-mdm"],
@@ -39,10 +40,11 @@ WRONG = {
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person "
     "seeds depth",
-    ("-1",): "occurrence prefixes ask at-step step head",
+    ("-1",): "occurrence prefixes ask at-step step head attention",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",
     ("-1", str(2**64)): "seed",
+    ("-1", str(2**16)): "port",
 }
 IMPOSSIBLE = {f"--{name}": numbers for numbers, names in WRONG.items() for name in names.split()}
 NO_RANGE = {
