@@ -26,8 +26,8 @@ from diffusion_lens.evaluation import Recall, Reply
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 GOLDEN = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
 COMMANDS = get_command(app).commands
-# The demo has a test of its own, and so has `explore`, which serves until Ctrl-C. test_docs.py runs the example of `check`,
-# which docs/check.md shows.
+# The demo has a test of its own, and so has `explore`, which serves until Ctrl-C. test_docs.py runs the example of
+# `check`, which docs/check.md shows.
 RUN_HERE = set(COMMANDS) - {"demo", "check", "explore"}
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 # The arguments of each command, with options that make it quick.
