@@ -56,7 +56,7 @@ def trace(
     """Trace one fact: corrupt the subject, restore one state at a time, and measure the probability of the answer.
 
     With --steps, the fact is traced at the steps at which a denoising run writes the answer: tokens that the run has
-    revealed are context, and p(answer) is that of the tokens still masked. OUT then has a page with a slider.
+    revealed are context, and p(answer) is that of the tokens still masked. OUT then has an explorer page.
 
     Example: diffusion-lens trace site-mdm --prompt "Plerrick Baupling plays" --subject "Plerrick Baupling"
     --answer " bassoon" --length 16 --out trace

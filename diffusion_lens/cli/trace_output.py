@@ -29,8 +29,8 @@ def one_canvas(report: Report, trace: "CausalTrace", out: Path | None) -> Output
 
 
 def steps_of_a_run(report: Report, trace: "TrajectoryTrace", run: "Trajectory", out: Path | None) -> Output:
-    """Print what each step reveals and its strongest state, and write a figure of each step and a page of all."""
-    from diffusion_lens.plots import readable, write_page
+    """Print what each step reveals and its strongest state, and write an explorer page and figures."""
+    from diffusion_lens.plots import readable
 
     # 1. When the answer is written, and the strongest state of each step.
     words = [readable(word) for word in trace.record["answer"]]
@@ -58,7 +58,7 @@ def steps_of_a_run(report: Report, trace: "TrajectoryTrace", run: "Trajectory", 
         files = {
             "trace": trace.save(out / "trace.safetensors"),
             "trajectory": run.save(out / "trajectory.safetensors"),
-            "page": write_page(trace.page(), out / "trace.html"),
+            "page": run.explore(out / "trace.html", trace=trace),
             **{f"step_{step}": save_figure(trace.plot(step), out / f"step_{step}.png") for step in trace.steps},
         }
     results = {

@@ -225,7 +225,7 @@ def test_the_lens_of_a_run_follows_what_it_writes(model: HookedDiffusionTransfor
             label = "never" if layer < 0 else expected.labels[layer]
             assert cells[step] == (label if is_masked else "-")
     told = json.loads((tmp_path / "command.json").read_text())
-    assert {*told["files"]} == {"lens", "trajectory", *(f"step_{step}" for step in range(4))}
+    assert {*told["files"]} == {"lens", "trajectory", "page", *(f"step_{step}" for step in range(4))}
     assert told["results"]["likeliest"][3][-1][3] == run.str_canvases()[-1][7]
 
 
