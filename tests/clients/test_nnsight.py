@@ -1,5 +1,6 @@
-"""What docs/from_transformer_lens.md says about nnsight. nnsight rewrites a `with` block, so the blocks are short."""
+"""What docs/from_nnsight.md says. nnsight rewrites a `with` block, so the blocks are short."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,50 @@ PROMPT, LENGTH, STEPS = "today Yara Plasser was the", 14, 4
 POINT = "blocks.1.hook_resid_post"
 
 
-def test_the_trace_on_the_page_runs(prompts: Any, tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "from_transformer_lens.md"
-    section = page.read_text(encoding="utf-8").split("## nnsight\n")[1]
-    script = tmp_path / "traced.py"  # nnsight reads the source of a trace
-    script.write_text(section.split("```text\n")[1].split("```")[0], encoding="utf-8")
-    found = runpy.run_path(str(script), {"model": prompts.model, "tokens": prompts.tokens})
-    assert torch.equal(found["resid"], prompts.model.run_with_cache(prompts.tokens)[1][POINT])
-    assert len(found["residuals"]) == 4
-    assert found["trajectory"].text[0].startswith("today Ada Lorrick was the brave miner")
+def sections() -> dict[str, str]:
+    """The code of each section of the page, which begins with that of the first one."""
+    page = (Path(__file__).parents[2] / "docs" / "from_nnsight.md").read_text(encoding="utf-8")
+    first, *others = (
+        (section.splitlines()[0], "\n".join(re.findall(r"^```(?:python|text)\n(.*?)^```$", section, re.M | re.S)))
+        for section in re.split(r"^##? ", page, flags=re.M)[1:]
+    )
+    return {title: f"{first[1]}\n{code}" for title, code in others if "theirs = " in code}
+
+
+@pytest.mark.parametrize("section", sections())
+def test_both_forms_on_the_page_give_the_same(section: str, tmp_path: Path) -> None:
+    code = sections()[section]
+    script = tmp_path / "page.py"  # nnsight reads the source of a trace
+    # A section may use the hook of the one about changes.
+    halve = "\ndef halve(activation, hook):\n    return activation * 0.5\n"
+    script.write_text(code + halve if "def halve" in code else halve + code, encoding="utf-8")
+    found = runpy.run_path(str(script))
+    torch.testing.assert_close(found["theirs"], found["ours"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_compares_eight_operations() -> None:
+    assert len(sections()) == 8
+
+
+def test_a_wrapped_module_has_no_scan(prompts: Any) -> None:
+    with pytest.raises(AttributeError, match="scan"):
+        NNsight(prompts.model).scan(prompts.tokens)
+    assert hasattr(nnsight.LanguageModel, "scan")
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_steps_without_a_forward_pass_are_no_iterations(tiny: Any) -> None:
+    traced, n_given = NNsight(tiny), tiny.to_tokens(PROMPT).shape[1]
+    expected = tiny.denoise(PROMPT, length=n_given + 5, steps=8)
+    with traced.trace(PROMPT, fn=tiny.denoise, length=n_given + 5, steps=8) as tracer:
+        indices = nnsight.save([])
+        for _ in tracer.iter[: expected.forward_passes]:
+            _ = traced.blocks[1].hook_resid_post.output
+            indices.append(tiny.blocks[1].hook_resid_post.step.index)
+        trajectory = nnsight.save(tracer.result)
+    assert torch.equal(trajectory.tokens, expected.tokens)
+    assert indices == expected.revealed_at[0, n_given:].unique().tolist()
+    assert indices != list(range(len(indices)))
 
 
 def test_an_output_equals_the_cache(prompts: Any) -> None:
