@@ -23,7 +23,7 @@ from diffusion_lens.denoising.explored_results import (
 from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
-from diffusion_lens.pages.views import View
+from diffusion_lens.pages.views import Lens, View
 from diffusion_lens.pages.words import Words
 
 MISSING = {
@@ -66,7 +66,7 @@ def page_run(trajectory: Recording, results: Results, row: int) -> PageRun:
     if results.logits is not None:
         shown["alternatives"] = alternatives_view(trajectory, results.logits, row, words)
         python["alternatives"] = alternatives_code(code)
-    elif lens is not None and "final_post" in lens.labels and not lens.record.get("cfg_scale"):
+    elif lens is not None and _reads_the_output(lens):
         by_step = list(views.alternatives_of_lens(lens, row, trajectory.blank))
         shown["alternatives"] = views.alternatives_view(by_step, words, lens.words)
         python["alternatives"] = python["lens"]
@@ -82,6 +82,12 @@ def page_run(trajectory: Recording, results: Results, row: int) -> PageRun:
     entry["missing"] = {view: sentence for view, sentence in MISSING.items() if view not in present}
     entry["python"] = python
     return PageRun.of(entry, [views.trace_view(one) for one in grids], **shown)
+
+
+def _reads_the_output(lens: Lens) -> bool:
+    """Whether the last layer of a lens predicts what the loop proposes: read directly, and without guidance."""
+    record = lens.record
+    return "final_post" in lens.labels and not record["cfg_scale"] and record["translators"] is None
 
 
 def model_info(record: Mapping[str, Any]) -> dict[str, Any]:

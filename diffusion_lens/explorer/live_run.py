@@ -30,6 +30,8 @@ from diffusion_lens.pages import views
 from diffusion_lens.pages.views import TraceGrids, View
 from diffusion_lens.pages.words import Words
 
+_ENTRY = 2**14  # bytes of a manifest's entry, about
+
 
 def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: FwdHooks) -> Trajectory:
     """`model.denoise` with the settings and hooks of a run, and further hooks that only read.
@@ -107,9 +109,9 @@ class LiveRun:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the run in memory, without its model."""
+        """Size of the run in memory, with the caches that its hooks take."""
         tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
-        return sum(x.nbytes for x in tensors) + sum(map(len, self.alternatives.values())) + 2**14
+        return sum(x.nbytes for x in tensors) + sum(map(len, self.alternatives.values())) + self.plan.n_bytes + _ENTRY
 
     def lens_chunks(self, steps: Sequence[int]) -> dict[int, bytes]:
         """`logit_lens` at some steps."""

@@ -47,6 +47,8 @@ class Plan:
         forced: Hook points and hooks that write tokens into the canvas.
         changed: Hook points and hooks inside the network.
         statements: Statements that make the caches of other runs, which the hooks take.
+        imports: What the hooks need, as module and name.
+        n_bytes: Size of these caches.
     """
 
     model: DiffusionTransformer
@@ -55,6 +57,7 @@ class Plan:
     changed: tuple[Edit, ...]
     statements: tuple[str, ...]
     imports: Imports
+    n_bytes: int
 
     @classmethod
     def of(
@@ -67,7 +70,7 @@ class Plan:
             caches: Function that runs a spec and gives the activations at a hook point.
         """
         writes, changes = list[Edit](), list[Edit]()
-        statements, imports = dict[str, None](), frozenset[tuple[str, str]]()
+        statements, imports, n_bytes = dict[str, None](), frozenset[tuple[str, str]](), 0
         for one in spec.interventions:
             if one.what == FORCE:
                 writes.append(forced(model, one))
@@ -79,12 +82,13 @@ class Plan:
                 statements |= dict.fromkeys(inner.statements)
                 statements[_cache_statement(inner, one, source.text)] = None
                 imports |= inner.imports
+                n_bytes += source.value.n_bytes
                 if one.what == "mean" and model.cfg.grows:
                     source, line = _reached(model, other, source)
                     statements[line] = None
             changes.append(changed(model, spec, one, source))
         used = imports.union(*(written.imports for _, written in (*writes, *changes)))
-        return cls(model, spec, tuple(writes), tuple(changes), tuple(statements), used)
+        return cls(model, spec, tuple(writes), tuple(changes), tuple(statements), used, n_bytes)
 
     @property
     def network_hooks(self) -> list[tuple[str, Hook]]:
