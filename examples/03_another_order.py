@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = HookedDiffusionTransformer.from_pretrained(args.model)
     if not model.cfg.has_mask:
         parser.error(f"{args.model} is autoregressive: it can only write from left to right")
-    figure, axes = plots.panels(2, 2, width=22.0, height=8.0)
+    figure, axes = plots.panels(2, 2, width=14.0, height=6.5)
     for (label, hooks), ax in zip(ORDERS.items(), axes, strict=True):
         run = model.denoise(args.prompt, max_new_tokens=args.positions, steps=args.positions, fwd_hooks=hooks)
         # If a hook replaced the confidence, the run records the replacement. Replaying the same canvases without hooks

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             step = run.diff(steered).first_step
             print(f"  {label:22} {'never' if step is None else f'step {step}':9} {p:<13.2g} {steered.text[0]}")
             if label == "every step":
-                figure, (left, middle, right) = plots.panels(1, 3, width=27.0, height=4.5, width_ratios=[3, 3, 2])
+                figure, (left, middle, right) = plots.panels(3, 1, width=9.5, height=10.0)
                 run.plot(ax=left, title=f"{model_name}, not steered")
                 steered.plot(ax=middle, title=f"{model_name}, steered at every step")
                 vectors.plot(ax=right, title="norm of the steering vector of each step")

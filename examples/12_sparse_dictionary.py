@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ablated = splice(sae, edit=lambda features, hook: features.index_fill(-1, largest, 0.0))
     p = [run.replay(model, fwd_hooks=[(name, at_steps(ablated, step))]).confidence.prod().item() for step in range(4)]
     print(f"p({run.text[0]!r}) is {run.confidence.prod():.2f}; ablated in step 0, 1, ...: {[round(x, 2) for x in p]}")
-    figure, (left, middle, right) = plots.panels(1, 3, width=18.0, height=3.8)
+    figure, (left, middle, right) = plots.panels(1, 3, width=14.0, height=3.6, width_ratios=[3, 2, 2])
     result.plot(ax=left)
     middle.imshow(sae.encode(cache.stack(name)).detach()[:, 0, :, specific].numpy().T, aspect="auto", cmap="Purples")
     middle.set_yticks(range(run.tokens.shape[1]), model.to_str_tokens(run.tokens[0]))

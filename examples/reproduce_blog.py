@@ -179,7 +179,7 @@ class Reproduction:
             for direction in self.directions:
                 facts = self.source.pick(self.args.trained, direction, self.args.facts)
                 label = f"{name}, {cell_name(self.args.trained, direction)}"
-                figure, axes = plots.panels(1, 3, width=20.0, height=3.6)
+                figure, axes = plots.panels(3, 1, width=8.0, height=9.6)
                 lines = []
                 for kind, ax in zip(("resid", "mlp", "attn"), axes, strict=True):
                     folder = self.out / "average" / f"{name}_{direction}_{kind}"
@@ -223,7 +223,7 @@ class Reproduction:
                 continue
             block = blocks[name]
             lines = [f"{name}, block {block}, whose MLP has the largest effect at the subject's last token"]
-            figure, axes = plots.panels(1, 4, width=19.0, height=4.0)
+            figure, axes = plots.panels(2, 2, width=13.0, height=8.0)
             for trained, people in groups.items():
                 queries = [{fact.asked: fact for fact in reversed(own)} for own in people.values()][: self.args.people]
                 facts = [fact for by_direction in queries for fact in by_direction.values()]

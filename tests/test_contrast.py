@@ -54,15 +54,20 @@ def behind(text, figure):
 def weakest(figure):
     """The lowest contrast of the texts of a figure, and the text."""
     from matplotlib.colors import to_rgba
-    from matplotlib.text import Text
 
     contrasts = []
-    for text in figure.findobj(Text):
-        if text.get_text().strip() and text.get_visible():
-            *colour, opacity = to_rgba(text.get_color(), text.get_alpha())
-            cell = behind(text, figure)
-            contrasts.append((contrast(over(colour, opacity, cell), cell), text.get_text()))
+    for text in texts_of(figure):
+        *colour, opacity = to_rgba(text.get_color(), text.get_alpha())
+        cell = behind(text, figure)
+        contrasts.append((contrast(over(colour, opacity, cell), cell), text.get_text()))
     return min(contrasts)
+
+
+def texts_of(figure):
+    """The texts that a figure shows."""
+    from matplotlib.text import Text
+
+    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
 
 
 @pytest.mark.parametrize("hue", [*HUES.values(), "RdBu", "viridis", "viridis_r", "YlGn"])
@@ -99,11 +104,12 @@ def test_a_canvas_is_read_at_every_probability(n_pos):
     assert ax.figure.get_size_inches()[0] <= 14
 
 
-def test_every_picture_of_a_result_is_read(tmp_path):
+def test_every_picture_of_a_result_can_be_read(tmp_path):
     for result in every_result(tmp_path):
         if isinstance(result, PicturedResult):
             figure = plots.figure_of(result._picture())
             assert weakest(figure) > (ENOUGH, ""), type(result)
+            assert min(text.get_fontsize() for text in texts_of(figure)) >= 7, type(result)
             assert figure.get_size_inches()[0] <= 14
 
 

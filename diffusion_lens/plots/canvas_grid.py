@@ -79,7 +79,7 @@ def denoising_grid(
                 )
     # The range ends above 1, so that black text can be read on the darkest cell.
     image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.6, aspect="auto")
-    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8 if long else None)
+    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     ax.set_xticks([])
     ax.tick_params(length=0)
     for side in ax.spines.values():
@@ -87,6 +87,7 @@ def denoising_grid(
     bar = ax.figure.colorbar(
         image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, n_rows)
     )
+    bar.ax.tick_params(labelsize=8)
     bar.ax.set_title("p(token)", fontsize=8)
     left_out = f" ({n_given} given positions at the start are not drawn)" if n_given else ""
     ax.set_title(f"{title or 'The canvas, step by step'}{left_out}", fontsize=10)

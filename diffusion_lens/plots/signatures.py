@@ -51,7 +51,7 @@ class SignaturePanels:
 
 def signature_panels(models: Sequence[SignaturePanels]) -> list[Any]:
     """Draw one row of panels for each model; returns the axes in reading order."""
-    _, axes = panels(len(models), 4, width=12.0, height=2.7 * len(models))
+    _, axes = panels(len(models), 4, width=12.0, height=3.5 * len(models))
     for row, model in enumerate(models):
         of_evidence, of_cuts, of_routes, of_gradients = axes[4 * row : 4 * row + 4]
         _draw(of_evidence, model.evidence, f"{model.name}\nevidence: percentile and reuse", (0.0, 1.05))
@@ -63,7 +63,7 @@ def signature_panels(models: Sequence[SignaturePanels]) -> list[Any]:
         _draw(of_gradients, model.gradients, "gradients: cosine forward and reverse", (-1.05, 1.05))
         for i, (label, value) in enumerate(model.embeddings.items()):
             of_gradients.axhline(value, color=f"C{5 + i}", linewidth=1, linestyle="--", label=label)
-        of_gradients.legend(fontsize=5, ncols=2)
+        _legend(of_gradients)
     return axes
 
 
@@ -84,4 +84,9 @@ def _draw(ax: Any, curves: Mapping[str, Curve], title: str, limits: tuple[float,
     if limits is not None:
         ax.set_ylim(*limits)
     if curves:
-        ax.legend(fontsize=6)
+        _legend(ax)
+
+
+def _legend(ax: Any) -> None:
+    """The labels below the panel, where they hide no curve."""
+    ax.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, columnspacing=1.0)
