@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         questions = {"file": [Fact(**fact) for fact in json.loads(args.file.read_text(encoding="utf-8"))]}
     figure, axes = plots.panels(
-        len(args.model), len(questions), width=6.4 * len(questions), height=3.4 * len(args.model)
+        len(questions), len(args.model), width=6.4 * len(args.model), height=3.2 * len(questions)
     )
-    panels = iter(axes)
-    for name in args.model:
+    for column, name in enumerate(args.model):
+        panels = iter(axes[column :: len(args.model)])
         model = HookedDiffusionTransformer.from_pretrained(name)
         for direction, facts in questions.items():
             facts = facts[: args.facts]

@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.model:
         model, label = HookedDiffusionTransformer.from_pretrained(name), Path(name).name
-        figure, axes = plots.panels(2, len(questions), width=6.4 * len(questions), height=7.5)
+        figure, axes = plots.panels(len(questions), 2, width=12.8, height=3.8 * len(questions))
         canvases = model.denoise(others, length=args.length, steps=args.steps)
         translators = fit_translators(model, canvases, iterations=args.iterations, learning_rate=3e-3)
-        for column, (direction, facts) in enumerate(questions.items()):
+        for row, (direction, facts) in enumerate(questions.items()):
             facts = facts[: args.people]
             run = model.denoise([fact.prompt for fact in facts], length=args.length, steps=args.steps)
             lens = lens_of_answers(model, facts, run)
@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"  KL from the last layer, {kind:6} {' '.join(f'{nats:5.2f}' for nats in kl)}")
             print(f"wrote {lens.save(args.out / f'logit_lens_{label}_{direction}.safetensors')}")
             position = lens.positions[int((lens.targets[0] >= 0).nonzero()[0, 0])]
-            lens.plot(position, ax=axes[column], title=f"{label}, {direction}: position {position} at every step")
+            lens.plot(position, ax=axes[2 * row], title=f"{label}, {direction}: position {position} at every step")
             step = lens.steps[0 if model.cfg.has_mask else -1]
-            lens.plot(step=step, ax=axes[len(questions) + column], title=f"every position at step {step}")
+            lens.plot(step=step, ax=axes[2 * row + 1], title=f"every position at step {step}")
         figure.savefig(args.out / f"logit_lens_{label}.png", dpi=90)
         print(f"wrote {args.out / f'logit_lens_{label}.png'}\n")
 
