@@ -1,10 +1,13 @@
 """Reads explorer pages as their module does, independently of the code that writes them: struct, gzip, HTML parser."""
 
 import base64
+import contextlib
 import gzip
+import io
 import json
 import re
 import struct
+import warnings
 from html.parser import HTMLParser
 from typing import Any
 
@@ -92,6 +95,19 @@ class PageFile:
             for name, value in attributes.items()
             if name in ("src", "href", "srcset", "action", "data")
         ]
+
+
+def ran(code: str, model: Any) -> tuple[dict[str, Any], str]:
+    """The variables of a page's code that was run, and what it printed. The code loads `model` by its name."""
+    variables: dict[str, Any] = {"loaded": model}
+    printed = io.StringIO()
+    quoted = re.escape(repr(model.cfg.model_name))
+    code, n_loads = re.subn(rf"HookedDiffusionTransformer\.from_pretrained\({quoted}\)", "loaded", code)
+    assert n_loads == 1
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a forced token is the work of a hook that is gone afterwards
+        exec(code, variables)
+    return variables, printed.getvalue()
 
 
 def as_selected(code: str, **selection: Any) -> str:

@@ -1,14 +1,12 @@
 """Every run and every view of a session equals what the library's own calls return; its code repeats them."""
 
-import contextlib
-import io
 import re
 from threading import Thread
 
 import numpy as np
 import pytest
 import torch
-from page_reader import as_selected, unpack
+from page_reader import as_selected, ran, unpack
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
@@ -39,14 +37,6 @@ def cached(model, spec, name):
 
 def texts(run, indices):
     return [None if index in (-1, 65535) else run["words"][index] for index in indices]
-
-
-def ran(code):
-    variables, printed = {}, io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patched:
-        patched.setattr("warnings.warn", lambda *args, **kwargs: None)
-        exec(code, variables)
-    return variables
 
 
 def same_canvases(run, trajectory):
@@ -109,7 +99,7 @@ def test_an_intervention_is_a_hook_of_the_library(tiny, session, what):
     _, arrays = unpack(session.chunk(run["id"], f"lens/{step}"))
     lens = logit_lens(tiny, trajectory, steps=[step], fwd_hooks=[hook])
     np.testing.assert_allclose(arrays["entropy"], lens.entropy[0, :, 0].numpy(), rtol=1e-5)
-    again = ran(as_selected(run["python"]["lens"], step=step, position=5))
+    again = ran(as_selected(run["python"]["lens"], step=step, position=5), tiny)[0]
     assert torch.equal(again["trajectory"].canvases, trajectory.canvases)
     np.testing.assert_allclose(arrays["entropy"], again["lens"].entropy[:, 0].numpy(), rtol=1e-5)
     assert tiny.list_hooks() == {}
@@ -129,7 +119,7 @@ def test_a_forced_token_goes_on_from_its_step(tiny, session):
     assert same_canvases(run, trajectory)
     # The lens reads that canvas too, and so does the code.
     _, arrays = unpack(session.chunk(run["id"], f"lens/{step}"))
-    again = ran(as_selected(run["python"]["lens"], step=step, position=5))
+    again = ran(as_selected(run["python"]["lens"], step=step, position=5), tiny)[0]
     assert again["trajectory"].str_canvases()[step][position] == "drummer"
     np.testing.assert_allclose(arrays["entropy"], again["lens"].entropy[:, 0].numpy(), rtol=1e-5)
 
@@ -157,10 +147,10 @@ def test_under_guidance_a_patch_acts_in_the_branch_of_its_cache(tiny, session):
     cache = cached(tiny, {**guided, "seed": 9}, "blocks.1.hook_mlp_out")
     trajectory = denoise(tiny, guided, fwd_hooks=[("blocks.1.hook_mlp_out", on_branch(swap(cache), "conditional"))])
     assert same_canvases(run, trajectory)
-    again = ran(as_selected(run["python"]["run"]))
+    again = ran(as_selected(run["python"]["run"]), tiny)[0]
     assert torch.equal(again["trajectory"].canvases, trajectory.canvases)
     # Likeliest tokens are those after guidance.
-    again = ran(as_selected(run["python"]["alternatives"], step=1, position=6))
+    again = ran(as_selected(run["python"]["alternatives"], step=1, position=6), tiny)[0]
     _, arrays = unpack(session.chunk(run["id"], "alternatives/1"))
     np.testing.assert_allclose(arrays["top_probabilities"], again["p"][arrays["positions"]].numpy(), atol=SHARE + 2e-6)
 
@@ -180,7 +170,7 @@ def test_views_are_those_of_the_library(tiny, session):
         cache = cached(tiny, PLAIN, "blocks.1.attn.hook_pattern")
         _, arrays = unpack(session.chunk(run["id"], f"attention/1/{step}"))
         np.testing.assert_allclose(arrays["pattern"], cache[step]["pattern", 1][0].numpy(), atol=SHARE + 1e-6)
-        again = ran(as_selected(run["python"]["attention"], step=step, layer=1, head=2))
+        again = ran(as_selected(run["python"]["attention"], step=step, layer=1, head=2), tiny)[0]
         np.testing.assert_allclose(arrays["pattern"][2], again["pattern"].numpy(), atol=SHARE + 1e-6)
 
     fact = Fact(PROMPT, "Gustav Geisser", ANSWER)
@@ -193,7 +183,7 @@ def test_views_are_those_of_the_library(tiny, session):
             pytest.approx(trace.clean.item(), abs=1e-6),
             pytest.approx(trace.corrupted.item(), abs=1e-6),
         )
-        again = ran(as_selected(run["python"]["trace"], step=1, name=kind))
+        again = ran(as_selected(run["python"]["trace"], step=1, name=kind), tiny)[0]
         np.testing.assert_allclose(arrays["scores"], again["scores"].numpy(), atol=1e-6)
     assert [entry["lazy"] for entry in run["traces"]] == [True] * 3
     assert tiny.list_hooks() == {}
@@ -269,6 +259,7 @@ def test_a_text_that_grows_is_changed_where_it_is_written(tiny, session):
         session.run({**PLAIN, "interventions": [dict(what="force", step=3, position=8, token="drummer")]})
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_what_does_not_fit_in_memory_is_computed_again(tiny):
     small, large = Session([tiny], max_bytes=1), Session([tiny])
     runs = [session.run(ASKED) for session in (small, large)]
@@ -279,6 +270,7 @@ def test_what_does_not_fit_in_memory_is_computed_again(tiny):
     assert small._memory.n_bytes == 0 < large._memory.n_bytes
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_requests_of_several_threads_do_not_mix(tiny):
     session, failures = Session([tiny], max_bytes=1), []
     specs = [{**PLAIN, "seed": seed, "interventions": [dict(what="zero", site="mlp", layer=seed)]} for seed in range(4)]

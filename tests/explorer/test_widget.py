@@ -53,18 +53,18 @@ def test_any_message_is_answered(tiny):
 
 def test_a_file_contains_the_runs_of_a_pair(tmp_path):
     pair = load_pair("tiny-mdm")
-    path = explore(pair, FACT, tmp_path / "pair.html", steps=3, sampler="ancestral", attention=[1])
+    path = explore(pair, FACT, tmp_path / "pair.html", steps=2, sampler="ancestral", attention=[1])
     page = PageFile(path.read_text(encoding="utf-8"))
     assert [model["name"] for model in page.manifest["models"]] == ["tiny-mdm", "tiny-ar"]
     assert [run["model"] for run in page.manifest["runs"]] == [0, 1]
     for index, model in enumerate(pair):
         run = page.run(index)
         sampler = None if model.cfg.grows else "ancestral"
-        trajectory = model.denoise(FACT.prompt, steps=3, sampler=sampler)
+        trajectory = model.denoise(FACT.prompt, steps=2, sampler=sampler)
         assert run["text"] == trajectory.text[0]
         assert (run["spec"], run["attention"]["layers"]) == (None, [1])
-        lens = logit_lens(model, trajectory, steps=[2])
-        _, arrays = page.read("lens/2", index)
+        lens = logit_lens(model, trajectory, steps=[1])
+        _, arrays = page.read("lens/1", index)
         torch.testing.assert_close(
             torch.tensor(arrays["entropy"]).float(), lens.entropy[0, :, 0].float(), equal_nan=True, rtol=1e-4, atol=1e-5
         )

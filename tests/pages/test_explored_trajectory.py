@@ -1,12 +1,9 @@
 """A trajectory's page contains the numbers of the results that it was given, and code that gives them again."""
 
-import contextlib
-import io
-
 import numpy as np
 import pytest
 import torch
-from page_reader import PageFile, as_selected
+from page_reader import PageFile, as_selected, ran
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import causal_trace, logit_lens, trace_trajectory
@@ -42,14 +39,6 @@ def page(made, tmp_path_factory):
     run, cache = made["run"], made["cache"]
     assert run.explore(path, lens=made["lens"], trace=made["traces"], attention=cache, logits=cache) == path
     return PageFile(path.read_text(encoding="utf-8"))
-
-
-def ran(code):
-    """The variables of a piece of code that was run, and what it printed."""
-    variables, printed = {}, io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, variables)
-    return variables, printed.getvalue()
 
 
 def test_canvases_have_the_order_and_the_confidence(made, page):
@@ -127,29 +116,29 @@ def test_alternatives_follow_from_the_loops_logits(made, page):
                 assert shares[0] == pytest.approx(float(run.confidence[0, position]), abs=SHARE + 1e-6)
 
 
-def test_the_code_gives_the_numbers_that_are_shown(made, page):
+def test_the_code_gives_the_numbers_that_are_shown(tiny, made, page):
     code, run, step, position = page.run()["python"], made["run"], 2, 6
-    again, _ = ran(as_selected(code["canvas"], step=step))
+    again, _ = ran(as_selected(code["canvas"], step=step), tiny)
     assert torch.equal(again["trajectory"].canvases, run.canvases)
     assert again["words"] == run.str_canvases()[step + 1]
 
-    lens, printed = ran(as_selected(code["lens"], step=step, position=position))
+    lens, printed = ran(as_selected(code["lens"], step=step, position=position), tiny)
     _, arrays = page.read(f"lens/{step}")
     np.testing.assert_allclose(lens["lens"].entropy[:, 0].numpy(), arrays["entropy"], rtol=1e-5)
     assert len(printed.splitlines()) == 5
 
-    attention, _ = ran(as_selected(code["attention"], step=step, layer=1, head=3))
+    attention, _ = ran(as_selected(code["attention"], step=step, layer=1, head=3), tiny)
     _, arrays = page.read(f"attention/1/{step}")
     np.testing.assert_allclose(attention["pattern"].numpy(), arrays["pattern"][3], atol=0.51 / 254)
 
     masked = page.read(f"alternatives/{step}")[1]["positions"].tolist()
-    alternatives, _ = ran(as_selected(code["alternatives"], step=step, position=masked[0]))
+    alternatives, _ = ran(as_selected(code["alternatives"], step=step, position=masked[0]), tiny)
     _, arrays = page.read(f"alternatives/{step}")
     np.testing.assert_allclose(alternatives["p"][masked].numpy(), arrays["top_probabilities"], atol=SHARE + 1e-6)
 
     for name in ("resid", "mlp"):
         step = page.run()["traces"][0]["steps"][-1]
-        trace, _ = ran(as_selected(code["trace"], step=step, name=name))
+        trace, _ = ran(as_selected(code["trace"], step=step, name=name), tiny)
         _, arrays = page.read(f"trace/{name}/{step}")
         np.testing.assert_allclose(trace["scores"].numpy(), arrays["scores"], atol=1e-6)
 
@@ -163,7 +152,7 @@ def test_the_trace_of_one_canvas_is_shown_at_its_step(tiny, made, tmp_path):
     header, arrays = page.read("trace/resid/0")
     np.testing.assert_array_equal(arrays["scores"].astype(np.float32), trace.scores.numpy())
     assert (header["clean"], header["corrupted"]) == (trace.clean, trace.corrupted)
-    again, _ = ran(as_selected(page.run()["python"]["trace"], step=0, name="resid"))
+    again, _ = ran(as_selected(page.run()["python"]["trace"], step=0, name="resid"), tiny)
     torch.testing.assert_close(again["scores"], trace.scores)
 
 
@@ -197,11 +186,11 @@ def test_code_of_other_settings_repeats_the_run(tiny, tmp_path):
     settings = dict(length=11, steps=4, temperature=0.7, seed=9, cfg_scale=0.5, sampler=sampler)
     for run in (tiny.denoise(texts, max_new_tokens=6, **{**settings, "length": None}), tiny.denoise(texts, **settings)):
         page = PageFile(run.explore(tmp_path / "page.html", row=1).read_text(encoding="utf-8"))
-        again, _ = ran(page.run()["python"]["run"])
+        again, _ = ran(page.run()["python"]["run"], tiny)
         assert torch.equal(again["trajectory"].canvases[:, 0], run.canvases[:, 1])
     later = run.from_step(2)
     page = PageFile(later.explore(tmp_path / "page.html", row=-1).read_text(encoding="utf-8"))
-    again, _ = ran(as_selected(page.run()["python"]["canvas"], step=3))
+    again, _ = ran(as_selected(page.run()["python"]["canvas"], step=3), tiny)
     assert again["canvas"].tolist() == run.canvases[4, 1].tolist()
     assert page.run()["steps"] == [2, 3, 4]
 
@@ -212,7 +201,7 @@ def test_a_run_under_hooks_is_read_from_its_file(tiny, tmp_path, monkeypatch):
     page = PageFile(run.explore(tmp_path / "page.html").read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
     run.save("trajectory.safetensors")
-    again, _ = ran(page.run()["python"]["run"])
+    again, _ = ran(page.run()["python"]["run"], tiny)
     assert torch.equal(again["trajectory"].canvases, run.canvases)
 
 
