@@ -18,8 +18,8 @@ def sections() -> dict[str, str]:
     """The code of each section of the page, which begins with that of the first one."""
     page = (Path(__file__).parents[2] / "docs" / "from_nnsight.md").read_text(encoding="utf-8")
     first, *others = (
-        (section.splitlines()[0], "\n".join(re.findall(r"^```(?:python|text)\n(.*?)^```$", section, re.M | re.S)))
-        for section in re.split(r"^##? ", page, flags=re.M)[1:]
+        (section.splitlines()[0], "\n".join(re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.M | re.S)))
+        for section in re.split(r"^##? (?=[A-Z])", page, flags=re.M)[1:]
     )
     return {title: f"{first[1]}\n{code}" for title, code in others if "theirs = " in code}
 
