@@ -60,8 +60,8 @@ def lens(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of positions of the canvas, including the prompt. Default: the training length, or with "
-            "--answer the length of prompt and answer if that is unknown.",
+            help="Number of positions of the canvas, including the prompt. Default: the training length; if that is "
+            "unknown, the length of prompt and answer, or 52 without --answer.",
             callback=ranges.at_least(1),
         ),
     ] = None,
@@ -87,13 +87,20 @@ def lens(
     from diffusion_lens.analysis import logit_lens
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.selection import unique_indices
+    from diffusion_lens.data.sources import STUDY_LENGTH
     from diffusion_lens.settings import pick_indices
 
     # 1. Check the settings before the model is loaded.
     loop = run_settings(chosen, steps, at_step, sampler=sampler, cfg_scale=cfg_scale, seed=seed)
-    length = chosen.length(length)
     unique_indices("position", position)
-    if (shape := chosen.known_shape()) is not None:
+    shape = chosen.known_shape()
+    one_text = loop is None and answer is None and shape is not None and shape.grows
+    if one_text and length is not None:
+        raise ValueError(
+            f"--length {length}: without --steps {model!r}, which is causal, reads the prompt alone; leave out --length"
+        )
+    length = None if one_text else chosen.length(length) or (STUDY_LENGTH if answer is None else None)
+    if shape is not None:
         pick_indices("layer", layer, shape.n_layers + 1)
     fact = unnamed_subject(prompt, answer or "")
     layout = CanvasLayout(length)
@@ -106,7 +113,7 @@ def lens(
         n_positions, n_answer = length or cost.guessed_tokens(f"{prompt}{answer or ''}"), 1
         if answer is not None:
             n_positions, n_answer = cost.laid_out(chosen, layout, fact)
-        elif (outline := chosen.without_weights()) is not None:
+        elif not one_text and (outline := chosen.without_weights()) is not None:
             n_positions = canvas_of(outline, prompt, length).tokens.shape[1]
         passes: float = 1
         if steps:

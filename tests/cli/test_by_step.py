@@ -243,9 +243,10 @@ def test_the_lens_of_one_position_has_the_answer_as_target(mdm: HookedDiffusionT
 
 
 def test_a_text_of_a_causal_model_is_continued_by_one_token() -> None:
-    told = json.loads(done("lens", "site-ar", "--prompt", FACT.prompt, "--json"))["results"]
-    assert told["positions"] == [4]
-    assert told["likeliest"][-1] == ["sailor"]
+    told = json.loads(done("lens", "site-ar", "--prompt", FACT.prompt, "--json"))
+    assert told["results"]["positions"] == [4]
+    assert told["results"]["likeliest"][-1] == ["sailor"]
+    assert told["settings"]["length"] is None
 
 
 def test_a_table_of_many_columns_counts_those_that_it_leaves_out() -> None:
@@ -285,6 +286,11 @@ def test_saved_results_by_step_are_drawn(tmp_path: Path) -> None:
         assert refused.exit_code == 2, refused.output
         assert said in refused.stderr
         assert not (tmp_path / "no.png").exists()
+
+
+def test_an_unknown_training_length_is_taken_for_52() -> None:
+    told = json.loads(done("lens", "smdm-1028m", "--prompt", "Ada is the", "--dry-run", "--json", "--flops", "1e12"))
+    assert told["settings"]["length"] == told["results"]["positions"] == 52
 
 
 def test_dry_runs_count_the_run_and_its_canvases() -> None:

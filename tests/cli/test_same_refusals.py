@@ -80,6 +80,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("aie", "tiny-mdm", ["--canvas", "free"], "--canvas is a setting of --by-step"),
     ("lens", "tiny-mdm", ["--sampler", "ancestral"], "--sampler is a setting of a denoising run"),
     ("lens", "tiny-mdm", ["--steps", "4", "--at-step", "1", "--at-step", "1"], "--at-step [1, 1] contains duplicates"),
+    ("lens", "tiny-ar", ["--length", "9"], "--length 9: without --steps 'tiny-ar', which is causal, reads the prompt"),
     ("lens", "tiny-mdm", ["--layer", "5"], "--layer [5]; give numbers from 0 to 4"),
     ("lens", "tiny-mdm", ["--position", "3", "--position", "3"], "--position [3, 3] contains duplicates"),
     ("patch", "tiny-mdm", ["--layer", "4"], "--layer 4; the blocks of tiny-mdm are 0 to 3"),
