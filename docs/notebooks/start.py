@@ -129,7 +129,8 @@ trace
 
 # %% [markdown]
 # Two places bring the name back: the last word of the description in the lower blocks, and the [MASK] from block 3
-# on.
+# on. A result at the end of a cell shows its figure, its settings and its table. `trace.plot()` draws the figure
+# alone, and `trace.to_dataframe()` returns the table.
 #
 # ## Explore the run
 #
