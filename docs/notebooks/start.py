@@ -134,19 +134,24 @@ trace
 #
 # ## Explore the run
 #
-# `explore` writes the run and the lens as one HTML file that opens in any browser, without a network. Move through
-# the steps, and point at a token or a cell. The button "as Python" gives the code of a view. Here the file is shown
-# in a frame:
+# `explore` shows all of this in one view: the canvas by step, the lens, and a causal trace. With a path it writes one
+# HTML file that opens in any browser, without a network. Move through the steps, and point at a token or a cell. The
+# button "as Python" gives the code of a view.
 
 # %%
 from html import escape
 
 from IPython.display import HTML
 
-page = run.explore("run.html", lens=lens).read_text(encoding="utf-8")
+from diffusion_lens.explorer import explore
+
+page = explore(model, fact, "explorer.html", length=9, steps=6).read_text(encoding="utf-8")
 HTML(f'<div><iframe srcdoc="{escape(page)}" title="The explorer" width="100%" height="700"></iframe></div>')
 
 # %% [markdown]
+# Without a path, `explore(model, fact)` is a widget that computes what you look at, and new runs with other settings,
+# forced tokens or ablated parts. `explore([model, baseline], fact)` shows both models side by side.
+#
 # Next: [hooks by step](hooks_by_step.ipynb), [causal tracing](causal_tracing.ipynb), [ROME](rome.ipynb), and [your
 # own model and facts](your_own.ipynb). The page [One fact, forward and in reverse](../tutorial.md) explains more of
 # what is seen here, and [Concepts](../concepts.md) the words.
