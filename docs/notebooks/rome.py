@@ -139,7 +139,9 @@ requests = edit_requests(world, world.facts("attribute")[::1001])
 search = ValueSettings(steps=40, lr=0.2, stop_below=0.3, kl_factor=0.0)
 settings = EditSettings(layer=1, search=search, layout=CanvasLayout(length=16))
 study = edit_study(model, requests, settings, covariance=moment)
-study
+for group, score in study.table().items():
+    print(f"{group:16} {score.before:.2f} -> {score.after:.2f}  ({score.probes} probes)")
+study.plot()
 
 # %% [markdown]
 # All edits succeed, in all wordings, and other people keep their answers. Some other facts about the subject itself
