@@ -8,7 +8,8 @@ document.addEventListener("DOMContentLoaded", () => {
   }
   // The arrow keys scroll a box only if it can have the focus.
   const focusable = () => {
-    for (const box of document.querySelectorAll("pre, .table-wrapper, div.cell_output .output")) {
+    const boxes = "pre, .table-wrapper, div.cell_output .output, div.cell_output [style*=overflow-x]";
+    for (const box of document.querySelectorAll(boxes)) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     }
