@@ -22,6 +22,7 @@ def photograph(page: Any, target: Path) -> None:
     """Save the whole page as one that is high enough to show it, so that what sticks to an edge is at the end."""
     height = page.evaluate("document.documentElement.scrollHeight")
     page.set_viewport_size({"width": WIDTH, "height": height})
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         # Moving is atomic, so that two simultaneous builds never see partial pictures.
