@@ -5,6 +5,9 @@
  * `diffusion-lens explore`. A `Source` gives it the manifest, chunks of numbers, and in the last two also new runs. Text
  * of models enters the document through `textContent` only.
  *
+ * Types are written where a name does not tell: a step, position, layer or head is a number, a label a string, `run` and
+ * `spec` are those of the manifest (`diffusion_lens/pages/views.py` and `diffusion_lens/explorer/spec.py` describe both).
+ *
  * Sections: 1 types, 2 numbers from chunks, 3 colours, 4 words, 5 runs, 6 sources, 7 elements, 8 maps, 9 one run's maps,
  * 10 the inspector, 11 experiments, 12 the explorer, 13 places to mount it.
  */
@@ -26,16 +29,16 @@
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
 const NONE = { u1: 255, u2: 65535 };
-const after8 = (/** @type {number} */ n) => Math.ceil(n / 8) * 8;
+const after8 = (n) => Math.ceil(n / 8) * 8;
 
 /** The tables of a chunk: a JSON header, then arrays, each padded to 8 bytes. @returns {Chunk} */
-export function decodeChunk(/** @type {ArrayBuffer} */ buffer) {
+export function decodeChunk(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
   /** @type {Record<string, Table>} */ const tables = {};
   let at = after8(4 + length);
   for (const { name, dtype, shape, scale } of header.arrays) {
-    const data = new ARRAYS[dtype](buffer, at, shape.reduce((/** @type {number} */ a, b) => a * b, 1));
+    const data = new ARRAYS[dtype](buffer, at, shape.reduce((a, b) => a * b, 1));
     tables[name] = { data, shape, scale: scale ?? 1, none: scale === undefined ? null : NONE[dtype] };
     at = after8(at + data.byteLength);
   }
@@ -46,7 +49,7 @@ export function decodeChunk(/** @type {ArrayBuffer} */ buffer) {
 const wordOf = (run, chunk, index) => run.words[index] ?? chunk.header.words?.[index - run.words.length] ?? null;
 
 /** One number of a table; NaN where it contains none. */
-export function read(/** @type {Table} */ table, /** @type {number[]} */ ...index) {
+export function read(/** @type {Table} */ table, ...index) {
   let at = 0;
   for (let axis = 0; axis < index.length; axis++) at = at * table.shape[axis] + index[axis];
   const stored = table.data[at];
@@ -54,7 +57,7 @@ export function read(/** @type {Table} */ table, /** @type {number[]} */ ...inde
 }
 
 /** Base64 of gzip, as in a page. @returns {Promise<ArrayBuffer>} */
-async function inflate(/** @type {string} */ base64) {
+async function inflate(base64) {
   const text = atob(base64.trim());
   const bytes = Uint8Array.from(text, (char) => char.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
@@ -63,7 +66,7 @@ async function inflate(/** @type {string} */ base64) {
 // 3. Colours ----------------------------------------------------------------------------------------------------------
 
 /** sRGB, 0 to 255, of a colour in OKLCH (Ottosson 2020, "A perceptual color space for image processing"). */
-function oklch(/** @type {number} */ L, /** @type {number} */ C, /** @type {number} */ hue) {
+function oklch(L, C, hue) {
   const a = C * Math.cos((hue * Math.PI) / 180), b = C * Math.sin((hue * Math.PI) / 180);
   const l = (L + 0.3963377774 * a + 0.2158037573 * b) ** 3;
   const m = (L - 0.1055613458 * a - 0.0638541728 * b) ** 3;
@@ -80,7 +83,7 @@ function oklch(/** @type {number} */ L, /** @type {number} */ C, /** @type {numb
 }
 
 /** Black or white, whichever contrasts more; the ratio is at least 4.5 on every colour. */
-function inkOn(/** @type {number[]} */ rgb) {
+function inkOn(rgb) {
   const [r, g, b] = rgb.map((x) => (x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
 }
@@ -90,7 +93,7 @@ const HUES = { canvas: 235, lens: 295, attention: 160, trace: 45 };
 /** @type {Map<string, Paint[]>} */ const RAMPS = new Map();
 
 /** 256 colours of a view, from the background to saturated; "change" goes from blue over the background to red. */
-export function ramp(/** @type {string} */ view, /** @type {boolean} */ dark) {
+export function ramp(view, dark) {
   const key = `${view} ${dark}`;
   if (!RAMPS.has(key)) {
     RAMPS.set(key, Array.from({ length: 256 }, (_, i) => {
@@ -103,13 +106,13 @@ export function ramp(/** @type {string} */ view, /** @type {boolean} */ dark) {
   return RAMPS.get(key);
 }
 
-const paint = (/** @type {Paint[]} */ colours, /** @type {number} */ value) =>
+const paint = (/** @type {Paint[]} */ colours, value) =>
   colours[Math.min(255, Math.max(0, Math.round(value * 255)))];
 
 // 4. Words and numbers ------------------------------------------------------------------------------------------------
 
 const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}]/gu;
-const escaped = (/** @type {string} */ char) =>
+const escaped = (char) =>
   ({ "\n": "\\n", "\t": "\\t", "\r": "\\r" })[char] ?? `\\u{${char.codePointAt(0).toString(16)}}`;
 
 /** A function of a word that remembers its results: a map asks for the same few words thousands of times. */
@@ -133,23 +136,23 @@ export const quoted = remembered((word) => {
   return `“${word.replaceAll("▁", " ").replace(/^ +| +$/g, marks).replace(INVISIBLE, escaped)}”`;
 });
 
-const shorten = (/** @type {string} */ text, /** @type {number} */ most) =>
+const shorten = (text, most) =>
   text.length > most ? `${text.slice(0, most - 1)}…` : text;
 
 /** A number with three decimals; "–" where there is none. */
-export const number = (/** @type {number|null|undefined} */ x) =>
+export const number = (x) =>
   x === null || x === undefined || Number.isNaN(x) ? "–" : x.toFixed(3).replace("-", "−");
-const signed = (/** @type {number} */ x) => (x > 0 ? `+${number(x)}` : number(x));
+const signed = (x) => (x > 0 ? `+${number(x)}` : number(x));
 
 /** The smallest of 1, 2, 5, 10, ... times a power of ten that is at least x, so that a scale has a round end. */
-function roundUp(/** @type {number} */ x) {
+function roundUp(x) {
   if (!(x > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(x));
   return [1, 2, 5, 10].map((digit) => digit * power).find((limit) => limit >= x * 0.9999);
 }
 
 /** Code with the placeholders of the current selection filled in. */
-export const fillIn = (/** @type {string} */ code, /** @type {Record<string, any>} */ values) =>
+export const fillIn = (code, values) =>
   code.replace(/\{(step|layer|head|position|name)\}/g, (_, name) => String(values[name]));
 
 // 5. Runs -------------------------------------------------------------------------------------------------------------
@@ -159,18 +162,18 @@ const stepsOf = (run) => run.steps.slice(0, run.n_steps);
 const lastStep = (run) => run.steps[run.n_steps - 1];
 /** Index of the canvas that is shown at a step: the one after the step, where there is one. */
 const canvasAt = (run, step) => run.steps.indexOf(step) + (run.canvases.length > run.n_steps ? 1 : 0);
-const clamp = (/** @type {number} */ x, /** @type {number} */ low, /** @type {number} */ high) =>
+const clamp = (x, low, high) =>
   Math.min(high, Math.max(low, x));
 /** The model of a run; a page of traces alone knows no more than the layers that were traced. */
 const modelOf = (manifest, run) => manifest.models[run.model] ??
-  { n_layers: Math.max(1, ...run.traces.flatMap(({ layers }) => layers).map((layer) => layer + 1)), n_heads: 1, grows: false, samplers: [] };
+  { n_layers: Math.max(0, ...run.traces.flatMap(({ layers }) => layers)) + 1, n_heads: 1, grows: false, samplers: [] };
 /** Text at a position after a step; null where it is masked or not reached. */
-const wordAfter = (run, /** @type {number} */ step, /** @type {number} */ position) =>
+const wordAfter = (run, step, position) =>
   run.words[run.canvases[canvasAt(run, step)]?.[position]] ?? null;
-const finalWord = (run, /** @type {number} */ position) => wordAfter(run, lastStep(run), position);
+const finalWord = (run, position) => wordAfter(run, lastStep(run), position);
 
 /** The token whose rank and probability the lens reads at a position: the answer's, or the one that the run wrote. */
-export function targetAt(run, /** @type {number} */ position) {
+export function targetAt(run, position) {
   const { targets, positions } = run.lens ?? {};
   if (targets) return run.words[targets[positions.indexOf(position)]] ?? null;
   const at = run.answer ? run.answer.positions.indexOf(position) : -1;
@@ -203,7 +206,8 @@ export function listed(noun, numbers) {
     if (ranges.length && ranges.at(-1)[1] === n - 1) ranges.at(-1)[1] = n;
     else ranges.push([n, n]);
   }
-  return `${noun}${numbers.length > 1 ? "s" : ""} ${ranges.map(([from, to]) => (from === to ? from : `${from}–${to}`)).join(", ")}`;
+  const texts = ranges.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`));
+  return `${noun}${numbers.length > 1 ? "s" : ""} ${texts.join(", ")}`;
 }
 
 /** An intervention in words. */
@@ -237,7 +241,7 @@ function fileSource() {
 /** Data from the server of this page, which demands the token in the page's own address. @returns {Source} */
 function liveSource() {
   const token = new URLSearchParams(location.search).get("token") ?? "";
-  const ask = async (/** @type {string} */ path, /** @type {RequestInit} */ options = {}) => {
+  const ask = async (path, options = {}) => {
     const headers = { "X-Token": token, "Content-Type": "application/json" };
     const answer = await fetch(path, { ...options, headers }).catch(() => {
       throw new Error("The server does not answer. Is diffusion-lens explore still running?");
@@ -257,7 +261,7 @@ function liveSource() {
 function widgetSource(model) {
   /** @type {Map<number, [(value: any) => void, (error: Error) => void]>} */ const waiting = new Map();
   let last = 0;
-  const listen = (message, /** @type {DataView[]} */ buffers) => {
+  const listen = (message, buffers) => {
     const [resolve, reject] = waiting.get(message.id) ?? [];
     waiting.delete(message.id);
     if (!resolve) return;
@@ -282,7 +286,7 @@ function widgetSource(model) {
 // 7. Elements ---------------------------------------------------------------------------------------------------------
 
 /** An element; strings among the children become text, `on...` attributes listeners. @returns {any} */
-function h(/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes = {}, ...children) {
+function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
@@ -294,16 +298,18 @@ function h(/** @type {string} */ tag, /** @type {Record<string, any>} */ attribu
   return element;
 }
 
+const button = (text, onclick, attributes = {}) => h("button", { type: "button", onclick, ...attributes }, text);
+const codeButton = (onclick) => button("as Python", onclick, { class: "dl-code" });
 const ids = ((n) => () => `dl-${++n}`)(0);
 
 /** A labelled control. */
-function field(/** @type {string} */ label, control, /** @type {string} */ kind = "") {
+function field(label, control, kind = "") {
   control.id ||= ids();
   return h("span", { class: `dl-field ${kind}` }, h("label", { for: control.id }, label), control);
 }
 
 /** Fill a `<select>` with [value, text] pairs, if they changed, and choose one. */
-function fillSelect(/** @type {HTMLSelectElement} */ select, /** @type {[any, string][]} */ options, value) {
+function fillSelect(select, options, value) {
   const key = JSON.stringify(options);
   if (select.dataset.key !== key) {
     select.replaceChildren(...options.map(([option, text]) => h("option", { value: option }, text)));
@@ -313,12 +319,12 @@ function fillSelect(/** @type {HTMLSelectElement} */ select, /** @type {[any, st
 }
 
 /** Set text only where it changes, which is much cheaper for thousands of cells. */
-function setText(/** @type {Element} */ element, /** @type {string} */ text) {
+function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 /** A colour scale with the numbers of its ends. */
-function drawLegend(/** @type {HTMLElement} */ box, /** @type {Paint[]} */ colours, ends) {
+function drawLegend(box, /** @type {Paint[]} */ colours, ends) {
   const stops = [0, 0.25, 0.5, 0.75, 1].map((x) => paint(colours, x).background).join(", ");
   if (!box.firstChild) box.append(h("span"), h("span"), h("i"), h("span"));
   const [name, low, bar, high] = (box.children);
@@ -329,7 +335,7 @@ function drawLegend(/** @type {HTMLElement} */ box, /** @type {Paint[]} */ colou
 }
 
 /** Likeliest tokens as rows with bars; `most` rows always, so that nothing below them moves. */
-function drawBars(/** @type {HTMLElement} */ list, /** @type {[string, number][]} */ rows, /** @type {number} */ most, /** @type {string|null} */ marked) {
+function drawBars(list, rows, most, marked) {
   while (list.children.length < most) list.append(h("li", {}, h("b"), h("i"), h("span")));
   [...list.children].forEach((row, i) => {
     const [word, p] = rows[i] ?? ["", NaN];
@@ -346,7 +352,7 @@ function drawBars(/** @type {HTMLElement} */ list, /** @type {[string, number][]
 
 /** A map of coloured cells that arrow keys move through. Its cells are reused while its size stays. */
 class CellMap {
-  /** @param {{label: string, corner: string, pick(row: number, column: number): void, hover(row: number|null, column?: number): void}} options */
+  /** `corner` names the rows; `hover` gets a row of null in the head, and null alone when the pointer leaves. */
   constructor({ label, corner, pick, hover }) {
     this.corner = corner;
     this.pick = pick;
@@ -354,13 +360,13 @@ class CellMap {
     this.active = [0, 0];
     this.size = "";
     /** @type {any[][]} */ this.cells = [];
-    this.bands = ["dl-band-row", "dl-band-column", "dl-band-hover"].map((name) => h("div", { class: `dl-band ${name}`, hidden: true }));
+    this.bands = ["row", "column", "hover"].map((name) => h("div", { class: `dl-band dl-band-${name}`, hidden: true }));
     this.body = h("div", { role: "grid", "aria-label": label });
     this.element = h("div", { class: "dl-map" }, this.body, ...this.bands);
     this.element.addEventListener("click", (event) => this.at(event, (r, c) => this.go(r ?? this.active[0], c)));
     this.element.addEventListener("pointerover", (event) => this.at(event, hover));
     this.element.addEventListener("pointerleave", () => hover(null));
-    this.body.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.key(event));
+    this.body.addEventListener("keydown", (event) => this.key(event));
   }
 
   /** Call a function with the row (null in the head) and column under an event. */
@@ -369,7 +375,7 @@ class CellMap {
     if (cell) then(cell.dataset.row === undefined ? null : Number(cell.dataset.row), Number(cell.dataset.column));
   }
 
-  key(/** @type {KeyboardEvent} */ event) {
+  key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const [r, c] = this.active, rows = this.cells.length - 1, columns = this.cells[0].length - 1;
     const next = { ArrowLeft: [r, c - 1], ArrowRight: [r, c + 1], ArrowUp: [r - 1, c], ArrowDown: [r + 1, c],
@@ -379,13 +385,13 @@ class CellMap {
     this.go(clamp(next[0], 0, rows), clamp(next[1], 0, columns));
   }
 
-  go(/** @type {number} */ row, /** @type {number} */ column) {
+  go(row, column) {
     this.activate(row, column);
     this.cells[row][column].focus({ preventScroll: false });
     this.pick(row, column);
   }
 
-  activate(/** @type {number} */ row, /** @type {number} */ column) {
+  activate(row, column) {
     const before = this.cells[this.active[0]]?.[this.active[1]];
     if (before) { before.tabIndex = -1; before.removeAttribute("aria-selected"); }
     const now = this.cells[row]?.[column];
@@ -396,14 +402,15 @@ class CellMap {
   }
 
   /** Build the elements for a number of rows and columns. */
-  build(/** @type {number} */ rows, /** @type {number} */ columns) {
+  build(rows, columns) {
     if (this.size === `${rows} ${columns}`) return;
     this.size = `${rows} ${columns}`;
     const row = (children) => h("div", { role: "row", class: "dl-row" }, ...children);
-    const each = (/** @type {number} */ n, /** @type {(i: number) => any} */ make) => Array.from({ length: n }, (_, i) => make(i));
+    const each = (n, /** @type {(i: number) => any} */ make) => Array.from({ length: n }, (_, i) => make(i));
     this.heads = each(columns, (c) => h("div", { role: "columnheader", class: "dl-head", "data-column": c }, h("span")));
     this.names = each(rows, () => h("div", { role: "rowheader", class: "dl-name" }));
-    this.cells = each(rows, (r) => each(columns, (c) => h("div", { role: "gridcell", tabindex: -1, "data-row": r, "data-column": c })));
+    const cell = (r, c) => h("div", { role: "gridcell", tabindex: -1, "data-row": r, "data-column": c });
+    this.cells = each(rows, (r) => each(columns, (c) => cell(r, c)));
     const corner = h("div", { role: "columnheader", class: "dl-head dl-corner" }, this.corner);
     const body = document.createDocumentFragment();
     body.append(row([corner, ...this.heads]), ...each(rows, (r) => row([this.names[r], ...this.cells[r]])));
@@ -424,7 +431,7 @@ class CellMap {
     this.build(rows.length, columns.length);
     this.drawHeads(columns);
     rows.forEach((name, r) => setText(this.names[r], name));
-    this.cells.forEach((line, r) => line.forEach((element, /** @type {number} */ c) => {
+    this.cells.forEach((line, r) => line.forEach((element, c) => {
       const { value, text = "", label, kind = "" } = cell(r, c);
       const missing = Number.isNaN(value);
       const { background, ink } = missing ? { background: "", ink: "" } : paint(colours, value);
@@ -447,7 +454,7 @@ class CellMap {
   }
 
   /** Put a band over a row or column; -1 for none. */
-  mark(/** @type {number} */ row, /** @type {number} */ column) {
+  mark(row, column) {
     const [rowBand, columnBand] = this.bands;
     rowBand.hidden = row < 0;
     columnBand.hidden = column < 0;
@@ -456,7 +463,7 @@ class CellMap {
     if (row >= 0 && column >= 0) this.activate(row, column);
   }
 
-  markHover(/** @type {number} */ column) {
+  markHover(column) {
     this.bands[2].hidden = column < 0 || column >= (this.cells[0]?.length ?? 0);
     this.bands[2].style.setProperty("--at", String(column));
   }
@@ -467,18 +474,36 @@ class CellMap {
 const LENS_COLOURS = { top: "p(likeliest)", probability: "p(target)", rank: "rank of target", entropy: "entropy (nats)" };
 const CHANGES = { "change of probability": "probability", "change of entropy": "entropy" };
 
-/** The lens's numbers for one cell, or null where nothing was read. `of` are the run, its lens and the step's tables. */
-export function lensAt(run, /** @type {Chunk} */ chunk, /** @type {number} */ layer, /** @type {number} */ position) {
+/** The `k` likeliest tokens of a place in two tables, as [text, probability]. */
+function likeliest(run, chunk, tokens, probabilities, k, ...place) {
+  const one = (i) => [wordOf(run, chunk, read(tokens, ...place, i)), read(probabilities, ...place, i)];
+  const rows = Array.from({ length: k }, (_, i) => one(i));
+  return rows.filter(([word, p]) => word !== null && !Number.isNaN(p));
+}
+
+/** The lens's numbers for one cell, or null where nothing was read. */
+export function lensAt(run, /** @type {Chunk} */ chunk, layer, position) {
   const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position);
   const { top_tokens, top_probabilities, entropy, rank, probability } = chunk.tables;
   if (row < 0 || column < 0 || Number.isNaN(read(entropy, row, column))) return null;
-  /** @type {[string, number][]} */ const top = [];
-  for (let k = 0; k < run.lens.k; k++) {
-    const p = read(top_probabilities, row, column, k);
-    if (!Number.isNaN(p)) top.push([wordOf(run, chunk, read(top_tokens, row, column, k)), p]);
-  }
-  const target = targetAt(run, position);
-  return { top, entropy: read(entropy, row, column), rank: read(rank, row, column), probability: read(probability, row, column), target };
+  const top = likeliest(run, chunk, top_tokens, top_probabilities, run.lens.k, row, column);
+  const numbers = { entropy: read(entropy, row, column), rank: read(rank, row, column), probability: read(probability, row, column) };
+  return { top, ...numbers, target: targetAt(run, position) };
+}
+
+/** One number of the lens, as its colours show it: ranks by their logarithm. */
+function lensNumber(run, /** @type {Chunk} */ { tables }, quantity, layer, position) {
+  const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position);
+  if (quantity === "top") return read(tables.top_probabilities, row, column, 0);
+  const x = read(tables[quantity], row, column);
+  return quantity !== "rank" ? x : x < 0 ? NaN : Math.log10(x + 1);
+}
+
+/** Change of a number against the base run; NaN where there is none, or where the two have another target. */
+function lensChange(run, chunk, base, baseChunk, quantity, layer, position) {
+  const own = lensAt(run, chunk, layer, position), other = lensAt(base, baseChunk, layer, position);
+  if (!own || !other || (quantity === "probability" && own.target !== other.target)) return NaN;
+  return own[quantity] - other[quantity];
 }
 
 /** What a lens cell says, for the status line and screen readers. */
@@ -486,7 +511,8 @@ function lensText(cell) {
   if (!cell) return "not read";
   const target = cell.target === null || cell.rank < 0 ? "no target" :
     `target ${quoted(cell.target)} rank ${cell.rank}, p ${number(cell.probability)}`;
-  return `${quoted(cell.top[0][0])} ${number(cell.top[0][1])}; ${target}; entropy ${number(cell.entropy)} nats`;
+  const [[word, p] = ["", NaN]] = cell.top;
+  return `${quoted(word)} ${number(p)}; ${target}; entropy ${number(cell.entropy)} nats`;
 }
 
 /** The maps of one run, one under another, with a common horizontal axis. */
@@ -503,7 +529,7 @@ class RunPanel {
     this.element = h("section", { class: "dl-run" }, this.title, this.text, this.changes, this.scroll);
     this.element.addEventListener("pointerdown", () => explorer.activatePanel(this));
     this.element.addEventListener("focusin", () => explorer.activatePanel(this));
-    this.text.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    this.text.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
       if (step === undefined) return;
       event.preventDefault();
@@ -516,7 +542,8 @@ class RunPanel {
     this.addView("lens", "Lens", "layer", (r, c) => ({ layer: this.lensLayers()[r], position: c }));
     this.addView("trace", "Causal trace", "layer", (r, c) => ({ layer: this.traceLayers()[r], position: c }));
     this.addView("attention", "Attention", "query", (r, c) => ({ position: this.queries[r], key: c }));
-    this.traceSelect = h("select", { "aria-label": "Restored states", onchange: () => explorer.set({ trace: this.traceSelect.value }) });
+    const chooseTrace = () => explorer.set({ trace: this.traceSelect.value });
+    this.traceSelect = h("select", { "aria-label": "Restored states", onchange: chooseTrace });
     this.views.trace.tools.prepend(this.traceSelect);
     this.heads = h("div", { class: "dl-heads", role: "group", "aria-label": "Heads" });
     this.views.attention.map.element.before(this.heads);
@@ -524,7 +551,7 @@ class RunPanel {
     this.resizing.observe(this.scroll);
   }
 
-  addView(/** @type {string} */ name, /** @type {string} */ title, /** @type {string} */ corner, /** @type {(r: number, c: number) => any} */ chosen) {
+  addView(name, title, corner, /** @type {(r: number, c: number) => any} */ chosen) {
     const { explorer } = this;
     const map = new CellMap({
       label: title, corner,
@@ -532,12 +559,16 @@ class RunPanel {
         await this.pick(chosen(r, c));
         explorer.say(map.cells[r]?.[c]?.getAttribute("aria-label") ?? "");
       },
-      hover: (r, c) => explorer.hover(this, r === null && c === undefined ? null : { view: name, column: c, label: r === null ? null : map.cells[r][c].getAttribute("aria-label"), ...(r === null ? { position: c } : chosen(r, c)) }),
+      // In the head the row is null; outside the map the column is undefined too.
+      hover: (r, c) => explorer.hover(this, c === undefined ? null :
+        r === null ? { column: c, position: c } : { column: c, label: map.cells[r][c].ariaLabel, ...chosen(r, c) }),
     });
-    const heading = h("h3", {}, title), note = h("p", { class: "dl-note", hidden: true }), legend = h("span", { class: "dl-legend" });
-    const code = h("button", { type: "button", class: "dl-code", onclick: () => explorer.showCode(this.run, name, title) }, "as Python");
+    const heading = h("h3", {}, title), note = h("p", { class: "dl-note", hidden: true });
+    const legend = h("span", { class: "dl-legend" });
+    const code = codeButton(() => explorer.showCode(this.run, name, title));
     const tools = h("span", { class: "dl-tools" }, legend, code);
-    const section = h("section", { class: `dl-view dl-${name}`, "aria-label": title }, h("header", {}, heading, tools), note, map.element);
+    const section = h("section", { class: `dl-view dl-${name}`, "aria-label": title },
+      h("header", {}, heading, tools), note, map.element);
     this.views[name] = { map, heading, note, legend, tools, code, section, key: "" };
     this.scroll.append(section);
   }
@@ -565,27 +596,32 @@ class RunPanel {
 
   /** The selected position in words. */
   async summary() {
-    const { run, step, position } = this, { layer } = this.explorer.state, { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
+    const { run, step, position } = this, { lens } = run, { layer } = this.explorer.state;
+    const row = lens ? lens.layers.indexOf(layer) : -1;
     const about = this.stateAt(step, position);
     if (row < 0 || !lens.steps.includes(step)) return about;
-    return `${about} · lens ${lens.labels[row]}: ${lensText(lensAt(run, await this.explorer.chunk(run, `lens/${step}`), layer, position))}`;
+    const chunk = await this.explorer.chunk(run, `lens/${step}`);
+    return `${about} · lens ${lens.labels[row]}: ${lensText(lensAt(run, chunk, layer, position))}`;
   }
 
   /** Measure the columns. Returns whether their width has changed. */
   fit() {
     if (!this.run) return false;
-    const width = this.scroll.clientWidth, gutter = width < 600 ? 64 : 76, n = this.nPositions;
+    const width = this.scroll.clientWidth, n = this.nPositions;
+    this.narrow = width < 600;
+    const gutter = this.narrow ? 64 : 76;
     const wide = this.explorer.state.wide;
     const whole = Math.floor((width - gutter - 2) / n);
     const slanted = !wide && whole < 46;
     const cell = wide ? 64 : slanted ? clamp(Math.floor((width - gutter - 38) / n), 14, 46) : Math.min(whole, 76);
-    this.scroll.style.setProperty("--view", `${width}px`);
-    this.scroll.style.setProperty("--gutter", `${gutter}px`);
-    this.scroll.style.setProperty("--cell", `${cell}px`);
+    const style = `--view:${width}px;--gutter:${gutter}px;--cell:${cell}px`;
+    // Custom properties are inherited: to set them, even to what they are, costs the styles of thousands of cells.
+    if (this.sizes !== style) this.scroll.style.cssText = this.sizes = style;
     this.scroll.classList.toggle("dl-slanted", slanted);
     const changed = cell !== this.cell;
     this.cell = cell;
-    this.letters = cell < 40 ? 0 : 24; // style cuts what does not fit
+    this.inCells = cell >= 40; // whether cells are wide enough for text
+    this.scroll.classList.toggle("dl-worded", this.inCells);
     return changed;
   }
 
@@ -600,9 +636,9 @@ class RunPanel {
   show(run) {
     if (this.run === run) return;
     this.run = run;
-    this.text.replaceChildren(...run.canvases[0].map((_, /** @type {number} */ p) => h("button", { type: "button",
+    this.text.replaceChildren(...run.canvases[0].map((_, p) => h("button", { type: "button",
       onclick: () => this.pick({ position: p }),
-      onpointerenter: () => this.explorer.hover(this, { view: "text", column: p, position: p, label: this.text.children[p].getAttribute("aria-label") }),
+      onpointerenter: () => this.explorer.hover(this, { column: p, position: p, label: this.text.children[p].ariaLabel }),
     })));
     for (const view of Object.values(this.views)) view.key = "";
     this.fit();
@@ -627,13 +663,13 @@ class RunPanel {
     views.attention.map.bands[1].style.setProperty("--at", String(position));
   }
 
-  markHover(/** @type {number} */ column) {
+  markHover(column) {
     for (const { map } of Object.values(this.views)) map.markHover(column);
     [...this.text.children].forEach((token, p) => token.classList.toggle("dl-hover", p === column));
   }
 
   /** What happened at a position up to a step. */
-  stateAt(/** @type {number} */ step, /** @type {number} */ position) {
+  stateAt(step, position) {
     const { run } = this, word = wordAfter(run, step, position);
     const start = `step ${step}, position ${position}, `;
     if (!run.real[position]) return `${start}padding`;
@@ -646,22 +682,22 @@ class RunPanel {
     return `${start}${quoted(word)}, ${at < 0 || at > step ? "not yet final" : `revealed at step ${at}${confidence}`}${changed}`;
   }
 
-  baseWord(/** @type {number} */ step, /** @type {number} */ position) {
+  baseWord(step, position) {
     const word = wordAfter(this.base, step, position);
     return word === null ? "a mask" : quoted(word);
   }
 
-  differs(/** @type {number} */ step, /** @type {number} */ position) {
+  differs(step, position) {
     return this.base !== null && stepsOf(this.base).includes(step) &&
       wordAfter(this.run, step, position) !== wordAfter(this.base, step, position);
   }
 
-  canvasCell(/** @type {number} */ step, /** @type {number} */ p) {
+  canvasCell(step, p) {
     const { run } = this, word = wordAfter(run, step, p), masked = word === null;
     const kind = [masked ? "dl-masked" : "", run.given[p] ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
       this.differs(step, p) ? "dl-diff" : ""].filter(Boolean).join(" ");
     const value = masked ? 0 : run.given[p] ? 0 : run.confidence ? run.confidence[p] : 0.25;
-    return { value: Number.isNaN(value) ? 0 : value, text: masked || !this.letters ? "" : shorten(readable(word), this.letters), label: this.stateAt(step, p), kind };
+    return { value: value || 0, text: masked || !this.inCells ? "" : readable(word), label: this.stateAt(step, p), kind };
   }
 
   drawText() {
@@ -688,9 +724,9 @@ class RunPanel {
     const { tokens, steps } = differences(run, base);
     const where = steps.length ? `The canvases differ after ${listed("step", steps)}.` : "";
     const count = `${plural(tokens.length, "token")} from “${base.label}”. ${where}`;
-    const shown = (/** @type {string|null} */ word) => (word === null ? "·" : readable(word));
+    const shown = (word) => (word === null ? "·" : readable(word));
     this.changes.replaceChildren(h("span", {}, count), ...tokens.map(({ position, was, is }) =>
-      h("button", { type: "button", onclick: () => this.pick({ position }) }, `${position}: ${shown(was)} → ${shown(is)}`)));
+      button(`${position}: ${shown(was)} → ${shown(is)}`, () => this.pick({ position }))));
   }
 
   drawCanvas() {
@@ -706,7 +742,7 @@ class RunPanel {
   }
 
   /** Show a view's map, or the reason why there is none. Returns whether there is one. */
-  present(/** @type {string} */ name, /** @type {string|null} */ reason) {
+  present(name, reason) {
     const { map, note, legend } = this.views[name];
     map.element.hidden = reason !== null;
     note.hidden = reason === null;
@@ -716,7 +752,7 @@ class RunPanel {
   }
 
   /** Draw a view when its chunks have come, unless something else is wanted by then. */
-  async load(/** @type {string} */ name, /** @type {string} */ key, /** @type {Promise<Chunk>[]} */ chunks, /** @type {(...chunks: Chunk[]) => void} */ draw) {
+  async load(name, key, /** @type {Promise<Chunk>[]} */ chunks, /** @type {(...chunks: Chunk[]) => void} */ draw) {
     const view = this.views[name];
     if (view.key === key) return;
     view.key = key;
@@ -741,16 +777,19 @@ class RunPanel {
     if (quantity in CHANGES) chunks.push(explorer.chunk(base, `lens/${step}`));
     return this.load("lens", `${run.id} ${step} ${quantity} ${this.cell} ${explorer.dark}`, chunks, (chunk, baseChunk) => {
       const { map, legend } = this.views.lens, layers = this.lensLayers();
-      const { colours, value, ends } = explorer.lensScale(run, chunk, quantity, base, baseChunk);
+      const { at, colours, value, ends } = explorer.lensScale(run, chunk, quantity, base, baseChunk);
       drawLegend(legend, colours, ends);
       map.element.classList.toggle("dl-low", layers.length > 13);
       map.draw(layers.map((layer) => lens.labels[lens.layers.indexOf(layer)]), this.columns(), colours, (r, p) => {
         const cell = lensAt(run, chunk, layers[r], p);
         const label = `${lens.labels[lens.layers.indexOf(layers[r])]}, position ${p}: ${lensText(cell)}`;
         if (!cell) return { value: NaN, label };
-        const x = value(layers[r], p);
-        return { value: x.at, text: this.letters ? shorten(readable(cell.top[0][0]), this.letters) : "", kind: cell.rank === 0 ? "dl-hit" : "",
-          label: quantity in CHANGES ? `${label}; ${quantity} ${x.text}` : label };
+        const change = quantity in CHANGES ? at(layers[r], p) : 0;
+        const changed = Number.isNaN(change) ? "none, since the targets differ" : signed(change);
+        return {
+          value: value(layers[r], p), text: this.inCells && cell.top.length ? readable(cell.top[0][0]) : "",
+          kind: cell.rank === 0 ? "dl-hit" : "", label: quantity in CHANGES ? `${label}; ${quantity} ${changed}` : label,
+        };
       });
       this.markSelection();
     });
@@ -767,24 +806,30 @@ class RunPanel {
     const asked = `${run.id} ${trace.name}`;
     if (trace.lazy && !explorer.traced.has(asked)) {
       this.present("trace", "A trace takes longer than the other views.");
-      note.append(" ", h("button", { type: "button", onclick: () => { explorer.traced.add(asked); explorer.render(); } }, "Compute the trace"));
+      note.append(" ", button("Compute the trace", () => {
+        explorer.traced.add(asked);
+        explorer.render();
+      }));
       return;
     }
     if (trace.lazy && !this.views.trace.map.cells.length) { this.present("trace", "Computing the trace…"); }
-    return this.load("trace", `${asked} ${step} ${this.cell} ${explorer.dark}`, [explorer.chunk(run, `trace/${trace.name}/${step}`)], (chunk) => {
+    const chunks = [explorer.chunk(run, `trace/${trace.name}/${step}`)];
+    return this.load("trace", `${asked} ${step} ${this.cell} ${explorer.dark}`, chunks, (chunk) => {
       this.present("trace", null);
       const { map, legend } = this.views.trace, layers = this.traceLayers(), { scores } = chunk.tables;
       const { clean, corrupted } = chunk.header;
       const low = Math.min(...(trace.corrupted ?? [corrupted])), high = trace.highest ?? chunk.header.highest;
       const colours = explorer.colours("trace");
-      drawLegend(legend, colours, { name: `p(${shorten(readable(trace.answer), 26)}): clean ${number(clean)}, corrupted ${number(corrupted)}`, low: number(low), high: number(high) });
+      const name = `p(${shorten(readable(trace.answer), 26)}): clean ${number(clean)}, corrupted ${number(corrupted)}`;
+      drawLegend(legend, colours, { name, low: number(low), high: number(high) });
       map.element.classList.toggle("dl-low", layers.length > 13);
       map.draw(layers.map(String), this.columns(), colours, (r, p) => {
         const column = trace.positions.indexOf(p), score = column < 0 ? NaN : read(scores, column, trace.layers.indexOf(layers[r]));
         const inside = trace.subject && p >= trace.subject[0] && p < trace.subject[1];
         const label = `layer ${layers[r]}, position ${p}, ${quoted(finalWord(run, p) ?? "·")}${inside ? " (subject)" : ""}: ` +
           (Number.isNaN(score) ? "no score" : `p ${number(score)}, effect ${signed(score - corrupted)}`);
-        return { value: clamp((score - low) / (high - low || 1), 0, 1), label, text: this.letters && !Number.isNaN(score) ? number(score) : "", kind: inside ? "dl-subject" : "" };
+        const text = this.inCells && !Number.isNaN(score) ? number(score) : "";
+        return { value: clamp((score - low) / (high - low || 1), 0, 1), label, text };
       });
       this.markSelection();
     });
@@ -799,40 +844,45 @@ class RunPanel {
     this.heads.hidden = reason !== null;
     if (!this.present("attention", reason)) return;
     const colours = explorer.colours("attention");
-    return this.load("attention", `${run.id} ${step} ${block} ${head} ${this.cell} ${this.queries[0]} ${explorer.dark}`, [explorer.chunk(run, `attention/${block}/${step}`)], ({ tables: { pattern } }) => {
+    const key = `${run.id} ${step} ${block} ${head} ${this.cell} ${this.queries[0]} ${explorer.dark}`;
+    return this.load("attention", key, [explorer.chunk(run, `attention/${block}/${step}`)], ({ tables: { pattern } }) => {
       const { map, legend } = this.views.attention, { queries } = this, digits = pattern.scale > 0.001 ? 2 : 4;
       drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
       this.drawHeads(pattern, n_heads, colours);
       map.element.classList.toggle("dl-low", queries.length > 24);
-      const words = this.columns();
-      const rows = queries.map((q) => `${q} ${shorten(words[q].text, this.scroll.clientWidth < 600 ? 6 : 9)}`);
+      const words = this.columns(), named = words.map((_, p) => quoted(finalWord(run, p) ?? "·"));
+      const rows = queries.map((q) => `${q} ${shorten(words[q].text, this.narrow ? 6 : 9)}`);
       map.draw(rows, words, colours, (r, k) => {
         const q = queries[r], x = read(pattern, head, q, k);
-        return { value: x, text: this.letters && x >= 0.005 ? x.toFixed(digits) : "", label: `head ${head}, query ${q} ${quoted(finalWord(run, q) ?? "·")}, key ${k} ${quoted(finalWord(run, k) ?? "·")}: ${Number.isNaN(x) ? "not reached" : x.toFixed(digits)}` };
+        const weight = Number.isNaN(x) ? "not reached" : x.toFixed(digits);
+        return {
+          value: x, text: this.inCells && x >= 0.005 ? weight : "",
+          label: `head ${head}, query ${q} ${named[q]}, key ${k} ${named[k]}: ${weight}`,
+        };
       });
       this.markSelection();
     });
   }
 
   /** A small picture of each head's pattern; a click shows the head. */
-  drawHeads(/** @type {Table} */ pattern, /** @type {number} */ nHeads, /** @type {Paint[]} */ colours) {
+  drawHeads(/** @type {Table} */ pattern, nHeads, /** @type {Paint[]} */ colours) {
     const n = pattern.shape[1];
     const rgb = colours.map(({ background }) => background.match(/\d+/g).map(Number));
     while (this.heads.children.length < nHeads) {
       const head = this.heads.children.length;
-      this.heads.append(h("button", { type: "button", onclick: () => this.pick({ head }) }, h("canvas"), String(head)));
+      this.heads.append(h("button", { type: "button", onclick: () => this.pick({ head }) }, h("canvas"), `${head}`));
     }
-    [...this.heads.children].forEach((button, head) => {
-      button.hidden = head >= nHeads;
-      if (button.hidden) return;
-      button.setAttribute("aria-pressed", String(head === this.head));
-      button.setAttribute("aria-label", `head ${head}`);
-      const canvas = button.firstChild;
+    [...this.heads.children].forEach((chooser, head) => {
+      chooser.hidden = head >= nHeads;
+      if (chooser.hidden) return;
+      chooser.setAttribute("aria-pressed", String(head === this.head));
+      chooser.setAttribute("aria-label", `head ${head}`);
+      const canvas = chooser.firstChild;
       canvas.width = canvas.height = n;
       const context = canvas.getContext("2d"), image = context.createImageData(n, n);
       for (let i = 0; i < n * n; i++) {
-        const stored = pattern.data[head * n * n + i], [r, g, b] = rgb[stored === pattern.none ? 0 : Math.round(stored * pattern.scale * 255)];
-        image.data.set([r, g, b, stored === pattern.none ? 0 : 255], 4 * i);
+        const stored = pattern.data[head * n * n + i];
+        if (stored !== pattern.none) image.data.set([...rgb[Math.round(stored * pattern.scale * 255)], 255], 4 * i);
       }
       context.putImageData(image, 0, 0);
     });
@@ -859,11 +909,12 @@ class Inspector {
       pick: (r, c) => this.panel && this.panel.pick({ layer: this.panel.lensLayers()[r], step: this.panel.run.lens.steps[c] }),
       hover: (r, c) => r !== null && explorer.say(this.over.cells[r][c].getAttribute("aria-label")),
     });
-    this.code = h("button", { type: "button", class: "dl-code", onclick: () => explorer.showCode(this.panel.run, "alternatives", "Alternatives") }, "as Python");
+    this.code = codeButton(() => explorer.showCode(this.panel.run, "alternatives", "Alternatives"));
     this.lensCard = h("div", { class: "dl-card" }, this.lensHeading, this.lens, this.lensNumbers);
     this.overCard = h("div", { class: "dl-card" }, this.overHeading, this.over.element);
     this.element = h("aside", { class: "dl-inspector", "aria-label": "Selected position" },
-      h("div", { class: "dl-card" }, this.heading, this.state, h("header", {}, this.altHeading, this.code), this.alternatives), this.lensCard, this.overCard);
+      h("div", { class: "dl-card" }, this.heading, this.state, h("header", {}, this.altHeading, this.code), this.alternatives),
+      this.lensCard, this.overCard);
   }
 
   /** Show a position; `preview` is a hovered cell, which takes the place of the selected one until the pointer leaves. */
@@ -876,19 +927,20 @@ class Inspector {
     const word = wordAfter(run, step, position);
     setText(this.heading, `Position ${position}  ${word === null ? "·" : quoted(word)}`);
     setText(this.state, panel.stateAt(step, position).replace(/^step (\d+), position \d+, (.*)$/, "After step $1: $2"));
-    await Promise.all([this.drawAlternatives(run, step, position, key), this.drawLens(run, step, layer, position, key), preview ? null : this.drawOver(panel)]);
+    const jobs = [this.drawAlternatives(run, step, position, key), this.drawLens(run, step, layer, position, key)];
+    await Promise.all(preview ? jobs : [...jobs, this.drawOver(panel)]);
   }
 
-  async drawAlternatives(run, /** @type {number} */ step, /** @type {number} */ position, /** @type {string} */ key) {
+  async drawAlternatives(run, step, position, key) {
     const { alternatives } = run, at = run.revealed_at?.[position] ?? -1;
     const shown = at >= 0 && at < step ? at : step;
     setText(this.altHeading, `Alternatives at step ${shown}`);
     const most = alternatives?.k ?? 1;
-    /** @type {[string, number][]} */ let rows = [];
+    let rows = [];
     if (alternatives?.steps.includes(shown)) {
       const chunk = await this.explorer.chunk(run, `alternatives/${shown}`);
       const { positions, top_tokens, top_probabilities } = chunk.tables, row = positions.data.indexOf(position);
-      if (row >= 0) rows = Array.from({ length: most }, (_, k) => [wordOf(run, chunk, read(top_tokens, row, k)), read(top_probabilities, row, k)]);
+      if (row >= 0) rows = likeliest(run, chunk, top_tokens, top_probabilities, most, row);
     }
     if (this.wanted !== key) return;
     drawBars(this.alternatives, rows, most, finalWord(run, position));
@@ -897,7 +949,7 @@ class Inspector {
       run.given[position] ? "The token was given." : "Nothing is recorded for this step.";
   }
 
-  async drawLens(run, /** @type {number} */ step, /** @type {number} */ layer, /** @type {number} */ position, /** @type {string} */ key) {
+  async drawLens(run, step, layer, position, key) {
     const { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
     this.lensCard.hidden = !lens;
     if (!lens) return;
@@ -907,8 +959,9 @@ class Inspector {
     const cell = chunk && lensAt(run, chunk, layer, position);
     drawBars(this.lens, cell?.top ?? [], lens.k, cell?.target ?? null);
     this.lens.dataset.empty = cell ? "" : "The lens reads nothing here.";
-    const target = cell && cell.rank >= 0 && cell.target !== null ? `Target ${quoted(cell.target)}: rank ${cell.rank}, p ${number(cell.probability)}. ` : "";
-    setText(this.lensNumbers, cell ? `${target}Entropy ${number(cell.entropy)} nats.` : "");
+    const target = cell && cell.rank >= 0 && cell.target !== null;
+    const ranked = target ? `Target ${quoted(cell.target)}: rank ${cell.rank}, p ${number(cell.probability)}. ` : "";
+    setText(this.lensNumbers, cell ? `${ranked}Entropy ${number(cell.entropy)} nats.` : "");
   }
 
   /** Layer by step at the selected position. */
@@ -922,38 +975,39 @@ class Inspector {
     const mark = () => this.over.mark(panel.lensLayers().indexOf(explorer.state.layer), lens.steps.indexOf(panel.step));
     if (this.overKey === key) return mark();
     this.overKey = key;
-    const chunks = await Promise.all(lens.steps.map((/** @type {number} */ step) => explorer.chunk(run, `lens/${step}`)));
+    const chunks = await Promise.all(lens.steps.map((step) => explorer.chunk(run, `lens/${step}`)));
     if (this.overKey !== key) return;
     const layers = panel.lensLayers(), scales = chunks.map((chunk) => explorer.lensScale(run, chunk, quantity));
     this.over.element.style.setProperty("--cell", `${clamp(Math.floor(220 / chunks.length), 6, 36)}px`);
-    this.over.draw(layers.map((layer) => lens.labels[lens.layers.indexOf(layer)]), lens.steps.map((/** @type {number} */ step) => ({ text: chunks.length > 12 && step % 4 ? "" : String(step), title: `step ${step}` })),
-      scales[0].colours, (r, c) => {
-        const cell = lensAt(run, chunks[c], layers[r], position);
-        return { value: cell ? scales[c].value(layers[r], position).at : NaN, kind: cell?.rank === 0 ? "dl-hit" : "",
-          label: `${lens.labels[lens.layers.indexOf(layers[r])]}, step ${lens.steps[c]}, position ${position}: ${lensText(cell)}` };
-      });
+    const names = layers.map((layer) => lens.labels[lens.layers.indexOf(layer)]);
+    const columns = lens.steps.map((step) => ({ text: chunks.length > 12 && step % 4 ? "" : `${step}`, title: `step ${step}` }));
+    this.over.draw(names, columns, scales[0].colours, (r, c) => {
+      const cell = lensAt(run, chunks[c], layers[r], position);
+      const label = `${names[r]}, step ${lens.steps[c]}, position ${position}: ${lensText(cell)}`;
+      return { value: cell ? scales[c].value(layers[r], position) : NaN, kind: cell?.rank === 0 ? "dl-hit" : "", label };
+    });
     mark();
   }
 }
 
 // 11. Experiments -----------------------------------------------------------------------------------------------------
 
-const option = (/** @type {string} */ value, text = value) => /** @type {[string, string]} */ ([value, text]);
-const orNull = (/** @type {string} */ text) => (text.trim() === "" ? null : text);
+const option = (value, text = value) => [value, text];
+const orNull = (text) => (text.trim() === "" ? null : text);
 
 /** The form of a run, the actions on the selected token and cell, and the list of a run's interventions. */
 class Experiments {
   constructor(/** @type {Explorer} */ explorer) {
     this.explorer = explorer;
-    const number = (attributes) => h("input", { type: "number", ...attributes });
+    const numeric = (attributes) => h("input", { type: "number", ...attributes });
     this.prompt = h("textarea", { rows: 2, spellcheck: "false" });
     this.model = h("select", { onchange: () => this.fillSamplers() });
-    this.length = number({ min: 1, step: 1 });
-    this.steps = number({ min: 1, step: 1, value: 8 });
+    this.length = numeric({ min: 1, step: 1 });
+    this.steps = numeric({ min: 1, step: 1, value: 8 });
     this.sampler = h("select");
-    this.guidance = number({ step: "any", min: 0, value: 0 });
-    this.temperature = number({ step: "any", min: 0, value: 0 });
-    this.seed = number({ step: 1, value: 0 });
+    this.guidance = numeric({ step: "any", min: 0, value: 0 });
+    this.temperature = numeric({ step: "any", min: 0, value: 0 });
+    this.seed = numeric({ step: 1, value: 0 });
     this.answer = h("input", { type: "text", spellcheck: "false" });
     this.subject = h("input", { type: "text", placeholder: "first, end", spellcheck: "false" });
     this.go = h("button", { type: "submit", class: "dl-primary" }, "Run");
@@ -961,34 +1015,39 @@ class Experiments {
       field("Model", this.model), field("Length", this.length), field("Steps", this.steps), field("Sampler", this.sampler),
       field("Guidance", this.guidance), field("Temperature", this.temperature), field("Seed", this.seed),
       field("Answer", this.answer), field("Subject positions", this.subject)));
-    this.form = h("form", { class: "dl-form", "aria-label": "Prompt and settings", onsubmit: (/** @type {Event} */ event) => { event.preventDefault(); this.runForm(); } },
+    const onsubmit = (event) => {
+      event.preventDefault();
+      this.runForm();
+    };
+    this.form = h("form", { class: "dl-form", "aria-label": "Prompt and settings", onsubmit },
       h("div", { class: "dl-prompt" }, field("Prompt", this.prompt, "dl-grow"), this.go), settings);
     this.list = h("div", { class: "dl-edits" });
 
-    const act = (/** @type {string} */ text, /** @type {() => void} */ onclick) => h("button", { type: "button", onclick }, text);
     this.tokenHeading = h("h4", {});
     this.token = h("input", { type: "text", spellcheck: "false" });
-    this.remask = act("Mask it and go on", () => this.edit(this.force(null)));
-    this.forceIt = act("Force and go on", () => this.token.value && this.edit(this.force(this.token.value)));
+    this.remask = button("Mask it and go on", () => this.edit(this.force(null)));
+    this.forceIt = button("Force and go on", () => this.token.value && this.edit(this.force(this.token.value)));
     const changed = () => this.render();
     this.site = h("select", { onchange: changed });
     this.what = h("select", { onchange: changed });
     this.source = h("select", { onchange: changed });
     this.when = h("select", { onchange: changed });
     this.where = h("select", { onchange: changed });
-    fillSelect(this.what, [option("zero", "set to zero"), option("mean", "set to the mean"), option("patch", "patch from a run")], "zero");
+    const changes = [option("zero", "set to zero"), option("mean", "set to the mean"), option("patch", "patch from a run")];
+    fillSelect(this.what, changes, "zero");
     this.sourceField = field("From", this.source);
-    this.apply = act("Apply", () => this.edit(this.ablation()));
+    this.apply = button("Apply", () => this.edit(this.ablation()));
     this.applied = h("p", { class: "dl-numbers" });
     this.actions = h("div", { class: "dl-card dl-actions", role: "group", "aria-label": "Interventions" },
       this.tokenHeading, h("div", { class: "dl-fields" }, field("Token", this.token), this.forceIt, this.remask),
-      h("h4", {}, "Selected cell"), h("div", { class: "dl-fields" }, field("Site", this.site), field("Change", this.what), this.sourceField,
+      h("h4", {}, "Selected cell"),
+      h("div", { class: "dl-fields" }, field("Site", this.site), field("Change", this.what), this.sourceField,
         field("Steps", this.when), field("Positions", this.where)), this.applied, this.apply);
   }
 
   fillSamplers() {
     const { models } = this.explorer.manifest, model = models[Number(this.model.value)] ?? models[0];
-    const samplers = /** @type {[string, string][]} */ ([["", "default"], ...model.samplers.map((/** @type {string} */ name) => option(name))]);
+    const samplers = ([["", "default"], ...model.samplers.map((name) => option(name))]);
     fillSelect(this.sampler, samplers, model.samplers.includes(this.sampler.value) ? this.sampler.value : "");
     this.sampler.disabled = model.grows;
   }
@@ -996,8 +1055,9 @@ class Experiments {
   /** Show the settings of a run in the form. */
   read(run) {
     const { models } = this.explorer.manifest, spec = run?.spec;
-    const both = /** @type {[any, string][]} */ (models.length > 1 ? [["all", "all, side by side"]] : []);
-    fillSelect(this.model, [...models.map(({ name }, /** @type {number} */ i) => [i, name]), ...both], this.model.value === "all" ? "all" : spec?.model ?? 0);
+    const both = (models.length > 1 ? [["all", "all, side by side"]] : []);
+    const chosen = this.model.value === "all" ? "all" : spec?.model ?? 0;
+    fillSelect(this.model, [...models.map(({ name }, i) => [i, name]), ...both], chosen);
     this.fillSamplers();
     if (!spec) return;
     this.prompt.value = spec.prompt;
@@ -1011,32 +1071,40 @@ class Experiments {
     const { spec } = run;
     this.actions.hidden = !spec;
     setText(this.tokenHeading, `Position ${position} at step ${step}`);
-    fillSelect(this.site, [option("resid", `residual stream, block ${block}`), option("attn", `attention, block ${block}`), option("mlp", `MLP, block ${block}`),
-      option("head", `head ${head}, block ${block}`)], this.site.value || "attn");
+    const places = [option("resid", `residual stream, block ${block}`), option("attn", `attention, block ${block}`),
+      option("mlp", `MLP, block ${block}`), option("head", `head ${head}, block ${block}`)];
+    fillSelect(this.site, places, this.site.value || "attn");
     fillSelect(this.when, [option("this", `step ${step}`), option("all", "all steps")], this.when.value || "all");
     fillSelect(this.where, [option("this", `position ${position}`), option("all", "all positions")], this.where.value || "all");
-    const others = explorer.runs.filter((other) => other.model === run.model && other.spec).map(({ id, label }) => option(id, label));
-    fillSelect(this.source, [option("", "the run without interventions"), ...others], this.source.value);
+    const others = explorer.runs.filter((other) => other.model === run.model && other.spec);
+    const sources = [option("", "the run without interventions"), ...others.map(({ id, label }) => option(id, label))];
+    fillSelect(this.source, sources, this.source.value);
     this.sourceField.hidden = this.what.value === "zero";
     setText(this.applied, describe(this.ablation(), explorer.runs));
     const edits = spec?.interventions ?? [];
     this.list.hidden = edits.length === 0;
-    const remove = (/** @type {number} */ index) => this.run({ ...spec, interventions: edits.filter((_, /** @type {number} */ i) => i !== index), base: edits.length > 1 ? spec.base : null });
-    this.list.replaceChildren(h("span", {}, "Interventions:"), ...edits.map((edit, /** @type {number} */ i) => {
+    const remove = (index) => {
+      const interventions = edits.filter((_, i) => i !== index);
+      return this.run({ ...spec, interventions, base: interventions.length ? spec.base : null });
+    };
+    this.list.replaceChildren(h("span", {}, "Interventions:"), ...edits.map((edit, i) => {
       const text = describe(edit, explorer.runs);
-      return h("span", { class: "dl-edit" }, text, h("button", { type: "button", "aria-label": `Remove: ${text}`, onclick: () => remove(i) }, "×"));
+      return h("span", { class: "dl-edit" }, text, button("×", () => remove(i), { "aria-label": `Remove: ${text}` }));
     }));
   }
 
-  force(/** @type {string|null} */ token) {
+  force(token) {
     const { step, position } = this.explorer.panel;
     return { what: "force", step, position, token };
   }
 
   ablation() {
     const { step, position, block, head } = this.explorer.panel, site = this.site.value;
-    return { what: this.what.value, site, layer: block, head: site === "head" ? head : null, positions: this.where.value === "this" ? [position] : null,
-      steps: this.when.value === "this" ? [step] : null, source: this.what.value === "zero" ? null : this.source.value || null };
+    return {
+      what: this.what.value, site, layer: block, head: site === "head" ? head : null,
+      positions: this.where.value === "this" ? [position] : null, steps: this.when.value === "this" ? [step] : null,
+      source: this.what.value === "zero" ? null : this.source.value || null,
+    };
   }
 
   /** Run again with one more intervention, and compare with the run that has none. */
@@ -1047,9 +1115,12 @@ class Experiments {
 
   async runForm() {
     const subject = this.subject.value.trim() ? this.subject.value.split(",").map(Number) : null;
-    const spec = { prompt: this.prompt.value, length: this.length.value ? Number(this.length.value) : null, steps: Number(this.steps.value),
-      sampler: this.sampler.value || null, cfg_scale: Number(this.guidance.value), temperature: Number(this.temperature.value), seed: Number(this.seed.value),
-      answer: orNull(this.answer.value), subject, interventions: [], base: null };
+    const spec = {
+      prompt: this.prompt.value, length: this.length.value ? Number(this.length.value) : null, steps: Number(this.steps.value),
+      sampler: this.sampler.value || null, cfg_scale: Number(this.guidance.value),
+      temperature: Number(this.temperature.value), seed: Number(this.seed.value),
+      answer: orNull(this.answer.value), subject, interventions: [], base: null,
+    };
     if (this.model.value !== "all") return this.run({ ...spec, model: Number(this.model.value) });
     const runs = [];
     for (const model of this.explorer.manifest.models.keys()) runs.push(await this.run({ ...spec, model }));
@@ -1082,19 +1153,23 @@ class Experiments {
 
 // 12. The explorer ----------------------------------------------------------------------------------------------------
 
-const HELP = "Arrow keys move inside a map, Home and End go to the ends of a row, Page Up and Page Down to the ends of a column. [ and ] change the step, Escape closes a dialog.";
+const HELP = "Arrow keys move inside a map, Home and End go to the ends of a row, Page Up and Page Down to the ends of a " +
+  "column. [ and ] change the step, Escape closes a dialog.";
 
 /** All of it: the state, what is loaded, the toolbar, one or two panels, the inspector. */
 class Explorer {
-  constructor(/** @type {HTMLElement} */ element, /** @type {Source} */ source, /** @type {boolean} */ usesHash) {
+  constructor(element, /** @type {Source} */ source, usesHash) {
     this.source = source;
     this.usesHash = usesHash;
     this.manifest = null;
     /** @type {Map<string, any>} */ this.chunks = new Map();
-    /** @type {Record<string, number>} */ this.limits = { entropy: 1, rank: 1, "change of probability": 0.1, "change of entropy": 0.1 };
+    /** @type {Record<string, number>} */ this.limits = { entropy: 1, rank: 1 };
+    for (const name of Object.keys(CHANGES)) this.limits[name] = 0.1;
     /** @type {Set<string>} */ this.traced = new Set();
     /** @type {State & Record<string, any>} */
-    this.state = { run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, colour: "top", trace: "", wide: false };
+    this.state = {
+      run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, colour: "top", trace: "", wide: false,
+    };
     this.root = element;
     element.classList.add("dl-explorer");
     this.abort = new AbortController();
@@ -1121,22 +1196,30 @@ class Explorer {
   }
 
   build() {
-    const set = (/** @type {string} */ name, control, convert = (/** @type {string} */ x) => (x)) => (control.onchange = () => this.set({ [name]: convert(control.value) }), control);
+    const set = (name, control, convert = (x) => x) => {
+      control.addEventListener("change", () => this.set({ [name]: convert(control.value) }));
+      return control;
+    };
     this.runSelect = set("run", h("select"));
     this.compareSelect = set("compare", h("select"));
     this.layerSelect = set("layer", h("select"), Number);
     this.headSelect = set("head", h("select"), Number);
     this.colourSelect = set("colour", h("select"));
-    this.slider = h("input", { type: "range", min: 0, step: 1, oninput: () => this.set({ step: this.steps[Number(this.slider.value)] }) });
+    const slide = () => this.set({ step: this.steps[Number(this.slider.value)] });
+    this.slider = h("input", { type: "range", min: 0, step: 1, oninput: slide });
     this.stepText = h("span", { class: "dl-step-text" });
-    const stepBy = (change) => this.set({ step: this.steps[clamp(this.steps.indexOf(this.state.step) + change, 0, this.steps.length - 1)] });
-    this.stepBy = stepBy;
-    this.play = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.playing(!this.timer) }, "Play");
-    this.wide = h("input", { type: "checkbox", onchange: () => { this.state.wide = this.wide.checked; this.panels.forEach((panel) => panel.fit()); this.render(); } });
+    const stepBy = (this.stepBy = (change) => {
+      const index = this.steps.indexOf(this.state.step) + change;
+      return this.set({ step: this.steps[clamp(index, 0, this.steps.length - 1)] });
+    });
+    this.play = button("Play", () => this.playing(!this.timer), { "aria-pressed": "false" });
+    this.wide = h("input", { type: "checkbox", onchange: () => this.set({ wide: this.wide.checked }) });
     const runs = h("div", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("Compare with", this.compareSelect));
-    const steps = h("div", { class: "dl-group dl-steps" }, h("button", { type: "button", "aria-label": "previous step", onclick: () => stepBy(-1) }, "◀"), field("Step", this.slider, "dl-grow"),
-      h("button", { type: "button", "aria-label": "next step", onclick: () => stepBy(1) }, "▶"), this.play, this.stepText);
-    const choices = h("div", { class: "dl-group" }, field("Layer", this.layerSelect), field("Head", this.headSelect), field("Lens shows", this.colourSelect), field("Wide columns", this.wide, "dl-check"));
+    const steps = h("div", { class: "dl-group dl-steps" },
+      button("◀", () => stepBy(-1), { "aria-label": "previous step" }), field("Step", this.slider, "dl-grow"),
+      button("▶", () => stepBy(1), { "aria-label": "next step" }), this.play, this.stepText);
+    const choices = h("div", { class: "dl-group" }, field("Layer", this.layerSelect), field("Head", this.headSelect),
+      field("Lens shows", this.colourSelect), field("Wide columns", this.wide));
     this.runsGroup = runs;
     this.status = h("div", { class: "dl-status", role: "status", "aria-live": "polite" });
     this.alert = h("div", { class: "dl-alert", role: "alert", hidden: true });
@@ -1144,7 +1227,7 @@ class Explorer {
     this.inspector = new Inspector(this);
     this.main = h("div", { class: "dl-main" }, this.inspector.element);
     this.dialog = h("dialog", { class: "dl-dialog", "aria-labelledby": ids() });
-    this.runCode = h("button", { type: "button", class: "dl-code", onclick: () => this.showCode(this.panel.run, "run", "The run") }, "as Python");
+    this.runCode = codeButton(() => this.showCode(this.panel.run, "run", "The run"));
     this.root.append(h("header", { class: "dl-title" }, h("h1", {}, this.manifest.title), this.runCode));
     if (this.source.live) {
       this.experiments = new Experiments(this);
@@ -1159,23 +1242,25 @@ class Explorer {
     this.main.hidden = this.runs.length === 0;
 
     const { signal } = this.abort;
-    this.root.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-      if (/** @type {Element} */ (event.target).closest("input:not([type=range]):not([type=checkbox]), textarea, select") || event.ctrlKey || event.metaKey) return;
+    this.root.addEventListener("keydown", (event) => {
+      const typing = event.target.closest("input:not([type=range]):not([type=checkbox]), textarea, select");
+      if (typing || event.ctrlKey || event.metaKey) return;
       if (event.key === "[" || event.key === "]") stepBy(event.key === "[" ? -1 : 1);
     }, { signal });
     const repaint = () => this.isDark() !== this.dark && this.render();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint, { signal });
     this.themes = new MutationObserver(repaint);
-    for (const themed of [document.documentElement, document.body]) this.themes.observe(themed, { attributes: true, attributeFilter: ["data-theme", "class", "data-jp-theme-light"] });
+    const attributeFilter = ["data-theme", "class", "data-jp-theme-light"];
+    for (const themed of [document.documentElement, document.body]) this.themes.observe(themed, { attributeFilter });
     if (this.usesHash) addEventListener("hashchange", () => { this.readHash(); this.settle(); this.render(); }, { signal });
     this.dark = this.isDark();
   }
 
   isDark() { return getComputedStyle(this.root).getPropertyValue("--dl-dark").trim() === "1"; }
-  colours(/** @type {string} */ view) { return ramp(view, this.dark); }
+  colours(view) { return ramp(view, this.dark); }
 
   /** A chunk, decoded. @returns {Promise<Chunk>} */
-  chunk(run, /** @type {string} */ name) {
+  chunk(run, name) {
     const key = `${run.id} ${name}`;
     if (!this.chunks.has(key)) {
       const promise = this.source.chunk(run.id, name).then(decodeChunk);
@@ -1185,38 +1270,34 @@ class Explorer {
     return this.chunks.get(key);
   }
 
-  /** Colours of a quantity of the lens, and where a cell is on its scale, 0 to 1. Limits only grow, so that scales hold still. */
-  lensScale(run, /** @type {Chunk} */ chunk, /** @type {string} */ quantity, base = null, /** @type {Chunk|null} */ baseChunk = null) {
-    const { limits } = this, name = { ...LENS_COLOURS, ...Object.fromEntries(Object.keys(CHANGES).map((key) => [key, key])) }[quantity];
-    const cellOf = (/** @type {number} */ layer, /** @type {number} */ position) => {
-      const row = run.lens.layers.indexOf(layer), column = run.lens.positions.indexOf(position), { tables } = chunk;
-      if (quantity === "top") return read(tables.top_probabilities, row, column, 0);
-      if (quantity === "rank") { const rank = read(tables.rank, row, column); return rank < 0 ? NaN : Math.log10(rank + 1); }
-      if (!(quantity in CHANGES)) return read(tables[quantity], row, column);
-      const other = lensAt(base, baseChunk, layer, position), own = lensAt(run, chunk, layer, position);
-      if (!other || !own || (CHANGES[quantity] === "probability" && other.target !== own.target)) return NaN;
-      return own[CHANGES[quantity]] - other[CHANGES[quantity]];
-    };
+  /** Colours of a quantity, and where a cell is on its scale, 0 to 1. Limits only grow, so that scales hold still. */
+  lensScale(run, /** @type {Chunk} */ chunk, quantity, base = null, /** @type {Chunk|null} */ baseChunk = null) {
+    const { limits } = this, isChange = quantity in CHANGES;
+    const at = (layer, position) => (isChange ? lensChange(run, chunk, base, baseChunk, CHANGES[quantity], layer, position)
+      : lensNumber(run, chunk, quantity, layer, position));
     if (quantity in limits) {
-      for (const layer of run.lens.layers) for (const position of run.lens.positions) {
-        const x = Math.abs(cellOf(layer, position));
-        if (x > limits[quantity]) limits[quantity] = roundUp(x);
+      for (const layer of run.lens.layers) {
+        for (const position of run.lens.positions) {
+          const x = Math.abs(at(layer, position));
+          if (x > limits[quantity]) limits[quantity] = roundUp(x);
+        }
       }
     }
-    const limit = limits[quantity] ?? 1;
-    const round = String(Number(limit.toPrecision(3)));
-    if (quantity in CHANGES) {
-      return { colours: this.colours("change"), ends: { name, low: `−${round}`, high: `+${round}` },
-        value: (/** @type {number} */ layer, /** @type {number} */ position) => { const x = cellOf(layer, position); return { at: (x / limits[quantity] + 1) / 2, text: Number.isNaN(x) ? "has another target" : signed(x) }; } };
+    const limit = limits[quantity] ?? 1, name = LENS_COLOURS[quantity] ?? quantity;
+    const end = quantity === "rank" ? `${Math.round(10 ** limit - 1)}` : `${Number(limit.toPrecision(3))}`;
+    const share = (x) => x / (limits[quantity] ?? 1);
+    if (isChange) {
+      const value = (layer, position) => (share(at(layer, position)) + 1) / 2;
+      return { at, value, colours: this.colours("change"), ends: { name, low: `−${end}`, high: `+${end}` } };
     }
-    const falls = quantity === "rank" || quantity === "entropy"; // what is certain is saturated in every choice
-    const ends = !falls ? { low: "0", high: "1" } : { low: quantity === "rank" ? `${Math.round(10 ** limit - 1)}` : round, high: "0" };
-    return { colours: this.colours("lens"), ends: { name, ...ends },
-      value: (/** @type {number} */ layer, /** @type {number} */ position) => { const x = cellOf(layer, position); return { at: falls ? 1 - x / limits[quantity] : x, text: "" }; } };
+    // What is certain is saturated, whichever quantity is shown.
+    const falls = quantity === "rank" || quantity === "entropy";
+    const value = (layer, position) => (falls ? 1 - share(at(layer, position)) : share(at(layer, position)));
+    return { at, value, colours: this.colours("lens"), ends: { name, low: falls ? end : "0", high: falls ? "0" : end } };
   }
 
   /** Change the state and draw. */
-  set(/** @type {Record<string, any>} */ change) {
+  set(change) {
     Object.assign(this.state, change);
     if (change.position !== undefined && change.key === undefined) this.state.key = null;
     this.settle();
@@ -1234,7 +1315,8 @@ class Explorer {
     const model = modelOf(this.manifest, run);
     state.run = run.id;
     if (!this.runs.some((one) => one.id === state.compare) || state.compare === state.run) state.compare = "";
-    if (state.position < 0) state.position = Math.max(0, run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0);
+    const written = run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0;
+    if (state.position < 0) state.position = Math.max(0, written);
     const middle = Math.floor(model.n_layers / 2), cached = run.attention?.layers ?? [];
     if (state.layer < 0) state.layer = cached.includes(middle) ? middle : cached[0] ?? middle;
     const other = this.runs.find((one) => one.id === state.compare);
@@ -1294,7 +1376,8 @@ class Explorer {
         if (run.lens?.steps.includes(near)) this.chunk(run, `lens/${near}`);
         if (run.alternatives?.steps.includes(near)) this.chunk(run, `alternatives/${near}`);
         if (trace?.steps.includes(near)) this.chunk(run, `trace/${trace.name}/${near}`);
-        if (run.attention?.layers.includes(block) && run.attention.steps.includes(near)) this.chunk(run, `attention/${block}/${near}`);
+        const { layers, steps } = run.attention ?? { layers: [], steps: [] };
+        if (layers.includes(block) && steps.includes(near)) this.chunk(run, `attention/${block}/${near}`);
       }
     });
   }
@@ -1304,13 +1387,16 @@ class Explorer {
     this.runsGroup.hidden = runs.length < 2;
     this.runCode.hidden = !run.python?.run;
     fillSelect(this.runSelect, runs.map(({ id, label }) => [id, label]), state.run);
-    fillSelect(this.compareSelect, [["", "–"], ...runs.filter(({ id }) => id !== state.run).map(({ id, label }) => [id, label])], state.compare);
+    const others = runs.filter(({ id }) => id !== state.run).map(({ id, label }) => option(id, label));
+    fillSelect(this.compareSelect, [option("", "–"), ...others], state.compare);
     const layers = run.lens ? run.lens.layers : Array.from({ length: model.n_layers }, (_, i) => i);
-    fillSelect(this.layerSelect, layers.map((/** @type {number} */ layer, /** @type {number} */ i) => [layer, run.lens ? run.lens.labels[i] : String(layer)]), state.layer);
+    fillSelect(this.layerSelect, layers.map((layer, i) => [layer, run.lens ? run.lens.labels[i] : String(layer)]), state.layer);
     fillSelect(this.headSelect, Array.from({ length: model.n_heads }, (_, i) => [i, String(i)]), state.head);
-    fillSelect(this.colourSelect, [...Object.entries(LENS_COLOURS), ...(panel.base?.lens ? Object.keys(CHANGES).map((name) => option(name)) : [])], state.colour);
+    const changes = panel.base?.lens ? Object.keys(CHANGES).map((name) => option(name)) : [];
+    fillSelect(this.colourSelect, [...Object.entries(LENS_COLOURS), ...changes], state.colour);
     const time = run.times?.[run.steps.indexOf(panel.step)];
-    setText(this.stepText, `${panel.step} of ${run.steps[0]}–${lastStep(run)}${time === undefined ? "" : `, t ${time.toFixed(2)}`}`);
+    const shownTime = time === undefined ? "" : `, t ${time.toFixed(2)}`;
+    setText(this.stepText, `${panel.step} of ${run.steps[0]}–${lastStep(run)}${shownTime}`);
     this.slider.setAttribute("aria-valuetext", `step ${panel.step}`);
   }
 
@@ -1329,14 +1415,14 @@ class Explorer {
     this.inspector.render(cell ? panel : this.panel, cell).catch((error) => this.fail(error.message));
   }
 
-  say(/** @type {string} */ text) { setText(this.status, text); }
+  say(text) { setText(this.status, text); }
 
-  fail(/** @type {string|null} */ message) {
+  fail(message) {
     this.alert.hidden = message === null;
     setText(this.alert, message ?? "");
   }
 
-  playing(/** @type {boolean} */ on) {
+  playing(on) {
     clearInterval(this.timer);
     this.timer = on ? setInterval(() => {
       if (this.state.step === this.steps.at(-1)) this.playing(false);
@@ -1348,10 +1434,11 @@ class Explorer {
   }
 
   /** The code that gives a view's numbers, with the current selection in it. */
-  showCode(run, /** @type {string} */ view, /** @type {string} */ title) {
+  showCode(run, view, title) {
     const { step, layer, head, position } = this.state, name = this.panel.trace?.name ?? "";
-    const code = fillIn(run.python?.[view] ?? "", { step, layer: view === "attention" ? this.panel.block : layer, head, position, name });
-    const done = h("button", { type: "button", onclick: () => this.dialog.close() }, "Close");
+    const shown = { step, layer: view === "attention" ? this.panel.block : layer, head, position, name };
+    const code = fillIn(run.python?.[view] ?? "", shown);
+    const done = button("Close", () => this.dialog.close());
     const copy = h("button", { type: "button", class: "dl-primary", onclick: async () => {
       try {
         await navigator.clipboard.writeText(code);
@@ -1362,7 +1449,8 @@ class Explorer {
       }
     } }, "Copy");
     const pre = h("pre", { tabindex: 0 }, h("code", {}, code));
-    this.dialog.replaceChildren(h("h2", { id: this.dialog.getAttribute("aria-labelledby") }, `${title} as Python`), pre, h("div", { class: "dl-buttons" }, copy, done));
+    const heading = h("h2", { id: this.dialog.getAttribute("aria-labelledby") }, `${title} as Python`);
+    this.dialog.replaceChildren(heading, pre, h("div", { class: "dl-buttons" }, copy, done));
     this.dialog.showModal();
   }
 
@@ -1398,15 +1486,15 @@ class Explorer {
 
 // 13. Places to mount it ----------------------------------------------------------------------------------------------
 
-function mount(/** @type {HTMLElement} */ element, /** @type {Source} */ source, /** @type {boolean} */ usesHash) {
+function mount(element, /** @type {Source} */ source, usesHash) {
   const explorer = new Explorer(element, source, usesHash);
   explorer.start();
   return () => explorer.close();
 }
 
 /** Mount in a page that contains its data. */
-export const mountFile = (/** @type {HTMLElement} */ element) => mount(element, fileSource(), true);
+export const mountFile = (element) => mount(element, fileSource(), true);
 /** Mount in the page of `diffusion-lens explore`. */
-export const mountLive = (/** @type {HTMLElement} */ element) => mount(element, liveSource(), true);
+export const mountLive = (element) => mount(element, liveSource(), true);
 /** For anywidget. */
 export default { render: (/** @type {{model: any, el: HTMLElement}} */ { model, el }) => mount(el, widgetSource(model), false) };

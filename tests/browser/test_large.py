@@ -1,5 +1,6 @@
 """A run of 52 positions, 32 steps and 20 layers: a file below 3 MB whose views change within 200 ms."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,24 @@ def test_the_file_is_below_three_megabytes(pages: dict[str, Path]) -> None:
     ],
 )
 def test_views_change_within_200_ms(opened: Callable[..., Any], selector: str, values: list[str | None]) -> None:
+    """The page's thread works for less than 200 ms, and no more passes if the machine does nothing else."""
     page = opened("large", fragment="#layer=10&step=1")
-    times = [page.evaluate(TIMED, [selector, value]) for value in values]
-    assert min(times) < 200, times  # the fastest, because the machine does other things at the same time
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    passed, worked = [], []
+    for value in values:
+        before = work(session)
+        passed.append(page.evaluate(TIMED, [selector, value]))
+        worked.append(1000 * (work(session) - before))
+    assert min(worked) < 200, worked
+    if os.getloadavg()[0] < (os.cpu_count() or 1):
+        assert min(passed) < 200, passed
+
+
+def work(session: Any) -> float:
+    """Seconds for which the page's main thread has had a processor."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
 def test_labels_of_52_columns_do_not_overlap(opened: Callable[..., Any]) -> None:
