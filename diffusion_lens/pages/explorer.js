@@ -213,7 +213,7 @@ export function listed(noun, numbers) {
 /** An intervention in words. */
 export function describe(edit, runs = []) {
   if (edit.what === "force") {
-    return `position ${edit.position} ${edit.token === null ? "masked" : `set to ${quoted(edit.token)}`} at step ${edit.step}`;
+    return `position ${edit.position} ${edit.token === null ? "masked" : `set to ${quoted(edit.token)}`} before step ${edit.step}`;
   }
   const site = edit.site === "head" ? `head ${edit.head}` : sites[edit.site];
   const source = runs.find((run) => run.id === edit.source)?.label ?? "the run without interventions";
@@ -1070,7 +1070,7 @@ class Experiments {
     const { explorer } = this, panel = explorer.panel, { run, position, step, block, head } = panel;
     const { spec } = run;
     this.actions.hidden = !spec;
-    setText(this.tokenHeading, `Position ${position} at step ${step}`);
+    setText(this.tokenHeading, `Position ${position}, before step ${this.forcedStep}`);
     const places = [option("resid", `residual stream, block ${block}`), option("attn", `attention, block ${block}`),
       option("mlp", `MLP, block ${block}`), option("head", `head ${head}, block ${block}`)];
     fillSelect(this.site, places, this.site.value || "attn");
@@ -1093,9 +1093,14 @@ class Experiments {
     }));
   }
 
+  /** A token is changed in the canvas that is shown, which the next step reads; after the last step, in that step's. */
+  get forcedStep() {
+    const { run, step } = this.explorer.panel;
+    return Math.min(step + 1, lastStep(run));
+  }
+
   force(token) {
-    const { step, position } = this.explorer.panel;
-    return { what: "force", step, position, token };
+    return { what: "force", step: this.forcedStep, position: this.explorer.panel.position, token };
   }
 
   ablation() {
@@ -1386,6 +1391,8 @@ class Explorer {
     const { state, runs, panel } = this, { run, model } = panel;
     this.runsGroup.hidden = runs.length < 2;
     this.runCode.hidden = !run.python?.run;
+    this.headSelect.parentNode.hidden = !run.attention;
+    this.colourSelect.parentNode.hidden = !run.lens;
     fillSelect(this.runSelect, runs.map(({ id, label }) => [id, label]), state.run);
     const others = runs.filter(({ id }) => id !== state.run).map(({ id, label }) => option(id, label));
     fillSelect(this.compareSelect, [option("", "–"), ...others], state.compare);

@@ -243,5 +243,7 @@ def test_a_page_of_traced_steps_only(opened: Open, run: Any, tmp_path: Any) -> N
     page = opened(path.as_uri())
     assert page.get_by_label("Step", exact=True).get_attribute("max") == str(len(run.trace.steps) - 1)
     assert page.locator(".dl-lens .dl-note").is_visible()
+    assert not page.get_by_label("Head", exact=True).is_visible()
+    assert not page.get_by_label("Lens shows", exact=True).is_visible()
     first = label(page, "trace", 0, 0)
     assert f"p {run.trace.scores[0, 0, run.trace.layers[-1]]:.3f}" in first

@@ -71,7 +71,7 @@ def test_a_forced_token_changes_the_run_from_its_step(opened: Open, address: str
     base = model.denoise(prompt_of(page), steps=5)
     step, position = 2, int(base.given[0].sum()) + 1
     token = next(iter(model.to_tokens(" the", prepend_bos=False)[0].tolist()))
-    at(page, step, position)
+    at(page, step - 1, position)  # the canvas after that step, which the next one reads
     page.get_by_label("Token", exact=True).fill(model.words([token])[0])
     page.get_by_role("button", name="Force and go on").click()
     expect(page.get_by_role("status")).to_contain_text("Done: ")
@@ -95,7 +95,7 @@ def test_a_token_is_masked_again(opened: Open, address: str) -> None:
     at(page, 4, 0)
     page.get_by_role("button", name="Mask it and go on").click()
     expect(page.get_by_role("status")).to_contain_text(re.compile("Done: |step"))
-    expect(page.locator(".dl-edit")).to_contain_text("position 0 masked at step 4")
+    expect(page.locator(".dl-edit")).to_contain_text("position 0 masked before step 4")
 
 
 def test_an_ablation_by_clicking_is_that_of_the_library(opened: Open, address: str, model: Any) -> None:

@@ -87,11 +87,11 @@ def test_a_forced_token_makes_a_run_that_is_compared(opened: Callable[..., Any])
     page.get_by_role("button", name="Force and go on").click()
     expect(page.locator("h2")).to_have_text("forced")
     spec = page.evaluate("window.asked.find(({ ask }) => ask === 'run').spec")
-    assert spec["interventions"] == [{"what": "force", "step": 0, "position": 9, "token": " w"}]
+    assert spec["interventions"] == [{"what": "force", "step": 1, "position": 9, "token": " w"}]
     assert spec["base"] == "run"
     assert {name: spec[name] for name in SPEC} == SPEC
     assert "1 token differs from “random numbers”" in page.locator(".dl-changes").inner_text()
-    expect(page.locator(".dl-edits")).to_contain_text("position 9 set to “␣w” at step 0")
+    expect(page.locator(".dl-edits")).to_contain_text("position 9 set to “␣w” before step 1")
 
 
 def test_a_view_that_cannot_be_read_says_so_and_the_others_stay(opened: Callable[..., Any]) -> None:
