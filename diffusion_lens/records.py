@@ -267,7 +267,8 @@ def _hooks(attached: Any) -> str:
 
 def one_line(result: Any) -> str:
     """A result in one line, for `__repr__`: its class, model, numbers, and tensors by axis and size."""
-    shown = [str(result.record["model"])] if result.record.get("model") else []
+    model = getattr(result, "record", {}).get("model")  # The results of one fact have no record.
+    shown = [str(model)] if model else []
     for field in fields(result):
         value = getattr(result, field.name)
         if isinstance(value, Tensor):

@@ -15,8 +15,9 @@ from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.records import one_line
 
 FACTS = toy_facts.load().facts("p2d", "p2d")[:10:5]
-# Not results of a computation on a model: a phase of a training, a folder, a study before it runs, a report of text.
-OTHERS = {"Trained", "FactFolder", "Study", "CheckReport"}
+# Not results of a computation on a model: a phase and the state of a training, a folder, a study before it runs, a
+# report of text.
+OTHERS = {"Trained", "RunState", "FactFolder", "Study", "CheckReport"}
 
 
 def test_results_show_one_line(tiny: Any) -> None:
@@ -41,7 +42,9 @@ def test_every_result_has_a_line_of_its_own() -> None:
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
             is_result = inspect.isclass(value) and dataclasses.is_dataclass(value) and value.__module__ == module.name
-            if is_result and "record" in {field.name for field in dataclasses.fields(value)} and name not in OTHERS:
+            if not is_result or name in OTHERS:
+                continue
+            if "record" in {field.name for field in dataclasses.fields(value)} or hasattr(value, "save"):
                 generated = inspect.unwrap(value.__repr__).__code__.co_filename == "<string>"
                 flooding += [name] if generated else []
     assert flooding == []

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from diffusion_lens.records import one_line
+
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryDiff:
@@ -23,6 +25,8 @@ class TrajectoryDiff:
     tokens: Bool[Tensor, "batch pos"]
     order: Bool[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
+
+    __repr__ = one_line
 
     @classmethod
     def of(cls, first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_step: int) -> "TrajectoryDiff":

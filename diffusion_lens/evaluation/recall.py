@@ -28,7 +28,7 @@ from diffusion_lens.evaluation.scores import (
     word_bleu,
 )
 from diffusion_lens.facts import Fact
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,8 @@ class Reply:
     contained: Bool[Tensor, "step"]
     exact: Bool[Tensor, "step"]
     character_bleu: Float[Tensor, "step"]
+
+    __repr__ = one_line
 
     @classmethod
     def to(cls, fact: Fact, written: Sequence[str]) -> "Reply":

@@ -14,7 +14,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.display import Table, shaped
 from diffusion_lens.one_layer.toy import VARIANTS, Cell
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 # Panels of the figure: the title, and the measure.
 PANELS = {
@@ -59,6 +59,8 @@ class CellCurves:
     values: Float[Tensor, "step measure"]
     final_loss: float
     seconds: float
+
+    __repr__ = one_line
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

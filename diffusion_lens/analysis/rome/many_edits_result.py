@@ -15,7 +15,7 @@ from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.rome.success import GROUPS, by_probe, edited_layers
 from diffusion_lens.analysis.rome.weight_edit import say_layers
 from diffusion_lens.display import Table
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")
 
@@ -36,6 +36,8 @@ class EditOutcome:
     probabilities: Float[Tensor, "state probe"]
     groups: list[str]
     searched: float
+
+    __repr__ = one_line
 
     @classmethod
     def of(

@@ -15,7 +15,7 @@ from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.display import Table
 from diffusion_lens.facts import Direction
-from diffusion_lens.records import load_fields, network_of, save_fields
+from diffusion_lens.records import load_fields, network_of, one_line, save_fields
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
@@ -38,6 +38,8 @@ class FactVectors:
     deltas: Float[Tensor, "layer d_model"]
     before: float
     after: Float[Tensor, "layer"]
+
+    __repr__ = one_line
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,8 @@ class FactSignatures:
     transfers: Float[Tensor, "parameter"]
     steps: Float[Tensor, "estimate"]
     probabilities: Float[Tensor, "canvas"]
+
+    __repr__ = one_line
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
