@@ -72,10 +72,10 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_a_trace_by_step_is_the_librarys(model: HookedDiffusionTransformer, tmp_path: Path) -> None:
     name = model.cfg.model_name
-    said = done("trace", name, *TRACE, *LENGTH, "--steps", "8", "--samples", "2", "--out", str(tmp_path))
+    said = done("trace", name, *TRACE, *LENGTH, "--steps", "8", "--samples", "1", "--out", str(tmp_path))
     query, run = asked(model, FACT, steps=8)
     noise = noise_scale(model, [query])
-    expected = trace_trajectory(model, query, trajectory=run, noise=noise, samples=2)
+    expected = trace_trajectory(model, query, trajectory=run, noise=noise, samples=1)
     saved = TrajectoryTrace.load(tmp_path / "trace.safetensors")
     assert saved.steps == expected.steps
     same(saved.scores, expected.scores)
@@ -103,9 +103,9 @@ def test_a_trace_by_step_is_the_librarys(model: HookedDiffusionTransformer, tmp_
 
 def test_steps_and_canvases_of_a_trace_may_be_chosen(mdm: HookedDiffusionTransformer, tmp_path: Path) -> None:
     more = ["--steps", "8", "--at-step", "3", "--at-step", "0", "--canvas", "free", "--cfg-scale", "0.5"]
-    done("trace", "site-mdm", *TRACE, *LENGTH, *more, "--noise", "0.3", "--samples", "2", "--out", str(tmp_path))
+    done("trace", "site-mdm", *TRACE, *LENGTH, *more, "--noise", "0.3", "--samples", "1", "--out", str(tmp_path))
     query, run = asked(mdm, FACT, steps=8, cfg_scale=0.5)
-    expected = trace_trajectory(mdm, query, [3, 0], "free", trajectory=run, noise=0.3, samples=2)
+    expected = trace_trajectory(mdm, query, [3, 0], "free", trajectory=run, noise=0.3, samples=1)
     saved = TrajectoryTrace.load(tmp_path / "trace.safetensors")
     assert saved.steps == [3, 0]
     assert saved.record["canvas"] == "free"
@@ -120,10 +120,10 @@ def test_a_step_after_the_answer_is_refused() -> None:
 
 
 def test_an_average_by_step_is_the_librarys(mdm: HookedDiffusionTransformer, tmp_path: Path) -> None:
-    more = ["--data", "site", "--trained", "p2d", "--asked", "p2d", "--limit", "2", "--length", "16"]
+    more = ["--data", "site", "--trained", "p2d", "--asked", "p2d", "--limit", "1", "--length", "16"]
     loop = ["--by-step", "--steps", "3", "--samples", "1", "--noise", "0.5"]
     said = done("aie", "site-mdm", *more, *loop, "--out", str(tmp_path))
-    facts = open_source("site").pick("p2d", "p2d", 2)
+    facts = open_source("site").pick("p2d", "p2d", 1)
     expected = average_trajectory_effect(mdm, facts, noise=0.5, samples=1, length=16, loop=LoopSettings(steps=3))
     saved = AverageTrajectoryEffect.load(tmp_path / "average.safetensors")
     same(saved.effects, expected.effects)
@@ -131,7 +131,7 @@ def test_an_average_by_step_is_the_librarys(mdm: HookedDiffusionTransformer, tmp
     assert results["offsets"] == expected.offsets
     assert results["n_facts"] == expected.n_facts
     assert results["aie"]["subject_last"] == expected.aie[:, expected.roles.index("subject_last")].tolist()
-    assert re.findall(r"^(.*), n = 2: average", said, re.MULTILINE)[-2:] == ["1 step before it", "last token revealed"]
+    assert re.findall(r"^(.*), n = 1: average", said, re.MULTILINE)[-2:] == ["1 step before it", "last token revealed"]
     assert (tmp_path / "average.png").exists()
     command = json.loads((tmp_path / "command.json").read_text())
     assert command["settings"]["first_tokens"] is None, "the whole answer"
