@@ -679,7 +679,14 @@ class RunPanel {
     const confidence = run.confidence ? ` with confidence ${number(run.confidence[position])}` : "";
     const at = run.revealed_at?.[position];
     if (at === undefined) return `${start}${quoted(word)}${changed}`;
+    if (this.replaced(step, position)) return `${start}${quoted(word)}, set by an intervention in place of the token of step ${at}${changed}`;
     return `${start}${quoted(word)}, ${at < 0 || at > step ? "not yet final" : `revealed at step ${at}${confidence}`}${changed}`;
+  }
+
+  /** Whether a token is another one than was revealed there; the confidence is then not this token's. */
+  replaced(step, position) {
+    const at = this.run.revealed_at?.[position] ?? -1;
+    return at >= 0 && at < step && wordAfter(this.run, at, position) !== wordAfter(this.run, step, position);
   }
 
   baseWord(step, position) {
@@ -696,7 +703,7 @@ class RunPanel {
     const { run } = this, word = wordAfter(run, step, p), masked = word === null;
     const kind = [masked ? "dl-masked" : "", run.given[p] ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
       this.differs(step, p) ? "dl-diff" : ""].filter(Boolean).join(" ");
-    const value = masked ? 0 : run.given[p] ? 0 : run.confidence ? run.confidence[p] : 0.25;
+    const value = masked || run.given[p] || this.replaced(step, p) ? 0 : run.confidence ? run.confidence[p] : 0.25;
     return { value: value || 0, text: masked || !this.inCells ? "" : readable(word), label: this.stateAt(step, p), kind };
   }
 
@@ -800,8 +807,9 @@ class RunPanel {
     fillSelect(this.traceSelect, run.traces.map(({ name, kind }) => [name, sites[kind] ?? name]), trace?.name);
     this.traceSelect.hidden = run.traces.length < 2;
     setText(heading, trace ? `Causal trace at step ${step}` : "Causal trace");
+    const made = trace?.lazy ? "A trace can be made" : "The trace was made";
     const reason = !trace ? run.missing.trace ?? "There is no trace." : trace.steps.includes(step) ? null :
-      `The trace was made at ${listed("step", trace.steps)}.`;
+      `${made} at ${listed("step", trace.steps)}.`;
     if (!this.present("trace", reason)) return;
     const asked = `${run.id} ${trace.name}`;
     if (trace.lazy && !explorer.traced.has(asked)) {

@@ -90,6 +90,22 @@ def test_a_forced_token_changes_the_run_from_its_step(opened: Open, address: str
     assert page.locator(".dl-changes span").inner_text().startswith(f"{len(differing)} token")
 
 
+def test_a_token_forced_over_a_revealed_one_is_not_called_revealed(opened: Open, address: str, model: Any) -> None:
+    page = opened(address)
+    base = model.denoise(prompt_of(page), steps=5)
+    position = int((base.revealed_at[0] == 0).nonzero()[0])
+    at(page, 2, position)
+    page.get_by_label("Token", exact=True).fill(
+        model.words([model.to_tokens(" the", prepend_bos=False)[0, 0].item()])[0]
+    )
+    page.get_by_role("button", name="Force and go on").click()
+    expect(page.locator(".dl-edit")).to_have_count(1)
+    cell = page.locator(f'.dl-canvas [data-row="3"][data-column="{position}"]')
+    expect(cell).to_have_attribute("aria-label", re.compile("set by an intervention in place of the token of step 0"))
+    row_before = page.locator(f'.dl-canvas [data-row="1"][data-column="{position}"]')
+    expect(row_before).to_have_attribute("aria-label", re.compile("revealed at step 0 with confidence"))
+
+
 def test_a_token_is_masked_again(opened: Open, address: str) -> None:
     page = opened(address)
     at(page, 4, 0)

@@ -91,6 +91,8 @@ def test_a_forced_token_makes_a_run_that_is_compared(opened: Callable[..., Any])
     assert spec["base"] == "run"
     assert {name: spec[name] for name in SPEC} == SPEC
     assert "1 token differs from “random numbers”" in page.locator(".dl-changes").inner_text()
+    texts = page.locator(".dl-canvas [data-column='11']").evaluate_all("cells => cells.map((cell) => cell.ariaLabel)")
+    assert not any("set by an intervention" in text for text in texts)  # the run reveals another token from the start
     expect(page.locator(".dl-edits")).to_contain_text("position 9 set to “␣w” before step 1")
 
 
