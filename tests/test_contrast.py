@@ -9,7 +9,7 @@ from results import every_result
 from diffusion_lens import plots
 from diffusion_lens.display import PicturedResult
 from diffusion_lens.plots import canvas_html
-from diffusion_lens.plots.axes import HUES
+from diffusion_lens.plots.axes import HUES, ink_on
 
 ENOUGH = 4.5
 
@@ -71,7 +71,16 @@ def texts_of(figure):
 
 
 @pytest.mark.parametrize("hue", [*HUES.values(), "RdBu", "viridis", "viridis_r", "YlGn"])
-def test_tokens_are_read_on_every_colour(hue):
+def test_black_or_white_can_be_read_on_every_colour(hue):
+    from matplotlib import colormaps
+    from matplotlib.colors import to_rgb
+
+    for colour in colormaps[hue](range(256)).tolist():
+        assert contrast(to_rgb(ink_on(colour)), colour[:3]) > ENOUGH
+
+
+@pytest.mark.parametrize("hue", ["viridis", "RdBu"])
+def test_tokens_in_cells_can_be_read(hue):
     values = torch.linspace(0, 1, 240).view(20, 12)
     values[0, :3] = torch.nan
     ax = plots.token_map(

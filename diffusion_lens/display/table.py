@@ -73,8 +73,9 @@ class Table:
             for row in rows
         )
         return (
-            '<div style="overflow-x: auto; max-width: 100%"><table style="border-collapse: collapse; color: inherit; '
-            f'margin: .4em 0"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>{self._rest(len(rows))}'
+            '<div style="overflow-x: auto; max-width: 100%" tabindex="0">'
+            f'<table style="border-collapse: collapse; color: inherit; margin: .4em 0"><thead><tr>{heads}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>{self._rest(len(rows))}"
         )
 
     def _excerpt(self) -> list[int]:
@@ -119,7 +120,8 @@ def _array(values: Any) -> Any:
 
 
 def _cell(tag: str, text: str, right: bool) -> str:
-    return f'<{tag} style="{_CELL} text-align: {"right" if right else "left"}; white-space: pre">{text}</{tag}>'
+    scope = ' scope="col"' if tag == "th" else ""
+    return f'<{tag}{scope} style="{_CELL} text-align: {"right" if right else "left"}; white-space: pre">{text}</{tag}>'
 
 
 def _shown(value: Any) -> str:
