@@ -1,7 +1,8 @@
 """One computed run: its trajectory, the manifest's entry, and the chunks of its views, which are computed on demand.
 
 Every number comes from a call of the library: `denoise`, `logit_lens` and `trace_trajectory`, with the hooks of the
-run's interventions. The likeliest tokens and the attention patterns are read by hooks inside the same loop.
+run's interventions. The likeliest tokens are read by a hook inside the same loop, attention patterns by a pass over the
+canvas of a step.
 """
 
 import warnings
@@ -10,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
+from diffusion_lens.analysis.inputs import Inputs
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.explored import canvas_entry
 from diffusion_lens.denoising.explored_results import TOP_K
@@ -126,22 +129,13 @@ class LiveRun:
             )
         return {step: views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
 
-    def attention_chunks(self, layer: int) -> dict[int, bytes]:
-        """The pattern of every head of a layer, at every step, in the conditional branch."""
-        chunks: dict[int, bytes] = {}
-
-        def read_pattern(pattern: Tensor, hook: Any) -> None:
-            if hook.step.branch == "conditional":
-                chunks[hook.step.index] = views.attention_chunk(pattern[0], "u2")
-
+    @torch.no_grad()
+    def attention_chunk(self, layer: int, step: int) -> bytes:
+        """The pattern of every head of a layer in the conditional branch, by a pass that ends after the layer."""
+        point, hooks = f"blocks.{layer}.attn.hook_pattern", self.plan.network_hooks
         with quiet():
-            watched(
-                self.plan.model,
-                self.plan.spec,
-                self.plan.fwd_hooks,
-                [(f"blocks.{layer}.attn.hook_pattern", read_pattern)],
-            )
-        return chunks
+            (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
+        return views.attention_chunk(read.states([point], fwd_hooks=hooks)[point][0], "u2")
 
     def trace_view(self, kind: str, steps: Sequence[int]) -> View:
         """`trace_trajectory` at some steps.

@@ -89,7 +89,7 @@ class Session:
                 return self._memory.get((run_id, name), lambda: live.trace_view(selected[0], [step]).chunks[name], len)
             layer = _index(selected[:1], n_layers)
             if step is not None and view == "attention" and len(selected) == 2 and layer is not None:
-                return self._attention(live, run_id, layer)[step]
+                return self._memory.get((run_id, name), lambda: live.attention_chunk(layer, step), len)
         raise KeyError(f"the run {run_id} has no chunk {name!r}")
 
     def page(self, run_ids: Sequence[str], attention: Sequence[int] = (), *, traces: bool = True) -> Page:
@@ -150,14 +150,6 @@ class Session:
 
         return self._memory.get((spec.id, point), compute, lambda cache: cache.n_bytes)
 
-    def _attention(self, live: LiveRun, run_id: str, layer: int) -> dict[int, bytes]:
-        """The patterns of a layer at every step, which one run gives together."""
-        return self._memory.get(
-            (run_id, "attention", layer),
-            lambda: live.attention_chunks(layer),
-            lambda chunks: sum(map(len, chunks.values())),
-        )
-
     def _whole(self, run_id: str, attention: Sequence[int], traces: bool) -> PageRun:
         """A run with all chunks of its views, which a file contains."""
         live = self._live(self._spec(run_id))
@@ -168,8 +160,7 @@ class Session:
         if attention:
             patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}
             for layer in sorted(attention):
-                of_layer = self._attention(live, run_id, layer).items()
-                chunks |= {f"attention/{layer}/{step}": chunk for step, chunk in of_layer}
+                chunks |= {f"attention/{layer}/{step}": live.attention_chunk(layer, step) for step in steps}
         traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"] if traces]
         chunks |= {name: chunk for view in traced for name, chunk in view.chunks.items()}
         whole = {"spec": None, "attention": patterns, "traces": [view.entry for view in traced]}
