@@ -83,11 +83,14 @@ def explore(
     if prompt is None and (subject or answer):
         raise ValueError("subject= and answer= belong to a prompt; give prompt= too")
     names = [model] if against is None else [model, _second(model, against)]
-    asked: Fact | str = _first_fact(model) if prompt is None else prompt
+    asked: Fact | str
+    asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
     if prompt is not None and subject is not None and answer is not None:
         asked = Fact(prompt, subject, answer)
     choices = [ModelChoice(names[0], config, tokenizer, device, dtype)]
     choices += [ModelChoice(name, None, tokenizer, device, dtype) for name in names[1:]]
+    lengths = [choice.length(length, of_data) for choice in choices]
+    length = min((known for known in lengths if known is not None), default=None)
 
     # 2. Load the models, and compute the first run on each.
     from diffusion_lens.explorer import Session
@@ -139,8 +142,8 @@ def _second(model: str, against: str) -> str:
     return pair.causal
 
 
-def _first_fact(model: str) -> "Fact":
-    """The first fact of a bundled model's training.
+def _first_fact(model: str) -> "tuple[Fact, int | None]":
+    """The first fact of a bundled model's training, and the canvas of its data set.
 
     Raises:
         ValueError: The model is not bundled.
@@ -150,4 +153,5 @@ def _first_fact(model: str) -> "Fact":
 
     if model.lower() not in BUNDLED:
         raise ValueError(f"{model_label(model)!r} is not bundled, so there is no default prompt: give prompt=")
-    return open_source(default_source(model.lower())).pick(trained="p2d", asked="p2d")[0]
+    source = open_source(default_source(model.lower()))
+    return source.pick(trained="p2d", asked="p2d")[0], source.length

@@ -76,9 +76,10 @@ class RunCode:
         length = None
         if run.blank < 0:  # The text grows: the prompt ends where the text begins.
             n_given = max(i for i, is_given in enumerate(given) if is_given) + 1
-            tokens, length = tokens[:n_given], len(given)
+            # Padding follows the text of a shorter row, which alone needs none.
+            tokens, length = tokens[:n_given], max(i for i, is_real in enumerate(real) if is_real) + 1
         mask = None
-        if not all(real):
+        if not all(real[: len(tokens)]):
             mask = f"torch.tensor([{[int(x) for x in real[: len(tokens)]]}])"
         sampler, self.imports = sampler_code(sampler_from(record["sampler"]))
         keywords = {

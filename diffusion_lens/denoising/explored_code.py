@@ -71,7 +71,6 @@ def lens_statements(trajectory: Recording, lens: Lens, row: int) -> str:
     keywords = {
         "layers": None if lens.layers == list(range(record["architecture"]["n_layers"] + 1)) else lens.layers,
         "positions": None if lens.positions == list(range(trajectory.blank < 0, n_pos)) else lens.positions,
-        "branch": None if record["branch"] == "conditional" else record["branch"],
         "top_k": lens.top_tokens.shape[-1],
     }
     more = [f"targets={targets}"] if (targets := _targets(trajectory, lens, row)) else []

@@ -75,6 +75,10 @@ def check_lens(trajectory: Recording, lens: Lens, row: int) -> None:
     again = "give logit_lens(model, trajectory)"
     if lens.steps is None and "step" not in lens.record:
         raise ValueError(f"the lens read an input that is no trajectory, so it has no steps: {again}")
+    if lens.record.get("branch", "conditional") != "conditional":
+        raise ValueError(
+            f"the lens read the {lens.record['branch']} branch, and a page shows the conditional one: {again}"
+        )
     _require_network("lens", lens.record, trajectory, again)
     steps = views.steps_of(lens)
     if outside := [step for step in steps if not 0 <= step - trajectory.first_step < trajectory.n_steps]:
@@ -222,11 +226,11 @@ def _require_network(what: str, record: dict[str, Any], trajectory: Recording, a
 
 
 def _steps(argument: str, cache: TrajectoryCache, trajectory: Recording, again: str) -> tuple[int, ...]:
-    """The steps of a cache, if it is of a run with the trajectory's steps."""
+    """The steps of a cache that the trajectory has, if it is of a run with as many steps."""
     n_steps = len(trajectory.record["times"]) - 1
-    if cache.n_steps != n_steps or any(step < trajectory.first_step for step in cache.steps):
+    if cache.n_steps != n_steps:
         raise ValueError(f"{argument}= is of a run of {cache.n_steps} steps, and the trajectory has {n_steps}: {again}")
-    return cache.steps
+    return tuple(step for step in cache.steps if step >= trajectory.first_step)
 
 
 def _require_shape(argument: str, shape: Sequence[int], trajectory: Recording, again: str) -> None:

@@ -27,7 +27,7 @@ from diffusion_lens.explorer.entry import described
 from diffusion_lens.explorer.plan import Plan, unwritten
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.hook_names import FwdHooks, loop_hook
-from diffusion_lens.identity import run_of
+from diffusion_lens.identity import identity_of, run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
 from diffusion_lens.pages.views import TraceGrids, View
@@ -111,6 +111,19 @@ class LiveRun:
         return cls(plan, run, words, entry, alternatives, asked)
 
     @property
+    def weights(self) -> str:
+        """SHA-256 of the weights that computed the run."""
+        return str(self.trajectory.record["weights_sha256"])
+
+    def require_weights(self, weights: str) -> None:
+        """Raise a `ValueError` unless the weights of the model, by their SHA-256, are still those of the run."""
+        if weights != self.weights:
+            raise ValueError(
+                f"the weights of {self.plan.model.cfg.model_name!r} have changed since this explorer began, and it "
+                "would show numbers of both: begin another one, explore(model, ...)"
+            )
+
+    @property
     def n_bytes(self) -> int:
         """Size of the run in memory, with the caches that its hooks take."""
         tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
@@ -127,13 +140,15 @@ class LiveRun:
                 targets=self.asked.targets,
                 fwd_hooks=self.plan.network_hooks,
             )
+        self.require_weights(lens.record["weights_sha256"])
         return {step: views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
 
     @torch.no_grad()
     def attention_chunk(self, layer: int, step: int) -> bytes:
         """The pattern of every head of a layer in the conditional branch, by a pass that ends after the layer."""
         point, hooks = f"blocks.{layer}.attn.hook_pattern", self.plan.network_hooks
-        with quiet():
+        with quiet(), run_of(self.plan.model, hooks):
+            self.require_weights(identity_of(self.plan.model).weights_sha256)
             (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
         return views.attention_chunk(read.states([point], fwd_hooks=hooks)[point][0], "u2")
 
@@ -157,6 +172,7 @@ class LiveRun:
                 noise=noise_scale(model, [query]),
                 samples=SAMPLES,
             )
+        self.require_weights(trace.record["weights_sha256"])
         grids = TraceGrids(
             name=kind,
             kind=kind,

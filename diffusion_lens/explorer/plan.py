@@ -1,5 +1,6 @@
 """A spec on a model: the hooks of its interventions, and the code of the run and of its views."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,9 @@ def settings_of(spec: Spec) -> dict[str, Any]:
 
 def arguments_text(spec: Spec) -> str:
     """The arguments of `denoise`, without hooks."""
-    return ", ".join([repr(spec.prompt), *(f"{name}={value!r}" for name, value in settings_of(spec).items())])
+    # A brace that begins the name of a selection, such as {step}, is a part of the prompt here.
+    prompt = re.sub(r"\{(?=(?:step|layer|head|position|name)\})", r"\\x7b", repr(spec.prompt))
+    return ", ".join([prompt, *(f"{name}={value!r}" for name, value in settings_of(spec).items())])
 
 
 @dataclass(frozen=True, eq=False)

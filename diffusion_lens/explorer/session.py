@@ -13,6 +13,7 @@ from diffusion_lens.explorer.memory import Memory
 from diffusion_lens.explorer.plan import Plan, settings_of
 from diffusion_lens.explorer.spec import Intervention, Spec
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.identity import describe_hooks
 from diffusion_lens.pages.page import FORMAT, Page, PageRun
 from diffusion_lens.settings import pick_indices
 
@@ -22,7 +23,8 @@ LARGEST_MEMORY = 2**30
 class Session:
     """Computes runs and their views from specs, one at a time, and keeps them within a bound on memory.
 
-    A run is a function of its spec, so a result that was dropped is computed again when it is needed.
+    A run is a function of its spec, so a result that was dropped is computed again when it is needed. Models with hooks
+    of their own, or whose weights have changed since the first run, are refused with a `ValueError`.
 
     Args:
         models: One model, or several to compare, such as those of a pair.
@@ -43,6 +45,7 @@ class Session:
         self._specs: dict[str, Spec] = {}
         self._shown: dict[str, None] = {}
         self._memory = Memory(max_bytes)
+        self._weights: dict[int, str] = {}  # of each model, by its first run
         # Hooks of two requests on one model must not mix, and a request that waits is answered in turn.
         self._lock = RLock()
 
@@ -118,9 +121,17 @@ class Session:
     def _live(self, spec: Spec) -> LiveRun:
         """A computed run, from memory if it is kept."""
         model = self._model(spec)
+        if hooks := describe_hooks(model):
+            raise ValueError(
+                f"hooks are attached to {model.cfg.model_name!r} at {', '.join(hooks)}, which no run of the explorer "
+                "names: remove them, model.reset_hooks(), and give interventions; or denoise under the hooks, and "
+                "write trajectory.explore(path)"
+            )
 
         def compute() -> LiveRun:
-            return LiveRun.of(Plan.of(model, spec, lambda one: self._source(spec, one), self._cache))
+            live = LiveRun.of(Plan.of(model, spec, lambda one: self._source(spec, one), self._cache))
+            live.require_weights(self._weights.setdefault(spec.model, live.weights))
+            return live
 
         return self._memory.get(spec.id, compute, lambda live: live.n_bytes)
 

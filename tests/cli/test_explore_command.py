@@ -36,6 +36,13 @@ def test_a_file_shows_the_pair_without_a_server(tmp_path: Path) -> None:
     assert page.run()["traces"] == []
 
 
+def test_a_default_prompt_has_the_canvas_of_its_data_set(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    result = invoke("site-mdm", "--steps", "1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert len(PageFile(out.read_text(encoding="utf-8")).run()["canvases"][0]) == 16
+
+
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> None:
         raise AssertionError("a model was loaded")

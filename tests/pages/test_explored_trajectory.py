@@ -195,6 +195,14 @@ def test_code_of_other_settings_repeats_the_run(tiny, tmp_path):
     assert page.run()["steps"] == [2, 3, 4]
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
+def test_code_of_a_shorter_row_writes_as_many_tokens(tiny, tmp_path):
+    run = tiny.denoise(["Gustav Geisser is the", "Gustav Geisser is"], max_new_tokens=4)
+    page = PageFile(run.explore(tmp_path / "page.html", row=1).read_text(encoding="utf-8"))
+    again, _ = ran(page.run()["python"]["run"], tiny)
+    assert torch.equal(again["trajectory"].canvases[:, 0], run.canvases[:, 1, run.real[1]])
+
+
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_a_run_under_hooks_is_read_from_its_file(tiny, tmp_path, monkeypatch):
     run = tiny.denoise(FACT.prompt, steps=4, fwd_hooks=[("blocks.1.hook_attn_out", zero_ablate())])
@@ -216,6 +224,10 @@ def test_results_of_another_run_are_refused(tiny, made, tmp_path):
             run.explore(tmp_path / "page.html", **results)
 
     refused("other canvases than those of row 0", lens=logit_lens(tiny, other))
+    guided = tiny.denoise(FACT.prompt, steps=2, cfg_scale=0.5) if tiny.cfg.has_mask else None
+    if guided is not None:
+        with pytest.raises(ValueError, match="the lens read the unconditional branch"):
+            guided.explore(tmp_path / "page.html", lens=logit_lens(tiny, guided, branch="unconditional"))
     refused("input that is no trajectory", lens=logit_lens(tiny, FACT.prompt))
     refused("lens is of another network .*hooks: blocks.1.hook_attn_out", lens=logit_lens(tiny, run, fwd_hooks=hooks))
     elsewhere = Fact("Gustav Geisser the is", FACT.subject, FACT.answer)
