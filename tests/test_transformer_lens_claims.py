@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -114,10 +115,23 @@ def test_dream_has_no_pattern_there(supported_architectures: ModuleType) -> None
     assert "there is no reconstructed pattern hook" in " ".join((dream.__doc__ or "").split())
 
 
-def test_the_table_of_the_readme_counts_the_adapters(supported_architectures: ModuleType) -> None:
+def test_the_table_of_the_readme_counts_the_architectures() -> None:
+    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    names = {adapter.__name__ for adapter in adapters(supported_architectures)}
-    assert f"{len(names)} architecture adapters" in readme
+    assert f"{len(SUPPORTED_ARCHITECTURES)} architectures, LLaDA, Dream, LLaDA2, BD3LM and GIDD among them" in readme
+    named = {"LLaDAModelLM", "DreamModel", "LLaDA2MoeModelLM", "BD3LM", "GiddForDiffusionLM"}
+    assert named <= {*SUPPORTED_ARCHITECTURES}
+
+
+def test_its_list_of_models_says_that_mdlm_and_sedd_are_not_read() -> None:
+    import transformer_lens.tools.model_registry
+
+    folder = Path(transformer_lens.tools.model_registry.__file__).parent
+    listed = json.loads((folder / "data" / "supported_models.json").read_text(encoding="utf-8"))["models"]
+    found = {model["model_id"]: model["note"] for model in listed if re.search("mdlm|sedd", model["model_id"])}
+    assert {*found} == {"kuleshov-group/mdlm-owt-noeos", "kuleshov-group/sedd-noeos-owt"}
+    assert all(note.startswith("Config unavailable") for note in found.values())
 
 
 def test_it_has_patching_and_neither_causal_tracing_nor_edits() -> None:
