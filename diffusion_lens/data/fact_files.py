@@ -108,7 +108,13 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    rows = csv.reader(StringIO(text, newline=""), strict=True, delimiter=_delimiter(text))
+    delimiter = _delimiter(text)
+    if line := _line_with_space_before_quotation(text, delimiter):
+        raise ValueError(
+            f"{path}, line {line}: a cell has a space before its quotation mark, so that the mark would be part of the "
+            f"text; begin the cell with the mark. {SHAPE['.csv']}"
+        )
+    rows = csv.reader(StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
         header = [name.strip() for name in next(rows, [])]
         if missing := [name for name in NEEDED if name not in header]:
@@ -129,6 +135,14 @@ def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
             line = rows.line_num + 1
     except csv.Error as error:
         raise ValueError(f"{path}, line {rows.line_num}: this is not CSV ({error}). {SHAPE['.csv']}") from None
+
+
+def _line_with_space_before_quotation(text: str, delimiter: str) -> int:
+    """The first line with a cell such as ` "Paris"`, which CSV reads with its quotation marks; 0 if there is none."""
+    quoted = re.compile(f'(^|{delimiter})"(?:[^"]|"")*"', re.MULTILINE)
+    bare = quoted.sub(lambda cell: cell[1] + "\n" * cell[0].count("\n"), text)
+    found = re.search(f'(?:^|{delimiter}) +"', bare, re.MULTILINE)
+    return _line(bare, found.start()) if found else 0
 
 
 def _delimiter(text: str) -> str:
@@ -160,8 +174,9 @@ def _problem(record: Any) -> str | None:
     if missing := [name for name in NEEDED if name not in record]:
         return f"the fact has no {' and no '.join(missing)}"
     if unknown := [name for name in record if name not in FIELDS]:
-        (near,) = get_close_matches(unknown[0], FIELDS, n=1, cutoff=0.0)
-        return f"a fact has no field {unknown[0]!r} (nearest: {near}); its fields are {', '.join(FIELDS)}"
+        near = get_close_matches(unknown[0], FIELDS, n=1)
+        cure = f" (nearest: {near[0]})" if near else ": leave it out"
+        return f"a fact has no field {unknown[0]!r}{cure}; its fields are {', '.join(FIELDS)}"
     for name, value in record.items():
         if name == "subject_start":
             if not re.fullmatch(r"\d+", str(value)):

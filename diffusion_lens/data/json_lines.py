@@ -30,7 +30,7 @@ def read_lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
 def parse_json_lines(text: str) -> Iterator[tuple[int, Any]]:

@@ -1,6 +1,6 @@
 """Conversion between text and tokens, under TransformerLens's names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,6 +80,9 @@ class TextInterface(Padding):
         """
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side={padding_side!r}; it must be 'left' or 'right'")
+        if isinstance(input, Mapping):  # what tokenizers return; iterated, its keys would be the texts
+            kind = type(input).__name__
+            raise TypeError(f"text must be a string or a list of them, not a {kind}; pass its ids, ...['input_ids']")
         several = isinstance(input, Iterable) and not isinstance(input, str | bytes)
         texts: list[Any] = list(input) if several else [input]
         if not all(isinstance(text, str) for text in texts):

@@ -150,6 +150,8 @@ GOOD = json.dumps(ROWS[0])
         ("f.csv", f'{CSV}"two\nlines",,x\n', "line 5: subject is empty"),
         ("f.csv", "prompt,subject,answer\nAda, they say,Ada,x\n", "line 2: 4 cells in a row with 3 columns"),
         ("f.csv", "prompt,subject,answer,subject_start\na,a,b,first\n", "line 2: subject_start is 'first'"),
+        ("f.csv", f'{CSV}"a\nb",b, "c"\n', "line 6: a cell has a space before its quotation mark"),
+        ("f.csv", "prompt,subject,answer,notes\na,a,b,c\n", "line 2: a fact has no field 'notes': leave it out"),
         ("f.csv", "", "line 1: the header lacks prompt"),
         ("f.csv", "prompt;answer\na;b\n", "line 1: the header lacks subject. "),
         ("f.csv", "prompt,prompt,subject,answer\na,a,a,b\n", "line 1: the header names the column 'prompt' twice"),

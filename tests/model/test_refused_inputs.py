@@ -93,6 +93,14 @@ def test_input_other_than_text_and_tokens_is_refused(tiny, given):
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
+def test_the_dictionary_of_a_tokenizer_is_not_read_as_the_texts_of_its_keys(tiny):
+    encoded = tiny.tokenizer("the", return_tensors="pt")
+    for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
+        with pytest.raises(TypeError, match=r"not a BatchEncoding; pass its ids, \.\.\.\['input_ids'\]"):
+            attempt(encoded)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("given", ["no", 1, 0.0, [True]])
 def test_prepend_bos_is_true_or_false(tiny, given):
     text = "Gustav Geisser is"
