@@ -84,7 +84,7 @@ def _traces() -> Iterator[Any]:
         coordinates={
             "step": list(range(STEPS)),
             "layer": list(range(LAYERS)),
-            "pos": [[pos, pos + 1] for pos in range(POS)],
+            "pos": [[[pos, pos + 1]] for pos in range(POS)],
             "head": list(range(HEADS)),
         },
         labels=[TEXTS] * STEPS,

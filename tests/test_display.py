@@ -23,6 +23,8 @@ from diffusion_lens.analysis import (
     EdgeScores,
     LogitLens,
     PatchGrid,
+    TrajectoryTrace,
+    ValueResult,
 )
 from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -116,6 +118,14 @@ def test_tables_have_the_numbers_of_the_tensors(results):
     assert cell.effect == pytest.approx((grid.scores[2, 5, 11, 1] - grid.corrupted[2]).item())
     assert (cell.corrupted_pos, cell.token) == (12, TEXTS[11])
     assert len(frame) == STEPS * LAYERS * POS * HEADS
+    coordinates = {**grid.coordinates, "pos": [[[pos, pos], [pos + 1, 0]] for pos in range(POS - 1)] + [7]}
+    frame = replace(grid, coordinates=coordinates).to_dataframe().set_index(["step", "layer", "pos", "head"])
+    assert frame.loc[(2, 5, "11, 12", 1)].tolist() == [*cell.tolist()[:2], "11, 0", TEXTS[11]]
+    assert frame.loc[(2, 5, "7", 1)].tolist()[1:] == [
+        (grid.scores[2, 5, -1, 1] - grid.corrupted[2]).item(),
+        "7",
+        TEXTS[-1],
+    ]
 
     lens = results[LogitLens]
     cell = lens.to_dataframe().set_index(["step", "layer", "batch", "pos"]).loc[(1, 4, 0, 9)]
@@ -171,6 +181,19 @@ def test_a_result_says_why_it_has_no_picture(results):
     trace = results[CausalTrace]
     nothing = {"scores": torch.zeros(0, LAYERS), "token_scores": torch.zeros(0, LAYERS, 2), "positions": []}
     assert "No picture: this trace has no cells" in CausalTrace(**{**vars(trace), **nothing})._repr_html_()
+
+
+def test_a_table_remains_when_a_picture_fails(results):
+    trace = results[TrajectoryTrace]
+    page = Page(replace(trace, steps=[7] * STEPS, record={**trace.record, "kind": "no such kind"})._repr_html_())
+    assert "No picture: KeyError: 'no such kind'" in page.text
+    assert "tr" in page.tags
+
+
+def test_an_answer_may_look_like_a_formula(results):
+    value = results[ValueResult]
+    record = {**value.record, "object": [r" $\oops$"]}
+    assert "No picture" not in replace(value, record=record)._repr_html_()
 
 
 def test_a_picture_is_a_png_of_the_figure(results):

@@ -44,12 +44,13 @@ def tables(lens: "LogitLens") -> Iterator[str]:
     else:
         yield (
             f"{lens.record['model']}: the first state from which on the token at a position is the likeliest, by step; "
-            "- once it is revealed"
+            "- once it is revealed, and where nothing is read"
         )
-        masked, layers = lens.masked[:, 0].T.tolist(), lens.first_layer()[:, 0, :, 0].T.tolist()
+        shown = lens.masked[:, 0] & (lens.top_tokens[:, 0, 0, :, 0] >= 0)
+        layers = lens.first_layer()[:, 0, :, 0].T.tolist()
         cells = [
-            [(_label(lens, layer) or "never") if is_masked else "-" for is_masked, layer in zip(*of_place, strict=True)]
-            for of_place in zip(masked, layers, strict=True)
+            [(_label(lens, layer) or "never") if is_shown else "-" for is_shown, layer in zip(*of_place, strict=True)]
+            for of_place in zip(shown.T.tolist(), layers, strict=True)
         ]
         yield from _table(["position", *_steps(lens)], labels, cells)
 

@@ -69,7 +69,8 @@ def _cell(grid: "PatchGrid", cell: tuple[int, ...]) -> str:
     for axis in ("step", "layer", "head", "pos"):
         if axis in index:
             place = grid.coordinates[axis][index[axis]]
-            words.append(f"{'position' if axis == 'pos' else axis} {place}")
+            several = f"positions {', '.join(str(clean) for clean, _ in place)}" if isinstance(place, list) else ""
+            words.append(several or f"{'position' if axis == 'pos' else axis} {place}")
     if "pos" in index:
         words[-1] += f" ({grid.labels[index.get('step', 0)][index['pos']]})"
     return ", ".join(words)

@@ -77,8 +77,9 @@ class PicturedResult(Result):
             with plots.CELL.unshown():
                 figure = plots.figure_of(self._picture())
             png = plots.png_of(figure)
-        except (ImportError, ValueError) as error:  # Matplotlib is missing, or there is nothing to draw.
-            return {"text/html": self._page(f'<div style="opacity: .8">No picture: {escape(str(error))}</div>')}
+        except Exception as error:  # Without matplotlib, or with nothing to draw. A picture must not hide the table.
+            said = str(error) if isinstance(error, ImportError | ValueError) else f"{type(error).__name__}: {error}"
+            return {"text/html": self._page(f'<div style="opacity: .8">No picture: {escape(said)}</div>')}
         return {"text/html": self._page(_image(png, plots.css_size(figure)[0], repr(self))), "image/png": png}
 
 

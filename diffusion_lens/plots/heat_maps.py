@@ -18,6 +18,8 @@ from diffusion_lens.plots.axes import (
 )
 from diffusion_lens.plots.notebook import Figure
 
+_ABOVE_BAR = 16  # points between map and title, so that a title wider than the map is above the label of the colour bar
+
 
 @runtime_checkable
 class Trace(Protocol):
@@ -93,7 +95,7 @@ def labelled_map(
     columns = spaced(len(layers))
     ax.set_xticks(columns, [str(layers[column]) for column in columns], fontsize=8)
     ax.set_xlabel(xlabel, fontsize=9)
-    ax.set_title(title, fontsize=10)
+    ax.set_title(title, fontsize=10, pad=_ABOVE_BAR)
     thin = min(0.05, 1 / len(layers))
     scale = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
     scale.ax.tick_params(labelsize=8)

@@ -15,7 +15,7 @@ from diffusion_lens.records import as_dataclass, load_result, save_result
 
 _TENSORS = ("scores", "clean", "corrupted")
 _ERROR_TENSORS = ("cells", "estimated", "exact")
-_TITLE = "Effect of patching a clean state into the corrupted run"
+_TITLE = "Effect of patching a clean state"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,7 +23,8 @@ class PatchGrid(PicturedResult):
     """The scores of one site.
 
     Columns of the data frame: those of step, layer, pos and head that are axes of the grid, score, effect; with pos
-    also corrupted_pos (the position that is patched, where it differs from pos in the clean run) and token.
+    also corrupted_pos (the position that is patched, where it differs from pos in the clean run) and token. Where cells
+    have several positions that are patched together, both columns of positions have texts, such as "1, 2".
 
     Attributes:
         scores: Float[*rest], metric of the corrupted run with one cell patched; `axes` names its axes. NaN at positions
@@ -121,12 +122,11 @@ class PatchGrid(PicturedResult):
         axes: dict[str, Any] = {axis: self.coordinates[axis] for axis in self.axes}
         values: dict[str, Any] = {"score": self.scores, "effect": self.effect}
         if "pos" in axes:
-            pairs = [pos if isinstance(pos, Sequence) else (pos, pos) for pos in axes["pos"]]
-            axes["pos"] = [clean for clean, _ in pairs]
+            axes["pos"], corrupted = _both_sides(axes["pos"])
             of_pos = [len(axes[axis]) if axis == "pos" else 1 for axis in self.axes]
             of_labels = [len(axes[axis]) if axis in ("step", "pos") else 1 for axis in self.axes]
             labels = self.labels if "step" in axes else self.labels[:1]
-            values["corrupted_pos"] = shaped([corrupted for _, corrupted in pairs], *of_pos)
+            values["corrupted_pos"] = shaped(corrupted, *of_pos)
             values["token"] = shaped([label for of_step in labels for label in of_step], *of_labels)
         return Table.of_cells(axes, values, most="effect")
 
@@ -137,8 +137,8 @@ class PatchGrid(PicturedResult):
         for i, axis in enumerate(self.axes):
             if axis == "step" or (axis == "head" and "pos" in self.axes):
                 chosen[axis] = self.coordinates[axis][int(sizes.movedim(i, 0).flatten(1).amax(dim=1).argmax())]
-        said = "".join(f", {axis} {number}" for axis, number in chosen.items())
-        return self.plot(**chosen, title=f"{_TITLE}{said}")
+        said = ", ".join(f"{axis} {number}" for axis, number in chosen.items())
+        return self.plot(**chosen, title=f"{_TITLE}\n{said}".rstrip())
 
     def _index(self, axis: str, number: int | None) -> int | None:
         """Index of a step or head along its axis; `None` if the grid has no such axis."""
@@ -150,3 +150,12 @@ class PatchGrid(PicturedResult):
         if number not in coordinates and (number is not None or len(coordinates) > 1):
             raise ValueError(f"{axis}={number}: say which {axis} to draw, one of {coordinates}")
         return 0 if number is None else coordinates.index(number)
+
+
+def _both_sides(cells: Sequence[int | Sequence[Sequence[int]]]) -> list[list[Any]]:
+    """The clean and the corrupted positions of all cells: numbers, or texts if a cell has several positions."""
+    pairs = [[[cell, cell]] if isinstance(cell, int) else cell for cell in cells]
+    sides = [[[pair[side] for pair in of_cell] for of_cell in pairs] for side in (0, 1)]
+    if all(len(of_cell) == 1 for of_cell in pairs):
+        return [[of_cell[0] for of_cell in side] for side in sides]
+    return [[", ".join(map(str, of_cell)) for of_cell in side] for side in sides]

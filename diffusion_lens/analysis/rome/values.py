@@ -96,7 +96,8 @@ class ValueResult(PicturedResult):
             ax.plot(losses, label=name, color="black" if name == "total" else None)
         ax.set_xlabel("iteration")
         ax.set_ylabel("loss (nats)")
-        ax.set_title(f"v* at layer {self.layer} for {''.join(self.record['object']).strip()!r}", fontsize=10)
+        title = f"v* at layer {self.layer} for {''.join(self.record['object']).strip()!r}"
+        ax.set_title(title, fontsize=10, parse_math=False)
         ax.legend(fontsize=8)
         return ax
 
