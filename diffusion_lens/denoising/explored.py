@@ -121,6 +121,7 @@ def canvas_entry(trajectory: Recording, row: int, words: Words) -> dict[str, Any
         "spec": None,
         "base": None,
         "words": [],
+        "guided": bool(record["cfg_scale"]),
         "n_steps": trajectory.n_steps,
         "first_step": trajectory.first_step,
         "steps": list(range(trajectory.first_step, trajectory.first_step + trajectory.n_steps + 1)),

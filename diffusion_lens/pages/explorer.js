@@ -170,6 +170,8 @@ const modelOf = (manifest, run) => manifest.models[run.model] ??
 /** Text at a position after a step; null where it is masked or not reached. */
 const wordAfter = (run, step, position) =>
   run.words[run.canvases[canvasAt(run, step)]?.[position]] ?? null;
+/** Whether the token at a position came with the prompt, and was not masked again. */
+const isGiven = (run, position) => run.given[position] && !(run.revealed_at?.[position] >= 0);
 const finalWord = (run, position) => wordAfter(run, lastStep(run), position);
 
 /** The token whose rank and probability the lens reads at a position: the answer's, or the one that the run wrote. */
@@ -515,6 +517,19 @@ function lensText(cell) {
   return `${quoted(word)} ${number(p)}; ${target}; entropy ${number(cell.entropy)} nats`;
 }
 
+/** What the canvas shows and what the other views read; nothing for a run that has only the canvases which were read. */
+function readingText(run) {
+  if (run.canvases.length === run.n_steps) return "";
+  const shown = "Text and canvas show what each step has written; tokens in frames are new.";
+  const views = [["lens", run.lens], ["trace", run.traces.length], ["attention", run.attention], ["alternatives", run.alternatives]];
+  const others = views.filter(([, view]) => view).map(([name]) => name);
+  if (!others.length) return shown;
+  const names = others.join(", ").replace(/^./, (first) => first.toUpperCase()).replace(/, (\w+)$/, " and $1");
+  const read = `${names} at a step read the canvas before it, where the columns in italics are not yet written.`;
+  const branches = "The run is guided: lens and attention are those of the conditional branch, probabilities of alternatives, confidence and traces those after guidance.";
+  return `${shown} ${read}${run.guided ? ` ${branches}` : ""}`;
+}
+
 /** The maps of one run, one under another, with a common horizontal axis. */
 class RunPanel {
   constructor(/** @type {Explorer} */ explorer) {
@@ -526,7 +541,8 @@ class RunPanel {
     this.text = h("div", { class: "dl-text", role: "group", "aria-label": "Text" });
     this.changes = h("div", { class: "dl-changes" });
     this.scroll = h("div", { class: "dl-scroll" });
-    this.element = h("section", { class: "dl-run" }, this.title, this.text, this.changes, this.scroll);
+    this.reading = h("p", { class: "dl-reading" });
+    this.element = h("section", { class: "dl-run" }, this.title, this.text, this.changes, this.reading, this.scroll);
     this.element.addEventListener("pointerdown", () => explorer.activatePanel(this));
     this.element.addEventListener("focusin", () => explorer.activatePanel(this));
     this.text.addEventListener("keydown", (event) => {
@@ -646,6 +662,7 @@ class RunPanel {
 
   render() {
     setText(this.title, this.run.label);
+    setText(this.reading, readingText(this.run));
     for (const [name, { code }] of Object.entries(this.views)) code.hidden = !this.run.python?.[name];
     this.drawText();
     this.drawChanges();
@@ -675,7 +692,7 @@ class RunPanel {
     if (!run.real[position]) return `${start}padding`;
     if (word === null) return `${start}${this.model.grows ? "not reached" : "masked"}`;
     const changed = this.differs(step, position) ? `; the base run has ${this.baseWord(step, position)}` : "";
-    if (run.given[position]) return `${start}${quoted(word)}, given${changed}`;
+    if (isGiven(run, position)) return `${start}${quoted(word)}, given${changed}`;
     const confidence = run.confidence ? ` with confidence ${number(run.confidence[position])}` : "";
     const at = run.revealed_at?.[position];
     if (at === undefined) return `${start}${quoted(word)}${changed}`;
@@ -701,9 +718,9 @@ class RunPanel {
 
   canvasCell(step, p) {
     const { run } = this, word = wordAfter(run, step, p), masked = word === null;
-    const kind = [masked ? "dl-masked" : "", run.given[p] ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
+    const kind = [masked ? "dl-masked" : "", isGiven(run, p) ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
       this.differs(step, p) ? "dl-diff" : ""].filter(Boolean).join(" ");
-    const value = masked || run.given[p] || this.replaced(step, p) ? 0 : run.confidence ? run.confidence[p] : 0.25;
+    const value = masked || isGiven(run, p) || this.replaced(step, p) ? 0 : run.confidence ? run.confidence[p] : 0.25;
     return { value: value || 0, text: masked || !this.inCells ? "" : readable(word), label: this.stateAt(step, p), kind };
   }
 
@@ -711,7 +728,7 @@ class RunPanel {
     const { run, step } = this, colours = this.explorer.colours("canvas");
     [...this.text.children].forEach((token, p) => {
       const { value, label, kind } = this.canvasCell(step, p), word = wordAfter(run, step, p);
-      const { background, ink } = run.given[p] || word === null ? { background: "", ink: "" } : paint(colours, value);
+      const { background, ink } = isGiven(run, p) || word === null ? { background: "", ink: "" } : paint(colours, value);
       token.className = `${kind} ${/^[ ▁]/.test(word ?? " ") ? "dl-spaced" : ""}`;
       token.style.background = background;
       token.style.color = ink;
@@ -954,7 +971,7 @@ class Inspector {
     drawBars(this.alternatives, rows, most, finalWord(run, position));
     this.code.hidden = !run.python?.alternatives;
     this.alternatives.dataset.empty = rows.length ? "" : !alternatives ? run.missing.alternatives ?? "There are no alternatives." :
-      run.given[position] ? "The token was given." : "Nothing is recorded for this step.";
+      isGiven(run, position) ? "The token was given." : "Nothing is recorded for this step.";
   }
 
   async drawLens(run, step, layer, position, key) {
@@ -1142,7 +1159,7 @@ class Experiments {
 
   /** Compute a run and show it; an error of the library becomes text. Returns the run or null. */
   async run(spec) {
-    const { explorer } = this, began = performance.now();
+    const { explorer } = this, began = performance.now(), pressed = document.activeElement;
     const say = () => explorer.say(`Computing the run… ${((performance.now() - began) / 1000).toFixed(0)} s`);
     const timer = setInterval(say, 1000);
     say();
@@ -1160,6 +1177,8 @@ class Experiments {
       clearInterval(timer);
       explorer.root.classList.remove("dl-computing");
       this.go.disabled = this.apply.disabled = this.forceIt.disabled = this.remask.disabled = false;
+      // A button that is disabled loses the focus, and the keyboard its place.
+      if (document.activeElement === document.body && explorer.root.contains(pressed)) pressed.focus({ preventScroll: true });
     }
   }
 }
@@ -1330,6 +1349,7 @@ class Explorer {
     if (!this.runs.some((one) => one.id === state.compare) || state.compare === state.run) state.compare = "";
     const written = run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0;
     if (state.position < 0) state.position = Math.max(0, written);
+    if (!Object.hasOwn({ ...LENS_COLOURS, ...CHANGES }, state.colour)) state.colour = "top";
     const middle = Math.floor(model.n_layers / 2), cached = run.attention?.layers ?? [];
     if (state.layer < 0) state.layer = cached.includes(middle) ? middle : cached[0] ?? middle;
     const other = this.runs.find((one) => one.id === state.compare);

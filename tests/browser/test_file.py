@@ -247,3 +247,16 @@ def test_a_page_of_traced_steps_only(opened: Open, run: Any, tmp_path: Any) -> N
     assert not page.get_by_label("Lens shows", exact=True).is_visible()
     first = label(page, "trace", 0, 0)
     assert f"p {run.trace.scores[0, 0, run.trace.layers[-1]]:.3f}" in first
+
+
+def test_the_page_says_which_canvas_each_view_reads(opened: Open) -> None:
+    page = opened("mdm")
+    text = page.locator(".dl-reading").inner_text()
+    assert "Lens, trace, attention and alternatives at a step read the canvas before it" in text
+    assert "guided" not in text
+
+
+def test_an_unknown_choice_in_the_address_is_the_default(opened: Open) -> None:
+    page = opened("mdm", fragment="#colour=toString&step=99&layer=77&head=33&position=999&run=nobody")
+    assert page.get_by_label("Lens shows").input_value() == "top"
+    assert page.locator(".dl-lens [role=gridcell]").count() > 0

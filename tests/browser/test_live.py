@@ -125,9 +125,11 @@ def test_an_ablation_by_clicking_is_that_of_the_library(opened: Open, address: s
     layer = int(page.get_by_label("Layer", exact=True).input_value())
     page.get_by_label("Site").select_option("mlp")
     page.get_by_label("Steps", exact=True).last.select_option("this")
-    page.get_by_role("button", name="Apply").click()
+    page.get_by_role("button", name="Apply").focus()
+    page.keyboard.press("Enter")
     expect(page.locator(".dl-edit")).to_contain_text(f"block {layer} MLP set to zero at all positions, step 1")
     page.wait_for_selector("[data-state=ready]")
+    expect(page.get_by_role("button", name="Apply")).to_be_focused()
     hooks = [(f"blocks.{layer}.hook_mlp_out", at_steps(zero_ablate(), 1))]
     ablated = model.denoise(prompt_of(page), steps=5, fwd_hooks=hooks)
     assert final_words(page) == words(model, ablated)
