@@ -73,7 +73,8 @@ def save(lens: "LogitLens", trajectory: "Trajectory | None", out: Path) -> dict[
     files = {"lens": lens.save(out / "lens.safetensors")}
     if trajectory is not None:
         files["trajectory"] = trajectory.save(out / "trajectory.safetensors")
-        files["page"] = trajectory.explore(out / "lens.html", lens=lens)
+        files["page"] = out / "lens.html"
+        trajectory.explore(files["page"], lens=lens)
     if lens.steps is None:
         files["picture"] = save_figure(lens.plot(), out / "lens.png")
     elif len(lens.positions) == 1:

@@ -24,7 +24,7 @@ from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.pages.page import html_path, write_page
+from diffusion_lens.pages.page import Page, html_path, write_page
 from diffusion_lens.pages.views import Lens
 from diffusion_lens.settings import naming_the_nearest, whole_number
 from diffusion_lens.step_state import StepState
@@ -134,7 +134,7 @@ class Trajectory(Recording):
 
     def explore(
         self,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
         lens: Lens | None = None,
         trace: Trace | Sequence[Trace] | None = None,
@@ -142,14 +142,14 @@ class Trajectory(Recording):
         logits: TrajectoryCache | None = None,
         row: SupportsIndex = 0,
         max_bytes: SupportsIndex = 16 * 2**20,
-    ) -> Path:
+    ) -> Path | Page:
         """Write one row as an explorer page: one HTML file that needs no network, for any browser.
 
         The page shows the canvas by step with the order and the confidence of the tokens, and the results that are
         given. Where one is missing, it says what to pass. Every view shows the Python code that gives its numbers.
 
         Args:
-            path: File to write, ending in .html.
+            path: File to write, ending in .html; by default the page is returned, and shows itself in a notebook.
             lens: `logit_lens(model, trajectory)`, at all or some steps.
             trace: `trace_trajectory(model, fact, trajectory=trajectory, ...)`, or several, of different kinds.
             attention: Cache with the patterns, `blocks.{i}.attn.hook_pattern`, of some layers and steps.
@@ -159,17 +159,18 @@ class Trajectory(Recording):
             max_bytes: Largest size of the file; a larger one is refused, with what to leave out.
 
         Returns:
-            The path.
+            The path, or without one the page.
 
         Raises:
             ValueError: A result of another run or network, a cache without what its view shows, or a page that is too
                 large.
         """
-        html_path(path)
+        if path is not None:
+            html_path(path)
         traces = () if trace is None else (trace,) if isinstance(trace, Trace) else tuple(trace)
         results = Results(lens, traces, attention, logits)
         page = page_of(self, results, whole_number("row", row))
-        return write_page(page, path, whole_number("max_bytes", max_bytes))
+        return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
 
     def _begin_again(
         self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool

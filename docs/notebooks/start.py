@@ -134,23 +134,20 @@ trace
 #
 # ## Explore the run
 #
-# `explore` shows all of this in one view: the canvas by step, the lens, and a causal trace. With a path it writes one
-# HTML file that opens in any browser, without a network. Move through the steps, and point at a token or a cell. The
-# button "as Python" gives the code of a view.
+# `explore` shows all of this in one view: the canvas by step, the lens, and a causal trace. Move through the steps, and
+# point at a token or a cell. The button "as Python" gives the code of a view. `run.explore("run.html", ...)` writes the
+# page to a file, which opens in any browser without a network.
 
 # %%
-from html import escape
+from diffusion_lens.analysis import trace_trajectory
 
-from IPython.display import HTML
-
-from diffusion_lens.explorer import explore
-
-page = explore(model, fact, "explorer.html", length=9, steps=6).read_text(encoding="utf-8")
-HTML(f'<div><iframe srcdoc="{escape(page)}" title="The explorer" width="100%" height="700"></iframe></div>')
+by_step = trace_trajectory(model, query, trajectory=run, noise=noise_scale(model, [query]))
+run.explore(lens=lens, trace=by_step)
 
 # %% [markdown]
-# Without a path, `explore(model, fact)` is a widget that computes what you look at, and new runs with other settings,
-# forced tokens or ablated parts. `explore([model, baseline], fact)` shows both models side by side.
+# With the model at hand, `diffusion_lens.explorer.explore(model, fact)` is a widget that also computes what you look
+# at, and new runs with other settings, forced tokens or ablated parts. `explore([model, baseline], fact)` shows both
+# models side by side.
 #
 # Next: [hooks by step](hooks_by_step.ipynb), [causal tracing](causal_tracing.ipynb), [ROME](rome.ipynb), and [your
 # own model and facts](your_own.ipynb). The page [One fact, forward and in reverse](../tutorial.md) explains more of

@@ -1,5 +1,8 @@
 """A trajectory's page contains the numbers of the results that it was given, and code that gives them again."""
 
+import re
+from html import unescape
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +42,13 @@ def page(made, tmp_path_factory):
     run, cache = made["run"], made["cache"]
     assert run.explore(path, lens=made["lens"], trace=made["traces"], attention=cache, logits=cache) == path
     return PageFile(path.read_text(encoding="utf-8"))
+
+
+def test_without_a_path_the_same_page_shows_itself(made, page):
+    run, cache = made["run"], made["cache"]
+    shown = run.explore(lens=made["lens"], trace=made["traces"], attention=cache, logits=cache)
+    (frame,) = re.findall(r'^<iframe title="[^"]+" srcdoc="([^"]+)"', shown._repr_html_())
+    assert PageFile(unescape(frame)).run() == page.run()
 
 
 def test_canvases_have_the_order_and_the_confidence(made, page):
