@@ -29,6 +29,14 @@ _GRADIENT = "_grad"  # the end of the names under which caches store gradients
 Value = TypeVar("Value")
 
 
+def hook_pairs(hooks: Any) -> list[tuple[Any, Any]]:
+    """The hooks of a call as a list; a `TypeError` if they are not pairs, such as one pair without its list."""
+    pairs = list(hooks)
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise TypeError(f"hooks are a list of pairs, [(name, function), ...], not {hooks!r:.100}")
+    return pairs
+
+
 def own_name(name: str) -> str:
     """The name of a hook point in this library, or of its gradient: that of an alias; any other name as it is."""
     if name.endswith(_GRADIENT):

@@ -32,7 +32,7 @@ from diffusion_lens.hook_identity import UNIDENTIFIED, with_gaps
 from diffusion_lens.hook_identity import name_of as name_of
 from diffusion_lens.hook_identity import named as named
 from diffusion_lens.hook_identity import named_after as named_after
-from diffusion_lens.hook_names import select_names
+from diffusion_lens.hook_names import hook_pairs, select_names
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.settings import naming_the_nearest
 from diffusion_lens.weights_digest import weights_sha256 as weights_sha256
@@ -134,7 +134,7 @@ def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) 
     described = {
         names.get(id(module), path): _attached(module, digester) for path, module in modules.items() if module in hooked
     }
-    for name, hook in fwd_hooks:
+    for name, hook in hook_pairs(fwd_hooks):
         for point in select_names(name, points):
             described.setdefault(point, []).append(f"forward: {name_of(hook, digester)}")
     return dict(sorted(described.items()))

@@ -12,7 +12,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import ByHookPoint, NamesFilter, loop_hook, select_names
+from diffusion_lens.hook_names import ByHookPoint, NamesFilter, hook_pairs, loop_hook, select_names
 from diffusion_lens.model.caching import AliasedCache, PosSlice, caching_hooks
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens, hooked_modules, lend_clock
 from diffusion_lens.model.optional_hooks import why_not_passed
@@ -138,7 +138,7 @@ class Hooking(HookedRootModule, ABC):
         self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
     ) -> Any:
         """As in TransformerLens; a hook that the forward pass would never reach is an error."""
-        for name, _ in [*fwd_hooks, *bwd_hooks]:
+        for name, _ in [*hook_pairs(fwd_hooks), *hook_pairs(bwd_hooks)]:
             self._check_hookable(name, in_loop=False)
         self._check_keywords("run_with_hooks", kwargs)
         return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
@@ -146,6 +146,8 @@ class Hooking(HookedRootModule, ABC):
     @contextmanager
     def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """As in TransformerLens; inside, no other thread may use the model."""
+        for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
+            hook_pairs(given)
         with self.clock.held(), super().hooks(*args, **kwargs) as model:
             yield model
 

@@ -93,6 +93,25 @@ def test_input_other_than_text_and_tokens_is_refused(tiny, given):
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("given", [("hook_embed", print), {"hook_embed": print}, ["hook_embed"]], ids=repr)
+def test_hooks_that_are_no_list_of_pairs_are_refused(tiny, given):
+    tokens = tiny.to_tokens("the")
+
+    def inside(hooks):
+        with tiny.hooks(hooks):
+            raise AssertionError
+
+    for attempt in (
+        lambda hooks: tiny.run_with_hooks(tokens, fwd_hooks=hooks),
+        lambda hooks: tiny.run_with_hooks(tokens, bwd_hooks=hooks),
+        lambda hooks: tiny.denoise(tokens, length=14, fwd_hooks=hooks),
+        inside,
+    ):
+        with pytest.raises(TypeError, match=r"a list of pairs, \[\(name, function\), \.\.\.\], not "):
+            attempt(given)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_dictionary_of_a_tokenizer_is_not_read_as_the_texts_of_its_keys(tiny):
     encoded = tiny.tokenizer("the", return_tensors="pt")
     for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):

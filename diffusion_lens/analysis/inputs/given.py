@@ -15,7 +15,7 @@ from diffusion_lens.analysis.inputs.padding import padded, read_tokens, require_
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Fact, Query
-from diffusion_lens.hook_names import FwdHooks, loop_hook, select_names
+from diffusion_lens.hook_names import FwdHooks, hook_pairs, loop_hook, select_names
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.inputs import check_tokens
@@ -170,7 +170,7 @@ def _check_canvases(model: DiffusionTransformer, runs: Sequence[Trajectory], fwd
     """
     for run in runs:
         require_same_tokens(run.record, model)
-    points = {name for pattern, _ in fwd_hooks for name in select_names(pattern, model.hook_dict)}
+    points = {name for pattern, _ in hook_pairs(fwd_hooks) for name in select_names(pattern, model.hook_dict)}
     if is_hooked(model.loop_hooks.hook_tokens) or loop_hook("hook_tokens") in points:
         raise ValueError(
             "a hook at 'denoise.hook_tokens' rewrites the canvas of a step, and recorded ones are read as they are: "
