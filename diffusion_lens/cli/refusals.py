@@ -39,6 +39,7 @@ ADVICE = (
     (r" or \(\d+, \d+\)", ""),
     (r", or a collection of fact ids", ""),
     (r"\bone_canvas\b", "one-canvas"),
+    (r"=None: say which", "=: say which"),
     (r"pass another folder as out=", "name another folder with --out"),
     (r"pass tokenizer='folder' to from_pretrained", "name one with --tokenizer"),
     (r"tokenizer='that folder'", "it as --tokenizer"),

@@ -282,7 +282,7 @@ def test_saved_results_by_step_are_drawn(tmp_path: Path) -> None:
         ("trace", ["--step", "99"], "step 99 was not traced"),
         ("trace", ["--head", "1"], "contains a trajectory trace, whose figure does not depend on a head"),
         ("lens", [], "give either --step, or --position to draw it at every step"),
-        ("z", [], "--head None: say which head to draw, one of [0, 1"),
+        ("z", [], "--head: say which head to draw, one of [0, 1"),
     ):
         refused = invoke("plot", str(tmp_path / f"{result}.safetensors"), *chosen, "--out", str(tmp_path / "no.png"))
         assert refused.exit_code == 2, refused.output
