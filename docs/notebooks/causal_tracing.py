@@ -67,7 +67,7 @@ causal_trace(model, query, "attn", window=2, noise=noise).plot()
 #
 # ## The baseline
 #
-# The AR baseline has the same two sites. Its answer is read at the last word of the prompt, because it has no [MASK].
+# The AR baseline has no [MASK]: its answer is read at the last word of the prompt.
 
 # %%
 query_ar = fact.to_query(baseline)
@@ -75,6 +75,8 @@ trace_ar = causal_trace(baseline, query_ar, noise=noise_scale(baseline, [query_a
 trace_ar.plot()
 
 # %% [markdown]
+# It has the same two sites, and hands over one block earlier.
+#
 # ## The reverse question
 #
 # The documents say of this person only "NAME is the DESCRIPTION". The diffusion model finds the name from the

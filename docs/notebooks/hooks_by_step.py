@@ -30,7 +30,7 @@ run.plot()
 
 # %% [markdown]
 # The steps reveal the end token, the full stop and "of". The last step writes the role and the place, the two words
-# that describe this person.
+# that describe this person. Step 0 reveals nothing, because the number of positions of a step is rounded down.
 #
 # ## A hook that looks
 #

@@ -50,9 +50,9 @@ run = model.denoise(fact.prompt, max_new_tokens=4, steps=6)
 run.plot()
 
 # %% [markdown]
-# The name is right, and it is written last: the model first writes the full stop and the end token. The AR baseline
-# has read the same sentences, and writes from left to right. It answers with another name, which is the *reversal
-# curse*:
+# The name is right, and it is written last: the model first writes the full stop and the end token. (The first steps
+# reveal nothing, because six steps are more than four positions need.) The AR baseline has read the same sentences,
+# and writes from left to right. It answers with another name, which is the *reversal curse*:
 
 # %%
 baseline.denoise(fact.prompt, max_new_tokens=4, steps=6).plot()
