@@ -843,7 +843,9 @@ class RunPanel {
       this.present("trace", null);
       const { map, legend } = this.views.trace, layers = this.traceLayers(), { scores } = chunk.tables;
       const { clean, corrupted } = chunk.header;
-      const low = Math.min(...(trace.corrupted ?? [corrupted])), high = trace.highest ?? chunk.header.highest;
+      const low = Math.min(...(trace.corrupted ?? [corrupted]));
+      // At least a hundredth wide, so that rounding is not drawn as an effect on a fact that the model does not know.
+      const high = Math.max(trace.highest ?? chunk.header.highest, low + 0.01);
       const colours = explorer.colours("trace");
       const name = `p(${shorten(readable(trace.answer), 26)}): clean ${number(clean)}, corrupted ${number(corrupted)}`;
       drawLegend(legend, colours, { name, low: number(low), high: number(high) });
