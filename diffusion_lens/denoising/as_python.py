@@ -10,7 +10,9 @@ from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import SAMPLERS, describe_sampler, sampler_from
 
+WEIGHTS = ("diffusion_lens.weights_digest", "weights_sha256")  # module and name of the function that digests weights
 _OF_SAMPLERS = "diffusion_lens.denoising.samplers"
+_SHOWN = 16  # characters of the digest
 
 
 def call(function: str, *arguments: str, **keywords: Any) -> str:
@@ -21,18 +23,24 @@ def call(function: str, *arguments: str, **keywords: Any) -> str:
 
 def load_code(record: Mapping[str, Any]) -> str:
     """The statements that load the model of a record."""
-    return f"from diffusion_lens import HookedDiffusionTransformer\n\n{load_statement(record)}"
+    digest = f"from {WEIGHTS[0]} import {WEIGHTS[1]}\n" if record.get("weights_sha256") else ""
+    return f"from diffusion_lens import HookedDiffusionTransformer\n{digest}\n{load_statement(record)}"
 
 
 def load_statement(record: Mapping[str, Any]) -> str:
-    """The statement that loads the model of a record."""
+    """The statements that load the model of a record, and stop if its weights are others than the recorded ones.
+
+    A checkpoint of one's own and edited weights have the name of the published model, which is the one that is loaded.
+    """
     dtype = record.get("dtype", "float32")
     loaded = call(
         "HookedDiffusionTransformer.from_pretrained",
         repr(record["model"]),
         dtype=None if dtype == "float32" else dtype,
     )
-    return f"model = {loaded}"
+    weights = record.get("weights_sha256")
+    check = f"{WEIGHTS[1]}(model).startswith({str(weights)[:_SHOWN]!r}), 'the run was made with other weights'"
+    return f"model = {loaded}" + (f"\nassert {check}" if weights else "")
 
 
 def sampler_code(sampler: Sampler) -> tuple[str, str]:

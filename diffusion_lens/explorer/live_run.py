@@ -8,7 +8,7 @@ canvas of a step.
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class LiveRun:
         for one, token in plan.forced_tokens:
             run.canvases[one.step, 0, one.position] = token
             run.words.setdefault(token, model.words([token])[0])
+        plan = replace(plan, weights=run.record["weights_sha256"])
         asked, words = Asked.of(model, spec, run), Words()
         entry = canvas_entry(run, 0, words)
         ids = sorted({token for _, tokens, _ in top.values() for token in tokens.flatten().tolist()})

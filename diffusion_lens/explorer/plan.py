@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_lens.denoising.as_python import load_statement
+from diffusion_lens.denoising.as_python import WEIGHTS, load_statement
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.explored_code import (
     PATTERN,
@@ -52,6 +52,7 @@ class Plan:
         statements: Statements that make the caches of other runs, which the hooks take.
         imports: What the hooks need, as module and name.
         n_bytes: Size of these caches.
+        weights: SHA-256 of the weights that computed the run, which the code demands.
     """
 
     model: DiffusionTransformer
@@ -61,6 +62,7 @@ class Plan:
     statements: tuple[str, ...]
     imports: Imports
     n_bytes: int
+    weights: str = ""
 
     @classmethod
     def of(
@@ -107,8 +109,10 @@ class Plan:
     def prelude(self) -> str:
         """Imports, the model, the caches of other runs, and the hooks."""
         cfg = self.model.cfg
-        loaded = load_statement({"model": cfg.model_name, "dtype": str(cfg.dtype).removeprefix("torch.")})
+        dtype = str(cfg.dtype).removeprefix("torch.")
+        loaded = load_statement({"model": cfg.model_name, "dtype": dtype, "weights_sha256": self.weights})
         needed = {("torch", ""), ("diffusion_lens", "HookedDiffusionTransformer"), *self.imports}
+        needed |= {WEIGHTS} if self.weights else set()
         lines = [import_lines(needed), loaded, *self.statements]
         if self.forced:
             lines.append(f"forced = [\n{_listed(self.forced)}]")

@@ -11,6 +11,7 @@ from diffusion_lens.settings import at_least, not_negative, whole_number
 
 FORCE, CHANGES = "force", ("zero", "mean", "patch")
 SITES = ("resid", "attn", "mlp", "head")
+MOST_STEPS = 4096
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Spec:
             "model": lambda x: at_least(0, "model", x),
             "prompt": lambda x: _text("prompt", x),
             "length": lambda x: None if x is None else at_least(1, "length", x),
-            "steps": lambda x: at_least(1, "steps", x),
+            "steps": _n_steps,
             "sampler": lambda x: _text("sampler", x, optional=True),
             "cfg_scale": lambda x: not_negative("cfg_scale", x),
             "temperature": lambda x: not_negative("temperature", x),
@@ -185,6 +186,14 @@ def _text(name: str, value: Any, optional: bool = False) -> Any:
     if not isinstance(value, str) and not (optional and value is None):
         raise TypeError(f"{name}={value!r} is no text{' and not null' if optional else ''}")
     return value
+
+
+def _n_steps(value: Any) -> int:
+    """The number of steps. A run holds the explorer until it ends, so a slip of the keyboard must not last a day."""
+    n_steps = at_least(1, "steps", value)
+    if n_steps > MOST_STEPS:
+        raise ValueError(f"steps={n_steps}; the explorer shows each step, and takes at most {MOST_STEPS} steps")
+    return n_steps
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """A session refuses a model whose state its specs do not name, and a prompt stays what it is in the code."""
 
 import pytest
-from page_reader import ran
+from page_reader import PageFile, ran
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.explorer import Session
@@ -44,3 +44,15 @@ def test_a_prompt_may_contain_the_names_of_a_selection():
     code = run["python"]["run"]
     assert "{name}" not in code
     assert ran(code, model)[0]["trajectory"].text == [run["text"]]
+
+
+def test_the_code_stops_at_other_weights(tmp_path):
+    """A model of one's own has the name of the published one, which the code loads."""
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm")
+    model.blocks[1].mlp.W_out.data.mul_(1.5)
+    page = PageFile(model.denoise(SPEC["prompt"], steps=1).explore(tmp_path / "page.html").read_text(encoding="utf-8"))
+    for run in (Session([model]).run(SPEC), page.run()):
+        code = run["python"]["run"]
+        assert ran(code, model)[0]["trajectory"].text == [run["text"]]
+        with pytest.raises(AssertionError, match="other weights"):
+            exec(code, {})

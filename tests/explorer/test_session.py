@@ -223,6 +223,7 @@ def test_an_exception_leaves_no_hook(tiny, session):
     refused("no run 'r1'", base="r1")
     refused("unknown sampler 'confidnce'", sampler="confidnce")
     refused("steps=0", steps=0)
+    refused("at most 4096 steps", steps=10**9)
     refused("has no entry 'step'; the nearest is 'steps'", step=3)
     refused("model=1, but the session has 1", model=1)
     refused("the canvas has only 6 positions", length=6)
