@@ -20,6 +20,7 @@ from diffusion_lens.records import open_result, save_result
 from diffusion_lens.settings import whole_numbers
 
 _SEPARATOR = "/"
+_CANVASES = "canvases"
 
 
 class TrajectoryCache(Result, Mapping[int, ActivationCache]):
@@ -29,11 +30,21 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
 
     `cache[5]["resid_post", 3]` and `cache[5, "blocks.3.hook_resid_post"]` are activations of one step; negative steps
     count from the end of the run. `cache.stack(name)` contains one hook point at all cached steps.
+
+    Attributes:
+        n_steps: Number of steps of the run.
+        canvases: Int[canvas batch pos], those of the run's `Trajectory`; `None` in files of earlier versions.
     """
 
-    def __init__(self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None) -> None:
+    def __init__(
+        self,
+        by_step: Mapping[int, dict[str, Tensor]],
+        n_steps: int,
+        model: Any = None,
+        canvases: Tensor | None = None,
+    ) -> None:
         self._by_step = {step: AliasedCache(by_step[step], model) for step in sorted(by_step)}
-        self.n_steps = n_steps
+        self.n_steps, self.canvases = n_steps, canvases
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -70,6 +81,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             for step, cache in self._by_step.items()
             for name, x in cache.cache_dict.items()
         }
+        tensors |= {} if self.canvases is None else {_CANVASES: self.canvases}
         return save_result(path, "trajectory cache", tensors, {"n_steps": self.n_steps})
 
     @classmethod
@@ -80,11 +92,12 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             model: Model for the methods of `ActivationCache` that need one, such as `logit_attrs`.
         """
         tensors, record = open_result(path, "trajectory cache")
+        canvases = tensors.pop(_CANVASES, None)
         by_step: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             step, name = key.split(_SEPARATOR, 1)
             by_step.setdefault(int(step), {})[name] = x
-        return cls(by_step, record["n_steps"], model)
+        return cls(by_step, record["n_steps"], model, canvases)
 
     def _table(self) -> Table:
         rows = [(step, name, x) for step, cache in self._by_step.items() for name, x in cache.cache_dict.items()]

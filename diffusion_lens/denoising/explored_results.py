@@ -140,10 +140,6 @@ def attention_view(trajectory: Recording, cache: TrajectoryCache, row: int) -> V
     steps, patterns = _steps("attention", cache, trajectory, again), {}
     n_pos = trajectory.tokens.shape[1]
     for step in steps:
-        if _TOKENS in cache[step]:
-            canvas = trajectory.canvases[step - trajectory.first_step].cpu()
-            if not torch.equal(cache[step][_TOKENS].cpu(), canvas):
-                raise ValueError(f"attention= is of another run: its canvas at step {step} is another one: {again}")
         for name in cache[step].cache_dict:
             if name.endswith(_PATTERN):
                 pattern = cache[step][name]
@@ -230,7 +226,15 @@ def _steps(argument: str, cache: TrajectoryCache, trajectory: Recording, again: 
     n_steps = len(trajectory.record["times"]) - 1
     if cache.n_steps != n_steps:
         raise ValueError(f"{argument}= is of a run of {cache.n_steps} steps, and the trajectory has {n_steps}: {again}")
-    return tuple(step for step in cache.steps if step >= trajectory.first_step)
+    steps = tuple(step for step in cache.steps if step >= trajectory.first_step)
+    if (written := cache.canvases) is not None and written.shape[1:] == trajectory.canvases.shape[1:]:
+        for step in steps:
+            if not torch.equal(written[step].cpu(), trajectory.canvases[step - trajectory.first_step].cpu()):
+                raise ValueError(
+                    f"{argument}= is of another run: its canvas at step {step} is another one than the trajectory's: "
+                    f"{again}"
+                )
+    return steps
 
 
 def _require_shape(argument: str, shape: Sequence[int], trajectory: Recording, again: str) -> None:

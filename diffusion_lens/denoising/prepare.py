@@ -68,7 +68,8 @@ def denoise_with_cache(
 
     with run_of(model, fwd_hooks):
         record = run_loop(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
-        return Trajectory.of(run, {**run.describe(), **record}), TrajectoryCache(cached, n_steps, model)
+        trajectory = Trajectory.of(run, {**run.describe(), **record})
+        return trajectory, TrajectoryCache(cached, n_steps, model, trajectory.canvases)
 
 
 def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettings) -> Run:

@@ -127,11 +127,6 @@ class Plan:
         return f", fwd_hooks={' + '.join(named)}" if named else ""
 
     @property
-    def network_argument(self) -> str:
-        """The argument that passes the hooks inside the network to an analysis; empty without such hooks."""
-        return ", fwd_hooks=hooks" if self.changed else ""
-
-    @property
     def run(self) -> str:
         """Code that makes `model` and `trajectory`."""
         arguments = f"{arguments_text(self.spec)}{self.hooks_argument}"

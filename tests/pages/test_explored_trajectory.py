@@ -252,7 +252,11 @@ def test_results_of_another_run_are_refused(tiny, made, tmp_path):
     refused(r"pos_slice must be left out", attention=short)
     refused("row=1, but the trajectory has 1 rows", row=1)
     refused("max_bytes is 9,000: .*attention takes", attention=cache, max_bytes=9000)
-    refused("of another run", logits=others)
+    refused("logits= is of another run", logits=others)
+    patterns = tiny.denoise_with_cache("Gustav Geisser the is", "blocks.0.attn.hook_pattern", steps=STEPS, seed=3)[1]
+    saved = TrajectoryCache.load(patterns.save(tmp_path / "cache.safetensors"))
+    refused("attention= is of another run", attention=saved)
+    (tmp_path / "cache.safetensors").unlink()
     with pytest.raises(ValueError, match=r"should end in \.html"):
         run.explore(tmp_path / "page.txt")
     assert list(tmp_path.iterdir()) == []
