@@ -223,6 +223,7 @@ CELLS = {
     "axes": 1,
     "import matplotlib.pyplot as plt; _, own = plt.subplots(); trace.plot(ax=own)": 1,
     "trace": 1,
+    "import copy, pickle; pickle.loads(pickle.dumps(trace.plot())); copy.deepcopy(ax); None": 1,
     "1 / 0": 0,
     "2": 0,
 }

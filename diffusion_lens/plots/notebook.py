@@ -60,6 +60,9 @@ class CellFigures:
         finally:
             del self._waiting[n_waiting:]
 
+    def __reduce__(self) -> str:
+        return "CELL"  # so that figures can be pickled and copied, although they refer to the shell by this object
+
     def _show_now(self, figure: Figure) -> None:
         if any(each is figure for each in self._waiting):
             self.show()  # all of them, so that they stay in order
