@@ -46,10 +46,16 @@ class CellFigures:
             ax._ipython_display_ = _nothing
 
     def show(self) -> None:
-        """Show the figures of the cell that were not shown yet."""
+        """Show the figures of the cell that were not shown yet, also those after one that cannot be drawn."""
         waiting, self._waiting = self._waiting, []
+        failures = []
         for figure in waiting:
-            _display(figure)
+            try:
+                _display(figure)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     @contextmanager
     def unshown(self) -> Iterator[None]:
