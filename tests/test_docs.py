@@ -91,3 +91,9 @@ def test_sessions_are_true(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
             typed += 1
             assert doctest.OutputChecker().check_output(told, said, doctest.ELLIPSIS), f"{command}\nsays\n{said}"
     assert typed >= (10 if page == "command_line.md" else 2)
+
+
+def test_links_have_a_text_in_the_plain_file_too() -> None:
+    """A site fills in the title of a page that a link names without a text; GitHub shows nothing."""
+    teaching = [page for page in PAGES if not page.startswith("api/")]
+    assert [page for page in teaching if "[](" in (DOCS / page).read_text(encoding="utf-8")] == []
