@@ -1097,6 +1097,7 @@ class Experiments {
     const { explorer } = this, panel = explorer.panel, { run, position, step, block, head } = panel;
     const { spec } = run;
     this.actions.hidden = !spec;
+    this.remask.hidden = panel.model.grows; // No position of a text that grows is masked again.
     setText(this.tokenHeading, `Position ${position}, before step ${this.forcedStep}`);
     const places = [option("resid", `residual stream, block ${block}`), option("attn", `attention, block ${block}`),
       option("mlp", `MLP, block ${block}`), option("head", `head ${head}, block ${block}`)];
@@ -1427,7 +1428,9 @@ class Explorer {
     const others = runs.filter(({ id }) => id !== state.run).map(({ id, label }) => option(id, label));
     fillSelect(this.compareSelect, [option("", "–"), ...others], state.compare);
     const layers = run.lens ? run.lens.layers : Array.from({ length: model.n_layers }, (_, i) => i);
-    fillSelect(this.layerSelect, layers.map((layer, i) => [layer, run.lens ? run.lens.labels[i] : String(layer)]), state.layer);
+    const place = (layer) => (layer < model.n_layers ? `enters block ${layer}` : "after the last block");
+    const shownLayer = (layer, i) => [layer, run.lens ? `${run.lens.labels[i]}: ${place(layer)}` : String(layer)];
+    fillSelect(this.layerSelect, layers.map(shownLayer), state.layer);
     fillSelect(this.headSelect, Array.from({ length: model.n_heads }, (_, i) => [i, String(i)]), state.head);
     const changes = panel.base?.lens ? Object.keys(CHANGES).map((name) => option(name)) : [];
     fillSelect(this.colourSelect, [...Object.entries(LENS_COLOURS), ...changes], state.colour);
