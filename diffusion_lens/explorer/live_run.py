@@ -94,7 +94,8 @@ class LiveRun:
             masked, n_top = hook.step.masked[0], min(TOP_K, logits.shape[-1])
             top[hook.step.index] = views.alternatives_of_logits(logits[0], masked, n_top, unwritten(model))
 
-        with quiet():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
             run = watched(model, spec, plan.fwd_hooks, [(loop_hook("hook_logits"), read_logits)])
         for one, token in plan.forced_tokens:
             run.canvases[one.step, 0, one.position] = token
@@ -109,6 +110,7 @@ class LiveRun:
             for step, (positions, tokens, p) in sorted(top.items())
         }
         entry |= described(plan, run, words, asked, sorted(alternatives))
+        entry["warnings"] = list(dict.fromkeys(str(one.message) for one in caught))
         return cls(plan, run, words, entry, alternatives, asked)
 
     @property

@@ -520,7 +520,8 @@ function lensText(cell) {
 /** What the canvas shows and what the other views read; nothing for a run that has only the canvases which were read. */
 function readingText(run) {
   if (run.canvases.length === run.n_steps) return "";
-  const shown = "Text and canvas show what each step has written; tokens in frames are new.";
+  const warned = run.warnings?.length ? `Warning: ${run.warnings.join(" ")}. ` : "";
+  const shown = `${warned}Text and canvas show what each step has written; tokens in frames are new.`;
   const views = [["lens", run.lens], ["trace", run.traces.length], ["attention", run.attention], ["alternatives", run.alternatives]];
   const others = views.filter(([, view]) => view).map(([name]) => name);
   if (!others.length) return shown;
@@ -1108,8 +1109,11 @@ class Experiments {
     const sources = [option("", "the run without interventions"), ...others.map(({ id, label }) => option(id, label))];
     fillSelect(this.source, sources, this.source.value);
     this.sourceField.hidden = this.what.value === "zero";
-    setText(this.applied, describe(this.ablation(), explorer.runs));
     const edits = spec?.interventions ?? [];
+    const fromItself = this.what.value === "patch" && !this.source.value && edits.length === 0;
+    const nothing = "This run has no interventions, so a patch from it changes nothing. Choose another run.";
+    setText(this.applied, fromItself ? nothing : describe(this.ablation(), explorer.runs));
+    this.apply.hidden = fromItself;
     this.list.hidden = edits.length === 0;
     const remove = (index) => {
       const interventions = edits.filter((_, i) => i !== index);

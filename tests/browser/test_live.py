@@ -143,6 +143,35 @@ def test_an_ablation_by_clicking_is_that_of_the_library(opened: Open, address: s
     assert final_words(page) == words(model, model.denoise(prompt_of(page), steps=5))
 
 
+def test_a_state_of_another_prompt_is_patched_by_clicking(opened: Open, address: str, model: Any) -> None:
+    from diffusion_lens.interventions import swap
+
+    page = opened(address)
+    source, prompt = prompt_of(page), "Tilda Drusser is the"
+    of_source = page.get_by_label("Run", exact=True).input_value()
+    assert model.to_tokens(prompt).shape == model.to_tokens(source).shape
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_role("status")).to_contain_text("Done: ")
+    assert final_words(page) == words(model, model.denoise(prompt, steps=5))
+    page.locator('.dl-lens [role=gridcell][data-row="2"][data-column="1"]').click()
+    page.wait_for_selector("[data-state=ready]")
+    layer = int(page.get_by_label("Layer", exact=True).input_value())
+    page.get_by_label("Change", exact=True).select_option("patch")
+    expect(page.locator(".dl-actions")).to_contain_text("a patch from it changes nothing")
+    expect(page.get_by_role("button", name="Apply")).to_be_hidden()
+    page.get_by_label("From", exact=True).select_option(of_source)
+    page.get_by_label("Site").select_option("resid")
+    page.get_by_label("Positions", exact=True).select_option("this")
+    page.get_by_role("button", name="Apply").click()
+    expect(page.locator(".dl-edit")).to_contain_text("patched")
+    page.wait_for_selector("[data-state=ready]")
+    point = f"blocks.{layer}.hook_resid_post"
+    _, cache = model.denoise_with_cache(source, names_filter=point, steps=5)
+    patched = model.denoise(prompt, steps=5, fwd_hooks=[(point, swap(cache, [1]))])
+    assert final_words(page) == words(model, patched)
+
+
 def test_the_form_computes_another_run(opened: Open, address: str, model: Any) -> None:
     page = opened(address)
     prompt = prompt_of(page)

@@ -294,3 +294,10 @@ def test_every_placeholder_of_the_code_is_one_of_the_selection(session):
     run = session.run(ASKED)
     found = {name for code in run["python"].values() for name in re.findall(r"\{(\w+)\}", code)}
     assert found <= {"step", "layer", "head", "position", "name"}
+
+
+def test_a_run_says_what_the_library_warns_of(tiny):
+    session = Session([tiny])
+    assert session.run({"prompt": PROMPT, "steps": 2})["warnings"] == []
+    (warning,) = session.run({"prompt": "Xylo is the", "steps": 2})["warnings"]
+    assert "does not know 'Xylo'" in warning
