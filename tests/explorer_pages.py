@@ -143,9 +143,7 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
         lens=views.View({**lens_entry, "chunk": "lens/{step}"}, lens),
         attention=views.attention_view(patterns),
     )
-    model = dict(
-        name="random", n_layers=n_layers, n_heads=n_heads, n_mlp=n_layers, grows=False, samplers=[], length=n_pos
-    )
+    model = dict(name="random", n_layers=n_layers, n_heads=n_heads, grows=False, samplers=[], length=n_pos)
     return Page("Random numbers", [model], [run])
 
 

@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import nbclient
+import nbformat
 import pytest
 import torch
 from figures import PNG, blank_figures
@@ -233,7 +235,6 @@ CELLS = {
 @pytest.fixture(scope="module")
 def cells(results, tmp_path_factory):
     """The outputs of each cell, of one kernel that runs all of them."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     trace = results[CausalTrace]
     few = replace(trace, scores=trace.scores[:3], token_scores=trace.token_scores[:3], positions=[0, 1, 2])
     path = str(few.save(tmp_path_factory.mktemp("kernel") / "trace.safetensors"))

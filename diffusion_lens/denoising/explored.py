@@ -97,7 +97,6 @@ def model_info(record: Mapping[str, Any]) -> dict[str, Any]:
         "name": record["model"],
         "n_layers": architecture["n_layers"],
         "n_heads": architecture["n_heads"],
-        "n_mlp": architecture["n_layers"],
         "grows": record["blank"] < 0,
         "samplers": [record["sampler"]["name"]],
         "length": None,

@@ -10,6 +10,7 @@ from diffusion_lens.hook_names import loop_hook
 from diffusion_lens.pages.views import Lens
 
 PATTERN = '"blocks.{layer}.attn.hook_pattern"'
+TRACE_SCORES = "scores = trace.at_step({step}).scores  # [pos layer]"
 _TRACE_SETTINGS = ("kind", "window", "severed", "corruption", "noise", "samples", "seed", "swap", "canvas")
 
 
@@ -122,13 +123,20 @@ def trace_statements(traces: Mapping[str, Trace]) -> str:
     else:
         listed = "".join(f"    {name!r}: dict({written}),\n" for name, written in settings.items())
         chosen, keywords = f"settings = {{\n{listed}}}\n", '**settings["{name}"]'
-    positions, tokens = (tuple(query[name]) for name in ("answer_positions", "answer_tokens"))
     return (
         "import torch\nfrom diffusion_lens import Query\nfrom diffusion_lens.analysis import trace_trajectory\n\n"
-        f"query = Query(\n    torch.tensor({query['tokens']}),\n    subject={tuple(query['subject'])},\n"
-        f"    answer_positions={positions},\n    answer_tokens={tokens},\n)\n{chosen}"
-        f"trace = trace_trajectory(model, query, steps=[{{step}}], trajectory=trajectory, {keywords})\n"
-        "scores = trace.at_step({step}).scores  # [pos layer]"
+        f"{query_statement(**query)}{chosen}"
+        f"trace = trace_trajectory(model, query, steps=[{{step}}], trajectory=trajectory, {keywords})\n{TRACE_SCORES}"
+    )
+
+
+def query_statement(
+    tokens: Sequence[int], subject: Sequence[int], answer_positions: Sequence[int], answer_tokens: Sequence[int]
+) -> str:
+    """The statement that makes `query`."""
+    return (
+        f"query = Query(\n    torch.tensor({list(tokens)}),\n    subject={tuple(subject)},\n"
+        f"    answer_positions={tuple(answer_positions)},\n    answer_tokens={tuple(answer_tokens)},\n)\n"
     )
 
 

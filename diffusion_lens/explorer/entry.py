@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion_lens.denoising import Trajectory
-from diffusion_lens.denoising.explored_code import lens_call
+from diffusion_lens.denoising.explored_code import TRACE_SCORES, lens_call, query_statement
 from diffusion_lens.denoising.explored_results import TOP_K
 from diffusion_lens.explorer.asked import KINDS, NO_TRACE, SAMPLES, Asked, window_of
 from diffusion_lens.explorer.plan import Plan
@@ -93,10 +93,9 @@ def _trace_statements(plan: Plan, query: Query) -> str:
     hooked, inside = ("with model.hooks(fwd_hooks=hooks):\n", "    ") if plan.changed else ("", "")
     return (
         "from diffusion_lens import Query\nfrom diffusion_lens.analysis import noise_scale, trace_trajectory\n\n"
-        f"query = Query(\n    torch.tensor({query.tokens.tolist()}),\n    subject={query.subject},\n"
-        f"    answer_positions={query.answer_positions},\n    answer_tokens={query.answer_tokens},\n)\n{hooked}"
+        f"{query_statement(**query.describe())}{hooked}"
         f"{inside}trace = trace_trajectory(\n{inside}    model, query, steps=[{{step}}], trajectory=trajectory, "
         f'kind="{{name}}", window={window_of(plan.model)},\n'
         f"{inside}    noise=noise_scale(model, [query]), samples={SAMPLES}\n{inside})\n"
-        "scores = trace.at_step({step}).scores  # [pos layer]"
+        f"{TRACE_SCORES}"
     )

@@ -186,7 +186,6 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "name": cfg.model_name,
         "n_layers": cfg.n_layers,
         "n_heads": cfg.n_heads,
-        "n_mlp": cfg.n_layers,
         "grows": cfg.grows,
         "samplers": samplers,
         "length": cfg.trained_length,

@@ -14,7 +14,6 @@ FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_messages_are_answered(tiny, monkeypatch):
-    pytest.importorskip("anywidget")
     shown = explore(tiny, FACT, steps=3)
     (run,) = shown.manifest["runs"]
     assert (shown.live, run["spec"]["answer"], run["spec"]["subject"]) == (True, FACT.answer, [0, 2])
