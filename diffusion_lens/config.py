@@ -1,13 +1,24 @@
 """`DiffusionConfig`: TransformerLens's config with the fields that a masked diffusion model adds."""
 
-from dataclasses import dataclass
-from typing import Literal, cast, overload
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from transformer_lens.config import TransformerLensConfig
 
-from weight_conversion import Architecture, PositionKind, RotaryScaling, Variant
+from weight_conversion import (
+    Architecture,
+    Experts,
+    NoiseSchedule,
+    QueryScale,
+    RotaryScaling,
+    TimeConditioning,
+    Variant,
+    YarnScaling,
+    tensor_shapes,
+)
 
 # Not a token id: it marks positions of a causal canvas that the text has not reached.
 UNREACHED = -1
@@ -18,6 +29,8 @@ DTYPES = {
     "float64": torch.float64,
 }
 ROTARY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Fields of an architecture that the config has under another name or as another type.
+_RENAMED = {"name", "family", "norm_eps", "norm", "mlp", "rotary_dtype", "experts"}
 
 
 @dataclass(repr=False)
@@ -28,16 +41,26 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         d_vocab_out: Columns of the head. SMDM embeds [MASK] (counted in `d_vocab`) but has no column for it; no family
             ever predicts it.
         mask_token_id: Id of [MASK]; `None` for a model without it.
-        attention_dir: Attention direction, "bidirectional" or "causal".
+        attention_dir: Attention direction, "bidirectional", "causal" or "block_causal".
+        causal_block: Positions in a block of "block_causal" attention.
+        causal_prefix: Whether finished blocks are seen as causal attention computes them.
         readout: Row of the logits that predicts token i: "in_place" (row i) or "shifted" (row i-1).
         rotary_base: Base of the rotary frequencies.
         rotary_dtype: Precision to which the cosine and sine tables are rounded before use.
         rotation: Precision in which queries and keys are rotated: "float32", or "activation" for the activations'.
-        qkv_bias, o_bias, mlp_bias: Presence of biases in these projections.
+        rotary_dim: Dimensions of each head that are rotated; `None` for all.
+        query_scale: Scaling of the queries by position, or `None`.
+        qkv_clip: Bound of queries, keys and values, or `None`.
+        qkv_bias, o_bias, mlp_bias, unembed_bias: Presence of biases in these projections.
+        norm_bias: Presence of biases in the LayerNorms.
         qk_norm: Presence of norms on each head's queries and keys, before the rotation.
         tied: Whether embedding and head are one matrix.
         positional_embedding_type: Kind of positions, "rotary", "standard" (learned vectors), "none" or "alibi".
         rotary_scaling: Scaling of the rotary frequencies, or `None`.
+        experts: The experts in place of the MLP, or `None`.
+        time: How the network is conditioned on the time, or `None`.
+        schedule: Schedule of noise of the training, or `None`.
+        head: Meaning of the head's output, "logits" or "log_scores".
         model_name: Name under which results record the model.
         family: Family of its checkpoint, and default format of an export.
         use_attn_in, use_hook_mlp_in: Whether these optional hook points pass (see `model.optional_hooks`).
@@ -47,18 +70,29 @@ class DiffusionConfig(Variant, TransformerLensConfig):
 
     d_vocab_out: int = -1
     mask_token_id: int | None = None
-    attention_dir: Literal["bidirectional", "causal"] = "bidirectional"
+    attention_dir: Literal["bidirectional", "causal", "block_causal"] = "bidirectional"
+    causal_block: int | None = None
+    causal_prefix: bool = False
     readout: Literal["in_place", "shifted"] = "in_place"
     rotary_base: float = 10000.0
     rotary_dtype: torch.dtype = torch.float32
     rotation: Literal["float32", "activation"] = "float32"
+    rotary_dim: int | None = None
+    query_scale: QueryScale | None = None
+    qkv_clip: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    unembed_bias: bool = False
+    norm_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
     positional_embedding_type: str = "rotary"
-    rotary_scaling: RotaryScaling | None = None
+    rotary_scaling: RotaryScaling | YarnScaling | None = None
+    experts: Experts | None = None
+    time: TimeConditioning | None = None
+    schedule: NoiseSchedule | None = None
+    head: Literal["logits", "log_scores"] = "logits"
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None
@@ -92,27 +126,10 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             ValueError: Weights cannot have this dtype, or this machine does not have the device.
         """
         a = architecture
+        rms = a.norm == "rms"
         return cls(
-            d_model=a.d_model,
-            d_head=a.d_head,
-            n_layers=a.n_layers,
-            n_ctx=a.n_ctx,
-            n_heads=a.n_heads,
-            n_key_value_heads=a.n_key_value_heads,
-            d_mlp=a.d_mlp,
-            d_vocab=a.d_vocab,
-            d_vocab_out=a.d_vocab_out,
-            mask_token_id=a.mask_token_id,
-            attention_dir=a.attention_dir,
-            readout=a.readout,
-            rotary_base=a.rotary_base,
+            **{name: getattr(a, name) for name in _SHARED},
             rotary_dtype=ROTARY_DTYPES[a.rotary_dtype],
-            rotation=a.rotation,
-            qkv_bias=a.qkv_bias,
-            o_bias=a.o_bias,
-            mlp_bias=a.mlp_bias,
-            qk_norm=a.qk_norm,
-            tied=a.tied,
             eps=a.norm_eps,
             device=None if device is None else str(as_device(device)),
             dtype=as_dtype(dtype),
@@ -120,53 +137,43 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             model_name=model_name or a.name,
             family=a.family,
             trained_length=trained_length,
-            positional_embedding_type=a.positional_embedding_type,
-            rotary_scaling=a.rotary_scaling,
-            normalization_type="RMSPre" if folded else "RMS",
+            normalization_type=("RMS" if rms else "LN") + ("Pre" if folded else ""),
             layer_norm_folding=folded,
-            uses_rms_norm=True,
-            final_rms=True,
-            gated_mlp=True,
-            act_fn="silu",
+            uses_rms_norm=rms,
+            final_rms=rms,
+            gated_mlp=a.mlp == "gated",
+            experts=a.experts,
+            num_experts=None if a.experts is None else a.experts.n_experts,
+            experts_per_token=None if a.experts is None else a.experts.n_chosen,
         )
 
     @property
     def architecture(self) -> Architecture:
         """The architecture, for `save_pretrained` and export."""
-        assert self.d_mlp is not None
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        # TransformerLens's config leaves these out where they have their usual value.
+        shared["n_key_value_heads"] = self.n_key_value_heads or self.n_heads
+        shared["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab
         return Architecture(
+            **shared,
             family=self.family,
             name=self.model_name,
-            n_layers=self.n_layers,
-            d_model=self.d_model,
-            n_heads=self.n_heads,
-            n_key_value_heads=self.n_key_value_heads or self.n_heads,
-            d_head=self.d_head,
-            d_mlp=self.d_mlp,
-            d_vocab=self.d_vocab,
-            d_vocab_out=self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab,
-            n_ctx=self.n_ctx,
-            attention_dir=self.attention_dir,
-            readout=self.readout,
-            mask_token_id=self.mask_token_id,
             norm_eps=self.eps,
-            rotary_base=self.rotary_base,
+            norm="rms" if self.uses_rms_norm else "layer",
+            mlp="gated" if self.gated_mlp else "plain",
             rotary_dtype="bfloat16" if self.rotary_dtype == torch.bfloat16 else "float32",
-            rotation=self.rotation,
-            qkv_bias=self.qkv_bias,
-            o_bias=self.o_bias,
-            mlp_bias=self.mlp_bias,
-            qk_norm=self.qk_norm,
-            tied=self.tied,
-            positional_embedding_type=cast(PositionKind, self.positional_embedding_type),
-            rotary_scaling=self.rotary_scaling,
+            experts=self.experts,
         )
 
     @property
     def n_params(self) -> int:
         """Number of weights in attention and MLPs, as TransformerLens counts: no embeddings, head, norms or biases."""
-        a = self.architecture
-        return a.n_layers * a.d_model * (2 * (a.n_heads + a.n_key_value_heads) * a.d_head + 3 * a.d_mlp)
+        return sum(
+            math.prod(shape)
+            for name, shape in tensor_shapes(self.architecture).items()
+            if ".attn." in name or ".mlp." in name
+            if len(shape) == 2
+        )
 
     @property
     def is_on_cpu(self) -> bool:
@@ -197,6 +204,9 @@ class DiffusionConfig(Variant, TransformerLensConfig):
 
     def __repr__(self) -> str:
         return super().__repr__().replace("TransformerLensConfig", "DiffusionConfig", 1)
+
+
+_SHARED = tuple(field.name for field in fields(Architecture) if field.name not in _RENAMED)
 
 
 @overload

@@ -24,7 +24,7 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.training.recipes import TrainingConfig
 from diffusion_lens.training.trainer import TrainingRecord, train
-from weight_conversion import Architecture, export, renamed_together, sha256_of_file, write_json
+from weight_conversion import Architecture, export, n_params, renamed_together, sha256_of_file, write_json
 
 Kind = Literal["mdm", "ar"]
 
@@ -130,7 +130,7 @@ def make_pair(
                 "recall": measure(model, facts),
                 "training": asdict(training.config),
                 "last_loss": training.losses[-100:].mean().item(),
-                "parameters": shape.n_params,
+                "parameters": n_params(shape),
                 "sha256": sha256_of_file(path),
                 **training.record,
             }

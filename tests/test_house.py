@@ -15,7 +15,13 @@ PACKAGES = ("weight_conversion", "diffusion_lens")
 # In order: a file imports from its own room and from rooms listed before it. A room is a file, or a folder with all
 # that is in it unless a longer name in the list says otherwise.
 ROOMS = (
+    "weight_conversion.checks",
+    "weight_conversion.variant",
+    "weight_conversion.rotary_scaling",
+    "weight_conversion.experts",
+    "weight_conversion.conditioning",
     "weight_conversion.architecture",
+    "weight_conversion.tensor_shapes",
     "weight_conversion.layouts",
     "weight_conversion.key_map",
     "weight_conversion.whole_files",
@@ -341,6 +347,7 @@ ALLOWED_NAMES = {
     "diffusion_lens.denoising.samplers": PRESETS,
     "diffusion_lens.training": RECIPES,
     "diffusion_lens.cli": RECIPES,
+    "weight_conversion.rotary_scaling": {"llama3"},  # a type of scaling in config.json
 }
 
 

@@ -46,7 +46,7 @@ from diffusion_lens.cli import app
 from diffusion_lens.loading import shape_of
 from diffusion_lens.loading.hub import fetch_repository
 from diffusion_lens.training import TrainingConfig, finetune
-from weight_conversion import RotaryScaling, export
+from weight_conversion import RotaryScaling, export, n_params
 
 load = HookedDiffusionTransformer.from_pretrained
 CHAT = [{"role": "user", "content": " Hi "}]
@@ -677,7 +677,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_shape_is_known_before_a_download(name):
-    assert shape_of(name).n_params == WEIGHTS[name]
+    assert n_params(shape_of(name)) == WEIGHTS[name]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from oracles.memory import memory_of_loading, memory_of_tracing
 from oracles.traced_shapes import Shape
 from processes import measured_afresh, measured_apart
 
-from weight_conversion import Architecture, export_size, open_checkpoint
+from weight_conversion import Architecture, export_size, n_params, open_checkpoint
 
 # Half of the 170M model's layers, an eighth of its words: 364 MB in float32.
 ARCHITECTURE = Architecture(
@@ -67,9 +67,9 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
     if sys.platform != "linux":  # only Linux publishes its count of resident pages
         return
     expected = {
-        (file, "float32"): ARCHITECTURE.n_params * 4,
-        (file, "bfloat16"): ARCHITECTURE.n_params * 2,
-        (shards, "bfloat16"): SHARDED.n_params * 2,
+        (file, "float32"): n_params(ARCHITECTURE) * 4,
+        (file, "bfloat16"): n_params(ARCHITECTURE) * 2,
+        (shards, "bfloat16"): n_params(SHARDED) * 2,
     }
     loads = measured_apart(*(partial(memory_of_loading, *arguments) for arguments in expected))
     for measured, weights in zip(loads, expected.values(), strict=True):

@@ -12,7 +12,7 @@ from diffusion_lens.site_pair import PHASES, measures
 from diffusion_lens.site_pair.person_loss import PersonLoss, PersonTargets
 from diffusion_lens.site_pair.phases import train_phases
 from diffusion_lens.training import EarlyExit
-from weight_conversion import open_checkpoint, sha256_of_file
+from weight_conversion import n_params, open_checkpoint, sha256_of_file
 
 SHORT = tuple(replace(phase, steps=1) for phase in PHASES)
 
@@ -45,9 +45,9 @@ def test_phases_continue_each_other(world, trained, tmp_path):
             assert torch.equal(kept, weight), (name, label)
         if name in trained:
             assert not torch.equal(trained[name].model.W_U, weights["unembed.weight"])
-    assert {done.model.cfg.architecture.n_params for done in still.values() if done.phase.n_layers == 6} == {
-        site_pair.architecture("mdm", 304).n_params,
-        site_pair.architecture("ar", 304).n_params,
+    assert {n_params(done.model.cfg.architecture) for done in still.values() if done.phase.n_layers == 6} == {
+        n_params(site_pair.architecture("mdm", 304)),
+        n_params(site_pair.architecture("ar", 304)),
     }
 
 

@@ -17,8 +17,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from weight_conversion.architecture import Architecture, Shape, every_tensor_name, tensor_shapes
+from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.layouts import Layout, Same
+from weight_conversion.tensor_shapes import every_tensor_name, tensor_shapes
 
 PIECE_BYTES = 1 << 22
 

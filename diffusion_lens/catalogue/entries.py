@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weight_conversion import Architecture, export_size, published_architecture
+from weight_conversion import Architecture, export_size, n_params, published_architecture
 from weight_conversion.registry import recognise
 
 Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen"]
@@ -132,7 +132,7 @@ class Repository(Published):
     def n_bytes(self) -> int | None:
         """Size of the weights in bytes, without the headers of their files."""
         architecture = self.architecture
-        return None if architecture is None else self.weight_bytes * architecture.n_params
+        return None if architecture is None else self.weight_bytes * n_params(architecture)
 
     @property
     def source(self) -> str:

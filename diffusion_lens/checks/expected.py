@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffusion_lens.catalogue import BUNDLED, PUBLISHED, PublishedFile, unknown_name
 from diffusion_lens.checks.finding import Finding
-from weight_conversion import Architecture, open_checkpoint, read_json, sha256_of_file
+from weight_conversion import Architecture, n_params, open_checkpoint, read_json, sha256_of_file
 
 # Fields of an architecture that do not describe the network, and are not compared.
 NAMES = ("family", "name")
@@ -80,7 +80,7 @@ def check_config(expected: Expected | None, architecture: Architecture) -> Findi
     name = "config"
     actual = asdict(architecture)
     if expected is None:
-        said = f"{architecture.n_params:,} parameters; no name to compare with (--as NAME)"
+        said = f"{n_params(architecture):,} parameters; no name to compare with (--as NAME)"
         return Finding(name, "not run", said, numbers={"architecture": actual})
     if expected.architecture is None:
         said = f"the catalogue does not give the architecture of {expected.name!r}"

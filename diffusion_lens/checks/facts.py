@@ -13,6 +13,7 @@ from diffusion_lens.checks.texts import Texts
 from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from weight_conversion import n_params
 
 # By guessing, five or more of ten are right once in 600 checks.
 LEAST_CHOSEN = 5
@@ -34,7 +35,7 @@ def check_facts(model: HookedDiffusionTransformer, texts: Texts) -> list[Finding
         said = "the tokenizer merges most answers into their prompts, so they cannot be queried"
         return [Finding("facts, one pass", "not run", said)]
     own = texts.length is not None
-    size = model.cfg.architecture.n_params
+    size = n_params(model.cfg.architecture)
     chosen = _chosen(model, facts, texts)
     written = _written(model, facts, texts)
     right = [contained(fact.answer, text) for fact, text in zip(facts, written, strict=True)]

@@ -80,16 +80,22 @@ def trace_grids(model: ModelChoice, n_positions: int, samples: int, grids: int) 
 
 def operations(model: ModelChoice, cost: Cost) -> int | float:
     """Number of operations of a work on a model. A backward pass counts twice."""
+    from weight_conversion import n_params
+
     shape = model.shape()
     computed = 1 if cost.cached else cost.positions
-    per_row = computed * (2 * shape.n_params + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head)
+    per_row = computed * (
+        2 * n_params(shape, active=True) + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head
+    )
     return (cost.passes + 2 * cost.backward) * per_row
 
 
 def bytes_in_all_and_of_weights(model: ModelChoice, cost: Cost) -> tuple[int, int]:
     """Memory of a work: in all, and of its weights alone."""
+    from weight_conversion import n_params
+
     shape = model.shape()
-    weights = cost.copies * shape.n_params * bytes_per_weight(model.dtype)
+    weights = cost.copies * n_params(shape) * bytes_per_weight(model.dtype)
     activations = cost.batch_bytes
     if activations is None:
         activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)

@@ -52,14 +52,16 @@ def info(
 
     Example: diffusion-lens info smdm-1028m
     """
+    from weight_conversion import n_params
+
     chosen = ModelChoice(model, config)
     shape = chosen.shape()
     report = Report("info", {"model": model}, None, json)
     facts: dict[str, Any] = {
-        **asdict(shape),
+        **shape.to_dict(),
         "trained_length": chosen.length(None),
-        "parameters": shape.n_params,
-        "float32_bytes": 4 * shape.n_params,
+        "parameters": n_params(shape),
+        "float32_bytes": 4 * n_params(shape),
     }
     width = max(map(len, facts))
     report.say(*(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
@@ -91,7 +93,7 @@ def convert(
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
     from diffusion_lens.loading import trained_length_of, write_trained_length
-    from weight_conversion import check_export, export, open_checkpoint
+    from weight_conversion import check_export, export, n_params, open_checkpoint
 
     checkpoint = open_checkpoint(source, config)
     shape = checkpoint.architecture
@@ -99,17 +101,17 @@ def convert(
     if target.exists():
         raise ValueError(f"{target} already exists; name a new file")
     check_export(shape, target, to)
-    results: dict[str, Any] = {"family": shape.family, "parameters": shape.n_params}
+    results: dict[str, Any] = {"family": shape.family, "parameters": n_params(shape)}
     if dry_run:
         report.say(
-            f"{source}: {shape.name} of the family {shape.family}, {shape.n_params:,} parameters; no forward pass"
+            f"{source}: {shape.name} of the family {shape.family}, {n_params(shape):,} parameters; no forward pass"
         )
-        report.say(f"memory: the weights, once ({4 * shape.n_params / 1e9:.2f} GB in float32)")
-        report.finish({**results, "forward_passes": 0, "memory_bytes": 4 * shape.n_params})
+        report.say(f"memory: the weights, once ({4 * n_params(shape) / 1e9:.2f} GB in float32)")
+        report.finish({**results, "forward_passes": 0, "memory_bytes": 4 * n_params(shape)})
         return
     written = export(dict(checkpoint.tensors()), shape, target, to)
     length = trained_length_of(source, config)
     if length is not None and all(path == written for path in written.parent.glob("*.safetensors")):
         write_trained_length(length, written.parent)
-    report.say(f"wrote {written} and its config ({shape.name}, {shape.n_params:,} parameters)")
+    report.say(f"wrote {written} and its config ({shape.name}, {n_params(shape):,} parameters)")
     report.finish({**results, "bytes": written.stat().st_size}, checkpoint=written)

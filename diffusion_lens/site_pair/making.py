@@ -20,7 +20,7 @@ from diffusion_lens.site_pair.recipe import (
     Phase,
     architecture,
 )
-from weight_conversion import export, renamed_together, sha256_of_file, write_json
+from weight_conversion import export, n_params, renamed_together, sha256_of_file, write_json
 
 
 def make_pair(
@@ -54,7 +54,7 @@ def make_pair(
             path = export(dict(trained.model.state_dict()), shape, staging / f"site-{kind}.safetensors")
             models[f"site-{kind}"] = {
                 **measures.measure(trained.model, world),
-                "parameters": shape.n_params,
+                "parameters": n_params(shape),
                 "sha256": sha256_of_file(path),
             }
         results = {

@@ -18,6 +18,7 @@ from weight_conversion import (
     Architecture,
     export,
     export_size,
+    n_params,
     open_checkpoint,
     published_architecture,
     tensor_shapes,
@@ -207,9 +208,9 @@ def test_thirty_sizes_are_published():
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
-@pytest.mark.parametrize(("size", "n_layer", "n_head", "n_embd", "hidden", "n_params"), PUBLISHED)
+@pytest.mark.parametrize(("size", "n_layer", "n_head", "n_embd", "hidden", "n_in_blocks"), PUBLISHED)
 def test_a_published_size_is_recognised_from_shapes(
-    size, n_layer, n_head, n_embd, hidden, n_params, kind, monkeypatch, tmp_path
+    size, n_layer, n_head, n_embd, hidden, n_in_blocks, kind, monkeypatch, tmp_path
 ):
     rows = 32001 if kind == "mdm" else 32000
     shapes = lit_shapes(n_layer, n_head, n_embd, hidden, rows)
@@ -222,7 +223,7 @@ def test_a_published_size_is_recognised_from_shapes(
     assert (shape.n_key_value_heads, shape.d_head, shape.n_ctx) == (n_head, n_embd // n_head, 2048)
     assert (shape.d_vocab, shape.d_vocab_out) == (rows, 32000)
     assert shape.mask_token_id == (32000 if kind == "mdm" else None)
-    assert shape.n_params == n_params + (rows + 32000) * n_embd == sum(map(math.prod, shapes.values()))
+    assert n_params(shape) == n_in_blocks + (rows + 32000) * n_embd == sum(map(math.prod, shapes.values()))
 
 
 @pytest.mark.parametrize(

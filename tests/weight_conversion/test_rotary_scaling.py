@@ -105,7 +105,7 @@ def test_a_format_without_scaling_is_refused(family, specimen, configs, tmp_path
         ),
         *(
             ({**SCALED, "rope_type": kind}, f"rope_scaling says {kind!r}: of the scaled rotary frequencies only")
-            for kind in ("yarn", "linear", "dynamic", "longrope", "proportional", None, ["llama3"])
+            for kind in ("linear", "dynamic", "longrope", "proportional", None, ["llama3"])
         ),
         ("llama3", "rope_scaling says 'llama3'"),
         (changed(rope_type="default"), "not understood: ['factor', 'high_freq_factor'"),

@@ -6,11 +6,13 @@ The keys with a fixed value switch on what our network does not do, such as slid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from weight_conversion.architecture import LARGEST, Architecture, RotaryScaling
+from weight_conversion.architecture import Architecture
+from weight_conversion.checks import LARGEST
 from weight_conversion.families.family import Config, require_count
+from weight_conversion.rotary_scaling import SCALINGS, Scaling, scaling_data, scaling_from
 
 # Ignored keys: they concern code, files and training, or token ids that the tokenizer contains, but not the network.
 SILENT = (
@@ -39,7 +41,6 @@ SILENT = (
     "use_cache",
 )
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-SCALED = "llama3"
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta"}
 
 
@@ -113,17 +114,18 @@ def rotary_base(config: Config, default: float | None = None) -> float:
     return float(base)
 
 
-def rotary_scaling(config: Config) -> RotaryScaling | None:
+def rotary_scaling(config: Config) -> Scaling | None:
     """The scaling of the rotary frequencies, in the keys of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
 
     Raises:
         ValueError: The scaling is of a type that our network does not support, a key is unknown or missing, a number
             does not fit, or the config gives several scalings.
     """
-    found: dict[str, RotaryScaling | None] = {}
+    found: dict[str, Scaling | None] = {}
     for name, section in _rope_sections(config).items():
         numbers = {key: value for key, value in section.items() if key not in _NOT_OF_SCALING}
-        found[name] = RotaryScaling.from_dict(numbers, name) if _rope_type(section) == SCALED else None
+        kind = _rope_type(section)
+        found[name] = None if kind == "default" else scaling_from({**numbers, "rope_type": kind}, name)
     if len(set(found.values())) > 1:
         raise ValueError(f"{' and '.join(found)} differ in the scaling of the rotary frequencies; keep the correct one")
     return next(iter(found.values()), None)
@@ -132,7 +134,7 @@ def rotary_scaling(config: Config) -> RotaryScaling | None:
 def write_rotary(architecture: Architecture) -> dict[str, Any]:
     """The inverse of `rotary_base` and `rotary_scaling`, with the keys of transformers 4, which 5 also reads."""
     scaling = architecture.rotary_scaling
-    scaled = {} if scaling is None else {"rope_scaling": {"rope_type": SCALED, **asdict(scaling)}}
+    scaled = {} if scaling is None else {"rope_scaling": {"rope_type": scaling.rope_type, **scaling_data(scaling)}}
     return {"rope_theta": architecture.rotary_base, **scaled}
 
 
@@ -141,9 +143,10 @@ def _rope_sections(config: Config) -> dict[str, Mapping[str, Any]]:
     sections = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
     for name, section in sections.items():
         kind = _rope_type(section) if isinstance(section, Mapping) else section
-        if not isinstance(section, Mapping) or kind not in ("default", SCALED):
+        if not isinstance(section, Mapping) or kind not in ("default", *SCALINGS):
             raise ValueError(
-                f"{name} says {kind!r}: of the scaled rotary frequencies only those of type {SCALED!r} are supported"
+                f"{name} says {kind!r}: of the scaled rotary frequencies only those of the types "
+                f"{', '.join(SCALINGS)} are supported"
             )
         if kind == "default" and (unknown := sorted(map(str, set(section) - _NOT_OF_SCALING))):
             raise ValueError(f"{name} has keys that are not understood: {unknown}")

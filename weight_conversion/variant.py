@@ -1,0 +1,43 @@
+"""`Variant`, the kind of a model: who sees whom, and what noise is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Direction = Literal["bidirectional", "causal", "block_causal"]
+
+
+class Variant:
+    """The kind of a model: its attention pattern and its noise, and what follows from these for a text."""
+
+    attention_dir: Direction
+    causal_block: int | None
+    mask_token_id: int | None
+
+    @property
+    def block_size(self) -> int | None:
+        """Number of neighbouring positions that see each other and all earlier ones; `None` for the whole text."""
+        return 1 if self.attention_dir == "causal" else self.causal_block
+
+    @property
+    def noise(self) -> Literal["absorbing", "uniform"] | None:
+        """Noise that training adds: "absorbing" hides tokens behind [MASK]; "uniform" replaces them by other tokens;
+        `None` for next-token prediction."""
+        if self.mask_token_id is not None:
+            return "absorbing"
+        return None if self.is_causal else "uniform"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees a later one, so that cached activations stay valid as a text grows."""
+        return self.block_size == 1
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether [MASK] stands at positions still to be written."""
+        return self.noise == "absorbing"
+
+    @property
+    def grows(self) -> bool:
+        """Whether a text grows at its end, so that a canvas contains no tokens at positions still to be written."""
+        return self.noise is None
