@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
-from diffusion_lens.settings import naming_the_nearest
+from diffusion_lens.settings import naming_the_nearest, whole_number
 
 
 class HookedDiffusionTransformer(Generation):
@@ -44,6 +44,9 @@ class HookedDiffusionTransformer(Generation):
         token: str | bool | None = None,
         local_files_only: bool = False,
         fold_ln: bool = False,
+        block_size: SupportsIndex | None = None,
+        mode: Literal["bidirectional", "block", "ar"] | None = None,
+        mask_token_id: SupportsIndex | None = None,
     ) -> "HookedDiffusionTransformer":
         """Load a model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
 
@@ -64,6 +67,9 @@ class HookedDiffusionTransformer(Generation):
             revision, cache_dir, token, local_files_only: Arguments of `huggingface_hub.snapshot_download`.
             fold_ln: Whether the norms' weights are folded into the projections that read them, as by
                 `enable_compatibility_mode`. A model that was saved folded stays folded (`cfg.layer_norm_folding`).
+            block_size: Positions in a block of a block diffusion model whose config does not say it.
+            mode: Where one checkpoint is several models: "bidirectional", "block" (block diffusion) or "ar".
+            mask_token_id: Id of [MASK], where neither config nor tokenizer says it.
 
         Raises:
             ValueError: The name (the message gives the nearest), the dtype or the device is unknown; no family supports
@@ -82,6 +88,11 @@ class HookedDiffusionTransformer(Generation):
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
+            options={
+                name: value if isinstance(value, str) else whole_number(name, value)
+                for name, value in (("block_size", block_size), ("mode", mode), ("mask_token_id", mask_token_id))
+                if value is not None
+            },
         )
         model = cls(cfg, loaded, tensors=checkpoint.pieces())
         check_folded(model)

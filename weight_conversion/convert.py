@@ -54,13 +54,17 @@ class Checkpoint:
         return self.key_map.to_ours(self.source.read, most_bytes, str(self.source.path))
 
 
-def open_checkpoint(path: str | Path, config: str | Path | Config | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, config: str | Path | Config | None = None, options: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """Recognise the family of a checkpoint and check its tensors.
 
     Args:
         path: `.safetensors` or `.pth` file, or folder with one checkpoint.
         config: The family's config, as a path or a mapping. By default it is read from the file beside the checkpoint;
             without such a file the architecture is derived from the tensors' shapes.
+        options: What the config does not say, or where one checkpoint is several models: "block_size", "mode" or
+            "mask_token_id", as in `from_pretrained`.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
@@ -76,7 +80,10 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
     settings, read_from = _read_config(config) if config is not None else _find_config(source.path.parent, shapes)
     config_path = str(Path(config).expanduser()) if isinstance(config, str | Path) else None
     beside = None if config is None else _config_beside(source.path.parent)
+    if options:
+        settings = {**(settings or {}), **options}
     family = recognise(settings, shapes, str(path), config_path, beside)
+    _check_options(options or {}, family)
     warn_if_silent(settings or {}, str(path), config_path)
     try:
         architecture = family.read_architecture(settings, shapes)
@@ -91,6 +98,16 @@ def open_checkpoint(path: str | Path, config: str | Path | Config | None = None)
     except ValueError as error:
         raise ValueError(f"{error} [config: {read_from}]") from error
     return Checkpoint(architecture, source, key_map)
+
+
+def _check_options(options: Mapping[str, Any], family: Family) -> None:
+    """Raise a `ValueError` that names the options that models of this family do not have."""
+    if unknown := sorted(set(options) - set(family.options)):
+        possible = f"only {', '.join(family.options)}" if family.options else "none of these options"
+        raise ValueError(
+            f"{', '.join(f'{name}={options[name]!r}' for name in unknown)}: the family {family.name!r} takes "
+            f"{possible}; leave the others out"
+        )
 
 
 def export(

@@ -53,9 +53,14 @@ def open_pretrained(
     tokenizer: Any,
     device: str | torch.device | None,
     dtype: str | torch.dtype,
+    options: Mapping[str, Any] | None = None,
     **hub: Any,
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
-    """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`."""
+    """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`.
+
+    Args:
+        options: Its `block_size`, `mode` and `mask_token_id`, as far as they are given.
+    """
     # 1. The files.
     local = _locate(name_or_path, hub)
     if config is None:
@@ -65,7 +70,7 @@ def open_pretrained(
     if config is None:
         config = _completed_config(local, lambda: loaded_tokenizer)
     # 3. The checkpoint, and whether the tokenizer fits it.
-    checkpoint = open_checkpoint(local.path, config)
+    checkpoint = open_checkpoint(local.path, config, options)
     check_special_ids(loaded_tokenizer, checkpoint.architecture.d_vocab)
     read_mask(loaded_tokenizer, checkpoint.architecture.mask_token_id)
     # 4. The model's config.

@@ -40,5 +40,6 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    options=("mask_token_id",),
     classes={MODEL_TYPE: "Dream(Base)?Model"},
 )

@@ -25,6 +25,8 @@ class Family:
         write_config: Inverse of `read_architecture`, for export.
         config_file: File name of the config beside the checkpoint.
         ignored: Patterns of the names of tensors that are not needed.
+        options: The arguments of `open_checkpoint` that its config may be completed with, of "block_size", "mode" and
+            "mask_token_id"; `read_architecture` finds them under these keys of the config.
         classes: Model types of the family, each with a pattern of the class names that its configs list under
             `architectures`.
     """
@@ -36,6 +38,7 @@ class Family:
     write_config: Callable[[Architecture], dict[str, Any]]
     config_file: str
     ignored: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -130,5 +130,6 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    options=("mask_token_id",),
     classes={MODEL_TYPE: "LLaDAModel(LM)?"},
 )

@@ -165,6 +165,7 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
+    options=("mask_token_id",),
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
     classes={"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
 )
