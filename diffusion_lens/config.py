@@ -60,7 +60,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         experts: The experts in place of the MLP, or `None`.
         time: How the network is conditioned on the time, or `None`.
         schedule: Schedule of noise of the training, or `None`.
-        head: Meaning of the head's output, "logits" or "log_scores".
+        head: Meaning of the head's output, "logits", "subs" or "log_scores" (see `noise.heads`).
         model_name: Name under which results record the model.
         family: Family of its checkpoint, and default format of an export.
         use_attn_in, use_hook_mlp_in: Whether these optional hook points pass (see `model.optional_hooks`).
@@ -92,7 +92,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     experts: Experts | None = None
     time: TimeConditioning | None = None
     schedule: NoiseSchedule | None = None
-    head: Literal["logits", "log_scores"] = "logits"
+    head: Literal["logits", "subs", "log_scores"] = "logits"
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None

@@ -40,6 +40,7 @@ ROOMS = (
     "diffusion_lens.config",
     "diffusion_lens.hook_names",
     "diffusion_lens.readout",
+    "diffusion_lens.noise",
     "diffusion_lens.model",
     "diffusion_lens.losses",
     "diffusion_lens.forward",

@@ -40,7 +40,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rms", "layer"),
     "mlp": ("gated", "plain"),
     "act_fn": ("silu", "gelu_new"),
-    "head": ("logits", "log_scores"),
+    "head": ("logits", "subs", "log_scores"),
 }
 _FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "norm_bias", "unembed_bias", "causal_prefix")
 _PARTS: dict[str, type[Any] | tuple[type[Any], ...]] = {
@@ -91,8 +91,9 @@ class Architecture(Variant):
         experts: The experts in place of the MLP, or `None`.
         time: How the network is conditioned on the time, or `None` where it is not.
         schedule: Schedule of noise of the training, where samplers and losses depend on it; `None` if unknown.
-        head: Meaning of the head's output: "logits" of the clean tokens, or "log_scores", logarithms of the ratios
-            p_t(y) / p_t(x) of the noised distribution (SEDD, Lou et al. 2023, arXiv 2310.16834).
+        head: Meaning of the head's output: "logits" of the clean tokens; "subs", the same where a softmax without
+            [MASK] gives their probabilities (MDLM, Sahoo et al. 2024, arXiv 2406.07524); or "log_scores", logarithms of
+            the ratios p_t(y) / p_t(x) of the noised distribution (SEDD, Lou et al. 2023, arXiv 2310.16834).
     """
 
     family: str
@@ -133,7 +134,7 @@ class Architecture(Variant):
     experts: Experts | None = None
     time: TimeConditioning | None = None
     schedule: NoiseSchedule | None = None
-    head: Literal["logits", "log_scores"] = "logits"
+    head: Literal["logits", "subs", "log_scores"] = "logits"
 
     def __post_init__(self) -> None:
         for name in ("family", "name"):

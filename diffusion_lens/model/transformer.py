@@ -24,6 +24,7 @@ from diffusion_lens.model.logit_rows import LogitRows, Rows
 from diffusion_lens.model.optional_hooks import OptionalHookSettings
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
+from diffusion_lens.noise import Head, head_of
 from diffusion_lens.readout import READOUTS, Readout
 from diffusion_lens.shapes import PosMask, Resid, Tokens
 
@@ -88,6 +89,11 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
     def readout(self) -> Readout:
         """The rule that says which row of the logits predicts the token at each position."""
         return READOUTS[self.cfg.readout]
+
+    @property
+    def head(self) -> Head:
+        """The object that turns the logits, as the head's linear map gives them, into p(x_0)."""
+        return head_of(self.cfg, self.cfg.head, self.cfg.d_vocab_out)
 
     def input_to_embed(
         self,
