@@ -12,8 +12,8 @@ from torch import Tensor
 
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families import native
+from weight_conversion.families.block_sizes import warn_if_silent, with_block_size
 from weight_conversion.families.family import Config, Family
-from weight_conversion.families.unsupported import warn_if_silent
 from weight_conversion.files import (
     CHECKPOINT_SUFFIXES,
     INDEX,
@@ -84,7 +84,9 @@ def open_checkpoint(
         settings = {**(settings or {}), **options}
     family = recognise(settings, shapes, str(path), config_path, beside)
     _check_options(options or {}, family)
-    warn_if_silent(settings or {}, str(path), config_path)
+    if settings is not None:
+        settings = with_block_size(settings, str(path), config_path, beside)
+        warn_if_silent(settings, str(path), config_path)
     try:
         architecture = family.read_architecture(settings, shapes)
         # Before the table is written out for each layer, the number of layers is compared with the file.

@@ -30,6 +30,7 @@ from diffusion_lens.loading.tokenizers import (
     save_tokenizer,
 )
 from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json_object
+from weight_conversion.families.hf_config import made_from_causal
 from weight_conversion.families.unsupported import refuse_unsupported
 
 __all__ = [
@@ -62,7 +63,7 @@ def open_pretrained(
         options: Its `block_size`, `mode` and `mask_token_id`, as far as they are given.
     """
     # 1. The files.
-    local = _locate(name_or_path, hub)
+    local = _locate(name_or_path, hub, options)
     if config is None:
         refuse_unsupported(local.config_beside, {}, str(local.path))
     # 2. The tokenizer, which may know the id of [MASK] that the config leaves out.
@@ -171,7 +172,9 @@ class _LocalCheckpoint:
         return settings if settings is not None and "model_type" in settings else None
 
 
-def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _LocalCheckpoint:
+def _locate(
+    name_or_path: str | Path, hub: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> _LocalCheckpoint:
     """The files of a checkpoint, downloaded if necessary.
 
     Lookup order: local path, bundled model, published name, hub repository.
@@ -186,12 +189,12 @@ def _locate(name_or_path: str | Path, hub: Mapping[str, Any]) -> _LocalCheckpoin
         file = fetch_file(published, hub)
         return _LocalCheckpoint(file, published.name, tokenizer_elsewhere=True, trained_length=published.trained_length)
     if isinstance(published, Repository):
-        folder = fetch_repository(published.repo, published, hub)
+        folder = fetch_repository(published.repo, published, hub, options)
         return _LocalCheckpoint(folder, published.name, published.config, trained_length=published.trained_length)
     if path.suffix in CHECKPOINT_SUFFIXES:
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):
-        return _LocalCheckpoint(fetch_repository(name_or_path, None, hub), name_or_path)
+        return _LocalCheckpoint(fetch_repository(name_or_path, None, hub, options), name_or_path)
     raise unknown_name(str(name_or_path))
 
 
@@ -220,17 +223,21 @@ def _published(name_or_path: str | Path) -> PublishedFile | Repository | None:
 
 
 def _completed_config(local: _LocalCheckpoint, tokenizer: Callable[[], Any]) -> dict[str, Any] | None:
-    """The config beside a checkpoint with the id of [MASK] added; `None` if nothing has to be added.
+    """The config beside a checkpoint with the id of [MASK] and the block size added; `None` if nothing is added.
 
-    The configs of diffusion models that dllm made from causal ones do not give the id; their tokenizers do.
+    The configs of diffusion models that were made from causal ones do not give the id; their tokenizers do.
     """
     settings = local.config_beside
-    if settings is None or settings.get("mask_token_id") is not None:
+    if settings is None:
         return None
-    mask = local.published_config.get("mask_token_id")
-    if str(settings["model_type"]).startswith("a2d-"):
-        mask = getattr(tokenizer(), "mask_token_id", None) or mask
-    return None if mask is None else {**settings, "mask_token_id": mask}
+    added = {
+        key: local.published_config[key] for key in ("mask_token_id", "block_size") if key in local.published_config
+    }
+    if settings.get("mask_token_id") is None and made_from_causal(settings):
+        mask = getattr(tokenizer(), "mask_token_id", None)
+        added |= {} if mask is None else {"mask_token_id": mask}
+    added = {key: value for key, value in added.items() if settings.get(key) is None}
+    return {**settings, **added} if added else None
 
 
 def _open_tokenizer(tokenizer: Any, local: _LocalCheckpoint, hub: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from diffusion_lens.catalogue import REPO, TOKENIZER_REPO, PublishedFile, Reposi
 from diffusion_lens.loading.fetching import check_fetched, discard, hub_errors
 from diffusion_lens.loading.tokenizers import EVERY_FILE, TOKENIZER_FILES
 from weight_conversion import read_json, sha256_of_file
+from weight_conversion.families.block_sizes import with_block_size
 from weight_conversion.files import INDEX, WHOLE, files_not_in, indexed_files
 from weight_conversion.registry import FAMILIES, recognise
 
@@ -55,8 +56,11 @@ def fetch_file(entry: PublishedFile, hub: Hub) -> Path:
     ) from unreachable
 
 
-def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
+def fetch_repository(repo: str, entry: Repository | None, hub: Hub, options: Mapping[str, Any] | None = None) -> Path:
     """The folder of the cache with a repository's config, weights and tokenizer, downloaded if necessary.
+
+    Args:
+        options: As in `open_pretrained`.
 
     Raises:
         FileNotFoundError: The hub is unreachable and the repository is not in the cache; there is no such repository;
@@ -76,7 +80,7 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub) -> Path:
             for pattern in SMALL_FILES:
                 for path in folder.glob(pattern):
                     check_fetched(path)
-            has_config = _check_family(folder, target)
+            has_config = _check_family(folder, target, {**(entry.config if entry else {}), **(options or {})})
             # 2. The weights, of the same commit in case the repository changes meanwhile. A single file takes
             #    precedence over shards, as in transformers.
             weights = _weights(folder)
@@ -132,12 +136,18 @@ def _snapshot(repo: str, patterns: Sequence[str], hub: Hub) -> Path:
     return Path(snapshot_download(repo, allow_patterns=list(patterns), **{**hub, "local_files_only": offline}))
 
 
-def _check_family(folder: Path, target: str) -> bool:
-    """Whether the folder contains a config; a `ValueError` if no family can read it."""
+def _check_family(folder: Path, target: str, known: Mapping[str, Any]) -> bool:
+    """Whether the folder contains a config; a `ValueError` if no family can read it.
+
+    Args:
+        known: What is known of the config beside the file.
+    """
     if (folder / "config.json").exists():
         config = read_json(folder / "config.json")
         if isinstance(config, Mapping) and "model_type" in config:
             recognise(config, {}, target)
+            if "block_size" not in known:
+                with_block_size(config, target)
     return any((folder / name).exists() for name in CONFIGS)
 
 

@@ -1,5 +1,7 @@
 """What every refusal has to state."""
 
+import json
+
 import pytest
 from safetensors.torch import save_file
 
@@ -29,3 +31,22 @@ def write():
         return folder / "model.safetensors"
 
     return save
+
+
+@pytest.fixture
+def a2d(configs, specimen):
+    """Write a model made from Qwen3, as dllm publishes it: its config does not say who sees whom."""
+    from weight_conversion.key_map import KeyMap
+    from weight_conversion.registry import FAMILIES
+
+    def publish(folder):
+        model = specimen(configs["a2d-qwen3"]).model
+        rules = KeyMap(FAMILIES["qwen3"].rules, model.cfg.architecture)
+        folder.mkdir(parents=True)
+        theirs = {name: tensor.detach().clone() for name, tensor in rules.to_theirs(model.state_dict())}
+        save_file(theirs, folder / "model.safetensors")
+        silent = {key: value for key, value in configs["a2d-qwen3"].items() if key != "block_size"}
+        (folder / "config.json").write_text(json.dumps(silent))
+        return folder
+
+    return publish

@@ -16,7 +16,7 @@ from weight_conversion.families.family import Config, Family
 
 MODEL_TYPE = "Dream"
 
-KEYS = replace(qwen2.KEYS, family="dream")
+KEYS = replace(qwen2.KEYS, family="dream", read=tuple(key for key in qwen2.KEYS.read if key != "block_size"))
 
 
 def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:

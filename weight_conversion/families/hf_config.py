@@ -20,7 +20,7 @@ SILENT = (
     "architectures",
     "attention_dropout",
     "auto_map",
-    "block_size",  # null: not trained by blocks. `unsupported.KINDS` refuses any other value.
+    "block_size",  # null: not trained by blocks. `check` refuses any other value unless the family reads it.
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
@@ -41,6 +41,8 @@ SILENT = (
     "use_cache",
 )
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+# Model types of diffusion models that were made from a causal model begin so.
+DIFFUSION = "a2d-"
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta"}
 
 
@@ -76,6 +78,11 @@ class ConfigKeys:
                 f"the {self.family} config has keys that are not understood: {unknown}; remove them only if they "
                 "change nothing in the network"
             )
+        if config.get("block_size") is not None and "block_size" not in self.read:
+            raise ValueError(
+                f"block_size={config['block_size']!r}: models of the {self.family} family that were trained by blocks "
+                "are not supported"
+            )
         for key in (*self.counts, *(key for key in self.optional if config.get(key) is not None)):
             require_count(key, config[key], self.family)
         for key in self.flags:
@@ -93,6 +100,11 @@ class ConfigKeys:
                 raise ValueError(
                     f"{key}={config[key]!r} is not supported in the {self.family} family: it must be {allowed[0]!r}"
                 )
+
+
+def made_from_causal(config: Config) -> bool:
+    """Whether a masked diffusion model was made from a causal one, whose config may lack the id of [MASK]."""
+    return str(config.get("model_type")).startswith((DIFFUSION, "sdar"))
 
 
 def rotary_base(config: Config, default: float | None = None) -> float:
@@ -163,6 +175,6 @@ def mask_token_id(config: Config, family: str) -> int:
     if isinstance(mask, bool) or not isinstance(mask, int):
         raise ValueError(
             f"mask_token_id is {mask!r} in the {family} config; a masked diffusion model needs it: look up the id of "
-            "its [MASK] token in the tokenizer, and pass the config with that id as a mapping"
+            "its [MASK] token in the tokenizer, and pass mask_token_id=, or pass the config with that id as a mapping"
         )
     return mask

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.families.block_sizes import block_size
 from weight_conversion.families.family import Config, Family
 from weight_conversion.families.hf_config import (
+    DIFFUSION,
     ROPE,
     ConfigKeys,
     mask_token_id,
@@ -22,7 +24,6 @@ from weight_conversion.families.hf_config import (
 from weight_conversion.key_map import Rule
 
 MODEL_TYPES = ("llama", "a2d-llama")
-DIFFUSION = "a2d-"
 
 KEYS = ConfigKeys(
     family="llama",
@@ -36,7 +37,7 @@ KEYS = ConfigKeys(
     ),
     optional=("head_dim", "num_key_value_heads"),
     flags=("attention_bias", "mlp_bias", "tie_word_embeddings"),
-    read=("mask_token_id", "model_type", "rms_norm_eps", *ROPE),
+    read=("block_size", "mask_token_id", "model_type", "rms_norm_eps", *ROPE),
     fixed={"hidden_act": ("silu",)},
 )
 
@@ -83,12 +84,19 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
 
 
 def read_decoder(
-    config: Config, family: str, *, masked: bool | None = None, default_base: float | None = None, **flags: Any
+    config: Config,
+    family: str,
+    *,
+    masked: bool | None = None,
+    by_blocks: bool = False,
+    default_base: float | None = None,
+    **flags: Any,
 ) -> Architecture:
     """The architecture from the keys that Llama's config shares with its descendants'.
 
     Args:
         masked: Whether the model is a masked diffusion model; by default, if its model type begins with "a2d-".
+        by_blocks: Whether the model was trained by blocks for certain, so that the config must give the block size.
         default_base: Base of the rotary frequencies where the config does not give it.
         flags: Further fields of the architecture.
     """
@@ -100,6 +108,13 @@ def read_decoder(
             f"{config['mask_token_id']!r} of a diffusion model: pass it as a mapping with "
             f"model_type='{DIFFUSION}{family}' (bidirectional, no shift), or without the id"
         )
+    if not masked and config.get("block_size") is not None:
+        raise ValueError(
+            f"the config names a causal model, model_type={config['model_type']!r}, and the block_size "
+            f"{config['block_size']!r} of a diffusion model: pass it as a mapping with "
+            f"model_type='{DIFFUSION}{family}', or without the block_size"
+        )
+    sees = block_size(config, required=by_blocks) if masked else {"attention_dir": "causal"}
     n_heads, width = config["num_attention_heads"], config["hidden_size"]
     return Architecture(
         family=family,
@@ -113,7 +128,6 @@ def read_decoder(
         d_vocab=config["vocab_size"],
         d_vocab_out=config["vocab_size"],
         n_ctx=config["max_position_embeddings"],
-        attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=mask_token_id(config, family) if masked else None,
         norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -121,6 +135,7 @@ def read_decoder(
         rotary_scaling=rotary_scaling(config),
         rotation="activation",
         tied=bool(config.get("tie_word_embeddings", False)),
+        **sees,
         **flags,
     )
 
@@ -154,7 +169,7 @@ def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]
         "tie_word_embeddings": a.tied,
         "hidden_act": "silu",
         # Models trained by blocks have the same model type; a block_size of null tells them apart.
-        **({"mask_token_id": a.mask_token_id, "block_size": None} if masked else {}),
+        **({"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if masked else {}),
     }
 
 
@@ -165,7 +180,7 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
-    options=("mask_token_id",),
+    options=("block_size", "mask_token_id"),
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
     classes={"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
 )

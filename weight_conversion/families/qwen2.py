@@ -47,6 +47,6 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
-    options=("mask_token_id",),
+    options=("block_size", "mask_token_id"),
     classes={"qwen2": "Qwen2(Model|ForCausalLM)", "a2d-qwen2": r"A2DQwen2\w*|Qwen2(Model|ForCausalLM)"},
 )

@@ -48,6 +48,6 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
-    options=("mask_token_id",),
+    options=("block_size", "mask_token_id"),
     classes={"qwen3": "Qwen3(Model|ForCausalLM)", "a2d-qwen3": r"A2DQwen3\w*|Qwen3(Model|ForCausalLM)"},
 )

@@ -1,16 +1,14 @@
 """Kinds of checkpoints that are recognised and refused, because our network would compute something else.
 
-Several of them have the model type or the tensor names of a supported family: a block-diffusion model made from Qwen3
-has exactly the tensors of one whose positions see the whole canvas. Every checkpoint is therefore compared with this
-table before a family reads it, by model type, class names, keys of the config, tensors, and, if the config does not
-decide, the name under which it was published.
+Several of them have the model type or the tensor names of a supported family. Every checkpoint is therefore compared
+with this table before a family reads it, by model type, class names, keys of the config, tensors, and, if the config
+does not decide, the name under which it was published.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -80,20 +78,12 @@ class Kind:
 
 KINDS = (
     Kind(
-        "a block-diffusion model",
-        "its positions see finished blocks and their own, never the blocks after them, and the positions of our masked "
-        "diffusion models see the whole canvas",
-        model_types=(
-            "sdar",
-            "sdar_moe",
-            "bd3lm",
-            "Fast_dLLM_Qwen",
-            "llada2_moe",
-            "nemotron_labs_diffusion",
-        ),
-        classes=r"SDAR|BD3LM|OPDLM|Fast_?dLLM|LLaDA2|NemotronLabsDiffusion|DiffEncoderModel",
-        keys=("block_size", "bd_size", "block_length", "dlm_paradigm"),
-        published=r"(?<![a-z])(bd3-?lm|opdlm|sdar|fast[-_]?dllm|block[-_]?diffusion)(?![a-z])",
+        "a block-diffusion model of another kind",
+        "its blocks or the way in which they are seen differ from those of the families here",
+        model_types=("bd3lm", "Fast_dLLM_Qwen", "llada2_moe", "nemotron_labs_diffusion"),
+        classes=r"Fast_?dLLM|LLaDA2|NemotronLabsDiffusion|DiffEncoderModel|\bBD3LM\b",
+        keys=("bd_size", "block_length", "dlm_paradigm"),
+        published=r"(?<![a-z])fast[-_]?dllm(?![a-z])",
     ),
     Kind(
         "a mixture of experts",
@@ -119,7 +109,7 @@ KINDS = (
     Kind(
         "a diffusion model under a causal model's config",
         "its attention is bidirectional or by blocks, and its config describes a causal model",
-        classes=r"(?<!A2D)Diffusion(?!Gemma)|DLM|MaskedLM|TraDo",
+        classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
     ),
 )
@@ -142,7 +132,7 @@ def refuse_unsupported(
         beside: The config.json beside the checkpoint, if `config` is another one.
     """
     config = config or {}
-    names = _names(config, source, config_path)
+    names = names_of(config, source, config_path)
     matches = [(kind, evidence) for kind in KINDS if (evidence := kind.evidence(config, shapes, names, beside or {}))]
     if not matches:
         return
@@ -160,21 +150,7 @@ def refuse_unsupported(
     )
 
 
-def warn_if_silent(config: Config, source: str, config_path: str | None = None) -> None:
-    """Warn if neither config nor name says whether a model made from a causal one was trained by blocks."""
-    made_from_causal = str(config.get("model_type")).startswith("a2d-")
-    if not made_from_causal or set(KINDS[0].keys) & set(config):
-        return
-    if not any(re.search("mdlm", name, re.IGNORECASE) for name in _names(config, source, config_path)):
-        warnings.warn(
-            f"{source} is read as a model that sees its whole canvas. Its config does not say so, and models trained "
-            "by blocks have the same config: if it is one of those, its numbers will be wrong. If it is not, add "
-            '"block_size": null to its config.json to end this warning',
-            stacklevel=4,
-        )
-
-
-def _names(config: Config, source: str, config_path: str | None) -> list[str]:
+def names_of(config: Config, source: str, config_path: str | None) -> list[str]:
     """The names of a checkpoint: of its files and folders, of its repository in a cache, and in its config."""
     own_name = [config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else []
     return [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path)), *own_name]
