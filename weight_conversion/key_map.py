@@ -1,6 +1,7 @@
 """The engine that applies a family's table of rules: to_ours in loading, to_theirs in export.
 
-A rule names one tensor of the checkpoint and the tensors in our layout that it contains; `{i}` stands for the layer.
+A rule names one tensor of the checkpoint and the tensors in our layout that it contains; `{i}` stands for the layer and
+`{e}` for the expert.
 Rules for tensors that an architecture does not have (biases, norms of heads, an untied head) are skipped. Every tensor
 is used, ignored by name, or an error; none is dropped silently.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -32,15 +34,19 @@ class Rule:
     ours: tuple[str, ...]
     layout: Layout = field(default_factory=Same)
 
-    def at_layer(self, i: int) -> Rule:
-        return Rule(self.theirs.format(i=i), tuple(name.format(i=i) for name in self.ours), self.layout)
+    def written_out(self, n_layers: int, n_experts: int) -> Iterator[Rule]:
+        """The rule for each layer and each expert; it has as many of a kind as its names have placeholders."""
+        layers = range(n_layers) if "{i}" in self.theirs else range(1)
+        experts = range(n_experts) if "{e}" in self.theirs else range(1)
+        for i, e in product(layers, experts):
+            yield Rule(self.theirs.format(i=i, e=e), tuple(name.format(i=i, e=e) for name in self.ours), self.layout)
 
 
 class KeyMap:
     """A family's table of rules, written out for one architecture.
 
     Attributes:
-        rules: Rules with the layer filled in, of the tensors that the architecture has.
+        rules: Rules with layer and expert filled in, of the tensors that the architecture has.
         our_shapes: Shape of every tensor, by its name in our layout.
         their_shapes: Shape of every tensor that the checkpoint must contain, by its name there.
         repeated: Names of tensors that the checkpoint may contain a second time, with the name of the original.
@@ -49,13 +55,8 @@ class KeyMap:
     def __init__(self, rules: Sequence[Rule], architecture: Architecture, ignored: Sequence[str] = ()) -> None:
         self.architecture = architecture
         self.ignored = tuple(ignored)
-        all_rules = [
-            layer_rule
-            for rule in rules
-            for layer_rule in (
-                [rule.at_layer(i) for i in range(architecture.n_layers)] if "{i}" in rule.theirs else [rule]
-            )
-        ]
+        n_experts = 0 if architecture.experts is None else architecture.experts.n_experts
+        all_rules = [each for rule in rules for each in rule.written_out(architecture.n_layers, n_experts)]
         self.our_shapes = tensor_shapes(architecture)
         covered = {name for rule in all_rules for name in rule.ours}
         if misfit := (set(self.our_shapes) - covered) | (covered - every_tensor_name(architecture)):

@@ -9,6 +9,7 @@ from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.conditioning import TimeConditioning
+from weight_conversion.experts import Experts
 
 N_FREQUENCIES = 256  # of the embedding of the noise level, in all published models
 
@@ -67,15 +68,9 @@ def every_tensor_name(architecture: Architecture) -> set[str]:
         "time": TimeConditioning(1, told=True),
     }
     names = set(tensor_shapes(replace(architecture, **everything, experts=None)))
-    if architecture.experts is not None:
-        experts = replace(
-            architecture.experts,
-            layers=(True,) * architecture.n_layers,
-            d_shared=1,
-            router_bias=True,
-        )
-        names |= set(tensor_shapes(replace(architecture, **everything, experts=experts)))
-    return names
+    layers = (True,) * architecture.n_layers
+    experts = replace(architecture.experts or Experts(1, 1, 1, layers), layers=layers, d_shared=1, router_bias=True)
+    return names | set(tensor_shapes(replace(architecture, **everything, experts=experts)))
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:

@@ -81,8 +81,8 @@ def _parts(block: Block) -> Iterator[tuple[Tensor, Tensor]]:
     attn, mlp = block.attn, block.mlp
     reads = [weight * block.ln1.weight for weight in (attn.q.weight, attn.k.weight, attn.v.weight)]
     yield _directions(reads), _directions([attn.o.weight.T])
-    reads = [weight * block.ln2.weight for weight in (mlp.gate.weight, mlp.up.weight)]
-    yield _directions(reads), _directions([mlp.down.weight.T])
+    reads = [reader.weight * block.ln2.weight for reader in mlp.readers]
+    yield _directions(reads), _directions([writer.weight.T for writer in mlp.writers])
 
 
 def _directions(weights: list[Tensor]) -> Tensor:

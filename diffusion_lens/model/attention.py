@@ -67,8 +67,12 @@ class Attention(nn.Module):
 
     `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result`, `hook_attn_in`, `hook_q_input`,
     `hook_k_input` and `hook_v_input` [batch pos head d_model] pass only under their flags (`OptionalHooks`). Where
-    heads have norms of their own, `hook_q` and `hook_k` come before them.
+    heads have norms of their own, `hook_q` and `hook_k` come before them. Where queries, keys and values are clipped,
+    `hook_v` comes after that, and `hook_q` and `hook_k` before.
     """
+
+    # Only where queries, keys and values are clipped is it an attribute: records describe objects by their attributes.
+    clip: float | None = None
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Attention(nn.Module):
         d_head: int,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        clip: float | None = None,
     ) -> None:
         super().__init__()
         self.q = q
@@ -88,6 +93,8 @@ class Attention(nn.Module):
         self.d_head = d_head
         self.q_norm = nn.Identity() if q_norm is None else q_norm
         self.k_norm = nn.Identity() if k_norm is None else k_norm
+        if clip is not None:
+            self.clip = clip
         self.hook_attn_in = StepHookPoint()
         self.hook_q_input = StepHookPoint()
         self.hook_k_input = StepHookPoint()
@@ -150,12 +157,12 @@ class Attention(nn.Module):
         """
         q = self.hook_q(self._by_head(self.q, q_input if rows is None else rows.gather(q_input)))
         k = self.hook_k(self._by_head(self.k, k_input))
-        v = self.hook_v(self._by_head(self.v, v_input))
-        k = self.hook_rot_k(context.turn(self.k_norm(k)))
+        v = self.hook_v(self.clipped(self._by_head(self.v, v_input)))
+        k = self.hook_rot_k(context.turn(self.clipped(self.k_norm(k))))
         if past is not None:
             k, v = past.extend(k, v)
         query_context = context if rows is None else context.at(rows.grid, k.shape[1])
-        q = self.hook_rot_q(query_context.turn(self.q_norm(q)))
+        q = self.hook_rot_q(query_context.turn(self.clipped(self.q_norm(q))))
         mixed = _fused(q, k, v, query_context)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._explicit(q, k, v, query_context, mixed)
@@ -182,6 +189,10 @@ class Attention(nn.Module):
             self.hook_k_input(copy(n_kv_heads)),
             self.hook_v_input(copy(n_kv_heads)),
         )
+
+    def clipped(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
+        """Queries, keys or values within the bound of this network, if it has one."""
+        return x if self.clip is None else x.clamp(-self.clip, self.clip)
 
     def _by_head(self, linear: nn.Linear, x: Resid | Copies) -> Heads:
         """A projection of the stream, or of one copy of it for each head."""

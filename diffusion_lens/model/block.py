@@ -1,9 +1,14 @@
-"""One pre-norm block: x + attn(ln1 x), then x + mlp(ln2 x)."""
+"""One pre-norm block: x + attn(ln1 x), then x + mlp(ln2 x).
+
+A mixture of experts may have a shared expert, which runs at every position beside those that the router chooses. Its
+output is a term of its own: x + mlp(ln2 x) + shared(ln2 x).
+"""
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens.model.attention import Attention, AttentionContext
+from diffusion_lens.model.experts import MixtureOfExperts
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.model.kv_cache import LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows
@@ -13,12 +18,17 @@ from diffusion_lens.shapes import Resid
 
 
 class Block(nn.Module):
-    """The residual stream passes `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`, all [batch pos d_model]."""
+    """The residual stream passes `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`, all [batch pos d_model].
+
+    A block has `hook_shared_out` only if it has a shared expert.
+    """
 
     # For TransformerLens's logit lens: a block's output is one residual stream, not a stack of several.
     hook_out_is_single_residual_stream = True
 
-    def __init__(self, ln1: RMSNorm, attn: Attention, ln2: RMSNorm, mlp: GatedMLP) -> None:
+    mlp: GatedMLP | MixtureOfExperts
+
+    def __init__(self, ln1: RMSNorm, attn: Attention, ln2: RMSNorm, mlp: GatedMLP | MixtureOfExperts) -> None:
         super().__init__()
         self.ln1 = ln1
         self.attn = attn
@@ -29,6 +39,8 @@ class Block(nn.Module):
         self.hook_resid_mid = StepHookPoint()
         self.hook_mlp_in = StepHookPoint()
         self.hook_mlp_out = StepHookPoint()
+        if shared_expert(mlp) is not None:
+            self.hook_shared_out = StepHookPoint()
         self.hook_resid_post = StepHookPoint()
 
     def forward(
@@ -43,8 +55,11 @@ class Block(nn.Module):
         attn_out = self.hook_attn_out(self.attn(*self._attention_inputs(resid_pre, context, rows), context, past, rows))
         resid_mid = self.hook_resid_mid((resid_pre if rows is None else rows.gather(resid_pre)) + attn_out)
         mlp_in = self.hook_mlp_in(resid_mid.clone()) if context.optional.use_hook_mlp_in else resid_mid
-        mlp_out = self.hook_mlp_out(self.mlp(self.ln2(mlp_in)))
-        resid_post: Tensor = self.hook_resid_post(resid_mid + mlp_out)
+        normalized = self.ln2(mlp_in)
+        added = resid_mid + self.hook_mlp_out(self.mlp(normalized))
+        if (shared := shared_expert(self.mlp)) is not None:
+            added = added + self.hook_shared_out(shared(normalized))
+        resid_post: Tensor = self.hook_resid_post(added)
         return resid_post
 
     def _attention_inputs(
@@ -57,3 +72,8 @@ class Block(nn.Module):
             return shared, shared, shared
         q, k, v = map(self.ln1.without_hooks, self.attn.copies(resid_pre, context))
         return q, k, v
+
+
+def shared_expert(mlp: nn.Module) -> GatedMLP | None:
+    """The expert that runs at every position, if there is one."""
+    return mlp.shared if isinstance(mlp, MixtureOfExperts) else None

@@ -10,6 +10,7 @@ from diffusion_lens.config import ROTARY_DTYPES
 from diffusion_lens.model.attention import Attention
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
+from diffusion_lens.model.experts import MixtureOfExperts, Router
 from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
@@ -36,7 +37,9 @@ def _supported(a: Architecture) -> RotaryScaling | None:
 
 
 _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
-    "rotary": lambda a: Rotary(a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, _supported(a)),
+    "rotary": lambda a: Rotary(
+        a.rotary_dim or a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, _supported(a)
+    ),
     "standard": lambda a: OutsideAttention(learned=True),
     "none": lambda a: OutsideAttention(learned=False),
     "alibi": lambda a: LinearBiases(a.n_heads),
@@ -65,16 +68,33 @@ def build_blocks(a: Architecture) -> list[Block]:
                 d_head=a.d_head,
                 q_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
                 k_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
+                clip=a.qkv_clip,
             ),
             ln2=RMSNorm(a.d_model, a.norm_eps),
-            mlp=GatedMLP(
-                gate=_linear(a.d_model, a.d_mlp, a.mlp_bias),
-                up=_linear(a.d_model, a.d_mlp, a.mlp_bias),
-                down=_linear(a.d_mlp, a.d_model, a.mlp_bias),
-            ),
+            mlp=_build_mlp(a, layer),
         )
-        for _ in range(a.n_layers)
+        for layer in range(a.n_layers)
     ]
+
+
+def _build_mlp(a: Architecture, layer: int) -> GatedMLP | MixtureOfExperts:
+    experts = a.experts
+    if experts is None or not experts.layers[layer]:
+        return _build_dense(a, a.d_mlp)
+    return MixtureOfExperts(
+        experts,
+        Router(a.d_model, experts.n_experts, experts.router_bias),
+        [_build_dense(a, experts.d_expert) for _ in range(experts.n_experts)],
+        None if experts.d_shared is None else _build_dense(a, experts.d_shared),
+    )
+
+
+def _build_dense(a: Architecture, width: int) -> GatedMLP:
+    return GatedMLP(
+        gate=_linear(a.d_model, width, a.mlp_bias),
+        up=_linear(a.d_model, width, a.mlp_bias),
+        down=_linear(width, a.d_model, a.mlp_bias),
+    )
 
 
 def load_tensors(

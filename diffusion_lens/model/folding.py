@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion_lens.model.embed import Unembed
+from diffusion_lens.model.experts import Router
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.weight$")
@@ -47,7 +48,7 @@ def fold_norms(model: DiffusionTransformer) -> None:
         )
     for block in model.blocks:
         _fold(block.ln1.weight, block.attn.q, block.attn.k, block.attn.v)
-        _fold(block.ln2.weight, block.mlp.gate, block.mlp.up)
+        _fold(block.ln2.weight, *block.mlp.readers)
     if model.cfg.tied:
         model.unembed.weight = nn.Parameter(
             model.unembed.weight.clone(), requires_grad=model.unembed.weight.requires_grad
@@ -73,7 +74,7 @@ def _set_folded(model: DiffusionTransformer, folded: bool) -> None:
     model.cfg.layer_norm_folding = folded
 
 
-def _fold(weight: nn.Parameter, *readers: nn.Linear | Unembed) -> None:
+def _fold(weight: nn.Parameter, *readers: nn.Linear | Router | Unembed) -> None:
     for reader in readers:
         reader.weight.mul_(weight)
     weight.fill_(1.0)

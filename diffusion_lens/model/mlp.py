@@ -1,11 +1,35 @@
 """The gated MLP (SwiGLU, Shazeer 2020, arXiv 2002.05202): down(silu(gate x) · up x)."""
 
-from jaxtyping import Float
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.shapes import Resid
+
+
+@dataclass(frozen=True)
+class SelectedPositions:
+    """The positions of a batch at which an MLP runs.
+
+    Attributes:
+        index: Int[entry], rows of the flattened batch.
+        n_batch, n_pos: Size of the batch.
+    """
+
+    index: Int[Tensor, "entry"]
+    n_batch: int
+    n_pos: int
+
+    def through(self, point: nn.Module, x: Float[Tensor, "entry d_mlp"]) -> Float[Tensor, "entry d_mlp"]:
+        """An activation after its hooks, which see the whole batch, with zeros at the other positions."""
+        if not is_hooked(point):
+            return x
+        whole = x.new_zeros(self.n_batch * self.n_pos, x.shape[-1]).index_copy(0, self.index, x)
+        hooked: Tensor = point(whole.unflatten(0, (self.n_batch, self.n_pos)))
+        return hooked.flatten(0, 1)[self.index]
 
 
 class GatedMLP(nn.Module):
@@ -44,10 +68,33 @@ class GatedMLP(nn.Module):
     def b_out(self) -> Float[Tensor, "d_model"]:
         return bias_of(self.down)
 
-    def forward(self, x: Resid) -> Resid:
-        post = self.hook_post(F.silu(self.hook_pre(self.gate(x))) * self.hook_pre_linear(self.up(x)))
-        out: Resid = self.down(post)
+    @property
+    def readers(self) -> tuple[nn.Linear, ...]:
+        """The projections that read the normalised stream."""
+        return self.gate, self.up
+
+    @property
+    def writers(self) -> tuple[nn.Linear, ...]:
+        """The projections that write into the stream."""
+        return (self.down,)
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """The matrices under TransformerLens's names."""
+        return {"W_in": self.W_in, "W_gate": self.W_gate, "W_out": self.W_out}
+
+    def forward(
+        self, x: Float[Tensor, "*rest d_model"], at: SelectedPositions | None = None
+    ) -> Float[Tensor, "*rest d_model"]:
+        """Run the MLP, on `x` at all positions, or with `at` on the rows of some of them."""
+        through = _all_positions if at is None else at.through
+        gate = F.silu(through(self.hook_pre, self.gate(x)))
+        out: Tensor = self.down(through(self.hook_post, gate * through(self.hook_pre_linear, self.up(x))))
         return out
+
+
+def _all_positions(point: nn.Module, x: Resid) -> Resid:
+    activation: Tensor = point(x)
+    return activation
 
 
 def bias_of(linear: nn.Linear) -> Tensor:

@@ -20,7 +20,7 @@ class Rotary(Positions):
     """Cosines and sines for all positions up to the longest sequence so far, stored per device.
 
     Args:
-        d_head: Dimensions of a head.
+        d_head: Dimensions of a head that are rotated, from the first one on.
         base: Base of the frequencies.
         dtype: Precision to which the tables are rounded.
         rotation: "float32", or "activation" for tables in the precision of the activations.
@@ -130,8 +130,10 @@ def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:
 
 
 def rotate(x: Float[Tensor, "batch pos head d_head"], tables: Tables) -> Float[Tensor, "batch pos head d_head"]:
-    """Rotate queries or keys by their position."""
+    """Rotate queries or keys by their position; dimensions beyond those of the tables stay as they are."""
     cos, sin = tables
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], tables), x[..., width:]], dim=-1)
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     rotated = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
     return rotated.to(x.dtype)

@@ -13,6 +13,7 @@ from transformer_lens.utilities.matrix import composition_scores
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
+from diffusion_lens.model.experts import MixtureOfExperts
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.positions import Positions
 from diffusion_lens.settings import Whole, pick_layer, whole_number
@@ -83,33 +84,34 @@ class WeightViews(ABC):
 
     @property
     def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        return self._stack(lambda block: block.mlp.W_in)
+        return self._stack_mlps("W_in")
 
     @property
     def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        return self._stack(lambda block: block.mlp.W_gate)
+        return self._stack_mlps("W_gate")
 
     @property
     def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
-        return self._stack(lambda block: block.mlp.W_out)
+        return self._stack_mlps("W_out")
 
     @property
     def b_gate(self) -> Float[Tensor, "layer d_mlp"]:
-        return self._stack(lambda block: block.mlp.b_gate)
+        return self._stack_mlps("b_gate")
 
     @property
     def b_in(self) -> Float[Tensor, "layer d_mlp"]:
-        return self._stack(lambda block: block.mlp.b_in)
+        return self._stack_mlps("b_in")
 
     @property
     def b_out(self) -> Float[Tensor, "layer d_model"]:
-        return self._stack(lambda block: block.mlp.b_out)
+        return self._stack_mlps("b_out")
 
     def tl_parameters(self) -> dict[str, Tensor]:
         """The matrices and norm weights under TransformerLens's names, for its `SVDInterpreter`.
 
         Key and value heads are repeated for each query head, because tools index them by query head. `W_in` reads the
-        stream after the product with `ln2.w`, which is 1 in a model with folded norms.
+        stream after the product with `ln2.w`, which is 1 in a model with folded norms. Those of an expert are named
+        "mlp.experts.3.W_in" and so on.
         """
         named = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "ln_final.w": self.ln_final.w}
         if self.positions.learned:
@@ -124,9 +126,7 @@ class WeightViews(ABC):
                 "attn.W_V": attn.W_V.repeat_interleave(queries_per_key, dim=0),
                 "attn.W_O": attn.W_O,
                 "ln2.w": block.ln2.w,
-                "mlp.W_in": mlp.W_in,
-                "mlp.W_gate": mlp.W_gate,
-                "mlp.W_out": mlp.W_out,
+                **{f"mlp.{name}": weight for name, weight in mlp.tl_parameters().items()},
             }
             named |= {f"blocks.{i}.{name}": weight for name, weight in weights.items()}
         return named
@@ -220,6 +220,15 @@ class WeightViews(ABC):
 
     def _stack(self, weight: Callable[[Block], Tensor]) -> Tensor:
         return torch.stack([weight(block) for block in self.blocks])
+
+    def _stack_mlps(self, name: str) -> Tensor:
+        with_experts = [i for i, block in enumerate(self.blocks) if isinstance(block.mlp, MixtureOfExperts)]
+        if with_experts:
+            raise ValueError(
+                f"model.{name} stacks one MLP of each block, and the blocks {with_experts} have experts: use "
+                f"model.blocks[{with_experts[0]}].mlp.experts[0].{name}, and likewise for other blocks and experts"
+            )
+        return self._stack(lambda block: getattr(block.mlp, name))
 
     def _for_each_head(self, weights: Tensor) -> Tensor:
         return weights.repeat_interleave(self.cfg.n_heads // weights.shape[1], dim=1)

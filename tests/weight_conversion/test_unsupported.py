@@ -11,18 +11,7 @@ from weight_conversion.registry import recognise
 # What the published configs (and shrunken ones of the authors' own code) say, but for the numbers of the network.
 FAST = {"model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32}
 BD3LM = {"model_type": "bd3lm", "architectures": ["BD3LM"], "block_size": 4, "cross_attn": True, "vocab_size": 66}
-LLADA_MOE = {
-    "model_type": "llada",
-    "architectures": ["LLaDAMoEModelLM"],
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "expert_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "rope_theta": 50000,
-    "vocab_size": 140,
-}
+QWEN_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
 NEMOTRON = {
     "model_type": "nemotron_labs_diffusion",
     "architectures": ["NemotronLabsDiffusionModel"],
@@ -44,8 +33,7 @@ BLOCKS, EXPERTS, DIT = (
         ({"model_type": "sdar_moe", "num_experts": 128}, [EXPERTS, "model_type='sdar_moe'"]),
         (BD3LM, [BLOCKS, DIT, "model_type='bd3lm'"]),
         (NEMOTRON, [BLOCKS, "model_type='nemotron_labs_diffusion'"]),
-        (LLADA_MOE, [EXPERTS, "architectures=['LLaDAMoEModelLM']", "router"]),
-        ({**LLADA_MOE, "architectures": None}, [EXPERTS, "num_experts=8"]),
+        (QWEN_MOE, [EXPERTS, "architectures=['Qwen3MoeForCausalLM']", "router"]),
         ({"model_type": "llada2_moe", "num_experts": 256}, [BLOCKS, EXPERTS]),
         ({"model_type": "qwen3_moe", "num_experts": 128}, [EXPERTS, "num_experts=128"]),
         (MDLM, [DIT, "model_type='mdlm'", "LayerNorms"]),

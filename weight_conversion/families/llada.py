@@ -72,7 +72,8 @@ RULES = (
 
 
 def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("model_type") == MODEL_TYPE
+    # The mixtures of experts have the same model type, and another table.
+    return config is not None and config.get("model_type") == MODEL_TYPE and not config.get("num_experts")
 
 
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:

@@ -40,12 +40,14 @@ _NAMES = (
     "blocks.{i}.attn.o.weight",
     "blocks.{i}.attn.o.bias",
     "blocks.{i}.ln2.weight",
-    "blocks.{i}.mlp.gate.weight",
-    "blocks.{i}.mlp.gate.bias",
-    "blocks.{i}.mlp.up.weight",
-    "blocks.{i}.mlp.up.bias",
-    "blocks.{i}.mlp.down.weight",
-    "blocks.{i}.mlp.down.bias",
+    "blocks.{i}.mlp.router.weight",
+    "blocks.{i}.mlp.router.bias",
+    *(
+        f"blocks.{{i}}.{mlp}.{part}.{kind}"
+        for mlp in ("mlp", "mlp.experts.{e}", "mlp.shared")
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    ),
     "ln_final.weight",
     "unembed.weight",
     "pos_embed.weight",

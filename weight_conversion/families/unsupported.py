@@ -34,6 +34,7 @@ class Kind:
             out.
         tensors: Patterns of tensor names.
         published: Pattern of the published names of checkpoints whose config does not show the kind.
+        supported: Values of `model_type` of the checkpoints of this kind that a family supports.
     """
 
     what: str
@@ -43,6 +44,7 @@ class Kind:
     keys: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     published: str = r"(?!)"
+    supported: tuple[str, ...] = ()
 
     def evidence(self, config: Config, shapes: Mapping[str, Shape], names: Sequence[str], beside: Config) -> str | None:
         """The evidence that a checkpoint is of this kind, or `None`.
@@ -50,6 +52,8 @@ class Kind:
         The tensors and the config decide first. If they neither show the kind nor rule it out, the config.json beside
         the checkpoint decides, then the checkpoint's names.
         """
+        if config.get("model_type") in self.supported:
+            return None
         for tensor in shapes:
             if any(fnmatchcase(tensor, pattern) for pattern in self.tensors):
                 return f"it contains {tensor}"
@@ -87,11 +91,12 @@ KINDS = (
     ),
     Kind(
         "a mixture of experts",
-        "a router chooses its MLPs, and our MLPs are dense",
-        model_types=("lladamoe", "llada2_moe", "sdar_moe"),
-        classes=r"MoE|Moe",
-        keys=("num_experts", "n_routed_experts", "num_local_experts", "expert_intermediate_size"),
-        tensors=("*.mlp.experts.0.*", "*.mlp.experts.*.weight"),
+        "its router is another one than that of the mixtures of experts that are supported",
+        model_types=("llada2_moe", "sdar_moe"),
+        classes=r"(?<!LLaDA)(MoE|Moe)",
+        keys=("num_experts", "n_routed_experts", "num_local_experts"),
+        tensors=("model.*.mlp.experts.*",),
+        supported=("llada", "lladamoe"),
     ),
     Kind(
         "a diffusion transformer (DiT)",
