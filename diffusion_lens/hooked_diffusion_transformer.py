@@ -176,7 +176,7 @@ class HookedDiffusionTransformer(Generation):
                 takes one step per token.
             sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm", "blocks",
                 "left_to_right" (the default, and the only one, of a causal model), a preset ("smdm", "llada",
-                "dream"), or a `Sampler`.
+                "dream", "diffullama"), or a `Sampler`.
             cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
             temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token.
             seed: Seed of the random number generator, from which each row derives its own by a hash; or one seed per

@@ -32,7 +32,7 @@ MEANING = {
     "blocks.{i}.attn.hook_q": "queries, before their rotation",
     "blocks.{i}.attn.hook_k": "keys, before their rotation",
     "blocks.{i}.attn.hook_v": "values",
-    "blocks.{i}.attn.hook_rot_q": "queries, rotated by their position",
+    "blocks.{i}.attn.hook_rot_q": "queries, rotated by their position, and scaled by it where the network does so",
     "blocks.{i}.attn.hook_rot_k": "keys, rotated by their position",
     "blocks.{i}.attn.hook_attn_scores": "q·k / √d_head, plus the bias of the positions if any, −∞ where a query may "
     "not see a key; computed only while hooked",

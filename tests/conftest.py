@@ -55,6 +55,13 @@ def hugging_face(model_type: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def scaled_by_yarn(**more: Any) -> dict[str, Any]:
+    """Two layers whose frequencies and queries are scaled, the queries from position 6 on."""
+    config = hugging_face("nemotron_labs_diffusion", num_hidden_layers=2, **more)
+    numbers = {"factor": 4.0, "original_max_position_embeddings": 6, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
+    return {**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": config.pop("rope_theta"), **numbers}}
+
+
 CONFIGS = {
     "llada": {
         "model_type": "llada",
@@ -74,9 +81,13 @@ CONFIGS = {
     "a2d-llama": hugging_face("a2d-llama"),
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
+    "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
+    "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
+    "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
 }
-# Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads.
-UNDER_LAW = ("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3")
+# Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
+# their position.
+UNDER_LAW = ("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar")
 
 
 class Golden:

@@ -80,7 +80,9 @@ ROOMS = (
 FACES = ("weight_conversion", "diffusion_lens")  # the packages' own __init__.py, and nothing else
 
 FAMILY_BLIND = ("diffusion_lens.model", "diffusion_lens.denoising", "diffusion_lens.analysis")
-FAMILY_NAME = re.compile(r"lit.?gpt|smdm|llama|llada|dream|diffucoder|qwen|a2d|nieshen|diff_sample", re.IGNORECASE)
+FAMILY_NAME = re.compile(
+    r"lit.?gpt|smdm|llama|llada|dream|diffucoder|qwen|a2d|nemotron|nieshen|diff_sample", re.IGNORECASE
+)
 # Where families are known by name: their tables, the tables of published checkpoints, recipes and numbers.
 FAMILIES_KNOWN = (
     "weight_conversion.families",
@@ -132,7 +134,7 @@ DOORS = {
 IMPORTED = re.compile(r"(?:^\s*(?:from|import) |import_module\(\s*[\"'])([\w.]+)", re.MULTILINE)
 BENCHMARKS = re.compile(r"[\"'](?:[^\"'\n]*/)?benchmarks(?:/[^\"'\n]*)?[\"']")  # a string, as opposed to prose
 # Samplers of other people's code, under its name: part of the public surface.
-PRESETS = {"smdm", "llada", "dream"}
+PRESETS = {"smdm", "llada", "dream", "diffullama"}
 RECIPES = {"smdm_reverse"}
 
 

@@ -6,13 +6,24 @@ import re
 from collections.abc import Mapping
 
 from weight_conversion.architecture import Shape
-from weight_conversion.families import dream, lit_gpt, llada, llada_moe, llama, native, qwen2, qwen3, sdar
+from weight_conversion.families import (
+    dream,
+    lit_gpt,
+    llada,
+    llada_moe,
+    llama,
+    native,
+    nemotron_labs,
+    qwen2,
+    qwen3,
+    sdar,
+)
 from weight_conversion.families.family import Config, Family
 from weight_conversion.families.unsupported import refuse_unsupported
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (native, lit_gpt, llada, llada_moe, dream, llama, qwen2, qwen3, sdar)
+    for module in (native, lit_gpt, llada, llada_moe, dream, llama, qwen2, qwen3, sdar, nemotron_labs)
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from weight_conversion.checks import check_count, check_positive, part_from
+from weight_conversion.checks import check_count, check_flag, check_positive, part_from
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class RotaryScaling:
     """
 
     rope_type: ClassVar[str] = "llama3"
+    table_factor: ClassVar[float] = 1.0
 
     factor: float
     low_freq_factor: float
@@ -31,10 +33,9 @@ class RotaryScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for name in ("low_freq_factor", "high_freq_factor"):
             check_positive(name, getattr(self, name))
-        if self.factor < 1:
-            raise ValueError(f"factor is {self.factor!r}; frequencies are divided by it, so it must be at least 1")
+        _check_divisor(self.factor)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor is {self.high_freq_factor!r}; it must be above low_freq_factor, "
@@ -56,7 +57,7 @@ class YarnScaling:
         original_max_position_embeddings: Length of texts in pre-training, in positions.
         beta_fast, beta_slow: Turns within that length, above and below which frequencies are fast and slow.
         mscale, mscale_all_dim: Numbers of the attention factor, m(mscale) / m(mscale_all_dim) with
-            m(x) = 0.1 x log(factor) + 1; without them it is m(1).
+            m(x) = 0.1 x log(factor) + 1; unless both are given it is m(1).
         attention_factor: The attention factor itself, in place of that formula.
         truncate: Whether the ends of the ramp are rounded to whole dimensions.
     """
@@ -71,6 +72,30 @@ class YarnScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_divisor(self.factor)
+        check_count("original_max_position_embeddings", self.original_max_position_embeddings)
+        for name in ("beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast is {self.beta_fast!r}; it must be above beta_slow, {self.beta_slow!r}")
+        for name in ("mscale", "mscale_all_dim", "attention_factor"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        check_flag("truncate", self.truncate)
+
+    @property
+    def table_factor(self) -> float:
+        """The attention factor, by which cosine and sine are multiplied."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1)
+
+    def _magnitude(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True)
@@ -110,4 +135,11 @@ def scaling_from(data: object, source: str = "rotary_scaling") -> Scaling:
 def scaling_data(scaling: Scaling) -> dict[str, Any]:
     """A scaling as plain data; the type "llama3" is not named, as in the files of earlier versions."""
     named = {} if isinstance(scaling, RotaryScaling) else {"rope_type": scaling.rope_type}
-    return {**named, **asdict(scaling)}
+    return {**named, **{name: value for name, value in asdict(scaling).items() if value is not None}}
+
+
+def _check_divisor(factor: float) -> None:
+    """Raise a `ValueError` unless frequencies can be divided by `factor` and become lower."""
+    check_positive("factor", factor)
+    if factor < 1:
+        raise ValueError(f"factor is {factor!r}; frequencies are divided by it, so it must be at least 1")

@@ -65,7 +65,7 @@ def open_pretrained(
     # 1. The files.
     local = _locate(name_or_path, hub, options)
     if config is None:
-        refuse_unsupported(local.config_beside, {}, str(local.path))
+        refuse_unsupported({**(local.config_beside or {}), **(options or {})}, {}, str(local.path))
     # 2. The tokenizer, which may know the id of [MASK] that the config leaves out.
     loaded_tokenizer = _open_tokenizer(tokenizer, local, hub)
     if config is None:

@@ -39,27 +39,37 @@ class AttentionContext:
     Attributes:
         visibility: Which positions see which.
         rotary: Tables by which queries and keys are rotated; `None` if they are not.
+        query_factors: Float[#batch query 1 1] by which rotated queries are multiplied; `None` if they are not.
         bias: What is added to the scores, -inf where a query may not see a key; `None` if nothing is.
         optional: Hook points that pass on request.
     """
 
     visibility: Visibility
     rotary: Tables | None = None
+    query_factors: Float[Tensor, "#batch query 1 1"] | None = None
     bias: ScoreBias | None = None
     optional: OptionalHooks = field(default_factory=OptionalHooks)
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""
         rotary = None if self.rotary is None else tables_at(self.rotary, rows)
-        bias = self.bias
+        bias, factors = self.bias, self.query_factors
+        batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
         if bias is not None:
-            batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
             bias = bias.expand(rows.shape[0], -1, -1, -1).transpose(1, 2)[batch, rows].transpose(1, 2)
-        return replace(self, visibility=self.visibility.at(rows, n_key), rotary=rotary, bias=bias)
+        if factors is not None:
+            factors = factors.expand(rows.shape[0], -1, -1, -1)[batch, rows]
+        visibility = self.visibility.at(rows, n_key)
+        return replace(self, visibility=visibility, rotary=rotary, query_factors=factors, bias=bias)
 
     def turn(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
         """Queries or keys at the positions of the pass."""
         return x if self.rotary is None else rotate(x, self.rotary)
+
+    def turn_queries(self, q: Heads) -> Heads:
+        """Queries at the positions of the pass, scaled by these positions where the network does so."""
+        turned = self.turn(q)
+        return turned if self.query_factors is None else turned * self.query_factors.to(q.dtype)
 
 
 class Attention(nn.Module):
@@ -68,7 +78,8 @@ class Attention(nn.Module):
     `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result`, `hook_attn_in`, `hook_q_input`,
     `hook_k_input` and `hook_v_input` [batch pos head d_model] pass only under their flags (`OptionalHooks`). Where
     heads have norms of their own, `hook_q` and `hook_k` come before them. Where queries, keys and values are clipped,
-    `hook_v` comes after that, and `hook_q` and `hook_k` before.
+    `hook_v` comes after that, and `hook_q` and `hook_k` before. `hook_rot_q` carries the query that meets the keys:
+    rotated, and scaled where the network scales queries by position.
     """
 
     # Only where queries, keys and values are clipped is it an attribute: records describe objects by their attributes.
@@ -162,7 +173,7 @@ class Attention(nn.Module):
         if past is not None:
             k, v = past.extend(k, v)
         query_context = context if rows is None else context.at(rows.grid, k.shape[1])
-        q = self.hook_rot_q(query_context.turn(self.clipped(self.q_norm(q))))
+        q = self.hook_rot_q(query_context.turn_queries(self.clipped(self.q_norm(q))))
         mixed = _fused(q, k, v, query_context)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._explicit(q, k, v, query_context, mixed)

@@ -15,7 +15,7 @@ from diffusion_lens.model.mlp import GatedMLP
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
 from diffusion_lens.model.rotary import Rotary
-from weight_conversion import Architecture, RotaryScaling, YarnScaling, tensor_shapes
+from weight_conversion import Architecture, tensor_shapes
 
 
 def build_embed(a: Architecture) -> Embed:
@@ -30,15 +30,9 @@ def build_final_norm(a: Architecture) -> RMSNorm:
     return RMSNorm(a.d_model, a.norm_eps)
 
 
-def _supported(a: Architecture) -> RotaryScaling | None:
-    if isinstance(a.rotary_scaling, YarnScaling):
-        raise ValueError("frequencies scaled by YaRN are not supported")
-    return a.rotary_scaling
-
-
 _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
     "rotary": lambda a: Rotary(
-        a.rotary_dim or a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, _supported(a)
+        a.rotary_dim or a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, a.rotary_scaling
     ),
     "standard": lambda a: OutsideAttention(learned=True),
     "none": lambda a: OutsideAttention(learned=False),
@@ -47,7 +41,10 @@ _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
 
 
 def build_positions(a: Architecture) -> Positions:
-    return _POSITIONS[a.positional_embedding_type](a)
+    positions = _POSITIONS[a.positional_embedding_type](a)
+    if a.query_scale is not None:
+        positions.query_scale = a.query_scale
+    return positions
 
 
 def build_pos_embed(a: Architecture) -> PosEmbed:

@@ -9,6 +9,8 @@ Positions can enter a transformer at three points. Each kind answers for all thr
 | `"none"`     | nothing                         | not                             | nothing                     |
 | `"alibi"`    | nothing                         | not                             | -slope · |i - j|            |
 
+Of every kind, queries may also be scaled by their position, after they are turned (`QueryScale`).
+
 The words are those of TransformerLens's `positional_embedding_type`. `model.positions` is the object of a model.
 Positions count real tokens, so that padding on the left moves none of them. `model/build.py` lists the kinds by name.
 """
@@ -20,6 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from weight_conversion import QueryScale
+
 Tables = tuple[Tensor, Tensor]
 Heads = Float[Tensor, "batch pos head d_head"]
 ScoreBias = Float[Tensor, "#batch head query key"]
@@ -30,9 +34,11 @@ class Positions(ABC):
 
     Attributes:
         learned: Whether a learned vector of each position is added to the embedding (`model.pos_embed`).
+        query_scale: Scaling of the queries by position, or `None`.
     """
 
     learned: bool = False
+    query_scale: QueryScale | None = None
 
     @property
     def frequencies(self) -> Float[Tensor, "frequency"] | None:
@@ -52,6 +58,23 @@ class Positions(ABC):
         """
         check_positions(positions)
         return x
+
+    def scale_queries(self, q: Heads, positions: Int[Tensor, "#batch pos"]) -> Heads:
+        """Turned queries as they meet the keys, which is as they are at `hook_rot_q`.
+
+        Raises:
+            ValueError: A position is negative.
+        """
+        check_positions(positions)
+        factors = self.query_factors(positions.to(q.device))
+        return q if factors is None else q * factors.to(q.dtype)
+
+    def query_factors(self, positions: Int[Tensor, "#batch pos"]) -> Float[Tensor, "#batch pos 1 1"] | None:
+        """What turned queries at these positions are multiplied by; `None` if nothing scales them."""
+        if self.query_scale is None:
+            return None
+        lengths = torch.floor(positions / self.query_scale.original_max_position_embeddings)
+        return (1 + self.query_scale.beta * torch.log(1 + lengths))[:, :, None, None]
 
     def score_bias(self, queries: Int[Tensor, "#batch query"], keys: Int[Tensor, "#batch key"]) -> ScoreBias | None:
         """What is added to the scores of queries and keys at these positions; `None` if nothing is."""

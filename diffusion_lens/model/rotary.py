@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.model.positions import Positions, Tables, check_positions
-from weight_conversion import RotaryScaling
+from weight_conversion import RotaryScaling, YarnScaling
 
 
 class Rotary(Positions):
@@ -28,7 +28,7 @@ class Rotary(Positions):
     """
 
     # Only frequencies that are scaled have the attribute: records describe objects by their attributes.
-    scaling: RotaryScaling | None = None
+    scaling: RotaryScaling | YarnScaling | None = None
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Rotary(Positions):
         base: float,
         dtype: torch.dtype,
         rotation: str = "float32",
-        scaling: RotaryScaling | None = None,
+        scaling: RotaryScaling | YarnScaling | None = None,
     ) -> None:
         self.d_head = d_head
         self.base = base
@@ -49,8 +49,8 @@ class Rotary(Positions):
     @property
     def frequencies(self) -> Float[Tensor, "frequency"]:
         """Radians per position by which each pair of dimensions is rotated, in float32 on the CPU."""
-        unscaled = 1.0 / self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
-        return unscaled if self.scaling is None else scaled(unscaled, self.scaling)
+        divisors = self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
+        return 1.0 / divisors if self.scaling is None else scaled(divisors, self.scaling, self.base)
 
     def turn(
         self, x: Float[Tensor, "batch pos head d_head"], positions: Int[Tensor, "#batch pos"]
@@ -102,12 +102,28 @@ class Rotary(Positions):
         # The angles are computed on the CPU, so that the tables do not depend on the device.
         # Frequencies are rounded once before they are multiplied with the positions, as in the code of every family.
         angles = torch.outer(torch.arange(length, device="cpu").float(), self.frequencies)
-        cos, sin = (table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))
+        factor = 1.0 if self.scaling is None else self.scaling.table_factor
+        cos, sin = ((table * factor).to(self.dtype).float() for table in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
 
-def scaled(frequencies: Float[Tensor, "frequency"], scaling: RotaryScaling) -> Float[Tensor, "frequency"]:
-    """Frequencies after scaling, to the bit those of transformers (`_compute_llama3_parameters`); see `RotaryScaling`.
+def scaled(
+    divisors: Float[Tensor, "frequency"], scaling: RotaryScaling | YarnScaling, base: float
+) -> Float[Tensor, "frequency"]:
+    """Frequencies after scaling, to the bit those of transformers.
+
+    Args:
+        divisors: Reciprocals of the frequencies before scaling.
+        scaling: The scaling, whose type says which frequencies are lowered.
+        base: Base of the frequencies.
+    """
+    if isinstance(scaling, YarnScaling):
+        return _by_dimension(divisors, scaling, base)
+    return _by_wavelength(1.0 / divisors, scaling)
+
+
+def _by_wavelength(frequencies: Float[Tensor, "frequency"], scaling: RotaryScaling) -> Float[Tensor, "frequency"]:
+    """`_compute_llama3_parameters`; see `RotaryScaling`.
 
     A frequency that turns r times within the original length becomes f/factor for r < low, f for r > high, and
     (1 - s)·f/factor + s·f with s = (r - low)/(high - low) between.
@@ -118,6 +134,29 @@ def scaled(frequencies: Float[Tensor, "frequency"], scaling: RotaryScaling) -> F
     between = (1 - share) * frequencies / factor + share * frequencies
     lowered = torch.where(wavelengths > length / low, frequencies / factor, between)
     return torch.where(wavelengths < length / high, frequencies, lowered)
+
+
+def _by_dimension(
+    divisors: Float[Tensor, "frequency"], scaling: YarnScaling, base: float
+) -> Float[Tensor, "frequency"]:
+    """`_compute_yarn_parameters`; see `YarnScaling`.
+
+    Frequency i of n is base^(-i/n). It turns r times within the original length at i = n log(length / 2πr) / log(base),
+    which gives both ends of the ramp.
+    """
+    n_dims = 2 * len(divisors)
+
+    def dimension(turns: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return (n_dims * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(base))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, n_dims - 1)
+    width = 0.001 if first == last else last - first
+    kept = 1 - ((torch.arange(len(divisors), device="cpu").float() - first) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * divisors) * (1 - kept) + 1.0 / divisors * kept
 
 
 def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:

@@ -241,7 +241,9 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
         if bias is not None:
             bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
-        return AttentionContext(visibility, rotary, bias, self.optional_hooks_of_pass())
+        at = torch.arange(n_past, n_past + n_pos, device=device)[None] if positions is None else positions
+        factors = self.positions.query_factors(at)
+        return AttentionContext(visibility, rotary, factors, bias, self.optional_hooks_of_pass())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; dtypes and devices may be names, as in `model.to("bfloat16")` and `model.to("cuda:1")`."""

@@ -163,7 +163,7 @@ def test_an_unknown_config_key(checkpoint, family_config, refused):
 def test_a_config_that_lacks_a_number(checkpoint, family_config, refused):
     gone = next(key for key in family_config if key.endswith(("hidden_layers", "n_layers")))
     refused(ValueError, f"lacks ['{gone}']", "add them", path=checkpoint, config=without(family_config, gone))
-    baseless = without(family_config, "rope_theta")
+    baseless = without(without(family_config, "rope_theta"), "rope_parameters")
     if "llama" in family_config["model_type"]:  # Llama-2's config leaves it out
         assert open_checkpoint(checkpoint, baseless).architecture.rotary_base == 10000.0
     else:

@@ -12,11 +12,7 @@ from weight_conversion.registry import recognise
 FAST = {"model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32}
 BD3LM = {"model_type": "bd3lm", "architectures": ["BD3LM"], "block_size": 4, "cross_attn": True, "vocab_size": 66}
 QWEN_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
-NEMOTRON = {
-    "model_type": "nemotron_labs_diffusion",
-    "architectures": ["NemotronLabsDiffusionModel"],
-    "dlm_paradigm": "block_diff",
-}
+EFFICIENT_DLM = {"model_type": "diff_encoder", "architectures": ["DiffEncoderModel"], "dlm_paradigm": "block_diff"}
 MDLM = {"model_type": "mdlm", "architectures": ["MDLM"], "cond_dim": 128, "n_blocks": 12, "time_conditioning": False}
 BLOCKS, EXPERTS, DIT = (
     "a block-diffusion model of another kind",
@@ -32,7 +28,7 @@ BLOCKS, EXPERTS, DIT = (
         ({"model_type": "qwen2", "architectures": ["Fast_dLLM_QwenForCausalLM"]}, [BLOCKS, "['Fast_dLLM_Qwen"]),
         ({"model_type": "sdar_moe", "num_experts": 128}, [EXPERTS, "model_type='sdar_moe'"]),
         (BD3LM, [BLOCKS, DIT, "model_type='bd3lm'"]),
-        (NEMOTRON, [BLOCKS, "model_type='nemotron_labs_diffusion'"]),
+        (EFFICIENT_DLM, [BLOCKS, "architectures=['DiffEncoderModel']"]),
         (QWEN_MOE, [EXPERTS, "architectures=['Qwen3MoeForCausalLM']", "router"]),
         ({"model_type": "llada2_moe", "num_experts": 256}, [BLOCKS, EXPERTS]),
         ({"model_type": "qwen3_moe", "num_experts": 128}, [EXPERTS, "num_experts=128"]),

@@ -178,3 +178,14 @@ def mask_token_id(config: Config, family: str) -> int:
             "its [MASK] token in the tokenizer, and pass mask_token_id=, or pass the config with that id as a mapping"
         )
     return mask
+
+
+def mode_of(config: Config, family: str, modes: Sequence[str], default: str | None) -> str:
+    """The mode in which a checkpoint that is several models is read: of `mode=`, which its config may also name."""
+    mode = config.get("mode", default)
+    if mode not in modes:
+        raise ValueError(
+            f"mode is {mode!r}, and a checkpoint of the family {family!r} is read in one of the modes "
+            f"{', '.join(map(repr, modes))}: pass one of them as mode="
+        )
+    return str(mode)

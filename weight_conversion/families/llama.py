@@ -1,5 +1,7 @@
-"""Hugging Face's Llama (TinyLlama, Llama-2 to 3.3), and bidirectional diffusion models of its layout ("a2d-llama").
+"""Hugging Face's Llama (TinyLlama, Llama-2 to 3.3), and bidirectional diffusion models of its layout.
 
+The config of "a2d-llama" names such a model. That of DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891) does not: it is a
+causal model's, and `mode="bidirectional"` reads it as the diffusion model, whose logits are shifted by one as Llama's.
 Queries, keys, values and the output have biases if `attention_bias` is true, the MLP if `mlp_bias` is true. Rotary
 tables have the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
 """
@@ -7,6 +9,7 @@ tables have the precision of the activations. Source: transformers `models/llama
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
@@ -17,6 +20,7 @@ from weight_conversion.families.hf_config import (
     ROPE,
     ConfigKeys,
     mask_token_id,
+    mode_of,
     rotary_base,
     rotary_scaling,
     write_rotary,
@@ -40,6 +44,8 @@ KEYS = ConfigKeys(
     read=("block_size", "mask_token_id", "model_type", "rms_norm_eps", *ROPE),
     fixed={"hidden_act": ("silu",)},
 )
+# Of a causal model's config only.
+_WITH_MODE = replace(KEYS, read=(*KEYS.read, "mode"))
 
 RULES = (
     Rule("model.embed_tokens.weight", ("embed.weight",)),
@@ -70,17 +76,21 @@ def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
 
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
     assert config is not None
-    KEYS.check(config)
+    causal = config.get("model_type") == "llama"
+    (_WITH_MODE if causal else KEYS).check(config)
+    masked = not causal or mode_of(config, "llama", ("ar", "bidirectional"), "ar") == "bidirectional"
     biased = bool(config.get("attention_bias", False))
     # Llama-2's config does not give rope_theta.
-    return read_decoder(
+    architecture = read_decoder(
         config,
         "llama",
+        masked=masked,
         default_base=10000.0,
         qkv_bias=biased,
         o_bias=biased,
         mlp_bias=bool(config.get("mlp_bias", False)),
     )
+    return replace(architecture, readout="shifted") if causal else architecture
 
 
 def read_decoder(
@@ -142,11 +152,10 @@ def read_decoder(
 
 def write_config(architecture: Architecture) -> dict[str, Any]:
     a = architecture
-    return {
-        **write_decoder(a, "llama"),
-        "attention_bias": a.o_bias,
-        "mlp_bias": a.mlp_bias,
-    }
+    written = {**write_decoder(a, "llama"), "attention_bias": a.o_bias, "mlp_bias": a.mlp_bias}
+    if a.has_mask and a.readout == "shifted":
+        written |= {"model_type": MODEL_TYPES[0], "mode": "bidirectional"}
+    return written
 
 
 def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]:
@@ -180,7 +189,7 @@ FAMILY = Family(
     read_architecture=read_architecture,
     write_config=write_config,
     config_file="config.json",
-    options=("block_size", "mask_token_id"),
+    options=("block_size", "mode", "mask_token_id"),
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
     classes={"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
 )

@@ -35,6 +35,7 @@ class Kind:
         tensors: Patterns of tensor names.
         published: Pattern of the published names of checkpoints whose config does not show the kind.
         supported: Values of `model_type` of the checkpoints of this kind that a family supports.
+        settled_by: Keys of the config, or arguments of `from_pretrained`, that say what the checkpoint is.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Kind:
     tensors: tuple[str, ...] = ()
     published: str = r"(?!)"
     supported: tuple[str, ...] = ()
+    settled_by: tuple[str, ...] = ()
 
     def evidence(self, config: Config, shapes: Mapping[str, Shape], names: Sequence[str], beside: Config) -> str | None:
         """The evidence that a checkpoint is of this kind, or `None`.
@@ -52,7 +54,7 @@ class Kind:
         The tensors and the config decide first. If they neither show the kind nor rule it out, the config.json beside
         the checkpoint decides, then the checkpoint's names.
         """
-        if config.get("model_type") in self.supported:
+        if config.get("model_type") in self.supported or any(key in config for key in self.settled_by):
             return None
         for tensor in shapes:
             if any(fnmatchcase(tensor, pattern) for pattern in self.tensors):
@@ -84,10 +86,11 @@ KINDS = (
     Kind(
         "a block-diffusion model of another kind",
         "its blocks or the way in which they are seen differ from those of the families here",
-        model_types=("bd3lm", "Fast_dLLM_Qwen", "llada2_moe", "nemotron_labs_diffusion"),
-        classes=r"Fast_?dLLM|LLaDA2|NemotronLabsDiffusion|DiffEncoderModel|\bBD3LM\b",
+        model_types=("bd3lm", "Fast_dLLM_Qwen", "llada2_moe"),
+        classes=r"Fast_?dLLM|LLaDA2|DiffEncoderModel|\bBD3LM\b",
         keys=("bd_size", "block_length", "dlm_paradigm"),
         published=r"(?<![a-z])fast[-_]?dllm(?![a-z])",
+        supported=("nemotron_labs_diffusion",),
     ),
     Kind(
         "a mixture of experts",
@@ -116,6 +119,8 @@ KINDS = (
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
+        supported=("nemotron_labs_diffusion",),
+        settled_by=("mode",),
     ),
 )
 
@@ -147,6 +152,7 @@ def refuse_unsupported(
     if any(evidence.startswith("its name") for _, evidence in matches):
         remedy = ". If it is not of this kind, give its folder another name"
         remedy += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in matches if kind.keys)
+        remedy += "".join(f", or pass {kind.settled_by[0]}=" for kind, _ in matches if kind.settled_by)
     elif keys := [kind.keys[0] for kind, evidence in matches if kind.keys and evidence.startswith("the config.json")]:
         remedy = f'. If it is not of this kind, let the config that you pass say "{keys[0]}": null'
     raise ValueError(

@@ -11,14 +11,14 @@ from diffusion_lens.denoising.samplers.ancestral import Ancestral
 from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
-from diffusion_lens.denoising.samplers.presets import dream, llada, smdm
+from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
 from weight_conversion import Variant
 
 SAMPLERS: dict[str, Sampler] = {
     sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight(), ReMDM(), Blocks())
 }
-PRESETS: dict[str, Callable[[], Sampler]] = {preset.__name__: preset for preset in (smdm, llada, dream)}
+PRESETS: dict[str, Callable[[], Sampler]] = {preset.__name__: preset for preset in (smdm, llada, dream, diffullama)}
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -90,6 +90,7 @@ __all__ = [
     "Proposal",
     "ReMDM",
     "Sampler",
+    "diffullama",
     "dream",
     "llada",
     "named_sampler",

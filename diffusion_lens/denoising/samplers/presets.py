@@ -100,3 +100,25 @@ def dream(
             )
         return Ancestral(eps, proposal)
     return Confidence("mean" if as_published else "row", eps, alg_temp or 0.0, proposal)
+
+
+def diffullama(top_p: float | None = 0.9, *, as_published: bool = False) -> Ancestral:
+    """DiffuLLaMA's sampler (Gong et al. 2024, arXiv 2410.17891; HKUNLP/DiffuLLaMA `model.py::generate_samples`).
+
+    With T steps, step k reveals each masked position with probability 1/(T - k), and the last step all that remain.
+    Logits are divided by the temperature, then filtered by top-p. The authors' code reveals at the beginning of a step
+    what the forward pass of the step before predicted, which is the same sequence of canvases.
+
+    Differences from the authors' code:
+
+    - The first token is given, and it is part of the result. The authors' code cuts it off. If it is not given there,
+      it is masked, and the position is "revealed" to the token that the input has there.
+    - [MASK] is never written. In the authors' code it may be sampled; the position then counts as revealed and stays
+      masked (`as_published=True`).
+    - Seeds give other samples: random numbers belong to row, step and position here.
+
+    Args:
+        top_p: Limit of the likeliest tokens that are sampled from; `None` for all tokens.
+        as_published: Whether to follow the authors' code in the second difference.
+    """
+    return Ancestral(eps=0.0, proposal=Proposal(top_p=top_p, writes_mask=as_published))
