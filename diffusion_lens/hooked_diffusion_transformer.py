@@ -167,18 +167,22 @@ class HookedDiffusionTransformer(Generation):
     ) -> Trajectory:
         """Generate text by unmasking a canvas step by step; on a causal model token by token.
 
+        Under uniform noise nothing is masked: the canvas starts from random tokens, and all may change in every step.
+
         Args:
             prompt: Text, several texts, or Int[batch pos] tokens. Masks in the prompt are filled too.
             length: Length of the canvas in positions, including the prompt (as in SMDM). By default, if the prompt has
                 no masks, `cfg.trained_length` if it is known.
-            max_new_tokens: Number of masked positions after the prompt, instead of `length`.
+            max_new_tokens: Number of positions to write after the prompt, instead of `length`.
             steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
                 takes one step per token.
             sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm", "blocks",
-                "left_to_right" (the default, and the only one, of a causal model), a preset ("smdm", "llada",
-                "dream", "diffullama"), or a `Sampler`.
+                "left_to_right" (the default, and the only one, of a causal model); by transitions "posterior", "score"
+                and under uniform noise "uniform_posterior", its default; a preset ("smdm", "llada", "dream",
+                "diffullama", "mdlm", "sedd", "udlm", "radd"), or a `Sampler`.
             cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
-            temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token.
+            temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
+                transitions draw at any temperature when a position changes; their authors' is 1.
             seed: Seed of the random number generator, from which each row derives its own by a hash; or one seed per
                 row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
             attention_mask: [batch pos], 0 at the padding of a token prompt.

@@ -30,6 +30,8 @@ class StepState:
         masked: Bool[batch pos], true at the positions that are not yet revealed.
         given: Bool[batch pos], true at the positions of the prompt.
         branch: "conditional", or "unconditional" for the second forward pass of guidance.
+        sigma: Noise level of the canvas by the run's schedule of noise, which a network that is told the time reads;
+            `None` if the schedule is not known, which counts as the log-linear one.
         run: Identity of the run, the same object in all its steps, so that a hook with a memory can tell runs apart. By
             default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
     """
@@ -42,6 +44,7 @@ class StepState:
     masked: PosMask
     given: PosMask
     branch: Branch = "conditional"
+    sigma: float | None = None
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
 
     def repeat(self, copies: int) -> "StepState":

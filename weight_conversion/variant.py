@@ -38,6 +38,11 @@ class Variant:
         return self.noise == "absorbing"
 
     @property
+    def rewrites(self) -> bool:
+        """Whether noise is another token, so that every position of a canvas has a token and may change again."""
+        return self.noise == "uniform"
+
+    @property
     def grows(self) -> bool:
         """Whether a text grows at its end, so that a canvas contains no tokens at positions still to be written."""
         return self.noise is None

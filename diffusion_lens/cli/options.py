@@ -129,7 +129,8 @@ Canvas = Annotated[
 Sampler = Annotated[
     str | None,
     typer.Option(
-        help="confidence (the default), ancestral, remdm, blocks, smdm, llada or dream. A causal model supports only "
+        help="confidence (the default), ancestral, remdm, blocks, posterior, score, smdm, llada, dream, mdlm, sedd "
+        "or radd; uniform_posterior (the default), score, udlm or sedd for uniform noise. A causal model supports only "
         "left_to_right."
     ),
 ]

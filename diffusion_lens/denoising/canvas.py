@@ -1,16 +1,19 @@
 """The canvas: the token sequence that a run fills, with its given positions, its blanks and its padding.
 
 A blank is a position to be written. On a masked diffusion model it contains [MASK]; on a model whose text grows at its
-end it contains -1, "not reached yet".
+end it contains -1, "not reached yet". Under uniform noise a run starts from random tokens at the positions to write,
+which stay open to the end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
+from diffusion_lens.config import UNREACHED
+from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import whole_number
@@ -18,6 +21,9 @@ from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.user_warnings import warn_user
 
 Prompt = str | Sequence[str] | Tensor
+
+# The random numbers of the first canvas have the key of the step before the first.
+START = -1
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,9 @@ class Canvas:
         tokens: Int[batch pos], the prompt and the blanks.
         given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding; `None` where there is no padding.
-        blank: Id that blanks contain.
+        blank: Id that blanks contain. Under uniform noise they contain -1 before the run starts, and tokens in it.
         grows: Whether the text grows at its end: blanks are then positions it has not reached, which no position sees.
+        rewrites: Whether the noise is uniform, so that all positions that were not given may be written in every step.
     """
 
     tokens: Tokens
@@ -37,6 +44,7 @@ class Canvas:
     real: PosMask | None
     blank: int
     grows: bool
+    rewrites: bool = False
 
     @property
     def positions(self) -> Tokens:
@@ -46,8 +54,23 @@ class Canvas:
 
     def blanks(self, tokens: Tokens) -> PosMask:
         """Bool[batch pos], the positions still to be written on a later state of this canvas."""
-        blanks = tokens == self.blank
+        blanks = ~self.given if self.rewrites else tokens == self.blank
         return blanks if self.real is None else blanks & self.real
+
+    def started(self, seeds: Sequence[int], n_tokens: int) -> "Canvas":
+        """This canvas as a run begins: under uniform noise, with a random token at each position to write.
+
+        Args:
+            seeds: One seed for each row.
+            n_tokens: Number of tokens that noise is drawn from.
+        """
+        unfilled = self.blanks(self.tokens) & (self.tokens == self.blank)
+        if not self.rewrites or not bool(unfilled.any()):
+            return self
+        uniform = PositionNoise(seeds, self.positions).by_token(START, unfilled, 1)[:, 0]
+        tokens = self.tokens.clone()
+        tokens[unfilled] = (uniform * n_tokens).long()
+        return replace(self, tokens=tokens)
 
 
 def lay_out(
@@ -94,7 +117,7 @@ def lay_out(
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.
-    blank = model.cfg.blank
+    blank = UNREACHED if model.cfg.rewrites else model.cfg.blank
     if length is None and max_new_tokens is None and not bool((tokens == blank).any()):
         length = _trained_length(model, int(ends.max()))
     totals = _totals(
@@ -123,14 +146,14 @@ def lay_out(
             f"the prompt of row {empty[0]} is all [MASK]: give at least one token to start from, such as BOS"
         )
     if not bool((inside & (canvas == blank)).any()):
-        masks = "" if model.cfg.grows else ", or put [MASK]s in the prompt"
+        masks = ", or put [MASK]s in the prompt" if model.cfg.has_mask else ""
         raise ValueError(f"there is nothing to fill: give {_lengths(model)}{masks}")
-    return Canvas(canvas, given, None if bool(inside.all()) else inside, blank, model.cfg.grows)
+    return Canvas(canvas, given, None if bool(inside.all()) else inside, blank, model.cfg.grows, model.cfg.rewrites)
 
 
 def _lengths(model: DiffusionTransformer) -> str:
     """The two arguments that set the length of a canvas, for errors."""
-    written = "new tokens" if model.cfg.grows else "masked positions"
+    written = "masked positions" if model.cfg.has_mask else "new tokens"
     return f"length= (positions in all) or max_new_tokens= ({written} after the prompt)"
 
 

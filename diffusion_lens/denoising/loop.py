@@ -14,10 +14,12 @@ sampler plans which, and how many. A step passes these hook points, in this orde
     denoise.hook_reveal      Bool[batch pos]               the positions revealed in this step
 
 The loop uses what a hook returns there. It reveals masked positions only, and a position where [MASK] itself is
-proposed stays masked. Where a token is proposed, it refuses logits that are NaN or +inf, or -inf for every token that
-may be written, and it refuses ids that are no tokens, because they would look like confident predictions. If anything
-is hooked, every step takes a forward pass and proposes tokens at every masked position (on a causal model: at the next
-one), so that a hook may change the order. Otherwise a step that reveals nothing takes no forward pass.
+proposed stays masked. Under uniform noise no position is masked: the canvas starts from random tokens, and every
+position that was not given may be written in every step. Where a token is proposed, the loop refuses logits that are
+NaN or +inf, or -inf for every token that may be written, and it refuses ids that are no tokens, because they would look
+like confident predictions. If anything is hooked, every step takes a forward pass and proposes tokens at every masked
+position (on a causal model: at the next one), so that a hook may change the order. Otherwise a step that reveals
+nothing takes no forward pass.
 
 A run with a `script`, the canvases of an earlier run, is forced: the network and its hooks see those canvases, the loop
 reveals their tokens (`hook_candidates` and `hook_reveal` do not pass), and a hook changes only their probabilities.
@@ -67,15 +69,15 @@ def run_loop(
 
                 if positions is not None:
                     # 3. Predict: compute the logits of p(x_0 | x_t) at these positions, guided by eq. 9 of Nie et al.
-                    logits = run.predict(state, positions)
+                    prediction = run.predict(state, positions)
 
                     # 4. Propose: take the likeliest token at each position, or sample one at the temperature by
-                    #    Gumbel-max (ML-GSAI/SMDM `add_gumbel_noise`).
-                    tokens = run.propose(state, positions, logits)
+                    #    Gumbel-max (ML-GSAI/SMDM `add_gumbel_noise`). A sampler of transitions draws x_s itself.
+                    tokens = run.propose(state, positions, prediction)
 
                     # 5. Rank: score each proposed token. By default the score is its probability (`diff_sample`;
                     #    Nie et al. 2025, LLaDA, arXiv 2502.09992, `generate.py`).
-                    candidates = run.rank(state, positions, logits, tokens)
+                    candidates = run.rank(state, positions, prediction, tokens)
 
                     # 6. Reveal: write the planned number of the most confident tokens.
                     run.reveal(state, plan, candidates)
@@ -85,6 +87,6 @@ def run_loop(
                 run.remask(plan)
 
                 # 8. Leave: append the canvas to the history.
-                run.leave()
+                run.leave(state)
     seconds = time.perf_counter() - begun
     return {"first_step": first_step, "forward_passes": run.predictor.passes, "seconds": seconds}

@@ -152,6 +152,33 @@ class LeftToRightCached(Predictor):
 
 
 @dataclass
+class Repeating(Predictor):
+    """No second pass for a canvas that the last step left as it was, where the network is told the same time or none.
+
+    Hooks see every step, so a step with hooks is computed again.
+    """
+
+    inner: Conditional
+
+    def __post_init__(self) -> None:
+        self._state: StepState | None = None
+        self._logits: Tensor | None = None
+
+    @property
+    def passes(self) -> int:
+        return self.inner.passes
+
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        before, model = self._state, self.inner.model
+        told = model.cfg.time is not None and model.cfg.time.told
+        same_time = before is not None and (not told or before.sigma == state.sigma)
+        if before is None or model.is_hooked or not same_time or not torch.equal(before.tokens, state.tokens):
+            self._state, self._logits = state, self.inner(state, positions)
+        assert self._logits is not None
+        return self._logits
+
+
+@dataclass
 class FirstGiven(Predictor):
     """Logits of the first step as they are given, those of later steps as another predictor computes them.
 
@@ -178,10 +205,18 @@ class FirstGiven(Predictor):
         return logits
 
 
-def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float) -> Predictor:
-    """The predictor of a run: with guidance, with a key/value cache on a causal model, or plain."""
+def predictor_for(
+    model: DiffusionTransformer, canvas: Canvas, cfg_scale: float, may_change_nothing: bool = False
+) -> Predictor:
+    """The predictor of a run: with guidance, with a key/value cache on a causal model, or plain.
+
+    Args:
+        may_change_nothing: Whether steps may leave the canvas as it is.
+    """
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
     if canvas.grows:
         return LeftToRightCached(Conditional(model, canvas))
+    if may_change_nothing:
+        return Repeating(Conditional(model, canvas))
     return Conditional(model, canvas)

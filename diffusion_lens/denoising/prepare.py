@@ -12,7 +12,6 @@ from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.run import Run
-from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
@@ -80,14 +79,16 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
     """
     settings = settings.on(model.cfg, model.cfg.model_name)
     assert settings.sampler is not None
+    seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
+    canvas = canvas.started(seeds, model.cfg.d_vocab_out)
     blanks = canvas.blanks(canvas.tokens)
     n_steps = settings.sampler.n_steps(settings.steps, blanks)
     return Run(
         model=model,
         canvas=canvas,
         settings=settings,
-        seeds=row_seeds(settings.seed, canvas.tokens.shape[0]),
-        times=linear_times(n_steps, settings.sampler.eps).tolist(),
+        seeds=seeds,
+        times=settings.sampler.times(n_steps),
         revealed_at=torch.full_like(canvas.tokens, -1),
         confidence=torch.full(blanks.shape, float("nan"), device=blanks.device),
     )

@@ -113,18 +113,20 @@ class Proposal:
             uniform: Random numbers in (0, 1) for sampling at a temperature; `None` takes the likeliest token.
             mask_id: Id of [MASK], if the model has one.
         """
-        # 1. Forbid [MASK], unless it may be written.
-        allowed = logits
-        if mask_id is not None and mask_id < logits.shape[-1] and not self.writes_mask:
-            allowed = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), float("-inf"))
-        # 2. When sampling, keep the likeliest tokens only: top-p, then top-k.
-        if uniform is not None and self._filters:
-            likely = self._likeliest(logits / temperature)
-            # The best allowed token is always in, also where [MASK] alone reaches top_p.
-            likely.scatter_(1, allowed.argmax(dim=-1, keepdim=True), True)
-            allowed = allowed.masked_fill(~likely, float("-inf"))
-        # 3. Take the likeliest token, or sample one.
+        allowed = self._writable(logits, mask_id) if uniform is None else self.allowed(logits, temperature, mask_id)
         return propose_tokens(allowed, temperature, uniform)
+
+    def allowed(
+        self, logits: Float[Tensor, "selected d_vocab_out"], temperature: float, mask_id: int | None
+    ) -> Float[Tensor, "selected d_vocab_out"]:
+        """The logits, -inf at tokens that are not sampled: [MASK], unless it may be written, and unlikely ones."""
+        allowed = self._writable(logits, mask_id)
+        if not self.filters:
+            return allowed
+        likely = self._likeliest(logits / temperature)
+        # The best allowed token is always in, also where [MASK] alone reaches top_p.
+        likely.scatter_(1, allowed.argmax(dim=-1, keepdim=True), True)
+        return allowed.masked_fill(~likely, float("-inf"))
 
     def scores(
         self, logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], temperature: float = 0.0
@@ -132,7 +134,7 @@ class Proposal:
         """Score of each proposed token, in float64; tokens of higher score are revealed first."""
         if self.scored_on == "sampled":
             logits = logits.double() / (temperature or 1.0)
-            if self._filters:
+            if self.filters:
                 logits = logits.masked_fill(~self._likeliest(logits), float("-inf"))
         if self.score == "probability":
             return confidence_of(logits, tokens)
@@ -145,6 +147,14 @@ class Proposal:
     def _likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
         return likeliest(logits, self.top_p, None if self.top_k is None else whole_number("top_k", self.top_k))
 
+    def _writable(
+        self, logits: Float[Tensor, "selected d_vocab_out"], mask_id: int | None
+    ) -> Float[Tensor, "selected d_vocab_out"]:
+        if mask_id is None or mask_id >= logits.shape[-1] or self.writes_mask:
+            return logits
+        return logits.index_fill(1, torch.tensor([mask_id], device=logits.device), float("-inf"))
+
     @property
-    def _filters(self) -> bool:
+    def filters(self) -> bool:
+        """Whether tokens are sampled from the likeliest ones only."""
         return self.top_p is not None or self.top_k is not None

@@ -31,10 +31,11 @@ class Recording(Result):
     Attributes:
         tokens: Int[batch pos], the final canvas.
         canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id, or
-            on a causal model -1, until it is revealed.
-        revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked.
+            on a causal model -1, until it is revealed; under uniform noise it contains a random token at first.
+        revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked. Under
+            uniform noise, the last step that changed it, or 0 if none did.
         confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
-            is still masked.
+            is still masked. Under uniform noise, the probability in the last step that it is the clean token.
         given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding.
         text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
@@ -70,7 +71,7 @@ class Recording(Result):
             tokens=run.tokens,
             canvases=canvases,
             revealed_at=run.revealed_at,
-            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(canvas.blanks(run.tokens), 0.0),
+            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(run.tokens == canvas.blank, 0.0),
             given=canvas.given,
             real=real,
             text=[
@@ -103,12 +104,17 @@ class Recording(Result):
 
     @property
     def blank(self) -> int:
-        """Id of positions not yet revealed: [MASK], or -1 on a causal canvas."""
+        """Id of positions not yet revealed: [MASK], or -1, which no position contains under uniform noise."""
         return int(self.record["blank"])
 
     @property
+    def rewrites(self) -> bool:
+        """Whether the noise is uniform, so that every position that was not given may change in every step."""
+        return self.record.get("noise") == "uniform"
+
+    @property
     def prompt(self) -> Tokens:
-        """Int[batch pos], the given tokens, with every other position masked."""
+        """Int[batch pos], the given tokens, with every other position masked, or -1 where nothing is masked."""
         return self.tokens.masked_fill(~self.given, self.blank)
 
     def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:

@@ -36,6 +36,17 @@ def require_open(
         )
 
 
+def require_distribution(p: Float[Tensor, "selected d_vocab"], state: StepState, positions: PosMask) -> None:
+    """Raise a `FloatingPointError` unless some token or [MASK] can be drawn at every position."""
+    largest = p.amax(dim=-1)
+    where = _first(~(largest.isfinite() & (largest > 0)), state, positions)
+    if where is not None:
+        raise FloatingPointError(
+            f"the sampler gives no token a probability {where}: the logits there forbid all of them, or the noise of "
+            "the step is out of the range of floating-point numbers"
+        )
+
+
 def require_scores(scores: Float[Tensor, "batch pos"], state: StepState, positions: PosMask) -> None:
     """Raise a `FloatingPointError` if `hook_confidence` returned NaN, by which positions cannot be ranked."""
     where = _first(scores[positions].isnan(), state, positions)
@@ -61,13 +72,17 @@ def require_ids(name: str, ids: Tensor, state: StepState, positions: PosMask, mo
         raise TypeError(
             f"{name} returned {ids.dtype}; token ids are integers: return a tensor of the dtype that it received"
         )
-    blank = model.cfg.blank
-    wrong = (((ids < 0) | (ids >= model.cfg.d_vocab)) & (ids != blank))[positions]
+    wrong = (ids < 0) | (ids >= model.cfg.d_vocab)
+    blank = ""
+    if not model.cfg.rewrites:
+        wrong &= ids != model.cfg.blank
+        blank = f", and {model.cfg.blank} for a position that is still to be written"
+    wrong = wrong[positions]
     where = _first(wrong, state, positions)
     if where is not None:
         raise ValueError(
             f"{name} returned the id {int(ids[positions][wrong][0])} {where}; {model.cfg.model_name!r} has the tokens "
-            f"0 to {model.cfg.d_vocab - 1}, and {blank} for a position that is still to be written"
+            f"0 to {model.cfg.d_vocab - 1}{blank}"
         )
 
 

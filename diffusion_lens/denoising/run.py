@@ -9,15 +9,24 @@ from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.denoising.prediction import Prediction
 from diffusion_lens.denoising.predictor import predictor_for
 from diffusion_lens.denoising.proposal import confidence_of
 from diffusion_lens.denoising.randomness import PositionNoise
-from diffusion_lens.denoising.refusals import require_choice, require_ids, require_logits, require_open, require_scores
+from diffusion_lens.denoising.refusals import (
+    require_choice,
+    require_distribution,
+    require_ids,
+    require_logits,
+    require_open,
+    require_scores,
+)
 from diffusion_lens.denoising.sampler import Plan, Sampler, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler
 from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import LoopHooks
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import draw, schedule_of
 from diffusion_lens.records import provenance
 from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import RunIdentity, StepState
@@ -51,6 +60,7 @@ class Run:
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
         script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
+        sigmas: Noise at each step, of which the network is told; by default that of the schedule.
     """
 
     model: DiffusionTransformer
@@ -61,12 +71,22 @@ class Run:
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     script: Int[Tensor, "canvas batch pos"] | None = None
+    sigmas: list[float] | None = None
 
     def __post_init__(self) -> None:
+        self.head = self.model.head
+        self.schedule = schedule_of(self.sampler.schedule or self.model.cfg.schedule)
+        if self.head.noise is not None and self.sigmas is None:
+            self.sigmas = [self.schedule.sigma_at(t) for t in self.times[:-1]]
+        if self.canvas.rewrites:
+            unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
+            self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
         self.noise = PositionNoise(self.seeds, self.canvas.positions)
-        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale)
+        self.predictor = predictor_for(
+            self.model, self.canvas, self.settings.cfg_scale, self.sampler.may_change_nothing
+        )
         self.identity = RunIdentity()
 
     @property
@@ -81,6 +101,7 @@ class Run:
             "sampler": describe_sampler(self.sampler),
             "steps": len(self.times) - 1,
             "times": self.times,
+            **({} if self.sigmas is None else {"sigmas": self.sigmas, "noise": self.model.cfg.noise}),
             "cfg_scale": self.settings.cfg_scale,
             "temperature": self.settings.temperature,
             "seeds": self.seeds,
@@ -119,8 +140,8 @@ class Run:
             return plan.positions if self.canvas.grows else state.masked
         return plan.positions if bool(plan.counts.any()) else None
 
-    def predict(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        """Logits at these positions, after guidance and hooks."""
+    def predict(self, state: StepState, positions: PosMask) -> Prediction:
+        """What the network says at these positions, after guidance and hooks."""
         point = self.model.loop_hooks.hook_logits
         logits = self.predictor(state, positions)
         if is_hooked(point):
@@ -128,22 +149,39 @@ class Run:
             whole[positions] = logits
             logits = point(whole)[positions]
         require_logits(logits, positions, state)
-        return logits
+        return Prediction(
+            output=logits,
+            present=state.tokens[positions],
+            head=self.head,
+            schedule=self.schedule,
+            sigma=state.sigma,
+            temperature=self.settings.temperature,
+            proposal=self.sampler.proposal,
+        )
 
-    def propose(self, state: StepState, positions: PosMask, logits: Float[Tensor, "selected d_vocab_out"]) -> Tokens:
-        """The canvas with a token proposed at each of these positions; in a forced run, the script's tokens."""
+    def propose(self, state: StepState, positions: PosMask, prediction: Prediction) -> Tokens:
+        """The canvas with a token proposed at each of these positions; in a forced run, the script's tokens.
+
+        A sampler of transitions may propose [MASK].
+        """
         propose, mask_id = self.sampler.proposal.propose, self.model.cfg.mask_token_id
         if self.script is not None:
             after = self.script[len(self.canvases)]
             tokens = torch.where(after == self.canvas.blank, self.tokens, after)
             unwritten = positions & (after == self.canvas.blank)
             if bool(unwritten.any()):
-                tokens[unwritten] = propose(logits, mask_id=mask_id)[unwritten[positions]]
+                tokens[unwritten] = propose(prediction.logits, mask_id=mask_id)[unwritten[positions]]
             return tokens
-        uniform = self.noise.by_token(state.index, positions, logits.shape[-1]) if self.settings.temperature else None
-        tokens = self.tokens.clone()
-        tokens[positions] = propose(logits, self.settings.temperature, uniform, mask_id)
-        require_open(logits, tokens[positions], state, positions)
+        tokens, temperature = self.tokens.clone(), self.settings.temperature
+        transition = self.sampler.transition(state, prediction)
+        if transition is not None:
+            require_distribution(transition, state, positions)
+            tokens[positions] = draw(transition, self.noise.by_token(state.index, positions, transition.shape[-1]))
+        else:
+            logits = prediction.logits
+            uniform = self.noise.by_token(state.index, positions, logits.shape[-1]) if temperature else None
+            tokens[positions] = propose(logits, temperature, uniform, mask_id)
+            require_open(logits, tokens[positions], state, positions)
         point = self.model.loop_hooks.hook_candidates
         if not is_hooked(point):
             return tokens
@@ -151,11 +189,10 @@ class Run:
         require_ids("denoise.hook_candidates", returned, state, positions, self.model)
         return returned.long()
 
-    def rank(
-        self, state: StepState, positions: PosMask, logits: Float[Tensor, "selected d_vocab_out"], tokens: Tokens
-    ) -> Candidates:
+    def rank(self, state: StepState, positions: PosMask, prediction: Prediction, tokens: Tokens) -> Candidates:
         """The proposed tokens with their probability, and with the scores by which their positions are ranked."""
         point, proposal, proposed = self.model.loop_hooks.hook_confidence, self.sampler.proposal, tokens[positions]
+        logits = prediction.logits
         confidence = torch.zeros(positions.shape, dtype=torch.float64, device=positions.device)
         confidence[positions] = confidence_of(logits, proposed)
         ranking = confidence.clone()
@@ -173,8 +210,9 @@ class Run:
             reveal = self.model.loop_hooks.hook_reveal(most_confident(candidates.ranking, plan))
             require_choice(reveal)
             reveal = reveal & candidates.positions & (candidates.tokens != self.canvas.blank)
+        changed = reveal & (candidates.tokens != self.tokens)
         self.tokens = torch.where(reveal, candidates.tokens, self.tokens)
-        self.revealed_at = self.revealed_at.masked_fill(reveal, state.index)
+        self.revealed_at = self.revealed_at.masked_fill(changed, state.index)
         self.confidence = torch.where(reveal, candidates.confidence.float(), self.confidence)
 
     def remask(self, plan: Plan) -> None:
@@ -184,10 +222,14 @@ class Run:
             self.revealed_at = self.revealed_at.masked_fill(plan.remask, -1)
             self.confidence = self.confidence.masked_fill(plan.remask, float("nan"))
 
-    def leave(self) -> None:
+    def leave(self, state: StepState) -> None:
         """Append the canvas to the history; in a forced run, the script's."""
         if self.script is not None:
             self.tokens = self.script[len(self.canvases)]
+        elif self.sampler.keeps_prediction and self.sigmas is not None and torch.equal(self.tokens, state.tokens):
+            # The next step, if there is one, is told the same time.
+            for index in range(state.index + 1, state.n_steps)[:1]:
+                self.sigmas[index] = self.sigmas[state.index]
         self.canvases.append(self.tokens)
 
     def _state(self, index: int) -> StepState:
@@ -199,6 +241,7 @@ class Run:
             tokens=self.tokens,
             masked=self.canvas.blanks(self.tokens),
             given=self.canvas.given,
+            sigma=None if self.sigmas is None else self.sigmas[index],
             run=self.identity,
         )
 

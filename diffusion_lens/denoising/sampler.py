@@ -1,7 +1,9 @@
 """A sampler decides at which positions a step proposes tokens, and how many of them it reveals.
 
 The loop proposes a token at each of these positions and reveals the most confident ones. The sampler's `proposal` says
-which token is proposed and what its confidence is. A sampler is a small final object; to write one, implement `plan`.
+which token is proposed and what its confidence is. A sampler of transitions says itself which token or [MASK] each
+position may have after the step, by `transition`, and the loop draws it. A sampler is a small final object; to write
+one, implement `plan`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,10 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffusion_lens.denoising.prediction import Prediction
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PositionNoise
+from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
+from weight_conversion import NoiseSchedule
 
 
 @dataclass(frozen=True)
@@ -35,17 +40,26 @@ class Plan:
 
 
 class Sampler(ABC):
-    """Chooses positions, but not their tokens.
+    """Chooses positions; a sampler of transitions also gives the probabilities of their tokens.
 
     Attributes:
         name: Name of the sampler in `denoise` and in records.
+        noises: Kinds of noise that it undoes.
         eps: Time at which the run ends.
         proposal: Rule by which tokens are proposed and scored.
+        schedule: Schedule of noise of the run; `None` takes the model's.
+        may_change_nothing: Whether a step that predicts may leave the canvas as it is.
+        keeps_prediction: Whether the network is told the time of the last step that changed the canvas, so that a step
+            after one that changed nothing predicts the same.
     """
 
     name: str
+    noises: frozenset[str] = frozenset({"absorbing"})
     eps: float = 1e-5
     proposal: Proposal = Proposal()
+    schedule: NoiseSchedule | None = None
+    may_change_nothing: bool = False
+    keeps_prediction: bool = False
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         """Number of steps of the run; 32 by default, as in SMDM's evaluation.
@@ -55,6 +69,19 @@ class Sampler(ABC):
             blanks: Bool[batch pos], positions to be written.
         """
         return 32 if steps is None else steps
+
+    def times(self, n_steps: int) -> list[float]:
+        """The `n_steps + 1` times of a run, falling from 1."""
+        times: list[float] = linear_times(n_steps, self.eps).tolist()
+        return times
+
+    def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"] | None:
+        """Probability of each token or [MASK] after the step, up to a factor, at the positions of the plan.
+
+        The loop draws from it, and a position for which [MASK] is drawn stays masked. `None`, the default, leaves the
+        choice of a token to `proposal`.
+        """
+        return None
 
     @abstractmethod
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:

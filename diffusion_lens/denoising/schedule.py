@@ -1,4 +1,4 @@
-"""Denoising times: t falls from 1 (all masked) to almost 0 in equal steps.
+"""Denoising times: t falls from 1 (all is noise) to almost 0 in equal steps.
 
 Sources: ML-GSAI/SMDM `eval/gen_model_answer.py::diff_sample`, `linspace(1, 1e-5, steps + 1)`; DreamLM/Dream
 `generation_utils.py::_sample`, to 1e-3. The arithmetic is in float32, as there, because the number of revealed

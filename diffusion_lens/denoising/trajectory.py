@@ -61,8 +61,9 @@ class Trajectory(Recording):
             t=times[step],
             s=times[step + 1],
             tokens=tokens,
-            masked=self.is_masked(tokens) & real,
+            masked=(~self.given.to(device) if self.rewrites else self.is_masked(tokens)) & real,
             given=self.given.to(device),
+            sigma=self.record["sigmas"][step] if self.record.get("sigmas") else None,
             run=None,
         )
 
@@ -188,13 +189,16 @@ class Trajectory(Recording):
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
         return Run(
             model=model,
-            canvas=Canvas(self.canvases[0].to(device), self.given.to(device), real, self.blank, model.cfg.grows),
+            canvas=Canvas(
+                self.canvases[0].to(device), self.given.to(device), real, self.blank, model.cfg.grows, self.rewrites
+            ),
             settings=settings.on(model.cfg, model.cfg.model_name),
             seeds=row_seeds(settings.seed, self.canvases.shape[1]),
             times=list(self.record["times"]),
             revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
             confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
             script=self.canvases.to(device) if forced else None,
+            sigmas=list(self.record["sigmas"]) if forced and self.record.get("sigmas") else None,
         )
 
     def _canvas_index(self, step: int) -> int:

@@ -11,14 +11,29 @@ from diffusion_lens.denoising.samplers.ancestral import Ancestral
 from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
+from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPosterior
 from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
-from weight_conversion import Variant
+from diffusion_lens.denoising.samplers.score import Score
+from diffusion_lens.denoising.samplers.transition_presets import mdlm, radd, sedd, udlm
+from weight_conversion import NoiseSchedule, Variant
 
 SAMPLERS: dict[str, Sampler] = {
-    sampler.name: sampler for sampler in (Confidence(), Ancestral(), LeftToRight(), ReMDM(), Blocks())
+    sampler.name: sampler
+    for sampler in (
+        Confidence(),
+        Ancestral(),
+        LeftToRight(),
+        ReMDM(),
+        Blocks(),
+        Posterior(),
+        UniformPosterior(),
+        Score(),
+    )
 }
-PRESETS: dict[str, Callable[[], Sampler]] = {preset.__name__: preset for preset in (smdm, llada, dream, diffullama)}
+PRESETS: dict[str, Callable[[], Sampler]] = {
+    preset.__name__: preset for preset in (smdm, llada, dream, diffullama, mdlm, sedd, udlm, radd)
+}
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -39,6 +54,8 @@ def sampler_from(description: Mapping[str, Any]) -> Sampler:
             "sampled" if proposal["scored_on"] == "drawn" else proposal["scored_on"]
         )  # the name in older records
         settings["proposal"] = Proposal(**{**proposal, "scored_on": scored_on})
+    if settings.get("schedule") is not None:
+        settings["schedule"] = NoiseSchedule(**settings["schedule"])
     return type(SAMPLERS[name])(**settings)
 
 
@@ -70,14 +87,26 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
         TypeError: As for `named_sampler`.
     """
     if sampler is None:
-        sampler = "left_to_right" if variant.grows else "confidence"
+        sampler = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
     sampler = named_sampler(sampler)
     if variant.grows and not isinstance(sampler, LeftToRight):
         raise ValueError(
             f"the sampler {sampler.name!r} reveals positions in any order, and the text of a causal model without "
             "[MASK] grows at its end only; use 'left_to_right'"
         )
+    if variant.noise is not None and variant.noise not in sampler.noises:
+        fitting = [name for name, known in SAMPLERS.items() if variant.noise in known.noises]
+        raise ValueError(f"the sampler {sampler.name!r} {_MISFIT[variant.noise]}; use {', '.join(map(repr, fitting))}")
     return sampler
+
+
+# Why a sampler does not fit a model's noise.
+_MISFIT = {
+    "absorbing": "draws every position again in every step, and under the noise of this model, [MASK], a token that is "
+    "written stays",
+    "uniform": "reveals masked positions, and the noise of this model is uniform: every position has a token, and may "
+    "change in every step",
+}
 
 
 __all__ = [
@@ -87,13 +116,20 @@ __all__ = [
     "Blocks",
     "Confidence",
     "LeftToRight",
+    "Posterior",
     "Proposal",
     "ReMDM",
     "Sampler",
+    "Score",
+    "UniformPosterior",
     "diffullama",
     "dream",
     "llada",
+    "mdlm",
     "named_sampler",
+    "radd",
     "resolve_sampler",
+    "sedd",
     "smdm",
+    "udlm",
 ]
