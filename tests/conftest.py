@@ -56,9 +56,15 @@ def hugging_face(model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def scaled_by_yarn(**more: Any) -> dict[str, Any]:
-    """Two layers whose frequencies and queries are scaled, the queries from position 6 on."""
-    config = hugging_face("nemotron_labs_diffusion", num_hidden_layers=2, **more)
-    numbers = {"factor": 4.0, "original_max_position_embeddings": 6, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
+    """Frequencies and queries are scaled, the queries from position 6 on."""
+    config = hugging_face("nemotron_labs_diffusion", **more)
+    numbers = {
+        "factor": 4.0,
+        "original_max_position_embeddings": 6,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
     return {**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": config.pop("rope_theta"), **numbers}}
 
 

@@ -127,12 +127,7 @@ def test_scaled_queries_are_those_of_ministral3(padded, configs, specimen, tmp_p
 
 def test_queries_are_scaled_from_the_original_length_on(configs, specimen):
     model = specimen(configs["nemotron"]).model
-    plain = specimen(
-        {
-            **configs["nemotron"],
-            "rope_parameters": {**configs["nemotron"]["rope_parameters"], "llama_4_scaling_beta": 0.4},
-        }
-    ).model
+    plain = specimen(configs["nemotron"]).model
     plain.positions.query_scale = None
     short, long = TOKENS[:, :6], TOKENS[:, :20]
     assert torch.equal(model(short), plain(short))
@@ -143,7 +138,7 @@ def test_queries_are_scaled_from_the_original_length_on(configs, specimen):
     scaled = model.positions.scale_queries(turned, at)
     torch.testing.assert_close(scaled, cache["blocks.1.attn.hook_rot_q"])
     assert torch.equal(scaled[:, :6], turned[:, :6])
-    torch.testing.assert_close(scaled[:, 12], turned[:, 12] * (1 + 0.4 * torch.tensor(3.0).log()))
+    torch.testing.assert_close(scaled[:, 12], turned[:, 12] * (1 + 0.1 * torch.tensor(3.0).log()))
     with pytest.raises(ValueError, match="position -1 is negative"):
         model.positions.scale_queries(turned, at - 1)
 
