@@ -1,17 +1,20 @@
 """Pairs of a masked diffusion model and the causal model to compare it with (its AR baseline).
 
 What a comparison can show depends on what the two models share: `PAIRS` states it for each pair, with the source. The
-closest pairs are those of SMDM with the same data and compute. LLaDA and Llama share neither weights nor data.
+closest pairs are two modes of one checkpoint, which share every weight; then those of SMDM with the same data and
+compute. LLaDA and Llama share neither weights nor data.
 """
 
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from diffusion_lens.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.loading import open_pretrained
 from diffusion_lens.settings import naming_the_nearest
 
 
@@ -20,7 +23,7 @@ class ModelPair:
     """A masked diffusion model and its AR baseline.
 
     Attributes:
-        diffusion, causal: Names of the two models.
+        diffusion, causal: Names of the two models; twice the same name where one checkpoint is both.
         shared: What the two have in common, and where they differ.
         source: Source of that statement.
     """
@@ -37,6 +40,8 @@ _LLADA_PAPER = "Nie et al. 2025, arXiv 2502.09992, which compares them"
 _NO_WEIGHTS = "size only: LLaDA was trained from scratch on other data, with another tokenizer"
 _DREAM_PAPER = "Ye et al. 2025, arXiv 2508.15487"
 _CODER_CARD = "apple/DiffuCoder-7B-Base, model card; Gong et al. 2025, arXiv 2506.20639"
+_ONE_CHECKPOINT = "every weight: they are two modes of one checkpoint, trained with both losses"
+_NEMOTRON = "the checkpoint's code, whose dlm_paradigm chooses the mode"
 _INITIALISED = "the initial weights of the diffusion model, and the tokenizer"
 _TUNED = "the causal weights from which both were initialised; each has its own instruction tuning"
 
@@ -85,14 +90,19 @@ PAIRS: dict[str, ModelPair] = {
             _INITIALISED,
             "the diffusion model's name",
         ),
+        *(
+            ModelPair(f"nemotron-labs-diffusion-{size}", f"nemotron-labs-diffusion-{size}", _ONE_CHECKPOINT, _NEMOTRON)
+            for size in ("3b", "3b-base", "8b", "8b-base", "14b", "14b-base")
+        ),
     )
 }
 
 
 @naming_the_nearest
 def load_pair(
-    name: str,
+    name: str | Path,
     *,
+    mode: Literal["bidirectional", "block"] = "bidirectional",
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     cache_dir: str | Path | None = None,
@@ -101,25 +111,47 @@ def load_pair(
 ) -> tuple[HookedDiffusionTransformer, HookedDiffusionTransformer]:
     """A masked diffusion model and its AR baseline; `PAIRS[name]` says what the two share.
 
-    Both are in memory at once: two models of 8 billion weights take 64 GB in float32, 32 GB in bfloat16.
+    Both are in memory at once: two models of 8 billion weights take 64 GB in float32, 32 GB in bfloat16. Where one
+    checkpoint is both, its weights are in memory once: the parameters of the two models are the same tensors, so that
+    an edit of one model is an edit of the other, too.
 
     Args:
-        name: Name of the diffusion model, such as "smdm-1028m"; a key of `PAIRS`.
+        name: Name of the diffusion model, such as "smdm-1028m"; a key of `PAIRS`. Or the file or folder of a checkpoint
+            that is both.
+        mode: Mode of the diffusion model, where one checkpoint is both.
         device, dtype, cache_dir, token, local_files_only: Arguments of `from_pretrained`, for both models.
 
     Raises:
-        ValueError: No pair has this name; the message lists the names.
+        ValueError: No pair has this name; the message lists the names. Or the checkpoint at this path is one model.
     """
-    pair = PAIRS.get(name.lower())
+    settings: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "cache_dir": cache_dir,
+        "token": token,
+        "local_files_only": local_files_only,
+    }
+    pair = PAIRS.get(str(name).lower())
+    if Path(name).expanduser().exists() or (pair is not None and pair.diffusion == pair.causal):
+        return _two_modes(name, mode, settings)
     if pair is None:
-        raise _no_pair(name)
+        raise _no_pair(str(name))
     diffusion, causal = (
-        HookedDiffusionTransformer.from_pretrained(
-            model_name, device=device, dtype=dtype, cache_dir=cache_dir, token=token, local_files_only=local_files_only
-        )
+        HookedDiffusionTransformer.from_pretrained(model_name, **settings)
         for model_name in (pair.diffusion, pair.causal)
     )
     return diffusion, causal
+
+
+def _two_modes(
+    name: str | Path, mode: Literal["bidirectional", "block"], settings: dict[str, Any]
+) -> tuple[HookedDiffusionTransformer, HookedDiffusionTransformer]:
+    """Both modes of one checkpoint, whose weights are read once."""
+    diffusion = HookedDiffusionTransformer.from_pretrained(name, mode=mode, **settings)
+    cfg, _, tokenizer = open_pretrained(
+        name, config=None, tokenizer=None, options={"mode": "ar"}, revision=None, **settings
+    )
+    return diffusion, HookedDiffusionTransformer(cfg, tokenizer, weights_of=diffusion)
 
 
 def _no_pair(name: str) -> ValueError:

@@ -693,6 +693,10 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
     assert PUBLISHED["diffucoder-7b-base"].n_bytes / 1e9 == pytest.approx(4.88 + 4.93 + 4.33 + 1.09, abs=0.03)
 
 
+SHIFTED = ("dream", "diffucoder", "diffullama")
+DIFFUSION = ("llada", "nemotron", *SHIFTED)
+
+
 def test_every_repository_has_one_name_and_a_family():
     assert len({entry.repo for entry in REPOSITORIES}) == len(REPOSITORIES)
     for entry in REPOSITORIES:
@@ -700,10 +704,11 @@ def test_every_repository_has_one_name_and_a_family():
         assert entry.evidence in ("config seen", "name seen")
         if entry.config:
             shape = entry.architecture
-            diffusion = entry.name.startswith(("llada", "dream", "diffucoder")) or entry.name.endswith("-mdlm")
+            diffusion = entry.name.startswith(DIFFUSION) or entry.name.endswith("-mdlm")
             assert shape.attention_dir == ("bidirectional" if diffusion else "causal"), entry.name
             assert (shape.mask_token_id is not None) == diffusion
-            assert shape.readout == ("in_place" if diffusion and shape.family != "dream" else "shifted")
+            shifted = not diffusion or entry.name.startswith(SHIFTED)
+            assert shape.readout == ("shifted" if shifted else "in_place")
             assert shape.name == entry.repo
         else:
             assert (entry.architecture, entry.n_bytes) == (None, None)

@@ -1,5 +1,7 @@
 """Pairs: which two models are compared with each other, and why."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.loading import shape_of
 from diffusion_lens.pairs import PAIRS
 
+ONE_CHECKPOINT = Path(__file__).parent / "golden" / "nemotron"
 # Same size, same data, same compute where there is such a model.
 TWINS = {
     "smdm-19m": "ar-19m",
@@ -62,7 +65,8 @@ def test_every_pair_names_models_that_load_and_states_its_reason():
     for name, pair in PAIRS.items():
         assert name == pair.diffusion
         assert {pair.diffusion, pair.causal} <= {*PUBLISHED, *BUNDLED}
-        assert (shape_of(name).attention_dir, shape_of(pair.causal).attention_dir) == ("bidirectional", "causal")
+        if pair.diffusion != pair.causal:
+            assert (shape_of(name).attention_dir, shape_of(pair.causal).attention_dir) == ("bidirectional", "causal")
         assert pair.shared
         assert pair.source
 
@@ -78,6 +82,36 @@ def test_models_initialised_with_the_same_weights_have_the_same_shapes(name):
 def test_lladas_pair_does_not_claim_common_weights():
     assert PAIRS["llada-8b-base"].causal == "llama-3-8b"
     assert "size only" in PAIRS["llada-8b-base"].shared
+
+
+@pytest.mark.parametrize("mode", ["bidirectional", "block"])
+def test_one_checkpoint_in_two_modes_shares_every_weight(mode):
+    diffusion, causal = load_pair(ONE_CHECKPOINT, mode=mode, device="cpu")
+    assert (diffusion.cfg.has_mask, diffusion.cfg.readout) == (True, "in_place")
+    assert (causal.cfg.attention_dir, causal.cfg.readout, causal.cfg.mask_token_id) == ("causal", "shifted", None)
+    assert [id(weight) for weight in diffusion.parameters()] == [id(weight) for weight in causal.parameters()]
+    alone = HookedDiffusionTransformer.from_pretrained(ONE_CHECKPOINT, mode="ar", device="cpu")
+    tokens = torch.arange(24).reshape(2, 12)
+    assert torch.equal(causal(tokens), alone(tokens))
+    assert not torch.allclose(diffusion(tokens), causal(tokens), atol=1e-2)
+
+
+def test_a_state_of_one_mode_is_patched_into_the_other():
+    """The last position of a causal model sees every position, and so does that of a bidirectional one."""
+    diffusion, causal = load_pair(ONE_CHECKPOINT, device="cpu")
+    tokens = torch.arange(24).reshape(2, 12)
+    last = f"blocks.{causal.cfg.n_layers - 1}.hook_resid_post"
+    logits, cache = causal.run_with_cache(tokens, names_filter=last)
+    patched = diffusion.run_with_hooks(tokens, fwd_hooks=[(last, lambda resid, hook: cache[last])])
+    assert torch.equal(patched, logits)
+    first = "blocks.0.attn.hook_v"
+    seen = [model.run_with_cache(tokens, names_filter=first)[1][first] for model in (diffusion, causal)]
+    assert torch.equal(*seen)
+
+
+def test_a_checkpoint_that_is_one_model_is_no_pair():
+    with pytest.raises(ValueError, match=r"mode='bidirectional': the family 'lit_gpt' takes none of these options"):
+        load_pair(BUNDLED["tiny-mdm"].path, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "illada-8b-base"])

@@ -33,9 +33,10 @@ class RotaryScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        for name in ("low_freq_factor", "high_freq_factor"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
             check_positive(name, getattr(self, name))
-        _check_divisor(self.factor)
+        if self.factor < 1:
+            raise ValueError(f"factor is {self.factor!r}; frequencies are divided by it, so it must be at least 1")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor is {self.high_freq_factor!r}; it must be above low_freq_factor, "
@@ -53,7 +54,7 @@ class YarnScaling:
     multiplied by an attention factor. Source: type "yarn" of transformers, `_compute_yarn_parameters`.
 
     Attributes:
-        factor: Divisor of the low frequencies.
+        factor: Divisor of the low frequencies. Below 1, as in one published config, it raises them.
         original_max_position_embeddings: Length of texts in pre-training, in positions.
         beta_fast, beta_slow: Turns within that length, above and below which frequencies are fast and slow.
         mscale, mscale_all_dim: Numbers of the attention factor, m(mscale) / m(mscale_all_dim) with
@@ -74,9 +75,8 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _check_divisor(self.factor)
         check_count("original_max_position_embeddings", self.original_max_position_embeddings)
-        for name in ("beta_fast", "beta_slow"):
+        for name in ("factor", "beta_fast", "beta_slow"):
             check_positive(name, getattr(self, name))
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast is {self.beta_fast!r}; it must be above beta_slow, {self.beta_slow!r}")
@@ -136,10 +136,3 @@ def scaling_data(scaling: Scaling) -> dict[str, Any]:
     """A scaling as plain data; the type "llama3" is not named, as in the files of earlier versions."""
     named = {} if isinstance(scaling, RotaryScaling) else {"rope_type": scaling.rope_type}
     return {**named, **{name: value for name, value in asdict(scaling).items() if value is not None}}
-
-
-def _check_divisor(factor: float) -> None:
-    """Raise a `ValueError` unless frequencies can be divided by `factor` and become lower."""
-    check_positive("factor", factor)
-    if factor < 1:
-        raise ValueError(f"factor is {factor!r}; frequencies are divided by it, so it must be at least 1")

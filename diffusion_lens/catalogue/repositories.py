@@ -21,6 +21,21 @@ def _scaled_by(factor: float) -> dict[str, Any]:
     }
 
 
+def _yarn(factor: float, base: float) -> dict[str, Any]:
+    """The rotary numbers in the configs of Nemotron-Labs-Diffusion."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": factor,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+
+
 LLADA_8B: dict[str, Any] = {
     "model_type": "llada",
     "n_layers": 32,
@@ -117,6 +132,36 @@ TINYLLAMA = {
     "intermediate_size": 5632,
     "max_position_embeddings": 2048,
 }
+NEMOTRON_LABS_3B: dict[str, Any] = {
+    "model_type": "nemotron_labs_diffusion",
+    "dlm_paradigm": "bidirectional",
+    "num_hidden_layers": 26,
+    "hidden_size": 3072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9216,
+    "vocab_size": 131072,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": _yarn(16.0, 1e6),
+    "tie_word_embeddings": False,
+    "mask_token_id": 100,
+    "block_size": 32,
+}
+# Its config gives a shorter context, and with it a factor below 1.
+NEMOTRON_LABS_3B_BASE = {
+    **NEMOTRON_LABS_3B,
+    "max_position_embeddings": 4096,
+    "rope_parameters": _yarn(0.25, 1e6),
+}
+NEMOTRON_LABS_14B = {
+    **NEMOTRON_LABS_3B,
+    "num_hidden_layers": 40,
+    "hidden_size": 5120,
+    "intermediate_size": 16384,
+    "rope_parameters": _yarn(16.0, 1e9),
+}
 
 
 def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
@@ -149,6 +194,25 @@ REPOSITORIES = (
         "name seen",
         _a2d(QWEN25_05B, 151665),
     ),
+    # Its config is Llama-2's; the id of [MASK] is that of the training code.
+    Repository(
+        "diffullama-7b",
+        "diffusionfamily/diffullama",
+        "config seen",
+        {**LLAMA2_7B, "mode": "bidirectional", "mask_token_id": 811},
+    ),
+    # Masked diffusion models and causal models in one: the mode chooses.
+    Repository("nemotron-labs-diffusion-3b", "nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
+    Repository(
+        "nemotron-labs-diffusion-3b-base",
+        "nvidia/Nemotron-Labs-Diffusion-3B-Base",
+        "config seen",
+        NEMOTRON_LABS_3B_BASE,
+    ),
+    Repository("nemotron-labs-diffusion-8b", "nvidia/Nemotron-Labs-Diffusion-8B", "name seen"),
+    Repository("nemotron-labs-diffusion-8b-base", "nvidia/Nemotron-Labs-Diffusion-8B-Base", "name seen"),
+    Repository("nemotron-labs-diffusion-14b", "nvidia/Nemotron-Labs-Diffusion-14B", "config seen", NEMOTRON_LABS_14B),
+    Repository("nemotron-labs-diffusion-14b-base", "nvidia/Nemotron-Labs-Diffusion-14B-Base", "name seen"),
     # Causal models
     Repository("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
     Repository("qwen2.5-7b", "Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),

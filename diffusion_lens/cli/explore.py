@@ -139,6 +139,11 @@ def _second(model: str, against: str) -> str:
     pair = PAIRS.get(model.lower())
     if pair is None:
         raise ValueError(f"{model!r} is the diffusion model of no published pair; name the second model with against=")
+    if pair.causal == pair.diffusion:
+        raise ValueError(
+            f"{model!r} is one checkpoint in two modes, which the command line cannot name; in Python, pass "
+            f"load_pair({model!r}) to explore"
+        )
     return pair.causal
 
 

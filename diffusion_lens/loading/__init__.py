@@ -44,6 +44,7 @@ __all__ = [
     "write_trained_length",
 ]
 
+_LEFT_OUT = ("mask_token_id", "block_size", "mode")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -65,11 +66,12 @@ def open_pretrained(
     # 1. The files.
     local = _locate(name_or_path, hub, options)
     if config is None:
-        refuse_unsupported({**(local.config_beside or {}), **(options or {})}, {}, str(local.path))
+        beside = {**(local.config_beside or {}), **local.known, **(options or {})}
+        refuse_unsupported(beside, {}, str(local.path))
     # 2. The tokenizer, which may know the id of [MASK] that the config leaves out.
     loaded_tokenizer = _open_tokenizer(tokenizer, local, hub)
     if config is None:
-        config = _completed_config(local, lambda: loaded_tokenizer)
+        config = _completed_config(local, lambda: loaded_tokenizer, options)
     # 3. The checkpoint, and whether the tokenizer fits it.
     checkpoint = open_checkpoint(local.path, config, options)
     check_special_ids(loaded_tokenizer, checkpoint.architecture.d_vocab)
@@ -165,6 +167,11 @@ class _LocalCheckpoint:
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
+    def known(self) -> dict[str, Any]:
+        """What the catalogue says of the checkpoint and its config may leave out."""
+        return {key: self.published_config[key] for key in _LEFT_OUT if key in self.published_config}
+
+    @property
     def config_beside(self) -> Mapping[str, Any] | None:
         """The Hugging Face config beside the checkpoint, if there is one."""
         path = self.folder / "config.json"
@@ -222,18 +229,18 @@ def _published(name_or_path: str | Path) -> PublishedFile | Repository | None:
     return PUBLISHED.get(str(name_or_path).lower()) or by_repo.get(str(name_or_path))
 
 
-def _completed_config(local: _LocalCheckpoint, tokenizer: Callable[[], Any]) -> dict[str, Any] | None:
-    """The config beside a checkpoint with the id of [MASK] and the block size added; `None` if nothing is added.
+def _completed_config(
+    local: _LocalCheckpoint, tokenizer: Callable[[], Any], options: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The config beside a checkpoint with what the catalogue and the tokenizer know; `None` if nothing is added.
 
-    The configs of diffusion models that were made from causal ones do not give the id; their tokenizers do.
+    The configs of diffusion models that were made from causal ones do not give the id of [MASK]; their tokenizers do.
     """
     settings = local.config_beside
     if settings is None:
         return None
-    added = {
-        key: local.published_config[key] for key in ("mask_token_id", "block_size") if key in local.published_config
-    }
-    if settings.get("mask_token_id") is None and made_from_causal(settings):
+    added = local.known
+    if settings.get("mask_token_id") is None and made_from_causal({**settings, **added, **(options or {})}):
         mask = getattr(tokenizer(), "mask_token_id", None)
         added |= {} if mask is None else {"mask_token_id": mask}
     added = {key: value for key, value in added.items() if settings.get(key) is None}

@@ -145,7 +145,7 @@ def _check_family(folder: Path, target: str, known: Mapping[str, Any]) -> bool:
     if (folder / "config.json").exists():
         config = read_json(folder / "config.json")
         if isinstance(config, Mapping) and "model_type" in config:
-            recognise(config, {}, target)
+            recognise({**config, **{key: known[key] for key in ("mode",) if key in known}}, {}, target)
             if "block_size" not in known:
                 with_block_size(config, target)
     return any((folder / name).exists() for name in CONFIGS)

@@ -132,6 +132,23 @@ def load_tensors(
         setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
 
 
+def share_tensors(module: nn.Module, other: nn.Module) -> None:
+    """Let the parameters of `module` be those of `other`.
+
+    Raises:
+        ValueError: The two networks have parameters of different names or shapes.
+    """
+    shapes, theirs = (
+        {name: tuple(parameter.shape) for name, parameter in network.named_parameters(remove_duplicate=False)}
+        for network in (module, other)
+    )
+    if different := sorted(shapes.items() ^ theirs.items()):
+        raise ValueError(f"networks of different shapes cannot share weights; first at {different[0][0]!r}")
+    for name, parameter in list(other.named_parameters(remove_duplicate=False)):
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, parameter)
+
+
 def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:
     """Random weights: matrices from N(0, std), norms 1, biases 0.
 

@@ -39,6 +39,8 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         tokenizer: Fast Hugging Face tokenizer; `None` for a model that takes token ids only.
         tensors: Weights in our layout; by default random weights.
         seed: Seed of the random weights.
+        weights_of: Model whose weights this one uses, instead of `tensors`: their parameters are the same tensors, so
+            that a change of one model's weights changes the other's.
 
     Attributes:
         positions: How the network knows the order of its tokens (`model/positions.py`). `positions.turn(x, positions)`
@@ -56,6 +58,7 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         *,
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         seed: int = 0,
+        weights_of: "DiffusionTransformer | None" = None,
     ) -> None:
         super().__init__()
         architecture = cfg.architecture
@@ -71,11 +74,14 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
             self.pos_embed = build.build_pos_embed(architecture)
             self.hook_pos_embed = StepHookPoint()
         self._pattern = AttentionPattern(cfg.block_size)
-        if tensors is None:
-            tensors = build.random_tensors(architecture, seed)
-        self._tie()
-        build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype)
-        self._tie()
+        if weights_of is not None:
+            build.share_tensors(self, weights_of)
+        else:
+            if tensors is None:
+                tensors = build.random_tensors(architecture, seed)
+            self._tie()
+            build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype)
+            self._tie()
         self.set_tokenizer(tokenizer)
         self.setup()
         self.eval()

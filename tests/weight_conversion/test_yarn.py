@@ -43,6 +43,7 @@ def test_frequencies_and_attention_factor_are_transformers_own(numbers, truncate
         (64, 1e4, 1.0, 4096),
         (128, 1e6, 4.0, 32768),
         (16, 500.0, 40.0, 7),
+        (128, 1e6, 0.25, 16384),
     ):
         numbers_here = {"factor": factor, "original_max_position_embeddings": length, "truncate": truncate, **numbers}
         theirs = LlamaConfig(head_dim=d_head, rope_parameters={"rope_type": "yarn", "rope_theta": base, **numbers_here})
@@ -148,7 +149,7 @@ def test_queries_are_scaled_from_the_original_length_on(configs, specimen):
     [
         (changed(factor=...), "rope_scaling lacks ['factor']; add them"),
         (changed(low_freq_factor=1.0), "rope_scaling has keys that are not understood: ['low_freq_factor']"),
-        (changed(factor=0.5), "factor is 0.5; frequencies are divided by it"),
+        (changed(factor=0), "factor is 0; it must be a number above 0"),
         (changed(original_max_position_embeddings=0), "original_max_position_embeddings is 0"),
         (changed(beta_fast=1.0), "beta_fast is 1.0; it must be above beta_slow, 1.0"),
         (changed(beta_slow=0), "beta_slow is 0"),

@@ -104,7 +104,7 @@ class ConfigKeys:
 
 def made_from_causal(config: Config) -> bool:
     """Whether a masked diffusion model was made from a causal one, whose config may lack the id of [MASK]."""
-    return str(config.get("model_type")).startswith((DIFFUSION, "sdar"))
+    return str(config.get("model_type")).startswith((DIFFUSION, "sdar")) or config.get("mode") == "bidirectional"
 
 
 def rotary_base(config: Config, default: float | None = None) -> float:
