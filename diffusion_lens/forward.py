@@ -9,6 +9,7 @@ from torch import Tensor
 from diffusion_lens.losses import LossBatch, hide, loss_batch, masked_batch, next_token_batch, noise_of
 from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.logit_rows import Rows
+from diffusion_lens.model.told_time import Time
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest
 
@@ -28,6 +29,7 @@ class Forward(DiffusionTransformer, ABC):
         stop_at_layer: int | None = None,
         logits_at: Rows | None = None,
         past_kv_cache: KeyValueCache | None = None,
+        time: Time | None = None,
         loss_per_token: bool = False,
         samples: Whole = 1,
         generator: torch.Generator | None = None,
@@ -51,6 +53,9 @@ class Forward(DiffusionTransformer, ABC):
                 `logits[batch, rows]`, flattened to [selected d_vocab_out].
             past_kv_cache: On a causal model, keys and values of the positions before `input`, in the layers that run;
                 the new ones are appended.
+            time: Time of the canvas, for a network that is told it (`cfg.is_told_time`): a number in (0, 1], or
+                Float[batch], one for each row; 1 where all is noise. By default that of `model.at_time(t)`. A loss
+                draws its own.
             loss_per_token: Whether to return the contribution of each position instead of the mean over the positions
                 that count: of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion
                 model Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked.
@@ -85,6 +90,7 @@ class Forward(DiffusionTransformer, ABC):
                 stop_at_layer=stop_at_layer,
                 logits_at=logits_at,
                 past_kv_cache=past_kv_cache,
+                sigma=self.read_time(time),
                 unembed=return_type is not None,
             )
         parts = {
@@ -92,6 +98,7 @@ class Forward(DiffusionTransformer, ABC):
             "stop_at_layer": stop_at_layer,
             "logits_at": logits_at,
             "past_kv_cache": past_kv_cache,
+            "time": time,
         }
         if given := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")

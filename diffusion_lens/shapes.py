@@ -16,6 +16,7 @@ frequency    rotary frequencies, one for each pair of dimensions of a head
 d_mlp        hidden units of the MLP
 expert       experts of a layer, of which a router chooses a few for each position
 chosen       experts that a position is processed by, in order
+d_cond       width of the vector by which a network is told the time
 d_vocab      tokens that the model can read (rows of the embedding)
 d_vocab_out  tokens that the model can write (columns of the head), without [MASK]
 sample       samples of noise

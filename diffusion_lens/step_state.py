@@ -70,6 +70,7 @@ class StepClock:
     def __init__(self) -> None:
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
+        self.time: float | None = None
         self._busy = False
         self._holder: int | None = None
         self._depth = 0
@@ -175,3 +176,13 @@ class StepClock:
                 yield
             finally:
                 self.step, self.branches = before
+
+    @contextmanager
+    def telling(self, time: float) -> Iterator[None]:
+        """Tell the network this time in all passes inside that have no step; the previous one is restored."""
+        with self.held():
+            before, self.time = self.time, time
+            try:
+                yield
+            finally:
+                self.time = before

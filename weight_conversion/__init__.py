@@ -6,6 +6,7 @@
 
 from weight_conversion.architecture import Architecture, PositionKind
 from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
+from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant
 from weight_conversion.convert import Checkpoint, check_export, export, export_size, open_checkpoint, require_config
 from weight_conversion.experts import Experts
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
@@ -13,12 +14,13 @@ from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
 from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
 from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
 from weight_conversion.rotary_scaling import QueryScale, RotaryScaling, YarnScaling
-from weight_conversion.tensor_shapes import n_params, tensor_shapes
+from weight_conversion.tensor_shapes import N_FREQUENCIES, n_params, tensor_shapes
 from weight_conversion.variant import Variant
 from weight_conversion.whole_files import renamed_together, renamed_when_whole, sha256_of_file
 
 __all__ = [
     "CHECKPOINT_SUFFIXES",
+    "N_FREQUENCIES",
     "PUBLISHED_SIZES",
     "Architecture",
     "Checkpoint",
@@ -36,7 +38,10 @@ __all__ = [
     "decode_json",
     "export",
     "export_size",
+    "fold",
+    "folded_architecture",
     "from_json",
+    "is_constant",
     "n_params",
     "open_checkpoint",
     "parse_json",

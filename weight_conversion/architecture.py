@@ -166,8 +166,9 @@ class Architecture(Variant):
                 f"tied=True needs as many embedding rows as head columns; d_vocab is {self.d_vocab} and d_vocab_out "
                 f"{self.d_vocab_out}"
             )
-        if self.norm_bias and self.norm == "rms":
-            raise ValueError("norm_bias=True needs norm='layer': an RMSNorm has no bias")
+        if self.norm == "rms" and (self.norm_bias or self.time is not None):
+            given = "norm_bias=True" if self.norm_bias else "time="
+            raise ValueError(f"{given} needs norm='layer': an RMSNorm has no bias, and the time shifts none")
         if self.experts is not None and len(self.experts.layers) != self.n_layers:
             raise ValueError(
                 f"experts says of {len(self.experts.layers)} layers whether they have experts, and n_layers is "
@@ -213,6 +214,16 @@ class Architecture(Variant):
             check_count("causal_block", self.causal_block)
         if self.causal_prefix and self.causal_block is None:
             raise ValueError("causal_prefix=True needs attention_dir='block_causal'")
+
+    @property
+    def is_told_time(self) -> bool:
+        """Whether the network reads the time of its canvas."""
+        return self.time is not None and self.time.told
+
+    @property
+    def norms_shift(self) -> bool:
+        """Whether the norms have biases, their own or folded shifts."""
+        return self.norm_bias or (self.time is not None and self.time.folded)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` is the inverse."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.constant_conditioning import unfolded, unfolded_architecture
 from weight_conversion.families import native
 from weight_conversion.families.block_sizes import warn_if_silent, with_block_size
 from weight_conversion.families.family import Config, Family
@@ -131,6 +132,8 @@ def export(
     """
     target = Path(path)
     layout, key_map, config = _plan(architecture, target, family)
+    if layout is not native.FAMILY:
+        tensors = unfolded(tensors, architecture)
     theirs = dict(key_map.to_theirs(tensors))
     beside = target.parent / layout.config_file
     if _other_weights(target) and beside.exists():
@@ -150,6 +153,7 @@ def check_export(architecture: Architecture, path: str | Path, family: str | Non
 
 def export_size(architecture: Architecture) -> int:
     """Exact size in bytes of the float32 safetensors file in the format of the architecture's family."""
+    architecture = unfolded_architecture(architecture)
     return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)
 
 
@@ -165,6 +169,8 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
             f"the {name} format cannot express positional_embedding_type={kind!r}, because its models have rotary "
             f"positions: pass family='{native.FORMAT}'"
         )
+    if name != native.FORMAT:
+        architecture = unfolded_architecture(architecture)
     key_map = KeyMap(FAMILIES[name].rules, architecture)
     config = _config_of(architecture, FAMILIES[name], key_map)
     beside = target.parent / FAMILIES[name].config_file

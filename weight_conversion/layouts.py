@@ -80,3 +80,25 @@ class GroupMajorQKV(Layout):
             for part in ours
         ]
         return rearrange(torch.cat(grouped, dim=1), "group row d ... -> (group row d) ...")
+
+
+class Stacked(Layout):
+    """A fused projection whose rows are those of our projections, one after the other: all queries, keys, values."""
+
+    def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
+        return (sum(shape[0] for shape in our_shapes), *our_shapes[0][1:])
+
+    def block_rows(self, architecture: Architecture) -> int:
+        return sum(self._rows(architecture))
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        queries, keys, values = theirs.split(self._rows(architecture))
+        return queries, keys, values
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        return torch.cat(list(ours))
+
+    def _rows(self, architecture: Architecture) -> list[int]:
+        a = architecture
+        keys = a.n_key_value_heads * a.d_head
+        return [a.n_heads * a.d_head, keys, keys]

@@ -7,23 +7,31 @@ from collections.abc import Mapping
 
 from weight_conversion.architecture import Shape
 from weight_conversion.families import (
+    bd3lm,
     dream,
     lit_gpt,
     llada,
     llada_moe,
     llama,
+    mdlm,
     native,
     nemotron_labs,
     qwen2,
     qwen3,
+    radd,
     sdar,
+    sedd,
+    udlm,
 )
 from weight_conversion.families.family import Config, Family
 from weight_conversion.families.unsupported import refuse_unsupported
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (native, lit_gpt, llada, llada_moe, dream, llama, qwen2, qwen3, sdar, nemotron_labs)
+    for module in (
+        *(native, lit_gpt, llada, llada_moe, dream, llama, qwen2, qwen3, sdar, nemotron_labs),
+        *(mdlm, udlm, bd3lm, radd, sedd),
+    )
 }
 
 

@@ -81,8 +81,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[st
 
 def _norm(name: str, a: Architecture) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (a.d_model,)
-    # Folded shifts of the norms are biases.
-    if a.norm_bias or (a.time is not None and a.time.folded):
+    if a.norms_shift:
         yield f"{name}.bias", (a.d_model,)
 
 

@@ -42,6 +42,7 @@ class AttentionContext:
         query_factors: Float[#batch query 1 1] by which rotated queries are multiplied; `None` if they are not.
         bias: What is added to the scores, -inf where a query may not see a key; `None` if nothing is.
         optional: Hook points that pass on request.
+        condition: Vector of the time, in a network that is told it.
     """
 
     visibility: Visibility
@@ -49,6 +50,7 @@ class AttentionContext:
     query_factors: Float[Tensor, "#batch query 1 1"] | None = None
     bias: ScoreBias | None = None
     optional: OptionalHooks = field(default_factory=OptionalHooks)
+    condition: Float[Tensor, "batch d_cond"] | None = None
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""

@@ -1,6 +1,7 @@
 """Builds the parts of a model from an architecture, and fills them with weights. No other file of model/ does."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -11,11 +12,12 @@ from diffusion_lens.model.attention import Attention
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.experts import MixtureOfExperts, Router
-from diffusion_lens.model.mlp import GatedMLP
-from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.mlp import GatedMLP, PlainMLP
+from diffusion_lens.model.modulation import TimeEmbedding
+from diffusion_lens.model.norm import LayerNorm, Norm, RMSNorm
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
 from diffusion_lens.model.rotary import Rotary
-from weight_conversion import Architecture, tensor_shapes
+from weight_conversion import N_FREQUENCIES, Architecture, tensor_shapes
 
 
 def build_embed(a: Architecture) -> Embed:
@@ -23,11 +25,31 @@ def build_embed(a: Architecture) -> Embed:
 
 
 def build_unembed(a: Architecture) -> Unembed:
-    return Unembed(a.d_model, a.d_vocab_out)
+    return Unembed(a.d_model, a.d_vocab_out, a.unembed_bias)
 
 
-def build_final_norm(a: Architecture) -> RMSNorm:
-    return RMSNorm(a.d_model, a.norm_eps)
+_NORMS: dict[str, Callable[[Architecture], Norm]] = {
+    "rms": lambda a: RMSNorm(a.d_model, a.norm_eps),
+    "layer": lambda a: LayerNorm(a.d_model, a.norm_eps, bias=a.norms_shift, modulated=a.is_told_time),
+}
+
+
+def build_norm(a: Architecture) -> Norm:
+    """A norm of the residual stream."""
+    return _NORMS[a.norm](a)
+
+
+def build_time_embed(a: Architecture) -> TimeEmbedding:
+    assert a.time is not None
+    return TimeEmbedding(
+        hidden=_linear(N_FREQUENCIES, a.time.d_cond, bias=True), out=_linear(a.time.d_cond, a.time.d_cond, bias=True)
+    )
+
+
+def build_modulation(a: Architecture, vectors: int) -> nn.Linear:
+    """The map from the vector of the time to so many vectors of the width of the stream."""
+    assert a.time is not None
+    return _linear(a.time.d_cond, vectors * a.d_model, bias=True)
 
 
 _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
@@ -54,9 +76,9 @@ def build_pos_embed(a: Architecture) -> PosEmbed:
 def build_blocks(a: Architecture) -> list[Block]:
     """The blocks without weights (on the meta device); `load_tensors` fills them."""
     queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
-    return [
+    blocks = [
         Block(
-            ln1=RMSNorm(a.d_model, a.norm_eps),
+            ln1=build_norm(a),
             attn=Attention(
                 q=_linear(a.d_model, queries, a.qkv_bias),
                 k=_linear(a.d_model, keys, a.qkv_bias),
@@ -67,31 +89,49 @@ def build_blocks(a: Architecture) -> list[Block]:
                 k_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
                 clip=a.qkv_clip,
             ),
-            ln2=RMSNorm(a.d_model, a.norm_eps),
+            ln2=build_norm(a),
             mlp=_build_mlp(a, layer),
+            modulation=build_modulation(a, 6) if a.is_told_time else None,
         )
         for layer in range(a.n_layers)
     ]
+    if a.time is not None and a.time.folded:
+        for block in blocks:
+            block.modulation = build_modulation(a, 6)  # which nothing reads; an export needs it
+    return blocks
 
 
-def _build_mlp(a: Architecture, layer: int) -> GatedMLP | MixtureOfExperts:
+def _build_mlp(a: Architecture, layer: int) -> GatedMLP | PlainMLP | MixtureOfExperts:
     experts = a.experts
     if experts is None or not experts.layers[layer]:
-        return _build_dense(a, a.d_mlp)
+        if (a.mlp, a.act_fn) not in _MLPS:
+            known = ", ".join(f"mlp={mlp!r} with act_fn={act_fn!r}" for mlp, act_fn in _MLPS)
+            raise ValueError(f"there is no MLP of mlp={a.mlp!r} with act_fn={a.act_fn!r}; there are {known}")
+        return _MLPS[a.mlp, a.act_fn](a, a.d_mlp)
     return MixtureOfExperts(
         experts,
         Router(a.d_model, experts.n_experts, experts.router_bias),
-        [_build_dense(a, experts.d_expert) for _ in range(experts.n_experts)],
-        None if experts.d_shared is None else _build_dense(a, experts.d_shared),
+        [_build_gated(a, experts.d_expert) for _ in range(experts.n_experts)],
+        None if experts.d_shared is None else _build_gated(a, experts.d_shared),
     )
 
 
-def _build_dense(a: Architecture, width: int) -> GatedMLP:
+def _build_gated(a: Architecture, width: int) -> GatedMLP:
     return GatedMLP(
         gate=_linear(a.d_model, width, a.mlp_bias),
         up=_linear(a.d_model, width, a.mlp_bias),
         down=_linear(width, a.d_model, a.mlp_bias),
     )
+
+
+def _build_plain(a: Architecture, width: int) -> PlainMLP:
+    return PlainMLP(up=_linear(a.d_model, width, a.mlp_bias), down=_linear(width, a.d_model, a.mlp_bias))
+
+
+_MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]] = {
+    ("gated", "silu"): _build_gated,
+    ("plain", "gelu_new"): _build_plain,
+}
 
 
 def load_tensors(
@@ -147,6 +187,13 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
     for name, parameter in list(other.named_parameters(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, parameter)
+
+
+def zero_shifts(a: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The biases of the norms before constants are folded into them."""
+    for name, shape in tensor_shapes(a).items():
+        if re.search(r"(^|\.)ln\w+\.bias$", name):
+            yield name, torch.zeros(shape)
 
 
 def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:

@@ -64,8 +64,13 @@ def caching_hooks(
 
 
 def select_positions(x: Tensor, pos_slice: Slice, hook: HookPoint) -> Tensor:
-    """Some positions of an activation at a hook point; for scores and patterns, query positions."""
+    """Some positions of an activation at a hook point; for scores and patterns, query positions.
+
+    An activation without positions is returned whole.
+    """
     axis = position_axis(hook)
+    if axis is None:
+        return x
     if pos_slice.mode != "identity":
         count_positions(pos_slice, x.shape[axis], repr(hook.name))
     selected: Tensor = pos_slice.apply(x, dim=axis)

@@ -41,9 +41,11 @@ class PosEmbed(nn.Module):
 class Unembed(nn.Module):
     """Normalised residual stream to logits."""
 
-    def __init__(self, d_model: int, d_vocab_out: int) -> None:
+    def __init__(self, d_model: int, d_vocab_out: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_vocab_out, d_model, device="meta"))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(d_vocab_out, device="meta")) if bias else None)
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
@@ -51,7 +53,7 @@ class Unembed(nn.Module):
 
     @property
     def b_U(self) -> Float[Tensor, "d_vocab_out"]:
-        return self.weight.new_zeros(self.weight.shape[0])
+        return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def forward(self, resid: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_vocab_out"]:
-        return F.linear(resid, self.weight)
+        return F.linear(resid, self.weight, self.bias)

@@ -11,6 +11,8 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from diffusion_lens.step_state import StepClock, StepState
 
+NO_POSITIONS = -1  # as `pos_dim`, where `None` is an axis that TransformerLens does not know
+
 
 class StepHookPoint(HookPoint):
     """An identity function whose value hooks can read and replace; inside the denoising loop, `step` is the step.
@@ -20,6 +22,9 @@ class StepHookPoint(HookPoint):
     integers of another width are cast.
 
     Attaching and removing hooks is a `RuntimeError` while another thread runs the model.
+
+    Args:
+        pos_dim: Axis of the positions; `NO_POSITIONS` if the activation has none.
     """
 
     def __init__(self, pos_dim: int = 1) -> None:
@@ -157,8 +162,13 @@ def lend_clock(point: HookPoint, clock: StepClock) -> None:
     vars(point)["clock"] = clock
 
 
-def position_axis(point: HookPoint) -> int:
-    """Axis of the positions in a hook point's activation: 1, or 2 (the queries) for scores and patterns."""
+def position_axis(point: HookPoint) -> int | None:
+    """Axis of the positions in a hook point's activation: 1, or 2 (the queries) for scores and patterns.
+
+    `None` if the activation has no positions, as the vector of the time.
+    """
+    if point.pos_dim == NO_POSITIONS:
+        return None
     return 1 if point.pos_dim is None else point.pos_dim
 
 

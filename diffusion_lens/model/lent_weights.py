@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model import build
 from diffusion_lens.model.attention_patterns import AttentionPattern
-from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.norm import Norm
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -27,7 +27,7 @@ def lent_weights(
     before = (model.cfg, model.positions, model._pattern)
     parameters = {name: model.get_parameter(name) for name in tensors}
     # Finding the norms takes long, and the epsilon is seldom another.
-    norms = [] if cfg.eps == model.cfg.eps else [norm for norm in model.modules() if isinstance(norm, RMSNorm)]
+    norms = [] if cfg.eps == model.cfg.eps else [norm for norm in model.modules() if isinstance(norm, Norm)]
     epsilons = {norm: norm.eps for norm in norms}
     try:
         model.cfg = cfg

@@ -1,4 +1,4 @@
-"""The gated MLP (SwiGLU, Shazeer 2020, arXiv 2002.05202): down(silu(gate x) · up x)."""
+"""The MLPs: gated, down(silu(gate x) · up x) (SwiGLU, Shazeer 2020, arXiv 2002.05202), or plain, down(gelu(up x))."""
 
 from dataclasses import dataclass
 
@@ -95,6 +95,52 @@ class GatedMLP(nn.Module):
 def _all_positions(point: nn.Module, x: Resid) -> Resid:
     activation: Tensor = point(x)
     return activation
+
+
+class PlainMLP(nn.Module):
+    """`hook_pre` is the up-projection before GELU (by tanh), `hook_post` is after it (ROME's key)."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self.up = up
+        self.down = down
+        self.hook_pre = StepHookPoint()
+        self.hook_post = StepHookPoint()
+
+    @property
+    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
+        return self.up.weight.T
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
+        return self.down.weight.T
+
+    @property
+    def b_in(self) -> Float[Tensor, "d_mlp"]:
+        return bias_of(self.up)
+
+    @property
+    def b_out(self) -> Float[Tensor, "d_model"]:
+        return bias_of(self.down)
+
+    @property
+    def readers(self) -> tuple[nn.Linear, ...]:
+        """The projections that read the normalised stream."""
+        return (self.up,)
+
+    @property
+    def writers(self) -> tuple[nn.Linear, ...]:
+        """The projections that write into the stream."""
+        return (self.down,)
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """The matrices under TransformerLens's names."""
+        return {"W_in": self.W_in, "W_out": self.W_out}
+
+    def forward(self, x: Resid) -> Resid:
+        post = self.hook_post(F.gelu(self.hook_pre(self.up(x)), approximate="tanh"))
+        out: Resid = self.down(post)
+        return out
 
 
 def bias_of(linear: nn.Linear) -> Tensor:

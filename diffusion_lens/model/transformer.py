@@ -7,9 +7,12 @@ denoising loop and the losses.
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
@@ -21,21 +24,25 @@ from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows, Rows
+from diffusion_lens.model.modulation import normed
 from diffusion_lens.model.optional_hooks import OptionalHookSettings
 from diffusion_lens.model.text import TextInterface
+from diffusion_lens.model.told_time import ToldTime
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.noise import Head, head_of
 from diffusion_lens.readout import READOUTS, Readout
 from diffusion_lens.shapes import PosMask, Resid, Tokens
+from weight_conversion import fold, folded_architecture, is_constant
 
 Input = str | Sequence[str] | Tensor
 
 
-class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hooking, ABC):
+class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSettings, Hooking, ABC):
     """A masked diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
-        cfg: Config of the model, which is copied.
+        cfg: Config of the model, which is copied. If its conditioning on the time is constant, the model is folded:
+            the constants become a part of the norms and of the output matrices (`cfg.time.folded`).
         tokenizer: Fast Hugging Face tokenizer; `None` for a model that takes token ids only.
         tensors: Weights in our layout; by default random weights.
         seed: Seed of the random weights.
@@ -61,27 +68,35 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         weights_of: "DiffusionTransformer | None" = None,
     ) -> None:
         super().__init__()
-        architecture = cfg.architecture
         # Device, dtype and flags in the config are those of one model, also if several are made from the same config.
         self.cfg = copy(cfg)
+        folds = is_constant(cfg.architecture)
+        if folds:
+            self.cfg.time = folded_architecture(cfg.architecture).time
+        architecture = self.cfg.architecture
         self.embed = build.build_embed(architecture)
         self.hook_embed = StepHookPoint()
         self.blocks = nn.ModuleList(build.build_blocks(architecture))
-        self.ln_final = build.build_final_norm(architecture)
+        self.ln_final = build.build_norm(architecture)
         self.unembed = build.build_unembed(architecture)
         self.positions = build.build_positions(architecture)
         if self.positions.learned:
             self.pos_embed = build.build_pos_embed(architecture)
             self.hook_pos_embed = StepHookPoint()
+        self._add_time_parts()
         self._pattern = AttentionPattern(cfg.block_size)
         if weights_of is not None:
             build.share_tensors(self, weights_of)
         else:
             if tensors is None:
-                tensors = build.random_tensors(architecture, seed)
+                tensors = build.random_tensors(cfg.architecture, seed)
+            if folds:
+                tensors = chain(tensors, build.zero_shifts(architecture))
             self._tie()
             build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype)
             self._tie()
+            if folds:
+                fold(dict(self.named_parameters()), architecture)
         self.set_tokenizer(tokenizer)
         self.setup()
         self.eval()
@@ -141,11 +156,13 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
         stop_at_layer: int | None = None,
         logits_at: Rows | None = None,
         past_kv_cache: KeyValueCache | None = None,
+        sigma: Float[Tensor, "rest"] | None = None,
         unembed: bool = True,
     ) -> Tensor | None:
         """Compute logits, or the residual stream at `stop_at_layer`. See `Forward.forward` for the other arguments.
 
         Args:
+            sigma: Noise level of all rows or of each, for a network that is told the time.
             unembed: Whether logits are computed after the last norm; otherwise `None` is returned.
         """
         with self.clock.passing():
@@ -168,6 +185,8 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
             if self.positions.learned and start_at_layer is None:
                 resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
             context = self._context(resid.shape[1], real, positions, n_past)
+            if start < stop or stop_at_layer is None:
+                context = replace(context, condition=self.condition_at(sigma, len(resid), resid.device))
             for layer, block_past in zip(range(start, stop), past, strict=True):
                 block_rows = rows if in_last_block and layer == self.cfg.n_layers - 1 else None
                 resid = self.blocks[layer](resid, context, block_past, block_rows)
@@ -176,7 +195,7 @@ class DiffusionTransformer(TextInterface, WeightViews, OptionalHookSettings, Hoo
             # 4. Compute the logits.
             if rows is not None and in_last_block and start == self.cfg.n_layers:
                 resid = rows.gather(resid)
-            normalized = self.ln_final(resid)
+            normalized = normed(self.ln_final, resid, self.final_modulation_at(context.condition))
             if not unembed:
                 return None
             if rows is None or anything_listens(self.unembed):

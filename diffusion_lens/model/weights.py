@@ -14,7 +14,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.experts import MixtureOfExperts
-from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.norm import Norm
 from diffusion_lens.model.positions import Positions
 from diffusion_lens.settings import Whole, pick_layer, whole_number
 
@@ -31,7 +31,7 @@ class WeightViews(ABC):
     positions: Positions
     unembed: Unembed
     blocks: Sequence[Block]
-    ln_final: RMSNorm
+    ln_final: Norm
 
     @property
     def W_E(self) -> Float[Tensor, "d_vocab d_model"]:

@@ -29,6 +29,7 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 _NAMES = (
     "embed.weight",
     "blocks.{i}.ln1.weight",
+    "blocks.{i}.ln1.bias",
     "blocks.{i}.attn.q.weight",
     "blocks.{i}.attn.q.bias",
     "blocks.{i}.attn.k.weight",
@@ -40,6 +41,9 @@ _NAMES = (
     "blocks.{i}.attn.o.weight",
     "blocks.{i}.attn.o.bias",
     "blocks.{i}.ln2.weight",
+    "blocks.{i}.ln2.bias",
+    "blocks.{i}.modulation.weight",
+    "blocks.{i}.modulation.bias",
     "blocks.{i}.mlp.router.weight",
     "blocks.{i}.mlp.router.bias",
     *(
@@ -49,8 +53,16 @@ _NAMES = (
         for kind in ("weight", "bias")
     ),
     "ln_final.weight",
+    "ln_final.bias",
     "unembed.weight",
+    "unembed.bias",
     "pos_embed.weight",
+    "time_embed.hidden.weight",
+    "time_embed.hidden.bias",
+    "time_embed.out.weight",
+    "time_embed.out.bias",
+    "final_modulation.weight",
+    "final_modulation.bias",
 )
 
 FAMILY = Family(

@@ -86,8 +86,8 @@ KINDS = (
     Kind(
         "a block-diffusion model of another kind",
         "its blocks or the way in which they are seen differ from those of the families here",
-        model_types=("bd3lm", "Fast_dLLM_Qwen", "llada2_moe"),
-        classes=r"Fast_?dLLM|LLaDA2|DiffEncoderModel|\bBD3LM\b",
+        model_types=("Fast_dLLM_Qwen", "llada2_moe"),
+        classes=r"Fast_?dLLM|LLaDA2|DiffEncoderModel",
         keys=("bd_size", "block_length", "dlm_paradigm"),
         published=r"(?<![a-z])fast[-_]?dllm(?![a-z])",
         supported=("nemotron_labs_diffusion",),
@@ -102,11 +102,10 @@ KINDS = (
         supported=("llada", "lladamoe"),
     ),
     Kind(
-        "a diffusion transformer (DiT)",
-        "its blocks have LayerNorms modulated by the time, and our blocks have RMSNorms and no time input",
-        model_types=("mdlm", "udlm", "duo", "gidd", "bd3lm"),
-        classes=r"\b(MDLM|UDLM|BD3LM|DUO|SEDD|RADD|Gidd)",
-        tensors=("*blocks.0.adaLN_modulation.weight", "*vocab_embed.embedding"),
+        "a diffusion transformer (DiT) of another kind",
+        "its noise mixes [MASK] with other tokens, or its network reads a time of another kind",
+        model_types=("duo", "gidd"),
+        classes=r"\b(DUO|Gidd)",
     ),
     Kind(
         "a model with uniform noise and self-conditioning",
@@ -119,7 +118,7 @@ KINDS = (
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
-        supported=("nemotron_labs_diffusion",),
+        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm"),
         settled_by=("mode",),
     ),
 )

@@ -143,9 +143,10 @@ def readable_points(model: DiffusionTransformer, names_filter: NamesFilter) -> l
 
 def check_vectors(point: Any) -> None:
     """Raise a `ValueError` unless the activation at a hook point has a vector for each position."""
-    if position_axis(point) != 1:
+    if (axis := position_axis(point)) != 1:
+        shape = "without positions" if axis is None else "[batch head query key]"
         raise ValueError(
-            f"{point.name!r} is [batch head query key], and a vector for each position is needed: use a hook point "
+            f"{point.name!r} is {shape}, and a vector for each position is needed: use a hook point "
             "such as hook_resid_post, hook_mlp_out or attn.hook_z"
         )
 

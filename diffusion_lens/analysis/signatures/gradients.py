@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.outer_sums import OuterSums
 from diffusion_lens.model.embed import Embed, Unembed
-from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.norm import Norm
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 EMBEDDING, HEAD = "embed.weight", "unembed.weight"
-_PLAIN = (nn.Linear.forward, Embed.forward, Unembed.forward, RMSNorm.forward)
+_PLAIN = (nn.Linear.forward, Embed.forward, Unembed.forward, Norm.forward)
 
 
 def matrix_names(model: DiffusionTransformer) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.reading import CanvasReading
-from diffusion_lens.model.norm import RMSNorm
+from diffusion_lens.model.norm import Norm
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
 
 
@@ -99,4 +99,4 @@ def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact laye
 
 def _normed(norm: nn.Module, x: Float[Tensor, "fact head d_head"]) -> Float[Tensor, "fact head d_head"]:
     """Queries or keys after the norm of their head, if there is one."""
-    return norm.without_hooks(x) if isinstance(norm, RMSNorm) else x
+    return norm.without_hooks(x) if isinstance(norm, Norm) else x
