@@ -21,6 +21,7 @@ KEYS = replace(
     mdlm.KEYS,
     family=MODEL_TYPE,
     counts=(*mdlm.COUNTS, "block_size"),
+    read=(*mdlm.KEYS.read, "block_size"),
     fixed={"adaln": (True,), "causal": (False,)},
     ignored=("attn_backend", "cross_attn", "dropout", "sampling_eps_max", "sampling_eps_min", "var_min"),
 )
