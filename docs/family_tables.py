@@ -15,7 +15,11 @@ from weight_conversion.registry import FAMILIES
 
 ROOM = Path(weight_conversion.__file__).parent / "families"
 MOST = 8  # names in a cell
-SEES = {"bidirectional": "every position", "causal": "earlier positions"}
+SEES = {
+    "bidirectional": "every position",
+    "block_causal": "its block and earlier ones",
+    "causal": "earlier positions",
+}
 READS = {"in_place": "in its own row", "shifted": "in the row before"}
 UNKNOWN = "known only from its config"
 

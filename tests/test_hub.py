@@ -387,7 +387,7 @@ def test_a_block_diffusion_model_is_refused_before_its_weights_are_fetched(llada
     )
     hub = online(folder)
     with pytest.raises(ValueError, match=r"huggingface\.co/dllm-hub/\S+ is a block-diffusion model"):
-        load("dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1")
+        load("dllm-hub/another-diffusion-bd3lm")
     assert len(hub.calls) == 1
 
 
@@ -694,7 +694,7 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
 
 
 SHIFTED = ("dream", "diffucoder", "diffullama")
-DIFFUSION = ("llada", "nemotron", *SHIFTED)
+DIFFUSION = ("llada", "nemotron", "sdar", "mdlm", "bd3lm", *SHIFTED)
 
 
 def test_every_repository_has_one_name_and_a_family():
@@ -704,8 +704,10 @@ def test_every_repository_has_one_name_and_a_family():
         assert entry.evidence in ("config seen", "name seen")
         if entry.config:
             shape = entry.architecture
-            diffusion = entry.name.startswith(DIFFUSION) or entry.name.endswith("-mdlm")
-            assert shape.attention_dir == ("bidirectional" if diffusion else "causal"), entry.name
+            diffusion = entry.name.startswith(DIFFUSION) or entry.name.endswith(("-mdlm", "-bd3lm"))
+            by_blocks = "block_size" in entry.known and not entry.name.startswith("nemotron")
+            sees = "block_causal" if by_blocks else "bidirectional"
+            assert shape.attention_dir == (sees if diffusion else "causal"), entry.name
             assert (shape.mask_token_id is not None) == diffusion
             shifted = not diffusion or entry.name.startswith(SHIFTED)
             assert shape.readout == ("shifted" if shifted else "in_place")

@@ -112,6 +112,7 @@ class Repository(Published):
         config: Numbers of its config.json, empty if they are not known. Loading uses them only for keys that are
             missing in the file.
         weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
+        options: What its config leaves out and must be told: "mode", "block_size" or "mask_token_id".
     """
 
     name: str
@@ -120,12 +121,18 @@ class Repository(Published):
     config: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 2
     trained_length: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The numbers of its config, and what that leaves out."""
+        return {**self.config, **self.options}
 
     @property
     def architecture(self) -> Architecture | None:
         if not self.config:
             return None
-        config = {**self.config, "_name_or_path": self.repo}
+        config = {**self.known, "_name_or_path": self.repo}
         return recognise(config, {}, self.name).read_architecture(config, {})
 
     @property

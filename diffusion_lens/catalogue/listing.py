@@ -9,7 +9,7 @@ from diffusion_lens.catalogue.bundled import BUNDLED
 from diffusion_lens.catalogue.published import PUBLISHED
 from diffusion_lens.catalogue.smdm import SMDM
 
-KINDS = {"masked": "bidirectional", "causal": "causal"}
+KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ListedModel:
     Attributes:
         name: Argument of `from_pretrained`.
         n_bytes: Size of the weights in bytes, or `None` if it is unknown.
-        sees: Attention direction, "bidirectional" or "causal"; "unknown" until its config is read.
+        sees: Attention direction, "bidirectional", "block_causal" or "causal"; "unknown" until its config is read.
         family: Family of its checkpoint, or "unknown".
         trained_length: Trained length of `Published`.
         evidence: How the entry was verified.
@@ -60,7 +60,7 @@ def find_pretrained(
         model
         for model in models
         if (text is None or text.lower() in f"{model.name} {model.source}".lower())
-        and (kind is None or model.sees == KINDS[kind])
+        and (kind is None or model.sees in KINDS[kind])
         and (family is None or model.family == family)
         and (max_bytes is None or (model.n_bytes is not None and model.n_bytes <= max_bytes))
     ]

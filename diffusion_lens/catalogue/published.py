@@ -4,4 +4,5 @@ from diffusion_lens.catalogue.entries import PublishedFile, Repository
 from diffusion_lens.catalogue.repositories import REPOSITORIES
 from diffusion_lens.catalogue.smdm import SMDM
 
-PUBLISHED: dict[str, PublishedFile | Repository] = {entry.name: entry for entry in (*SMDM, *REPOSITORIES)}
+_ENTRIES: tuple[PublishedFile | Repository, ...] = (*SMDM, *REPOSITORIES)
+PUBLISHED: dict[str, PublishedFile | Repository] = {entry.name: entry for entry in _ENTRIES}

@@ -1,12 +1,14 @@
 """Repositories with one checkpoint: LLaDA, Dream, the small diffusion models of dllm, and their causal counterparts.
 
 `config` contains the numbers of the published config.json, so that shape and size are known before a download; without
-it they are read from the downloaded file. Block-diffusion models (BD3LM, LLaDA2, Fast-dLLM) are not listed, because
-they need attention masks that this library does not support.
+it they are read from the downloaded file. Models that write block after block are in `by_blocks`, those of the
+literature in `diffusion_transformers`.
 """
 
 from typing import Any
 
+from diffusion_lens.catalogue.by_blocks import BY_BLOCKS
+from diffusion_lens.catalogue.diffusion_transformers import DIFFUSION_TRANSFORMERS
 from diffusion_lens.catalogue.entries import Repository
 
 
@@ -18,21 +20,6 @@ def _scaled_by(factor: float) -> dict[str, Any]:
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
-
-
-def _yarn(factor: float, base: float) -> dict[str, Any]:
-    """The rotary numbers in the configs of Nemotron-Labs-Diffusion."""
-    return {
-        "rope_type": "yarn",
-        "rope_theta": base,
-        "factor": factor,
-        "original_max_position_embeddings": 16384,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
     }
 
 
@@ -132,36 +119,6 @@ TINYLLAMA = {
     "intermediate_size": 5632,
     "max_position_embeddings": 2048,
 }
-NEMOTRON_LABS_3B: dict[str, Any] = {
-    "model_type": "nemotron_labs_diffusion",
-    "dlm_paradigm": "bidirectional",
-    "num_hidden_layers": 26,
-    "hidden_size": 3072,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9216,
-    "vocab_size": 131072,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": _yarn(16.0, 1e6),
-    "tie_word_embeddings": False,
-    "mask_token_id": 100,
-    "block_size": 32,
-}
-# Its config gives a shorter context, and with it a factor below 1.
-NEMOTRON_LABS_3B_BASE = {
-    **NEMOTRON_LABS_3B,
-    "max_position_embeddings": 4096,
-    "rope_parameters": _yarn(0.25, 1e6),
-}
-NEMOTRON_LABS_14B = {
-    **NEMOTRON_LABS_3B,
-    "num_hidden_layers": 40,
-    "hidden_size": 5120,
-    "intermediate_size": 16384,
-    "rope_parameters": _yarn(16.0, 1e9),
-}
 
 
 def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
@@ -169,7 +126,7 @@ def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
     return {**config, "model_type": f"a2d-{config['model_type']}", "mask_token_id": mask_token_id}
 
 
-REPOSITORIES = (
+REPOSITORIES: tuple[Repository, ...] = (
     # Masked diffusion models
     Repository("llada-8b-base", "GSAI-ML/LLaDA-8B-Base", "config seen", LLADA_8B),
     Repository("llada-8b-instruct", "GSAI-ML/LLaDA-8B-Instruct", "config seen", LLADA_8B),
@@ -194,25 +151,33 @@ REPOSITORIES = (
         "name seen",
         _a2d(QWEN25_05B, 151665),
     ),
+    # dllm trains and samples by blocks of 32 unless told otherwise; neither config nor name says the size.
+    Repository(
+        "qwen3-0.6b-bd3lm",
+        "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
+        "name seen",
+        _a2d(QWEN3_06B, 151669),
+        options={"block_size": 32},
+    ),
+    Repository(
+        "qwen2.5-coder-0.5b-instruct-bd3lm",
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
+        "name seen",
+        _a2d(QWEN25_05B, 151665),
+        options={"block_size": 32},
+    ),
+    Repository("llada-moe-7b-a1b-base", "inclusionAI/LLaDA-MoE-7B-A1B-Base", "name seen"),
+    Repository("llada-moe-7b-a1b-instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "name seen"),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     Repository(
         "diffullama-7b",
         "diffusionfamily/diffullama",
         "config seen",
-        {**LLAMA2_7B, "mode": "bidirectional", "mask_token_id": 811},
+        LLAMA2_7B,
+        options={"mode": "bidirectional", "mask_token_id": 811},
     ),
-    # Masked diffusion models and causal models in one: the mode chooses.
-    Repository("nemotron-labs-diffusion-3b", "nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
-    Repository(
-        "nemotron-labs-diffusion-3b-base",
-        "nvidia/Nemotron-Labs-Diffusion-3B-Base",
-        "config seen",
-        NEMOTRON_LABS_3B_BASE,
-    ),
-    Repository("nemotron-labs-diffusion-8b", "nvidia/Nemotron-Labs-Diffusion-8B", "name seen"),
-    Repository("nemotron-labs-diffusion-8b-base", "nvidia/Nemotron-Labs-Diffusion-8B-Base", "name seen"),
-    Repository("nemotron-labs-diffusion-14b", "nvidia/Nemotron-Labs-Diffusion-14B", "config seen", NEMOTRON_LABS_14B),
-    Repository("nemotron-labs-diffusion-14b-base", "nvidia/Nemotron-Labs-Diffusion-14B-Base", "name seen"),
+    *BY_BLOCKS,
+    *DIFFUSION_TRANSFORMERS,
     # Causal models
     Repository("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
     Repository("qwen2.5-7b", "Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),

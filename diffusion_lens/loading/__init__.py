@@ -197,7 +197,7 @@ def _locate(
         return _LocalCheckpoint(file, published.name, tokenizer_elsewhere=True, trained_length=published.trained_length)
     if isinstance(published, Repository):
         folder = fetch_repository(published.repo, published, hub, options)
-        return _LocalCheckpoint(folder, published.name, published.config, trained_length=published.trained_length)
+        return _LocalCheckpoint(folder, published.name, published.known, trained_length=published.trained_length)
     if path.suffix in CHECKPOINT_SUFFIXES:
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):

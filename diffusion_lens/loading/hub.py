@@ -80,7 +80,7 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub, options: Map
             for pattern in SMALL_FILES:
                 for path in folder.glob(pattern):
                     check_fetched(path)
-            has_config = _check_family(folder, target, {**(entry.config if entry else {}), **(options or {})})
+            has_config = _check_family(folder, target, {**(entry.known if entry else {}), **(options or {})})
             # 2. The weights, of the same commit in case the repository changes meanwhile. A single file takes
             #    precedence over shards, as in transformers.
             weights = _weights(folder)
