@@ -181,6 +181,11 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         )
 
     @property
+    def most_units(self) -> int:
+        """Hidden units of the widest layer: of its MLP, or of all its experts."""
+        return max(self.d_mlp or 0, 0 if self.experts is None else self.experts.n_units)
+
+    @property
     def is_on_cpu(self) -> bool:
         """Whether the weights are on the CPU."""
         return torch.device(self.device or "cpu").type == "cpu"

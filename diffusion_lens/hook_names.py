@@ -86,6 +86,12 @@ def mlp_out(layer: int) -> str:
     return f"blocks.{layer}.hook_mlp_out"
 
 
+def shared_out(layer: int) -> str:
+    """Output of the shared expert of block `layer`, if it has one, which is added to the residual stream beside that
+    of the MLP."""
+    return f"blocks.{layer}.hook_shared_out"
+
+
 def nearest(name: str, known: Collection[str], most: int = 3) -> str:
     """The known names closest to `name`, joined by commas."""
     last_part = name.rsplit(".", 1)[-1]

@@ -68,6 +68,28 @@ def scaled_by_yarn(**more: Any) -> dict[str, Any]:
     return {**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": config.pop("rope_theta"), **numbers}}
 
 
+def mixture_of_experts(**more: Any) -> dict[str, Any]:
+    """A small config with four experts, two of them chosen, in the second of three layers."""
+    return {
+        "model_type": "llada",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "moe_layer_freq": [0, 1, 0],
+        "dense_intermediate_size": 40,
+        "expert_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "qk_layernorm": True,
+        "vocab_size": 513,
+        "max_position_embeddings": 128,
+        "mask_token_id": 512,
+        "rope_theta": 50000.0,
+        **more,
+    }
+
+
 CONFIGS = {
     "llada": {
         "model_type": "llada",
@@ -80,6 +102,10 @@ CONFIGS = {
         "mask_token_id": 512,
         "rope_theta": 500000.0,
     },
+    "llada_moe": mixture_of_experts(),
+    "llada_moe-options": mixture_of_experts(
+        shared_expert_intermediate_size=16, moe_router_enable_expert_bias=True, clip_qkv=1.5, partial_rotary_factor=0.5
+    ),
     "dream": hugging_face("Dream", rope_theta=1e6),
     "llama": hugging_face("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
     "qwen2": hugging_face("qwen2", tie_word_embeddings=True),
@@ -92,8 +118,23 @@ CONFIGS = {
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
 }
 # Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
-# their position.
-UNDER_LAW = ("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar")
+# their position, experts.
+UNDER_LAW = (
+    "lit_gpt-mdm",
+    "lit_gpt-ar",
+    "dream",
+    "llama",
+    "qwen2",
+    "a2d-qwen3",
+    "nemotron",
+    "nemotron-ar",
+    "llada_moe",
+)
+
+
+def dense_layers(model: Any) -> list[int]:
+    experts = model.cfg.experts
+    return [i for i in range(model.cfg.n_layers) if experts is None or not experts.layers[i]]
 
 
 class Golden:
@@ -107,6 +148,11 @@ class Golden:
         self.checkpoint = self.folder / "model.safetensors"
         self.config = self.folder / "lit_config.json"
         self.model = HookedDiffusionTransformer.from_pretrained(self.checkpoint, config=self.config, device="cpu")
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """The layers with one MLP."""
+        return dense_layers(self.model)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -133,6 +179,11 @@ class Specimen:
         self.kind = "mdm" if architecture.mask_token_id is not None else "ar"
         self.model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, seed))
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """The layers with one MLP."""
+        return dense_layers(self.model)
 
 
 def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -43,6 +43,11 @@ class Experts:
     n_groups: int = 1
     n_chosen_groups: int = 1
 
+    @property
+    def n_units(self) -> int:
+        """Hidden units of all experts of a layer."""
+        return self.n_experts * self.d_expert + (self.d_shared or 0)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         for name in ("n_experts", "n_chosen", "d_expert", "n_groups", "n_chosen_groups"):

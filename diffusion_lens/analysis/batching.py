@@ -65,7 +65,10 @@ def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int) -> int:
     # Rotations and probabilities are computed in float32 at least.
     size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
     d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
-    inside = max(3 * cfg.d_mlp * size, d_attn * (size + 4 * wide))
+    mlp = 3 * cfg.d_mlp
+    if (experts := cfg.experts) is not None:  # the outputs of the chosen experts exist twice, in two orders
+        mlp = max(mlp, 3 * max(experts.d_expert, experts.d_shared or 0) + 2 * experts.n_chosen * cfg.d_model)
+    inside = max(mlp * size, d_attn * (size + 4 * wide))
     block = n_pos * ((4 * cfg.d_model + 2 * d_key_value) * size + inside)
     head = n_pos * cfg.d_model * size + n_read * cfg.d_vocab_out * 3 * wide
     return 3 * max(block, head)

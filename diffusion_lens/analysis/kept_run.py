@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.denoising.cache import activation_shape
+from diffusion_lens.denoising.activation_shapes import activation_shape
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues

@@ -12,6 +12,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.denoising.activation_shapes import ITEM_BYTES, activation_shape
 from diffusion_lens.display import Result, Table
 from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
 from diffusion_lens.model.caching import AliasedCache, PosSlice, count_positions, select_positions
@@ -211,51 +212,6 @@ class CacheFilter:
         )
 
 
-def activation_shape(
-    name: str, cfg: DiffusionConfig, batch: int, pos: int, kept_pos: int | None = None
-) -> tuple[int, ...]:
-    """Shape of the activation at a hook point.
-
-    Args:
-        kept_pos: Number of positions (of scores and patterns, of queries) that are cached; by default all.
-    """
-    n_pos = pos if kept_pos is None else kept_pos
-    assert cfg.d_mlp is not None
-    kv_heads = cfg.n_key_value_heads or cfg.n_heads
-    tail = name.rsplit(".", 1)[-1]
-    if tail in ("hook_attn_scores", "hook_pattern"):
-        return (batch, cfg.n_heads, n_pos, pos)
-    of_heads = {"q_norm": cfg.n_heads, "k_norm": kv_heads}
-    if (normed := name.split(".")[-2:][0]) in of_heads:
-        return (batch, n_pos, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)
-    widths: dict[str, tuple[int, ...]] = {
-        "hook_scale": (1,),
-        "hook_q": (cfg.n_heads, cfg.d_head),
-        "hook_rot_q": (cfg.n_heads, cfg.d_head),
-        "hook_z": (cfg.n_heads, cfg.d_head),
-        "hook_k": (kv_heads, cfg.d_head),
-        "hook_rot_k": (kv_heads, cfg.d_head),
-        "hook_v": (kv_heads, cfg.d_head),
-        "hook_result": (cfg.n_heads, cfg.d_model),
-        "hook_attn_in": (cfg.n_heads, cfg.d_model),
-        "hook_q_input": (cfg.n_heads, cfg.d_model),
-        "hook_k_input": (kv_heads, cfg.d_model),
-        "hook_v_input": (kv_heads, cfg.d_model),
-        "hook_pre": (cfg.d_mlp,),
-        "hook_pre_linear": (cfg.d_mlp,),
-        "hook_post": (cfg.d_mlp,),
-        "hook_logits": (cfg.d_vocab_out,),
-        "hook_tokens": (),
-        "hook_candidates": (),
-        "hook_confidence": (),
-        "hook_reveal": (),
-    }
-    return (batch, n_pos, *widths.get(tail, (cfg.d_model,)))
-
-
-_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1}
-
-
 def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
     """Bytes that each hook point will take over all requested steps."""
     width = (request.dtype or cfg.dtype).itemsize
@@ -269,7 +225,7 @@ def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos:
         elif tail == "hook_confidence":
             item = (request.dtype or torch.float64).itemsize
         else:
-            item = _ITEM_BYTES.get(tail, width)
+            item = ITEM_BYTES.get(tail, width)
         sizes[name] = torch.Size(shape).numel() * item * len(request.steps)
     return sizes
 

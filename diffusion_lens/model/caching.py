@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from transformer_lens.utilities.devices import warn_if_mps
 from transformer_lens.utilities.slice import Slice
 from transformer_lens.utilities.tensors import remove_batch_dim
 
-from diffusion_lens.hook_names import ByHookPoint
+from diffusion_lens.hook_names import ByHookPoint, mlp_out, shared_out
 from diffusion_lens.model.hook_points import position_axis
 
 # As in TransformerLens: an index (the axis stays), a slice or a tuple of its bounds, or several indices.
@@ -28,6 +28,15 @@ class AliasedCache(ActivationCache):
 
     def __contains__(self, name: object) -> bool:
         return name in self.cache_dict
+
+    def decompose_resid(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens; a layer's "mlp_out" includes the output of its shared expert, if it has one."""
+        whole, model = dict(self.cache_dict), cast(Any, self.model)
+        for layer in range(model.cfg.n_layers):
+            if shared_out(layer) in model.hook_dict and mlp_out(layer) in whole:
+                whole[mlp_out(layer)] = whole[mlp_out(layer)] + self.cache_dict[shared_out(layer)]
+        summed = AliasedCache(whole, self.model, self.has_batch_dim)
+        return ActivationCache.decompose_resid(summed, *args, **kwargs)
 
     def to(self, device: str | torch.device) -> "AliasedCache":
         """As in TransformerLens."""

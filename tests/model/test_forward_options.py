@@ -171,8 +171,9 @@ def test_weights_under_their_names_rebuild_an_mlp_output(every, tokens):
     model = every.model
     _, cache = model.run_with_cache(tokens)
     normed = cache["normalized", 2, "ln2"] * model.blocks[2].ln2.w
-    gate, up = normed @ model.W_gate[2] + model.b_gate[2], normed @ model.W_in[2] + model.b_in[2]
-    out = (gate * torch.sigmoid(gate) * up) @ model.W_out[2] + model.b_out[2]
+    mlp = model.blocks[2].mlp
+    gate, up = normed @ mlp.W_gate + mlp.b_gate, normed @ mlp.W_in + mlp.b_in
+    out = (gate * torch.sigmoid(gate) * up) @ mlp.W_out + mlp.b_out
     torch.testing.assert_close(out, cache["mlp_out", 2], rtol=1e-4, atol=1e-5)
 
 

@@ -11,6 +11,8 @@ def network_hooks(model):
 
 
 def poke(activation, hook):
+    if hook.name.endswith("hook_experts"):  # another choice
+        return (activation + 1) % 4
     return activation * 1.5 + 0.1
 
 
@@ -19,7 +21,7 @@ def tokens(every):
     return every.tokens[:2, :8]
 
 
-@pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen3"], indirect=True)
+@pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen3", "llada_moe-options"], indirect=True)
 def test_every_hook_point_is_alive(every, tokens):
     model = every.model
     # Blocks are built alike: of the points in blocks, those of one.
@@ -43,12 +45,16 @@ def test_the_hook_points_are_transformer_lens_names(every):
         "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k",
         "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "attn.hook_result", "attn.hook_attn_in",
         "attn.hook_q_input", "attn.hook_k_input", "attn.hook_v_input", "hook_mlp_in",
-        "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post",
     }  # fmt: skip
+    of_mlp = {"hook_pre", "hook_pre_linear", "hook_post"}
+    routed = {f"hook_{name}" for name in ("router_logits", "router_weights", "experts", "expert_out")}
+    routed |= {f"experts.{expert}.{name}" for expert in range(4) for name in of_mlp}
     model = every.model
     if model.cfg.qk_norm:
         per_block |= {f"attn.{of}_norm.hook_{what}" for of in "qk" for what in ("scale", "normalized")}
     expected = {f"blocks.{i}.{name}" for i in range(model.cfg.n_layers) for name in per_block}
+    for i in range(model.cfg.n_layers):
+        expected |= {f"blocks.{i}.mlp.{name}" for name in (of_mlp if i in every.dense_layers else routed)}
     expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
     expected |= {f"denoise.hook_{name}" for name in ("tokens", "logits", "candidates", "confidence", "reveal")}
     assert set(model.hook_dict) == expected

@@ -74,7 +74,9 @@ def test_accumulated_bias_is_what_no_head_and_no_neuron_wrote(every, tokens):
         rest = cache["resid_mid", layer] - written
         bias = model.accumulated_bias(layer, mlp_input=True)
         torch.testing.assert_close(rest, bias.expand_as(rest), rtol=0, atol=2e-5)
-        written = written + cache["post", layer] @ model.W_out[layer]
+        mlp = model.blocks[layer].mlp
+        has_experts = layer not in every.dense_layers
+        written = written + (cache["mlp_out", layer] if has_experts else cache["post", layer] @ mlp.W_out)
     assert (bias != 0).any() == (model.cfg.o_bias or model.cfg.mlp_bias)
 
 

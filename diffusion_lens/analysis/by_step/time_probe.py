@@ -40,7 +40,7 @@ from diffusion_lens.analysis.inputs import (
     readable_points,
     texts_or_runs,
 )
-from diffusion_lens.denoising.cache import activation_shape
+from diffusion_lens.denoising.activation_shapes import activation_shape
 from diffusion_lens.hook_names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide

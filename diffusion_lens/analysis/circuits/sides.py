@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.patching.metrics import UNREAD
 from diffusion_lens.analysis.patching.runs import Side
+from diffusion_lens.hook_names import shared_out
 from diffusion_lens.model.hook_points import is_hooked, listens
 from diffusion_lens.model.transformer import DiffusionTransformer
 
@@ -27,12 +28,18 @@ _AROUND = ("", "attn")
 
 
 def require_plain_stream(model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` if the caller has a hook or another module between what writers write and readers read.
+    """Raise a `ValueError` if a hook or another module is between what writers write and readers read, or if parts that
+    are no writers, shared experts, write too.
 
     An edge stands for the sum of outputs that a reader reads. Where a hook changes the sum, or an output after its
     writer, a change of the output is no longer the same change of the reader's input.
     """
     for layer, block in enumerate(model.blocks):
+        if shared_out(layer) in model.hook_dict:
+            raise ValueError(
+                f"block {layer} of {model.cfg.model_name!r} has a shared expert, which writes to the residual stream "
+                f"at {shared_out(layer)!r} and is no part of the graph: use node_attribution, or patch_grid"
+            )
         points = [name for name in _BETWEEN if is_hooked(block.get_submodule(name))]
         modules = [name for name in _AROUND if listens(block.get_submodule(name))]
         if found := [".".join(("blocks", str(layer), name)).removesuffix(".") for name in points + modules]:

@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.display import Result, Table
@@ -38,7 +39,7 @@ from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
 from diffusion_lens.seeds import own_seed
-from diffusion_lens.settings import Whole, at_least, pick_layer, whole_number
+from diffusion_lens.settings import Whole, at_least, whole_number
 from weight_conversion import as_json
 
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
@@ -125,7 +126,7 @@ def second_moment(
         ValueError: The layer is out of range, the corpus is empty or contains [MASK], the padding of Int[batch pos] is
             ambiguous, or a file in the folder is truncated or belongs to another corpus, network or seed.
     """
-    layer, seed = pick_layer(layer, model.cfg.n_layers), whole_number("seed", seed)
+    layer, seed = pick_edited_layer(model, layer), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
     rows = _rows(model, corpus)
     record = _describe(model, rows, layer, seed)

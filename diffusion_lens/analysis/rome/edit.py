@@ -14,13 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.rome.covariance import SecondMoment
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
 from diffusion_lens.analysis.rome.inverse_moment import Covariance, InverseMoment, require_covariance_of
 from diffusion_lens.analysis.rome.keys import KeyResult
 from diffusion_lens.analysis.rome.values import ValueResult
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, require_same_model
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import network_of
-from diffusion_lens.settings import Whole, pick_layer
+from diffusion_lens.settings import Whole
 
 
 class RankOneEdit(WeightEdit):
@@ -56,7 +57,7 @@ class RankOneEdit(WeightEdit):
         value: ValueResult,
         covariance: Covariance | InverseMoment | None = None,
     ) -> None:
-        layer = pick_layer(layer, model.cfg.n_layers)
+        layer = pick_edited_layer(model, layer)
         for name, part in (("key", key), ("value", value)):
             if part.layer != layer:
                 raise ValueError(f"the edit is of layer {layer}, but the {name} was taken at layer {part.layer}")

@@ -16,13 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
 from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
 from diffusion_lens.display import Result, Table
 from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, at_least, naming_the_nearest, pick_layer
+from diffusion_lens.settings import Whole, at_least, naming_the_nearest
 
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
@@ -98,7 +99,7 @@ def compute_keys(
     max_batch: Whole = 256,
 ) -> list[KeyResult]:
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
-    layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
+    layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
     check_key_position(at)
     prompts = [as_request(request) for request in requests]
     queries = [query for request in prompts for query in request]

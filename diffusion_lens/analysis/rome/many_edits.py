@@ -19,6 +19,7 @@ from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
 from diffusion_lens.analysis.rome.inverse_moment import (
     Covariance,
     InverseMoment,
@@ -35,7 +36,7 @@ from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, at_least, pick_layer
+from diffusion_lens.settings import Whole, at_least
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class EditSettings:
 
     def on(self, model: DiffusionTransformer) -> "EditSettings":
         """These settings with the layer counted from 0 and the length of canvas that applies to `model`."""
-        return replace(self, layer=pick_layer(self.layer, model.cfg.n_layers), layout=self.layout.on(model))
+        return replace(self, layer=pick_edited_layer(model, self.layer), layout=self.layout.on(model))
 
     def describe(self) -> dict[str, Any]:
         """Settings for the record."""

@@ -33,6 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layers
 from diffusion_lens.analysis.rome.inverse_moment import (
     Covariance,
     InverseMoment,
@@ -50,7 +51,7 @@ from diffusion_lens.hook_names import resid_post
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import network_of, provenance
-from diffusion_lens.settings import Whole, pick_indices, plain_number
+from diffusion_lens.settings import Whole, plain_number
 
 COV_WEIGHT = 15000.0
 SEARCH = ValueSettings(steps=25, clamp_norm_factor=0.75)  # The authors' for GPT-J.
@@ -135,7 +136,7 @@ def memit(
     settings, given = settings or SEARCH, [as_request(request) for request in requests]
     if not given:
         raise ValueError("there are no requests: give at least one")
-    chosen = sorted(pick_indices("layers", layers, model.cfg.n_layers))
+    chosen = pick_edited_layers(model, layers)
     used, weight = covariances_of(model, chosen, covariances), positive_weight(cov_weight)
 
     # 1. The targets z.

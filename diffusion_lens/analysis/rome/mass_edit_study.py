@@ -7,6 +7,7 @@ from typing import Any
 
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.over_facts import Study
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layers
 from diffusion_lens.analysis.rome.inverse_moment import describe_covariance
 from diffusion_lens.analysis.rome.many_edits_result import EditOutcome, EditStudy
 from diffusion_lens.analysis.rome.mass_edit import (
@@ -24,7 +25,7 @@ from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings import Whole
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class MemitSettings:
 
     def on(self, model: DiffusionTransformer) -> "MemitSettings":
         """These settings with the layers counted from 0 and the length of canvas that applies to `model`."""
-        layers = sorted(pick_indices("layers", self.layers, model.cfg.n_layers))
+        layers = pick_edited_layers(model, self.layers)
         return replace(self, layers=layers, layout=self.layout.on(model))
 
     def describe(self) -> dict[str, Any]:

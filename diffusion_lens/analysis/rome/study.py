@@ -62,9 +62,11 @@ class KeyValueSettings:
         object.__setattr__(self, "batch_size", at_least(1, "batch_size", self.batch_size))
         check_key_position(self.at)
 
-    def blocks(self, n_layers: int) -> list[int]:
-        """The selected blocks of a model with `n_layers` layers, counted from 0."""
-        return pick_indices("layers", range(n_layers - 1) if self.layers is None else self.layers, n_layers)
+    def blocks(self, shape: Architecture | DiffusionConfig) -> list[int]:
+        """The selected blocks of a model, counted from 0; by default those with one MLP, without the last block."""
+        every = range(shape.n_layers - 1)
+        dense = [i for i in every if shape.experts is None or not shape.experts.layers[i]]
+        return pick_indices("layers", (dense or every) if self.layers is None else self.layers, shape.n_layers)
 
     def request(self, model: DiffusionTransformer, fact: Fact) -> list[Query]:
         """The plain request of a fact, and the request after each prefix."""
@@ -88,7 +90,7 @@ class KeyValueSettings:
             **({} if self.layout.n_masks is None else {"n_masks": self.layout.n_masks}),
         }
         if shape is not None:
-            return {"layers": self.blocks(shape.n_layers), **settings}
+            return {"layers": self.blocks(shape), **settings}
         if self.layout.length is None:
             del settings["length"]
         return settings
@@ -171,7 +173,7 @@ def study_keys_and_values(
     Raises:
         ValueError: The same as in `key_value_study`.
     """
-    settings = replace(settings, layers=settings.blocks(model.cfg.n_layers), layout=settings.layout.on(model))
+    settings = replace(settings, layers=settings.blocks(model.cfg), layout=settings.layout.on(model))
     usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
     ids, size = list(usable.prepared), int(settings.batch_size)
     record = {**settings.describe(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
@@ -187,7 +189,7 @@ def find_vectors(
     model: DiffusionTransformer, requests: list[list[Query]], settings: KeyValueSettings
 ) -> list[FactVectors]:
     """k* and v* of a batch of requests at every layer."""
-    layers = settings.blocks(model.cfg.n_layers)
+    layers = settings.blocks(model.cfg)
     keys = [compute_keys(model, requests, layer, settings.at) for layer in layers]
     values = [optimize_values(model, requests, layer, settings=settings.search) for layer in layers]
     return [

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.batching import in_batches
+from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
 from diffusion_lens.analysis.rome.objective import ValueObjective, default_essence
 from diffusion_lens.analysis.rome.prompts import Request, as_request
 from diffusion_lens.analysis.rome.search import SearchResult, ValueSettings, search
@@ -34,7 +35,7 @@ from diffusion_lens.facts import Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, at_least, check_keywords, keywords_of, pick_layer
+from diffusion_lens.settings import Whole, at_least, check_keywords, keywords_of
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")
 
@@ -163,7 +164,7 @@ def optimize_values(
         ValueError: The same as in `optimize_value`.
     """
     settings = settings or ValueSettings()
-    layer, max_batch = pick_layer(layer, model.cfg.n_layers), at_least(1, "max_batch", max_batch)
+    layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
     prompts = [as_request(request) for request in requests]
     used_essences = essences_of(model, prompts, settings, essences)
     results = search_together(model, prompts, used_essences, layer, settings, max_batch=max_batch, progress=progress)

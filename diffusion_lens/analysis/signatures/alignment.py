@@ -23,7 +23,8 @@ class GradientAlignment:
             its forward gradient with the reverse gradients of other facts of its batch (`other_facts`). The
             second is the baseline: a generic fall of the reverse loss, which all pairs share, shows in both. NaN where
             the batch has no other fact.
-        transfers: Float[fact parameter], <g_forward, g_reverse> / |g_forward|².
+        transfers: Float[fact parameter], <g_forward, g_reverse> / |g_forward|². Cosines and transfers are 0 where a
+            gradient is, as in an expert that no position of a canvas chooses.
         steps: Float[fact estimate], change of the reverse loss, in nats, by a step along minus the forward gradient in
             all these matrices that lowers the pair's forward loss by 0.1% to first order: predicted, and measured. The
             measured one is NaN in less than float32, where so small a step is lost in rounding.
@@ -46,9 +47,10 @@ class GradientAlignment:
         for name in parameters:
             ours, theirs = one.by_name[name], other.by_name[name]
             square, table = own(ours, ours).clamp(min=0), inner(ours, theirs)
-            cosines = table / square.sqrt()[:, None] / own(theirs, theirs).clamp(min=0).sqrt()[None, :]
+            others = own(theirs, theirs).clamp(min=0)
+            cosines = table / _or_one(square).sqrt()[:, None] / _or_one(others).sqrt()[None, :]
             compared.append(torch.stack([cosines.diagonal(), mean_where(cosines, different)], dim=1))
-            transfers.append(table.diagonal() / square)
+            transfers.append(table.diagonal() / _or_one(square))
             squares.append(square)
             products.append(table.diagonal())
         steps = _small_step(reverse, one, other.losses, torch.stack(squares).sum(0), torch.stack(products).sum(0))
@@ -87,3 +89,8 @@ def _small_step(
     if reverse.model.cfg.dtype not in (torch.float32, torch.float64):
         return torch.stack([predicted, torch.full_like(predicted, torch.nan)], dim=1)
     return torch.stack([predicted, losses_after_step(reverse, of_forward, sizes) - before], dim=1)
+
+
+def _or_one(square: Tensor) -> Tensor:
+    """Divisors of what is 0 where they are."""
+    return square.where(square > 0, 1)

@@ -16,11 +16,10 @@ def pair_bytes(cfg: DiffusionConfig, n_pos: int, n_facts: int, n_candidates: int
     Gradients need most: inputs and output gradients of every matrix for both canvases, in float32 at least, and the
     graph of one pass. Inner products of a matrix need a table of positions by positions.
     """
-    assert cfg.d_mlp is not None
     size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
     d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
-    read_and_written = 4 * cfg.d_model + 2 * d_attn + 2 * d_key_value + 4 * cfg.d_mlp
-    graph = cfg.d_model * (2 * size + 2 * wide) + (2 * cfg.d_mlp + 2 * d_attn) * size
+    read_and_written = 4 * cfg.d_model + 2 * d_attn + 2 * d_key_value + 4 * cfg.most_units
+    graph = cfg.d_model * (2 * size + 2 * wide) + (2 * cfg.most_units + 2 * d_attn) * size
     scores = 3 * cfg.n_heads * n_pos**2 * wide
     tables = 3 * n_facts * n_pos**2 * wide
     head = 5 * cfg.d_vocab_out * 8  # log-probabilities and their gradient are in float64

@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.outer_sums import OuterSums
 from diffusion_lens.model.embed import Embed, Unembed
+from diffusion_lens.model.experts import Router
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.model.transformer import DiffusionTransformer
+from weight_conversion import tensor_shapes
 
 EMBEDDING, HEAD = "embed.weight", "unembed.weight"
-_PLAIN = (nn.Linear.forward, Embed.forward, Unembed.forward, Norm.forward)
+_PLAIN = (nn.Linear.forward, Embed.forward, Unembed.forward, Norm.forward, Router.forward)
 
 
 def matrix_names(model: DiffusionTransformer) -> list[str]:
     """The weight matrices by the name of their parameter: embedding, projections of every block, and head unless tied.
 
-    `attn.v`, `attn.o`, `mlp` and the two embeddings store what a fact says; `attn.q` and `attn.k` route.
+    `attn.v`, `attn.o`, `mlp` and the two embeddings store what a fact says; `attn.q` and `attn.k` route, and
+    `mlp.router` chooses experts. The gradient of an expert is 0 where no position chooses it.
     """
-    in_block = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
-    blocks = [f"blocks.{layer}.{name}.weight" for layer in range(model.cfg.n_layers) for name in in_block]
+    shapes = tensor_shapes(model.cfg.architecture).items()
+    blocks = [name for name, shape in shapes if len(shape) == 2 and (".attn." in name or ".mlp." in name)]
     return [EMBEDDING, *blocks, *([] if model.cfg.tied else [HEAD])]
 
 

@@ -144,17 +144,18 @@ def test_without_the_weight_of_the_corpus_the_targets_are_reached(tiny, layers):
 
 
 def test_in_every_family(every):
-    model, tokens = every.model, every.tokens[:2, :9] % 500
+    model, tokens, layer = every.model, every.tokens[:2, :9] % 500, every.dense_layers[-2]
     masked = every.kind == "mdm"
     tokens[:, 8] = model.cfg.mask_token_id if masked else tokens[:, 8]
     requests = [Query(row, (2, 5), (8 if masked else 9,), (31 + i,)) for i, row in enumerate(tokens)]
     logits = model(tokens)
-    edit = memit(model, requests, [1], settings=replace(SEARCH, clamp_norm_factor=4.0), cov_weight=TINY)
-    before = [state(model, query, "blocks.1.hook_resid_post") for query in requests]
+    edit = memit(model, requests, [layer], settings=replace(SEARCH, clamp_norm_factor=4.0), cov_weight=TINY)
+    resid_post = f"blocks.{layer}.hook_resid_post"
+    before = [state(model, query, resid_post) for query in requests]
     with edit:
         for i, query in enumerate(requests):
-            target = before[i] + edit.factors(1).left[:, i]
-            torch.testing.assert_close(state(model, query, "blocks.1.hook_resid_post"), target, rtol=1e-4, atol=1e-4)
+            target = before[i] + edit.factors(layer).left[:, i]
+            torch.testing.assert_close(state(model, query, resid_post), target, rtol=1e-4, atol=1e-4)
         assert not torch.equal(model(tokens), logits)
     assert torch.equal(model(tokens), logits)
 

@@ -65,14 +65,15 @@ def test_in_every_family(every):
     masked = every.kind == "mdm"
     tokens[8] = model.cfg.mask_token_id if masked else tokens[8]
     query = Query(tokens, (2, 5), (8 if masked else 9,), (31,))
-    value = optimize_value(model, query, LAYER, kl_factor=0.0, steps=8, lr=0.1)
+    layer = every.dense_layers[-2]
+    value = optimize_value(model, query, layer, kl_factor=0.0, steps=8, lr=0.1)
     assert value.losses[-1, 1] < value.losses[0, 1]
     logits = model(tokens[None])
-    with RankOneEdit(model, LAYER, compute_key(model, query, LAYER), value):
+    with RankOneEdit(model, layer, compute_key(model, query, layer), value):
         edited, cache = model.run_with_cache(tokens[None])
-        torch.testing.assert_close(cache["mlp_out", LAYER][0, 4], value.vector, rtol=1e-4, atol=1e-4)
-        answered = model.W_out[LAYER].T @ value.key + model.b_out[LAYER]
-        torch.testing.assert_close(answered, value.vector, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(cache["mlp_out", layer][0, 4], value.vector, rtol=1e-4, atol=1e-4)
+        mlp = model.blocks[layer].mlp
+        torch.testing.assert_close(mlp.W_out.T @ value.key + mlp.b_out, value.vector, rtol=1e-4, atol=1e-4)
         assert not torch.equal(edited, logits)
     assert torch.equal(model(tokens[None]), logits)
 

@@ -28,7 +28,7 @@ def prompts():
 
 def test_a_key_is_what_enters_the_down_projection(every, prompts):
     """By hand, one unpadded prompt at a time: rows of a batch must not see one another's padding."""
-    for layer in range(3):
+    for layer in every.dense_layers:
         key = compute_key(every.model, prompts, layer)
         for row, prompt in zip(key.keys, prompts, strict=True):
             seen = {}
@@ -36,16 +36,18 @@ def test_a_key_is_what_enters_the_down_projection(every, prompts):
                 prompt.tokens[None],
                 fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", lambda out, hook, seen=seen: seen.update(out=out[0]))],
             )
-            out = row @ every.model.W_out[layer] + every.model.b_out[layer]
+            mlp = every.model.blocks[layer].mlp
+            out = row @ mlp.W_out + mlp.b_out
             torch.testing.assert_close(out, seen["out"][prompt.subject[1] - 1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(key.vector, sum(key.keys) / 3)
 
 
 def test_requests_together_are_requests_alone(every, prompts):
-    together = compute_keys(every.model, [prompts, prompts[1], prompts[2:]], 1, max_batch=2)
+    layer = every.dense_layers[-2]
+    together = compute_keys(every.model, [prompts, prompts[1], prompts[2:]], layer, max_batch=2)
     assert [len(key.keys) for key in together] == [3, 1, 1]
     for key, request in zip(together, [prompts, prompts[1], prompts[2:]], strict=True):
-        torch.testing.assert_close(key.keys, compute_key(every.model, request, 1).keys, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(key.keys, compute_key(every.model, request, layer).keys, rtol=1e-5, atol=1e-6)
     assert together[2].record["prompts"] == [every.model.words([20, 21, 60])]
 
 
