@@ -165,7 +165,10 @@ class Generation(Forward, ABC):
             raise ValueError(f"the prompts have {lengths} tokens, so their rows differ; pass one length at a time")
         n_prompt = tokens.shape[1]
         rows = self.readout.rows(torch.arange(n_prompt, n_prompt + n_masks, device=tokens.device))
-        return tokens if self.cfg.grows else lay_out(self, tokens, max_new_tokens=n_masks).tokens, rows
+        if self.cfg.grows:
+            return tokens, rows
+        canvas = lay_out(self, tokens, max_new_tokens=n_masks)
+        return canvas.readable(canvas.tokens), rows
 
     def _ended(self, trajectory: Trajectory) -> Bool[Tensor, "batch pos"]:
         """The positions from the first end token on in each stretch of positions that the run wrote."""

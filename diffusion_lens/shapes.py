@@ -4,6 +4,7 @@ batch        rows of a batch: independent prompts, noise samples, or patched cop
 pos          positions of the sequence, whether given or masked
 query, key   positions, as `pos`: the position that attends, and the position that is attended to
 selected     positions selected from `pos`, in the order requested
+block        blocks of positions of a canvas, from left to right
 step         denoising steps
 transition   pairs of consecutive denoising steps
 point        hook points, in order

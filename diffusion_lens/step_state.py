@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from threading import Lock, get_ident
 from typing import Literal
 
+from jaxtyping import Int
+from torch import Tensor
+
 from diffusion_lens.shapes import PosMask, Tokens
 
 Branch = Literal["conditional", "unconditional"]
@@ -14,6 +17,36 @@ Branch = Literal["conditional", "unconditional"]
 
 class RunIdentity:
     """Identifies one run of the loop. Instances are compared by identity."""
+
+
+@dataclass(frozen=True)
+class OpenBlock:
+    """The block of positions that each row writes in a step, where a canvas is written block after block.
+
+    Rows are independent: each opens its next block in the step after the one that filled its last.
+
+    Attributes:
+        index: Int[batch], number of the block in its row, from 0.
+        start: Int[batch], its first position on the canvas.
+        stop: Int[batch], the position after its last.
+        step: Int[batch], steps since the block was opened, so 0 in its first step.
+        order: Int[batch], number of blocks that the run fills before it; the prompt may fill others.
+        n_blocks: Int[batch], number of blocks that the run fills in the row.
+        size: Number of positions in a block.
+    """
+
+    index: Int[Tensor, "batch"]
+    start: Int[Tensor, "batch"]
+    stop: Int[Tensor, "batch"]
+    step: Int[Tensor, "batch"]
+    order: Int[Tensor, "batch"]
+    n_blocks: Int[Tensor, "batch"]
+    size: int
+
+    def repeat(self, copies: int) -> "OpenBlock":
+        """The blocks of a batch that consists of several copies of this one."""
+        rows = {name: x.repeat(copies) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return OpenBlock(**rows, size=self.size)
 
 
 @dataclass(frozen=True)
@@ -26,14 +59,16 @@ class StepState:
         t: Time before the step; 1 if all is masked, 0 at the end.
         s: Time after the step, `s < t`.
         tokens: Int[batch pos], canvas of the step (also in the unconditional branch, whose network sees the prompt
-            masked); on a causal model -1 marks positions not reached yet.
-        masked: Bool[batch pos], true at the positions that are not yet revealed.
+            masked); -1 marks positions that the text has not reached yet.
+        masked: Bool[batch pos], true at the positions that are not yet revealed; of a canvas with [MASK] that is
+            written block after block, those of the open block.
         given: Bool[batch pos], true at the positions of the prompt.
         branch: "conditional", or "unconditional" for the second forward pass of guidance.
         sigma: Noise level of the canvas by the run's schedule of noise, which a network that is told the time reads;
             `None` if the schedule is not known, which counts as the log-linear one.
         run: Identity of the run, the same object in all its steps, so that a hook with a memory can tell runs apart. By
             default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
+        block: The block that each row writes; `None` where the whole canvas is open from the first step on.
     """
 
     index: int
@@ -46,11 +81,12 @@ class StepState:
     branch: Branch = "conditional"
     sigma: float | None = None
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
+    block: OpenBlock | None = None
 
     def repeat(self, copies: int) -> "StepState":
         """The step of a batch that consists of several copies of this step's batch, one after the other."""
         rows = {name: getattr(self, name).repeat(copies, 1) for name in ("tokens", "masked", "given")}
-        return replace(self, **rows)
+        return replace(self, **rows, block=None if self.block is None else self.block.repeat(copies))
 
 
 # Protects the counters of all clocks; it is shared by all models, so that a model can be copied.

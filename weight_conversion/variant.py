@@ -43,6 +43,11 @@ class Variant:
         return self.noise == "uniform"
 
     @property
+    def opens_blocks(self) -> bool:
+        """Whether a canvas is written block after block from left to right: trained so, or as next tokens."""
+        return self.grows or self.causal_block is not None
+
+    @property
     def grows(self) -> bool:
         """Whether a text grows at its end, so that a canvas contains no tokens at positions still to be written."""
         return self.noise is None

@@ -1,26 +1,32 @@
 """The canvas: the token sequence that a run fills, with its given positions, its blanks and its padding.
 
-A blank is a position to be written. On a masked diffusion model it contains [MASK]; on a model whose text grows at its
-end it contains -1, "not reached yet". Under uniform noise a run starts from random tokens at the positions to write,
-which stay open to the end.
+A blank is a position to be written. It contains [MASK], or -1, "not reached yet", on a model whose text grows at its
+end and in blocks that are not open yet (`denoising/reach.py`). Under uniform noise a run starts from random tokens at
+the positions to write, which stay open to the end.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import SupportsIndex
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.config import UNREACHED
+from diffusion_lens.config import UNREACHED, reached
 from diffusion_lens.denoising.randomness import PositionNoise
+from diffusion_lens.denoising.reach import Reach, reach_of
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import PosMask, Tokens
+from diffusion_lens.step_state import OpenBlock
 from diffusion_lens.user_warnings import warn_user
 
 Prompt = str | Sequence[str] | Tensor
+# Higher than the number of any block.
+_NO_BLOCK = 2**31 - 1
 
 # The random numbers of the first canvas have the key of the step before the first.
 START = -1
@@ -34,8 +40,9 @@ class Canvas:
         tokens: Int[batch pos], the prompt and the blanks.
         given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding; `None` where there is no padding.
-        blank: Id that blanks contain. Under uniform noise they contain -1 before the run starts, and tokens in it.
-        grows: Whether the text grows at its end: blanks are then positions it has not reached, which no position sees.
+        blank: Id that blanks contain where the canvas is open. Under uniform noise they contain -1 before the run
+            starts, and tokens in it.
+        reach: Where its blocks begin; `None` if the whole canvas is open from the first step on.
         rewrites: Whether the noise is uniform, so that all positions that were not given may be written in every step.
     """
 
@@ -43,7 +50,7 @@ class Canvas:
     given: PosMask
     real: PosMask | None
     blank: int
-    grows: bool
+    reach: Reach | None = None
     rewrites: bool = False
 
     @property
@@ -54,8 +61,80 @@ class Canvas:
 
     def blanks(self, tokens: Tokens) -> PosMask:
         """Bool[batch pos], the positions still to be written on a later state of this canvas."""
-        blanks = ~self.given if self.rewrites else tokens == self.blank
-        return blanks if self.real is None else blanks & self.real
+        return self._inside(~self.given if self.rewrites else (tokens == self.blank) | ~reached(tokens))
+
+    def masked(self, tokens: Tokens) -> PosMask:
+        """Bool[batch pos], those of them that are open."""
+        return self._inside(~self.given if self.rewrites else tokens == self.blank)
+
+    @cached_property
+    def blocks(self) -> Int[Tensor, "batch pos"] | None:
+        """The number of the block of each position; `None` if the canvas has no blocks."""
+        return None if self.reach is None else self.reach.blocks(self.positions, self.given)
+
+    def opened(self, tokens: Tokens) -> Tokens:
+        """A state of this canvas in which each row has opened the first block that is not filled yet."""
+        if self.blocks is None:
+            return tokens
+        first = self.blocks == self._first_unfilled(tokens)[:, None]
+        return tokens.masked_fill(first & self._inside(~reached(tokens)), self.blank)
+
+    def open_block(self, tokens: Tokens, revealed_at: Int[Tensor, "batch pos"], step: int) -> OpenBlock | None:
+        """The block that each row writes in a step; of a row that is filled, the last one.
+
+        Args:
+            tokens: Canvas before the step.
+            revealed_at: Step that revealed each position; -1 where none has.
+        """
+        if self.reach is None or self.blocks is None:
+            return None
+        # 1. Each row's first block with something to write; of a filled row, its last block.
+        inside = self._inside(torch.ones_like(self.given))
+        first = self._first_unfilled(tokens)
+        index = torch.where(first < _NO_BLOCK, first, self.blocks.masked_fill(~inside, -1).amax(dim=1))
+        own, before = inside & (self.blocks == index[:, None]), self.blocks < index[:, None]
+        places = torch.arange(own.shape[1], device=own.device).expand_as(own)
+
+        # 2. The blocks in which the run writes, which are not those that the prompt fills.
+        to_write = torch.where(inside & ~self.given, self.blocks, self.blocks.max() + 1)
+        written = torch.zeros(len(own), int(to_write.max()) + 1, dtype=torch.bool, device=own.device)
+        written = written.scatter_(1, to_write, True)[:, : int(self.blocks.max()) + 1]
+        numbers = torch.arange(written.shape[1], device=own.device)
+        return OpenBlock(
+            index=index,
+            start=places.masked_fill(~own, own.shape[1]).amin(dim=1),
+            stop=places.masked_fill(~own, -1).amax(dim=1) + 1,
+            step=step - 1 - revealed_at.masked_fill(~before, -1).amax(dim=1),
+            order=(written & (numbers < index[:, None])).sum(dim=1),
+            n_blocks=written.sum(dim=1),
+            size=self.reach.size,
+        )
+
+    def readable(self, tokens: Tokens) -> Tokens:
+        """Tokens for the network, which has no embedding of -1. No open position sees those that replace it."""
+        return tokens.masked_fill(~reached(tokens), max(self.blank, 0))
+
+    def extent(self, rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]) -> int:
+        """Number of positions after which nothing changes these rows of logits."""
+        if self.blocks is None:
+            return self.tokens.shape[1]
+        furthest = torch.full_like(self.blocks[:, 0], -1).scatter_reduce(0, rows[0], self.blocks[rows], "amax")
+        return int((self.blocks <= furthest[:, None]).any(dim=0).nonzero().max()) + 1
+
+    def n_filled(self, tokens: Tokens) -> int:
+        """Number of leading positions in blocks that are filled in every row, so that their states do not change."""
+        if self.blocks is None:
+            return 0
+        rest = (self.blocks >= self._first_unfilled(tokens)[:, None]).any(dim=0).nonzero()
+        return int(rest.min()) if len(rest) else tokens.shape[1]
+
+    def _first_unfilled(self, tokens: Tokens) -> Int[Tensor, "batch"]:
+        """The first block of each row with something to write; `_NO_BLOCK` of a filled row."""
+        assert self.blocks is not None
+        return self.blocks.masked_fill(~self.blanks(tokens), _NO_BLOCK).amin(dim=1)
+
+    def _inside(self, positions: PosMask) -> PosMask:
+        return positions if self.real is None else positions & self.real
 
     def started(self, seeds: Sequence[int], n_tokens: int) -> "Canvas":
         """This canvas as a run begins: under uniform noise, with a random token at each position to write.
@@ -148,7 +227,13 @@ def lay_out(
     if not bool((inside & (canvas == blank)).any()):
         masks = ", or put [MASK]s in the prompt" if model.cfg.has_mask else ""
         raise ValueError(f"there is nothing to fill: give {_lengths(model)}{masks}")
-    return Canvas(canvas, given, None if bool(inside.all()) else inside, blank, model.cfg.grows, model.cfg.rewrites)
+
+    # 5. Only the first block is open.
+    real = None if bool(inside.all()) else inside
+    whole = Canvas(canvas, given, real, blank, reach_of(model.cfg), model.cfg.rewrites)
+    if whole.reach is None:
+        return whole
+    return replace(whole, tokens=whole.opened(canvas.masked_fill(whole.blanks(canvas), UNREACHED)))
 
 
 def _lengths(model: DiffusionTransformer) -> str:

@@ -79,7 +79,7 @@ class DenoiseSettings:
             raise ValueError(
                 f"cfg_scale={self.cfg_scale} masks the prompt, and {model_name!r} has no [MASK]; use cfg_scale=0"
             )
-        return replace(self, sampler=resolve_sampler(self.sampler, variant))
+        return replace(self, sampler=resolve_sampler(self.sampler, variant, self.steps))
 
     def fitted_to(self, variant: Variant) -> "DenoiseSettings":
         """These settings, with `cfg_scale=0` on a model without [MASK]; lets one study cover both variants."""

@@ -61,11 +61,14 @@ class Conditional(Predictor):
     ) -> Float[Tensor, "selected d_vocab_out"]:
         """Logits of `positions` on `tokens`, with `state` as `hook.step`."""
         batch, rows = self.model.readout.locate(positions, real)
-        if self.canvas.grows:
-            # Nothing behind the last row that is read changes it. A hook is shown the whole canvas all the same.
-            reach = tokens.shape[1] if self.model.is_hooked else int(rows.max()) + 1
-            tokens = tokens[:, :reach].clamp(min=0)
-            real = None if real is None else real[:, :reach]
+        if self.canvas.reach is not None:
+            # Nothing behind the block of the last row that is read changes it. A hook sees the whole canvas all the
+            # same.
+            extent = (
+                tokens.shape[1] if self.model.is_hooked else self.canvas.extent((batch % len(self.canvas.tokens), rows))
+            )
+            tokens = self.canvas.readable(tokens)[:, :extent]
+            real = None if real is None else real[:, :extent]
         self.model.clock.step = state
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
         self._passes += 1
@@ -113,11 +116,11 @@ class Guided(Predictor):
 
 
 @dataclass
-class LeftToRightCached(Predictor):
-    """A causal model with a key/value cache: a step computes one new position while nothing is hooked.
+class Cached(Predictor):
+    """A model that writes block after block, with the keys and values of filled blocks, which later ones do not change.
 
-    Hooks see the whole canvas, so a step with hooks computes all of it. So does a step of padded rows, or of rows that
-    have reached different positions.
+    A step computes only the positions after the blocks that all rows have filled. Hooks see the whole canvas, so a step
+    with hooks computes all of it. So does a step of padded rows.
     """
 
     inner: Conditional
@@ -133,22 +136,26 @@ class LeftToRightCached(Predictor):
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
-        # 1. Without the cache where a hook, padding, or rows at different positions need the whole canvas.
-        batch, rows = model.readout.locate(positions)
-        same_row = len(batch) == positions.shape[0] and bool((rows == rows[0]).all())
-        if model.is_hooked or canvas.real is not None or not same_row:
+        if model.is_hooked or canvas.real is not None:
             return self.inner(state, positions)
 
-        # 2. Begin a new cache where the canvas no longer begins with the tokens that were cached.
-        tokens = state.tokens[:, : int(rows[0]) + 1]
-        n_cached = self._cache.n_pos
-        if n_cached >= tokens.shape[1] or not torch.equal(tokens[:, :n_cached], self._tokens):
-            self._cache, n_cached = KeyValueCache(model.cfg.n_layers), 0
+        # 1. Keep what is cached of the tokens with which the canvas still begins, as far as the rows that are read.
+        batch, rows = model.readout.locate(positions)
+        size = 1 if canvas.reach is None else canvas.reach.size
+        n_cached = min(self._cache.n_pos, int(rows.min()) // size * size)
+        if not torch.equal(state.tokens[:, :n_cached], self._tokens[:, :n_cached]):
+            n_cached = 0
+        self._cache.keep(n_cached)
 
-        # 3. Compute the positions after the cached ones, and read the last row.
-        logits: Tensor = model(tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=[-1])
-        self._tokens, self._passes = tokens, self._passes + 1
-        return logits[:, 0]
+        # 2. Compute the positions after the cached ones, and keep those in blocks that are filled.
+        tokens = canvas.readable(state.tokens)[:, : canvas.extent((batch, rows))]
+        logits: Tensor = model(
+            tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=(batch, rows - n_cached), attention_mask=None
+        )
+        n_filled = min(canvas.n_filled(state.tokens), tokens.shape[1])
+        self._cache.keep(n_filled)
+        self._tokens, self._passes = state.tokens[:, :n_filled], self._passes + 1
+        return logits
 
 
 @dataclass
@@ -208,15 +215,15 @@ class FirstGiven(Predictor):
 def predictor_for(
     model: DiffusionTransformer, canvas: Canvas, cfg_scale: float, may_change_nothing: bool = False
 ) -> Predictor:
-    """The predictor of a run: with guidance, with a key/value cache on a causal model, or plain.
+    """The predictor of a run: with guidance, with a key/value cache where a text has filled blocks, or plain.
 
     Args:
         may_change_nothing: Whether steps may leave the canvas as it is.
     """
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
-    if canvas.grows:
-        return LeftToRightCached(Conditional(model, canvas))
+    if canvas.reach is not None:
+        return Cached(Conditional(model, canvas))
     if may_change_nothing:
         return Repeating(Conditional(model, canvas))
     return Conditional(model, canvas)

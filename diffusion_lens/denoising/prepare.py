@@ -82,7 +82,10 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
     seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
     canvas = canvas.started(seeds, model.cfg.d_vocab_out)
     blanks = canvas.blanks(canvas.tokens)
-    n_steps = settings.sampler.n_steps(settings.steps, blanks)
+    if canvas.blocks is None:
+        n_steps = settings.sampler.n_steps(settings.steps, blanks)
+    else:
+        n_steps = settings.sampler.n_steps_by_blocks(settings.steps, blanks, canvas.blocks)
     return Run(
         model=model,
         canvas=canvas,

@@ -42,23 +42,28 @@ def confidence_of(
 
 
 def likeliest(
-    logits: Float[Tensor, "selected d_vocab_out"], top_p: float | None, top_k: int | None
+    logits: Float[Tensor, "selected d_vocab_out"], top_p: float | None, top_k: int | None, first: str = "top_p"
 ) -> Bool[Tensor, "selected d_vocab_out"]:
     """The likeliest tokens that together have more than `top_p`, and of these the `top_k` likeliest.
 
     Tokens that tie with the last of the `top_k` are included, and at least one token is. Source: DreamLM/Dream
     `generation_utils.py`, `top_p_logits` and `top_k_logits`, in this order.
+
+    Args:
+        first: "top_k" takes the `top_k` likeliest tokens first, and of these those that together have more than
+            `top_p`, as transformers does.
     """
     likely = torch.ones_like(logits, dtype=torch.bool)
-    if top_p is not None:
-        # A token is in if the likelier tokens together do not exceed top_p yet.
-        ordered, index = logits.double().sort(dim=-1, descending=True, stable=True)
-        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-        mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
-        likely = torch.zeros_like(likely).scatter_(1, index, mass_before <= top_p)
-    if top_k is not None:
+    for name in ("top_p", "top_k") if first == "top_p" else ("top_k", "top_p"):
         remaining = logits.masked_fill(~likely, float("-inf"))
-        likely &= remaining >= remaining.topk(min(top_k, remaining.shape[-1]), dim=-1).values[:, -1:]
+        if name == "top_p" and top_p is not None:
+            # A token is in if the likelier tokens together do not exceed top_p yet.
+            ordered, index = remaining.double().sort(dim=-1, descending=True, stable=True)
+            mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+            mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
+            likely &= torch.zeros_like(likely).scatter_(1, index, mass_before <= top_p)
+        elif name == "top_k" and top_k is not None:
+            likely &= remaining >= remaining.topk(min(top_k, remaining.shape[-1]), dim=-1).values[:, -1:]
     return likely
 
 
@@ -77,6 +82,7 @@ class Proposal:
         writes_mask: Whether [MASK] may be proposed, where the head has a column for it. A position where it is proposed
             counts as revealed and stays masked, so that masks can remain at the end. Otherwise the best other token is
             proposed there; the probabilities are still the model's own, in which [MASK] has its share.
+        first: Limit that is applied first where both are given, "top_p" or "top_k".
     """
 
     score: str = "probability"
@@ -84,10 +90,13 @@ class Proposal:
     top_p: float | None = None
     top_k: SupportsIndex | None = None
     writes_mask: bool = False
+    first: str = "top_p"
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r}; it must be one of {', '.join(SCORES)}")
+        if self.first not in ("top_p", "top_k"):
+            raise ValueError(f"first={self.first!r}; it must be 'top_p' or 'top_k'")
         if self.scored_on not in ("model", "sampled"):
             raise ValueError(f"scored_on={self.scored_on!r}; it must be 'model' or 'sampled'")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -145,7 +154,8 @@ class Proposal:
         return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
 
     def _likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
-        return likeliest(logits, self.top_p, None if self.top_k is None else whole_number("top_k", self.top_k))
+        top_k = None if self.top_k is None else whole_number("top_k", self.top_k)
+        return likeliest(logits, self.top_p, top_k, self.first)
 
     def _writable(
         self, logits: Float[Tensor, "selected d_vocab_out"], mask_id: int | None

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.config import reached
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.display import Result, Table, texts_of
 from diffusion_lens.records import as_dataclass, load_result, save_result
@@ -30,8 +31,9 @@ class Recording(Result):
 
     Attributes:
         tokens: Int[batch pos], the final canvas.
-        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id, or
-            on a causal model -1, until it is revealed; under uniform noise it contains a random token at first.
+        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id
+            until it is revealed, or -1 until the text reaches it: on a causal model, and in blocks that are not open.
+            Under uniform noise it contains a random token at first.
         revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked. Under
             uniform noise, the last step that changed it, or 0 if none did.
         confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
@@ -119,7 +121,7 @@ class Recording(Result):
 
     def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
         """The positions of canvases that are not yet revealed."""
-        return canvases == self.blank
+        return (canvases == self.blank) | ~reached(canvases)
 
     def __len__(self) -> int:
         """Number of rows of the batch."""

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffusion_lens.config import UNREACHED, reached
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
@@ -75,7 +76,8 @@ def require_ids(name: str, ids: Tensor, state: StepState, positions: PosMask, mo
     wrong = (ids < 0) | (ids >= model.cfg.d_vocab)
     blank = ""
     if not model.cfg.rewrites:
-        wrong &= ids != model.cfg.blank
+        # A position that no block has reached stays so.
+        wrong &= (ids != model.cfg.blank) & ~((ids == UNREACHED) & ~reached(state.tokens))
         blank = f", and {model.cfg.blank} for a position that is still to be written"
     wrong = wrong[positions]
     where = _first(wrong, state, positions)

@@ -127,17 +127,18 @@ class Run:
             return self.sampler.plan(state, self.noise, self.confidence)
         after = self.script[len(self.canvases)]
         revealed = state.masked & (after != self.canvas.blank)
-        remasked = (state.tokens != self.canvas.blank) & (after == self.canvas.blank)
+        remasked = ~self.canvas.blanks(state.tokens) & (after == self.canvas.blank)
         return Plan(revealed, revealed.sum(dim=1), remasked)
 
     def open_positions(self, state: StepState, plan: Plan) -> PosMask | None:
         """Positions at which tokens are proposed, or `None` where the step needs no forward pass.
 
-        While anything is hooked, these are all masked positions, so that a hook may change the order. A canvas that
-        grows has only the planned ones.
+        While anything is hooked, these are all masked positions, so that a hook may change the order. A text that grows
+        has only the planned ones.
         """
         if self.model.is_hooked or _any_hooked(self.model.loop_hooks):
-            return plan.positions if self.canvas.grows else state.masked
+            positions = plan.positions if self.model.cfg.grows else state.masked
+            return positions if self.canvas.reach is None or bool(positions.any()) else None
         return plan.positions if bool(plan.counts.any()) else None
 
     def predict(self, state: StepState, positions: PosMask) -> Prediction:
@@ -223,13 +224,17 @@ class Run:
             self.confidence = self.confidence.masked_fill(plan.remask, float("nan"))
 
     def leave(self, state: StepState) -> None:
-        """Append the canvas to the history; in a forced run, the script's."""
+        """Open the next block of rows that filled theirs, and append the canvas to the history.
+
+        In a forced run, the canvas is the script's.
+        """
         if self.script is not None:
             self.tokens = self.script[len(self.canvases)]
         elif self.sampler.keeps_prediction and self.sigmas is not None and torch.equal(self.tokens, state.tokens):
             # The next step, if there is one, is told the same time.
             for index in range(state.index + 1, state.n_steps)[:1]:
                 self.sigmas[index] = self.sigmas[state.index]
+        self.tokens = self.canvas.opened(self.tokens)
         self.canvases.append(self.tokens)
 
     def _state(self, index: int) -> StepState:
@@ -239,10 +244,11 @@ class Run:
             t=self.times[index],
             s=self.times[index + 1],
             tokens=self.tokens,
-            masked=self.canvas.blanks(self.tokens),
+            masked=self.canvas.masked(self.tokens),
             given=self.canvas.given,
             sigma=None if self.sigmas is None else self.sigmas[index],
             run=self.identity,
+            block=self.canvas.open_block(self.tokens, self.revealed_at, index),
         )
 
 

@@ -19,7 +19,35 @@ from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.schedule import linear_times
 from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
-from weight_conversion import NoiseSchedule
+from weight_conversion import NoiseSchedule, Variant
+
+
+class Surplus(ABC):
+    """A rule by which a step reveals more positions than planned, the scores of the proposed tokens being known."""
+
+    @abstractmethod
+    def counts(self, ordered: Float[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
+        """Number of positions that each row may reveal, from their scores in descending order; -inf is no position."""
+
+
+@dataclass(frozen=True)
+class Above(Surplus):
+    """All positions whose score is above `threshold`."""
+
+    threshold: float
+
+    def counts(self, ordered: Float[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
+        return (ordered > self.threshold).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Within(Surplus):
+    """The first positions whose scores, negative entropies, add up to at most `bound` nats."""
+
+    bound: float
+
+    def counts(self, ordered: Float[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
+        return (-ordered.cumsum(dim=1) <= self.bound).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -31,12 +59,14 @@ class Plan:
         counts: Int[batch], number of them to reveal in each row; a single entry counts the whole batch as one pool.
         remask: Bool[batch pos], revealed positions that return to [MASK] in this step; `None` for none.
         jitter: Float[batch pos], noise added to the confidence before positions are ranked; `None` for none.
+        surplus: Rule by which a row reveals more of them, depending on their scores; `None` for none.
     """
 
     positions: PosMask
     counts: Int[Tensor, "#batch"]
     remask: PosMask | None = None
     jitter: Float[Tensor, "batch pos"] | None = None
+    surplus: Surplus | None = None
 
 
 class Sampler(ABC):
@@ -61,6 +91,24 @@ class Sampler(ABC):
     may_change_nothing: bool = False
     keeps_prediction: bool = False
 
+    def misfit(self, variant: Variant) -> str | None:
+        """Why this sampler cannot write the text of a kind of model; `None` if it can."""
+        if variant.grows:
+            return (
+                "reveals positions in any order, and the text of a causal model without [MASK] grows at its end only; "
+                "use 'left_to_right'"
+            )
+        if variant.opens_blocks:
+            return (
+                "shares its steps among all positions of the canvas, and this model writes one block of "
+                f"{variant.block_size} positions after another; use 'block_confidence', 'sdar' or 'left_to_right'"
+            )
+        return None
+
+    def settled(self, steps: int | None, variant: Variant) -> "Sampler":
+        """This sampler with the settings that it leaves to the number of steps and to the kind of model."""
+        return self
+
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         """Number of steps of the run; 32 by default, as in SMDM's evaluation.
 
@@ -69,6 +117,10 @@ class Sampler(ABC):
             blanks: Bool[batch pos], positions to be written.
         """
         return 32 if steps is None else steps
+
+    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"]) -> int:
+        """Number of steps of a run that writes block after block; `blocks` numbers the block of each position."""
+        return self.n_steps(steps, blanks)
 
     def times(self, n_steps: int) -> list[float]:
         """The `n_steps + 1` times of a run, falling from 1."""
@@ -95,13 +147,19 @@ class Sampler(ABC):
 
 
 def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMask:
-    """The `plan.counts` most confident of `plan.positions`, after `plan.jitter`; of equal ones, the leftmost."""
+    """The `plan.counts` most confident of `plan.positions`, after `plan.jitter`, or more by `plan.surplus`.
+
+    Of equal ones, the leftmost come first.
+    """
     pools = plan.counts.numel()
     if plan.jitter is not None:
         confidence = confidence + plan.jitter
     scores = confidence.masked_fill(~plan.positions, float("-inf")).reshape(pools, -1)
     order = scores.argsort(dim=1, descending=True, stable=True)
+    counts = plan.counts
+    if plan.surplus is not None:
+        counts = counts.maximum(plan.surplus.counts(scores.gather(1, order)))
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    return (rank < plan.counts[:, None]).reshape(plan.positions.shape) & plan.positions
+    return (rank < counts[:, None]).reshape(plan.positions.shape) & plan.positions

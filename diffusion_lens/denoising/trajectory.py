@@ -16,6 +16,7 @@ from diffusion_lens.denoising.explored_results import Results, Trace
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.predictor import FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
+from diffusion_lens.denoising.reach import Reach, reach_of
 from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
@@ -27,7 +28,9 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages.page import Page, html_path, write_page
 from diffusion_lens.pages.views import Lens
 from diffusion_lens.settings import naming_the_nearest, whole_number
+from diffusion_lens.shapes import Tokens
 from diffusion_lens.step_state import StepState
+from weight_conversion import Architecture
 
 
 class Trajectory(Recording):
@@ -54,17 +57,20 @@ class Trajectory(Recording):
             device: Device of its tensors; by default that of the trajectory.
         """
         times: list[float] = self.record["times"]
-        tokens, real = (x.to(device) for x in (self.canvases[self._canvas_index(step)], self.real))
+        tokens = self.canvases[self._canvas_index(step)].to(device)
+        canvas = self._canvas(tokens, reach_of(Architecture.from_dict(self.record["architecture"])))
+        before = (self.revealed_at >= 0) & (self.revealed_at < step)
         return StepState(
             index=step,
             n_steps=len(times) - 1,
             t=times[step],
             s=times[step + 1],
             tokens=tokens,
-            masked=(~self.given.to(device) if self.rewrites else self.is_masked(tokens)) & real,
-            given=self.given.to(device),
+            masked=canvas.masked(tokens),
+            given=canvas.given,
             sigma=self.record["sigmas"][step] if self.record.get("sigmas") else None,
             run=None,
+            block=canvas.open_block(tokens, self.revealed_at.masked_fill(~before, -1).to(tokens.device), step),
         )
 
     @naming_the_nearest
@@ -185,13 +191,10 @@ class Trajectory(Recording):
             )
         settings = DenoiseSettings.recorded(self.record, sampler, seeds)
         device = model.cfg.device
-        real = None if bool(self.real.all()) else self.real.to(device)
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
         return Run(
             model=model,
-            canvas=Canvas(
-                self.canvases[0].to(device), self.given.to(device), real, self.blank, model.cfg.grows, self.rewrites
-            ),
+            canvas=self._canvas(self.canvases[0].to(device), reach_of(model.cfg)),
             settings=settings.on(model.cfg, model.cfg.model_name),
             seeds=row_seeds(settings.seed, self.canvases.shape[1]),
             times=list(self.record["times"]),
@@ -200,6 +203,11 @@ class Trajectory(Recording):
             script=self.canvases.to(device) if forced else None,
             sigmas=list(self.record["sigmas"]) if forced and self.record.get("sigmas") else None,
         )
+
+    def _canvas(self, tokens: Tokens, reach: Reach | None) -> Canvas:
+        """The canvas with these tokens, on their device."""
+        real = None if bool(self.real.all()) else self.real.to(tokens.device)
+        return Canvas(tokens, self.given.to(tokens.device), real, self.blank, reach, self.rewrites)
 
     def _canvas_index(self, step: int) -> int:
         """The index of a step in `canvases`; a `ValueError` if the trajectory does not contain the step."""

@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, so that a causal model processes each position once."""
+"""Keys and values of earlier positions, so that a model processes each filled block of positions once."""
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,11 @@ class LayerKeyValues:
         self.keys, self.values = keys, values
         return keys, values
 
+    def keep(self, n_pos: int) -> None:
+        """Forget the positions from `n_pos` on."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :n_pos], self.values[:, :n_pos]
+
 
 class KeyValueCache:
     """A `LayerKeyValues` for each layer. Pass it as `past_kv_cache` with only the new tokens as input."""
@@ -38,3 +43,8 @@ class KeyValueCache:
     def n_pos(self) -> int:
         """Number of positions stored."""
         return self.layers[0].n_pos
+
+    def keep(self, n_pos: int) -> None:
+        """Forget the positions from `n_pos` on."""
+        for layer in self.layers:
+            layer.keep(n_pos)

@@ -238,16 +238,23 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
         lengths = {layer.n_pos for layer in past if layer is not None}
         if not lengths:
             return 0
-        if not self.cfg.is_causal:
+        size = self.cfg.block_size
+        if size is None:
             raise ValueError(
-                f"past_kv_cache needs a causal model, and {self.cfg.model_name!r} is bidirectional: its earlier "
-                "positions change with every new token"
+                f"past_kv_cache needs a model whose earlier positions never see later ones, causal or by blocks, and "
+                f"{self.cfg.model_name!r} is bidirectional: its earlier positions change with every new token"
             )
         if real is not None:
             raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
         if len(lengths) > 1:
             raise ValueError(
                 f"past_kv_cache has {sorted(lengths)} positions in different layers; run the same ones in every layer"
+            )
+        if max(lengths) % size:
+            raise ValueError(
+                f"past_kv_cache has {max(lengths)} positions, and positions of one block of {size} see each other, "
+                f"whichever came first: cache whole blocks, {max(lengths) // size * size} positions "
+                "(past_kv_cache.keep), and pass the rest again"
             )
         check_length(n_pos + max(lengths), self.cfg)
         return max(lengths)

@@ -8,11 +8,12 @@ from typing import Any
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers.ancestral import Ancestral
+from diffusion_lens.denoising.samplers.block_confidence import BlockConfidence
 from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
 from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPosterior
-from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, smdm
+from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, sdar, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
 from diffusion_lens.denoising.samplers.score import Score
 from diffusion_lens.denoising.samplers.transition_presets import mdlm, radd, sedd, udlm
@@ -26,13 +27,14 @@ SAMPLERS: dict[str, Sampler] = {
         LeftToRight(),
         ReMDM(),
         Blocks(),
+        BlockConfidence(),
         Posterior(),
         UniformPosterior(),
         Score(),
     )
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
-    preset.__name__: preset for preset in (smdm, llada, dream, diffullama, mdlm, sedd, udlm, radd)
+    preset.__name__: preset for preset in (smdm, llada, dream, diffullama, sdar, mdlm, sedd, udlm, radd)
 }
 
 
@@ -79,25 +81,25 @@ def named_sampler(sampler: str | Sampler) -> Sampler:
     return sampler
 
 
-def resolve_sampler(sampler: str | Sampler | None, variant: Variant) -> Sampler:
-    """The sampler of a name, or the default of a kind of model.
+def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int | None = None) -> Sampler:
+    """The sampler of a name, or the default of a kind of model, settled for a number of steps.
 
     Raises:
         ValueError: An unknown name, or a sampler that this kind of model cannot follow.
         TypeError: As for `named_sampler`.
     """
     if sampler is None:
-        sampler = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
+        defaults = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}
+        sampler = "block_confidence" if variant.has_mask and variant.opens_blocks else defaults[variant.noise]
     sampler = named_sampler(sampler)
-    if variant.grows and not isinstance(sampler, LeftToRight):
-        raise ValueError(
-            f"the sampler {sampler.name!r} reveals positions in any order, and the text of a causal model without "
-            "[MASK] grows at its end only; use 'left_to_right'"
-        )
     if variant.noise is not None and variant.noise not in sampler.noises:
-        fitting = [name for name, known in SAMPLERS.items() if variant.noise in known.noises]
+        fitting = [
+            name for name, known in SAMPLERS.items() if variant.noise in known.noises and not known.misfit(variant)
+        ]
         raise ValueError(f"the sampler {sampler.name!r} {_MISFIT[variant.noise]}; use {', '.join(map(repr, fitting))}")
-    return sampler
+    if problem := sampler.misfit(variant):
+        raise ValueError(f"the sampler {sampler.name!r} {problem}")
+    return sampler.settled(steps, variant)
 
 
 # Why a sampler does not fit a model's noise.
@@ -113,6 +115,7 @@ __all__ = [
     "PRESETS",
     "SAMPLERS",
     "Ancestral",
+    "BlockConfidence",
     "Blocks",
     "Confidence",
     "LeftToRight",
@@ -129,6 +132,7 @@ __all__ = [
     "named_sampler",
     "radd",
     "resolve_sampler",
+    "sdar",
     "sedd",
     "smdm",
     "udlm",

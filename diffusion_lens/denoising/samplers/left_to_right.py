@@ -9,6 +9,7 @@ from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import StepState
+from weight_conversion import Variant
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,9 @@ class LeftToRight(Sampler):
     """One position a step in every row that has one left; `steps=` has no effect."""
 
     name = "left_to_right"
+
+    def misfit(self, variant: Variant) -> str | None:
+        return None
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         return int(blanks.sum(dim=1).max())

@@ -2,10 +2,12 @@
 
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.samplers.ancestral import Ancestral
+from diffusion_lens.denoising.samplers.block_confidence import BlockConfidence
 from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 
 _ORDERS = {"low_confidence": "confidence", "random": "random"}
+_STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
 _SCORES = {"maskgit_plus": "probability", "topk_margin": "margin", "entropy": "entropy"}
 
 
@@ -122,3 +124,60 @@ def diffullama(top_p: float | None = 0.9, *, as_published: bool = False) -> Ance
         as_published: Whether to follow the authors' code in the second difference.
     """
     return Ancestral(eps=0.0, proposal=Proposal(top_p=top_p, writes_mask=as_published))
+
+
+def sdar(
+    block_length: int | None = None,
+    steps_per_block: int | None = None,
+    strategy: str = "low_confidence_dynamic",
+    threshold: float | None = 0.85,
+    eb_threshold: float = 0.35,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> BlockConfidence:
+    """SDAR's sampler (Cheng et al. 2025, arXiv 2510.06303; JetAstra/SDAR `generate.py::block_diffusion_generate`).
+
+    It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
+    step of a block reveals a number of its positions, as `BlockConfidence` describes it:
+
+    - "low_confidence_dynamic": all positions whose confidence is above `threshold`, if these are more than the number;
+      otherwise the most confident ones.
+    - "low_confidence_static": the most confident ones.
+    - "sequential": the leftmost ones.
+    - "entropy_bounded": the positions of the lowest entropy, as long as their entropies add up to at most
+      `eb_threshold`, and at least one. The published code raises an `UnboundLocalError` here, and would take one
+      entropy for the whole block, from the probabilities of the chosen tokens alone. Here each position has the entropy
+      of its own distribution.
+
+    Differences from the authors' code:
+
+    - A step reveals masked positions only. Where fewer are left than its number, the authors' code overwrites decided
+      tokens by its predictions, tokens of the prompt included; their evaluation code does not.
+    - Temperature 0 takes the likeliest token. The authors' code divides by it.
+    - [MASK] is never written. In the authors' code it may be proposed; the run can then fail with an `IndexError`.
+    - The canvas ends where `length` says. The authors' code fills the last block, which may be longer.
+    - A run does not stop at an end token.
+    - Seeds give other samples: random numbers belong to row, step and position here.
+
+    Args:
+        block_length: Number of positions in a block, which has to be that of the model; `None` for any.
+        steps_per_block: Steps of a block; by default as in `BlockConfidence`.
+        strategy: One of the four above.
+        threshold: Confidence above which "low_confidence_dynamic" reveals.
+        eb_threshold: Bound of "entropy_bounded" in nats.
+        top_p, top_k: Limits of the likeliest tokens that are sampled from. Confidence is read after temperature, top-p
+            and top-k: with `top_k=1` every confidence is 1, so that "low_confidence_dynamic" reveals a block at once.
+    """
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}; it must be one of {', '.join(_STRATEGIES)}")
+    if strategy == "low_confidence_dynamic" and threshold is None:
+        raise ValueError("strategy='low_confidence_dynamic' needs a threshold; without one use 'low_confidence_static'")
+    bounded = strategy == "entropy_bounded"
+    return BlockConfidence(
+        steps_per_block,
+        "sequential" if strategy == "sequential" else "confidence",
+        threshold if strategy == "low_confidence_dynamic" else None,
+        eb_threshold if bounded else None,
+        block_length,
+        Proposal("entropy" if bounded else "probability", "sampled", top_p, top_k, first="top_k"),
+    )
