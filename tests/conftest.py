@@ -194,7 +194,9 @@ def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor
     tensors = []
     for name, shape in tensor_shapes(architecture).items():
         drawn = torch.randn(shape, generator=generator)
-        if len(shape) == 1:
+        if name.endswith("router.bias"):
+            tensors.append((name, 0.05 * drawn))
+        elif len(shape) == 1:
             tensors.append((name, 0.3 * drawn if name.endswith(".bias") else 1 + 0.3 * drawn))
         else:
             tensors.append((name, drawn * (0.35 if name == "embed.weight" else 1.5 / shape[1] ** 0.5)))
