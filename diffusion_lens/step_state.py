@@ -33,6 +33,7 @@ class OpenBlock:
         order: Int[batch], number of blocks that the run fills before it; the prompt may fill others.
         n_blocks: Int[batch], number of blocks that the run fills in the row.
         size: Number of positions in a block.
+        seeded: Whether the row before the block, which is finished, predicts its first token, which is written first.
     """
 
     index: Int[Tensor, "batch"]
@@ -42,11 +43,12 @@ class OpenBlock:
     order: Int[Tensor, "batch"]
     n_blocks: Int[Tensor, "batch"]
     size: int
+    seeded: bool = False
 
     def repeat(self, copies: int) -> "OpenBlock":
         """The blocks of a batch that consists of several copies of this one."""
         rows = {name: x.repeat(copies) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return OpenBlock(**rows, size=self.size)
+        return OpenBlock(**rows, size=self.size, seeded=self.seeded)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,14 @@ class StepClock:
         self._holder: int | None = None
         self._depth = 0
         self._passing: Counter[int] = Counter()
+
+    @property
+    def opened(self) -> Int[Tensor, "batch"] | None:
+        """Int[batch], the first position of the block that each row of the forward pass writes; `None` without one."""
+        block = None if self.step is None else self.step.block
+        if block is None:
+            return None
+        return block.start if self.branches is None else block.start.repeat(len(self.branches))
 
     def __deepcopy__(self, memo: object) -> "StepClock":
         # A copy of the model is idle, even if the original is running.

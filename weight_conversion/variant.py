@@ -12,12 +12,19 @@ class Variant:
 
     attention_dir: Direction
     causal_block: int | None
+    causal_prefix: bool
     mask_token_id: int | None
 
     @property
     def block_size(self) -> int | None:
         """Number of neighbouring positions that see each other and all earlier ones; `None` for the whole text."""
         return 1 if self.attention_dir == "causal" else self.causal_block
+
+    @property
+    def final_together(self) -> int | None:
+        """Number of neighbouring positions whose states become final together as a text is written; `None` if they all
+        depend on the whole text."""
+        return 1 if self.causal_prefix else self.block_size
 
     @property
     def noise(self) -> Literal["absorbing", "uniform"] | None:

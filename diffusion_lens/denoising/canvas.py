@@ -108,6 +108,7 @@ class Canvas:
             order=(written & (numbers < index[:, None])).sum(dim=1),
             n_blocks=written.sum(dim=1),
             size=self.reach.size,
+            seeded=self.reach.seeded,
         )
 
     def readable(self, tokens: Tokens) -> Tokens:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
@@ -60,7 +60,7 @@ class Conditional(Predictor):
         self, state: StepState, tokens: Tokens, positions: PosMask, real: PosMask | None
     ) -> Float[Tensor, "selected d_vocab_out"]:
         """Logits of `positions` on `tokens`, with `state` as `hook.step`."""
-        batch, rows = self.model.readout.locate(positions, real)
+        batch, rows = self.located(state, positions, real)
         if self.canvas.reach is not None:
             # Nothing behind the block of the last row that is read changes it. A hook sees the whole canvas all the
             # same.
@@ -73,6 +73,17 @@ class Conditional(Predictor):
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
         self._passes += 1
         return logits
+
+    def located(
+        self, state: StepState, positions: PosMask, real: PosMask | None
+    ) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
+        """Row of the batch and row of the logits that predict each position, in reading order."""
+        batch, rows = self.model.readout.locate(positions, real)
+        block = state.block
+        if block is None or not block.seeded:
+            return batch, rows
+        first = positions.nonzero()[:, 1] == block.start[batch % len(block.start)]
+        return batch, torch.where(first, rows - 1, rows).clamp(min=0)
 
 
 @dataclass
@@ -140,8 +151,8 @@ class Cached(Predictor):
             return self.inner(state, positions)
 
         # 1. Keep what is cached of the tokens with which the canvas still begins, as far as the rows that are read.
-        batch, rows = model.readout.locate(positions)
-        size = 1 if canvas.reach is None else canvas.reach.size
+        batch, rows = self.inner.located(state, positions, None)
+        size = model.cfg.final_together or 1
         n_cached = min(self._cache.n_pos, int(rows.min()) // size * size)
         if not torch.equal(state.tokens[:, :n_cached], self._tokens[:, :n_cached]):
             n_cached = 0

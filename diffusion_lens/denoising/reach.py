@@ -7,6 +7,7 @@ to be written. A causal model is the case of blocks of one position.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
@@ -21,9 +22,11 @@ class Reach(ABC):
 
     Attributes:
         size: Number of positions in a block.
+        seeded: Whether the row before a block, which is finished, predicts its first token, which is written first.
     """
 
     size: int
+    seeded: ClassVar[bool] = False
 
     @abstractmethod
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
@@ -43,9 +46,22 @@ class FromStart(Reach):
         return positions // self.size
 
 
+@dataclass(frozen=True)
+class AfterPrompt(Reach):
+    """Blocks are counted from the end of the prompt, in both directions: the first position that is not given."""
+
+    seeded: ClassVar[bool] = True
+
+    def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
+        # Padding on the left has the number of the first token, which belongs to the prompt.
+        later = positions.masked_fill(given | (positions == 0), positions.shape[1])
+        end = later.amin(dim=1, keepdim=True)
+        return (positions - end).div(self.size, rounding_mode="floor") - (-end).div(self.size, rounding_mode="floor")
+
+
 def reach_of(variant: Variant) -> Reach | None:
     """Where the blocks of a model begin; `None` where the whole canvas is open from the first step on."""
     if not variant.opens_blocks:
         return None
     assert variant.block_size is not None
-    return FromStart(variant.block_size)
+    return AfterPrompt(variant.block_size) if variant.causal_prefix else FromStart(variant.block_size)

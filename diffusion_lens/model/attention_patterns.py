@@ -7,6 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from diffusion_lens.shapes import PosMask
+from weight_conversion import Variant
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,30 @@ class AttentionPattern:
     Attributes:
         block_size: Number of positions in a block: 1 is causal attention, `None` one block for the whole text, which is
             bidirectional attention.
+        causal_prefix: Whether tokens before the open block are finished: they see only earlier ones, and blocks are
+            counted from the open one. By default, the last `block_size` tokens of a text are the open block.
     """
 
     block_size: int | None
+    causal_prefix: bool = False
+
+    @classmethod
+    def of(cls, variant: Variant) -> "AttentionPattern":
+        """The pattern of a kind of model."""
+        return cls(variant.block_size, variant.causal_prefix)
 
     @property
     def causal(self) -> bool:
         return self.block_size == 1
 
-    def visibility(self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int = 0) -> Visibility:
+    def visibility(
+        self,
+        n_pos: int,
+        device: torch.device,
+        real: PosMask | None,
+        n_past: int = 0,
+        opened: Int[Tensor, "batch"] | None = None,
+    ) -> Visibility:
         """The pattern of one forward pass.
 
         Padding is seen only by itself, because the softmax of a row that sees nothing is undefined.
@@ -65,7 +81,11 @@ class AttentionPattern:
             device: Device of the mask.
             real: Bool[batch pos], false at padding; `None` without padding.
             n_past: Number of earlier positions, whose keys come from the cache.
+            opened: Int[batch], the first position of each row's open block, where finished tokens are causal; by
+                default the last `block_size` tokens are open.
         """
+        if self.causal_prefix:
+            return self._with_prefix(n_pos, device, real, n_past, opened)
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
             return Visibility(None if n_pos == 1 else self._between(together)[None, None, n_past:], causal=False)
@@ -77,6 +97,25 @@ class AttentionPattern:
         # Blocks are counted from the first real token, so that padding on the left shifts none of them.
         allowed = self._between(real.long().cumsum(dim=1) - 1) & real[:, None, :]
         return Visibility((allowed | itself)[:, None], self.causal)
+
+    def _with_prefix(
+        self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int, opened: Int[Tensor, "batch"] | None
+    ) -> Visibility:
+        """Every token sees earlier ones, and those of the open block and later also the rest of their own block."""
+        assert self.block_size is not None
+        numbers = torch.arange(n_past + n_pos, device=device)[None] if real is None else real.long().cumsum(dim=1) - 1
+        if opened is None:
+            first = (numbers[:, -1] + 1 - self.block_size).clamp(min=0)
+        else:  # a row that is filled may be longer than what the others need
+            starts = opened[:, None].clamp(max=n_past + n_pos - 1)
+            first = numbers.expand(len(opened), -1).gather(1, starts)[:, 0]
+        # Blocks before the open one have negative numbers and play no part.
+        blocks = (numbers - first[:, None]).div(self.block_size, rounding_mode="floor")
+        query, key = blocks[:, n_past:, None], blocks[:, None, :]
+        allowed = (numbers[:, None, :] <= numbers[:, n_past:, None]) | ((key <= query) & (query >= 0))
+        if real is not None:
+            allowed = (allowed & real[:, None, :]) | torch.eye(n_pos, dtype=torch.bool, device=device)
+        return Visibility(allowed[:, None], causal=False)
 
     def _between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
         """The pattern among real tokens with these numbers; its last axes are queries and keys."""

@@ -32,7 +32,7 @@ def lent_weights(
     try:
         model.cfg = cfg
         model.positions = build.build_positions(cfg.architecture)
-        model._pattern = AttentionPattern(cfg.block_size)
+        model._pattern = AttentionPattern.of(cfg)
         for norm in epsilons:
             norm.eps = cfg.eps
         for name, tensor in tensors.items():

@@ -84,7 +84,7 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
             self.pos_embed = build.build_pos_embed(architecture)
             self.hook_pos_embed = StepHookPoint()
         self._add_time_parts()
-        self._pattern = AttentionPattern(cfg.block_size)
+        self._pattern = AttentionPattern.of(cfg)
         if weights_of is not None:
             build.share_tensors(self, weights_of)
         else:
@@ -238,7 +238,7 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
         lengths = {layer.n_pos for layer in past if layer is not None}
         if not lengths:
             return 0
-        size = self.cfg.block_size
+        size = self.cfg.final_together
         if size is None:
             raise ValueError(
                 f"past_kv_cache needs a model whose earlier positions never see later ones, causal or by blocks, and "
@@ -269,7 +269,7 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
 
     def _context(self, n_pos: int, real: PosMask | None, positions: Tokens | None, n_past: int = 0) -> AttentionContext:
         device = self.unembed.weight.device
-        visibility = self._pattern.visibility(n_pos, device, real, n_past)
+        visibility = self._pattern.visibility(n_pos, device, real, n_past, self.clock.opened)
         rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
         if bias is not None:
             bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))

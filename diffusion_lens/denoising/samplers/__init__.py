@@ -13,7 +13,7 @@ from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
 from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPosterior
-from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, sdar, smdm
+from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, nemotron, sdar, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
 from diffusion_lens.denoising.samplers.score import Score
 from diffusion_lens.denoising.samplers.transition_presets import mdlm, radd, sedd, udlm
@@ -34,7 +34,7 @@ SAMPLERS: dict[str, Sampler] = {
     )
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
-    preset.__name__: preset for preset in (smdm, llada, dream, diffullama, sdar, mdlm, sedd, udlm, radd)
+    preset.__name__: preset for preset in (smdm, llada, dream, diffullama, nemotron, sdar, mdlm, sedd, udlm, radd)
 }
 
 
@@ -130,6 +130,7 @@ __all__ = [
     "llada",
     "mdlm",
     "named_sampler",
+    "nemotron",
     "radd",
     "resolve_sampler",
     "sdar",

@@ -126,6 +126,14 @@ class BlockConfidence(Sampler):
         positions = step.masked
         if self.order == "sequential":
             positions = step.masked & (step.masked.cumsum(dim=1) <= counts[:, None])
+
+        # 3. The first step of a block may be its first token's alone.
+        if block.seeded:
+            places = torch.arange(positions.shape[1], device=positions.device)
+            seed = step.masked & (places == block.start[:, None])
+            seeding = seed.any(dim=1) & (block.step == 0)
+            positions = torch.where(seeding[:, None], seed, positions)
+            counts = torch.where(seeding, 1, counts)
         return Plan(positions, counts, surplus=None if self.threshold is None else Above(self.threshold))
 
 

@@ -104,6 +104,29 @@ def dream(
     return Confidence("mean" if as_published else "row", eps, alg_temp or 0.0, proposal)
 
 
+def nemotron(threshold: float | None = None, block_length: int | None = None) -> BlockConfidence:
+    """The sampler of Nemotron-Labs-Diffusion (`generate` of the hub model, with `causal_context`).
+
+    Blocks begin at the end of the prompt. The first token of a block is the one that the finished text predicts, as a
+    causal model; it is never diffused. Each further step of the block reveals the most confident position, and all
+    others whose confidence is above the threshold. The finished text is causal: when a block is filled, the next step
+    computes it again so.
+
+    Differences from the authors' code:
+
+    - A row of a batch does not wait for the others before it opens its next block.
+    - A text does not end at the end token, and thinking budgets and speculation are left out.
+    - A confidence that equals the threshold to the last bit is not above it.
+    - Without `causal_context`, the authors' code reads the prompt as one bidirectional block, and finished blocks too.
+      This is not supported.
+
+    Args:
+        threshold: Confidence above which a position is revealed in any case; `None` reveals one in each step.
+        block_length: Number of positions in a block; a model with another one is refused.
+    """
+    return BlockConfidence(threshold=threshold, block_length=block_length)
+
+
 def diffullama(top_p: float | None = 0.9, *, as_published: bool = False) -> Ancestral:
     """DiffuLLaMA's sampler (Gong et al. 2024, arXiv 2410.17891; HKUNLP/DiffuLLaMA `model.py::generate_samples`).
 
