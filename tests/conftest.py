@@ -116,6 +116,7 @@ CONFIGS = {
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
+    "nemotron-block": scaled_by_yarn(dlm_paradigm="block_diff", block_size=4, mask_token_id=512, vocab_size=513),
 }
 # Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
 # their position, experts.
@@ -128,6 +129,7 @@ UNDER_LAW = (
     "a2d-qwen3",
     "nemotron",
     "nemotron-ar",
+    "nemotron-block",
     "llada_moe",
 )
 

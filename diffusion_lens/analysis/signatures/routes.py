@@ -80,6 +80,8 @@ def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
 def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact layer head"]:
     """The scores of a pass's queries and keys at the positions of reader and source of other canvases.
 
+    They are those of a reader that sees the source, whether or not it does so at its own positions.
+
     NaN with learned positions: they are in queries and keys already, and cannot be exchanged there.
     """
     model, scores = at.model, []

@@ -207,18 +207,22 @@ def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
     signatures = reversal_signatures(model, pairs)
     for layer in range(model.cfg.n_layers):
         over_heads = [torch.corrcoef(found[row, :2, layer])[0, 1] for row in range(N)]
-        torch.testing.assert_close(signatures.route_correlation[layer], torch.stack(over_heads).mean())
+        # A row that does not see its source has no score, and its correlation is NaN.
+        torch.testing.assert_close(signatures.route_correlation[layer], torch.stack(over_heads).mean(), equal_nan=True)
         for head in range(model.cfg.n_heads):
             over_facts = torch.corrcoef(found[:, :2, layer, head].T)[0, 1]
-            torch.testing.assert_close(signatures.route_correlation_by_head[layer, head], over_facts)
+            torch.testing.assert_close(signatures.route_correlation_by_head[layer, head], over_facts, equal_nan=True)
     # At its own positions a query and a key have the score they had.
     unmoved = [TaughtPair(pair.forward, pair.forward) for pair in pairs]
     at_home = routes(model, unmoved)
-    torch.testing.assert_close(at_home[:, 2], at_home[:, 0], rtol=1e-4, atol=1e-4)
+    seen = at_home[:, 0].isfinite()  # all of them, unless finished tokens see earlier ones only
+    assert bool(seen.all()) or model.cfg.causal_prefix
+    torch.testing.assert_close(at_home[:, 2][seen], at_home[:, 0][seen], rtol=1e-4, atol=1e-4)
     # In the first layer queries and keys are those of the tokens, so that moving them is asking in reverse.
     readers = [pair.forward.tokens[pair.forward.row] == pair.reverse.tokens[pair.reverse.row] for pair in pairs]
     same = torch.stack(readers)
-    torch.testing.assert_close(found[same][:, 2, 0], found[same][:, 1, 0], rtol=1e-4, atol=1e-4)
+    seen = found[same][:, 1, 0].isfinite()
+    torch.testing.assert_close(found[same][:, 2, 0][seen], found[same][:, 1, 0][seen], rtol=1e-4, atol=1e-4)
     assert bool(same.any()) == (model.cfg.readout == "in_place")
 
 
