@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, shapes
-from weight_conversion import Architecture, PositionKind
+from weight_conversion import Architecture, Experts, PositionKind
 
 # The activation at each hook point; {i} is a block. The table must be complete: a hook point without a line here, and a
 # line without a hook point, are errors.
@@ -47,7 +47,15 @@ MEANING = {
     "blocks.{i}.mlp.hook_pre": "the gate, before silu",
     "blocks.{i}.mlp.hook_pre_linear": "the up-projection",
     "blocks.{i}.mlp.hook_post": "silu(gate) · up, the input of the down-projection: ROME's key",
-    "blocks.{i}.hook_mlp_out": "output of the MLP, which is added to the residual stream",
+    "blocks.{i}.mlp.hook_router_logits": "the router's logit of each expert",
+    "blocks.{i}.mlp.hook_experts": "the chosen experts, best first; others may be returned",
+    "blocks.{i}.mlp.hook_router_weights": "what multiplies the output of each expert, 0 where it is not chosen",
+    "blocks.{i}.mlp.experts.{e}.hook_pre": "the gate of expert {e}, before silu; 0 where it is not chosen",
+    "blocks.{i}.mlp.experts.{e}.hook_pre_linear": "its up-projection",
+    "blocks.{i}.mlp.experts.{e}.hook_post": "silu(gate) · up of expert {e}",
+    "blocks.{i}.mlp.hook_expert_out": "output of each chosen expert, before its weight",
+    "blocks.{i}.hook_mlp_out": "output of the MLP, or sum of the weighted experts, which is added to the stream",
+    "blocks.{i}.hook_shared_out": "output of the shared expert, which is added to the residual stream too",
     "blocks.{i}.hook_resid_post": "residual stream after the block",
     "ln_final.hook_scale": "scale of the last norm",
     "ln_final.hook_normalized": "x / scale, before the norm's weight",
@@ -60,6 +68,9 @@ MEANING = {
 
 # Only models with learned positions have it.
 _LEARNED = "hook_pos_embed"
+_EXPERTS = {name for name in MEANING if "expert" in name or "router" in name or "shared" in name}
+# What the bundled models do not have, and which models do.
+_ELSEWHERE = {_LEARNED: 'with `positional_embedding_type="standard"`', **dict.fromkeys(_EXPERTS, "with `experts`")}
 
 # Different sizes for all axes, so that a shape identifies them.
 _SIZES = {
@@ -72,6 +83,8 @@ _SIZES = {
     "d_mlp": 13,
     "d_vocab": 17,
     "d_vocab_out": 16,
+    "expert": 7,
+    "chosen": 4,
 }
 _KINDS = {torch.int64: "Int", torch.bool: "Bool", torch.float32: "Float", torch.float64: "Float"}
 
@@ -90,18 +103,17 @@ def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
     """
     names = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").hook_dict]
     causal = [_template(name) for name in HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu").hook_dict]
-    if {*names, _LEARNED} != set(MEANING) or {*causal, _LEARNED} != set(MEANING):
-        raise ValueError(f"hook points and their meanings differ: {sorted({*names, *causal, _LEARNED} ^ set(MEANING))}")
+    if set(names) != set(causal) or {*names, *_ELSEWHERE} != set(MEANING):
+        differing = {*names, *causal, *_ELSEWHERE} ^ set(MEANING)
+        raise ValueError(f"hook points and their meanings differ: {sorted(differing)}")
     seen, model = _observed()
     rows = []
     for name, meaning in MEANING.items():
-        silent = None if name == _LEARNED else model.why_silent(name.format(i=0))
+        silent = None if name in _ELSEWHERE else model.why_silent(name.format(i=0))
         if name.startswith("denoise.") == (kind == "loop"):
             condition = re.search(r"model\.set_use_\w+\(True\)", silent or "")
             when = f"after `{condition[0]}`" if condition else ""
-            if name == _LEARNED:
-                when = 'with `positional_embedding_type="standard"`'
-            rows.append((name, seen[name], when, meaning))
+            rows.append((name, seen[name], _ELSEWHERE.get(name, when), meaning))
     return rows
 
 
@@ -120,13 +132,19 @@ def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
         shared.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[("blocks.0.hook_attn_in", record)])
     learned = _probe(kv_heads=_SIZES["head"], positional_embedding_type="standard")
     learned.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[(_LEARNED, record)])
+    experts = Experts(_SIZES["expert"], _SIZES["chosen"], _SIZES["d_mlp"], layers=(True,), d_shared=_SIZES["d_mlp"])
+    mixture = _probe(kv_heads=_SIZES["head"], experts=experts)
+    routed = [name for name in mixture.hook_dict if _template(name) in _EXPERTS]
+    mixture.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[(name, record) for name in routed])
     for flags in ({"use_attn_result": True, "use_hook_mlp_in": True, "use_split_qkv_input": True}, {}):
         with grouped.optional_hooks(**flags):
             grouped.denoise(prompt, length=_SIZES["pos"], steps=1, fwd_hooks=[(lambda name: True, record)])
     return seen, grouped
 
 
-def _probe(kv_heads: int, positional_embedding_type: PositionKind = "rotary") -> HookedDiffusionTransformer:
+def _probe(
+    kv_heads: int, positional_embedding_type: PositionKind = "rotary", experts: Experts | None = None
+) -> HookedDiffusionTransformer:
     architecture = Architecture(
         family="diffusion_lens",
         name="probe",
@@ -143,6 +161,7 @@ def _probe(kv_heads: int, positional_embedding_type: PositionKind = "rotary") ->
         readout="in_place",
         mask_token_id=_SIZES["d_vocab"] - 1,
         positional_embedding_type=positional_embedding_type,
+        experts=experts,
     )
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
@@ -154,7 +173,7 @@ def _words(shape: Sequence[int]) -> list[str]:
 
 
 def _template(name: str) -> str:
-    return re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
+    return re.sub(r"\.experts\.\d+\.", ".experts.{e}.", re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

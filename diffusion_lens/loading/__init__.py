@@ -30,7 +30,7 @@ from diffusion_lens.loading.tokenizers import (
     save_tokenizer,
 )
 from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json_object
-from weight_conversion.families.hf_config import made_from_causal
+from weight_conversion.families.hf_config import may_lack_mask
 from weight_conversion.families.unsupported import refuse_unsupported
 
 __all__ = [
@@ -234,13 +234,13 @@ def _completed_config(
 ) -> dict[str, Any] | None:
     """The config beside a checkpoint with what the catalogue and the tokenizer know; `None` if nothing is added.
 
-    The configs of diffusion models that were made from causal ones do not give the id of [MASK]; their tokenizers do.
+    Some configs of diffusion models do not give the id of [MASK] (`may_lack_mask`); their tokenizers do.
     """
     settings = local.config_beside
     if settings is None:
         return None
     added = local.known
-    if settings.get("mask_token_id") is None and made_from_causal({**settings, **added, **(options or {})}):
+    if settings.get("mask_token_id") is None and may_lack_mask({**settings, **added, **(options or {})}):
         mask = getattr(tokenizer(), "mask_token_id", None)
         added |= {} if mask is None else {"mask_token_id": mask}
     added = {key: value for key, value in added.items() if settings.get(key) is None}

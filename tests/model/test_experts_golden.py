@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.denoising.samplers import llada
-from weight_conversion import export, open_checkpoint
+from weight_conversion import export, n_params, open_checkpoint
 from weight_conversion.key_map import KeyMap
 from weight_conversion.registry import FAMILIES
 
@@ -110,3 +110,27 @@ def test_there_and_back(checkpoint, tmp_path):
 def test_the_id_of_the_mask_is_asked_for(checkpoint):
     with pytest.raises(ValueError, match="mask_token_id is None in the llada_moe config"):
         open_checkpoint(checkpoint[0])
+
+
+def test_the_published_model_has_as_many_weights_as_its_card_says():
+    config = {
+        **json.loads((GOLDEN / "hub" / "config.json").read_text()),
+        **dict(hidden_size=2048, num_hidden_layers=16, moe_layer_freq=[1] * 16, dense_intermediate_size=8192),
+        **dict(expert_intermediate_size=1024, num_experts=64, num_experts_per_tok=8, vocab_size=157184),
+        **dict(num_attention_heads=16, num_key_value_heads=16, mask_token_id=156895),
+    }
+    architecture = FAMILIES["llada_moe"].read_architecture(config, {})
+    assert n_params(architecture) == 7_356_880_896
+    assert n_params(architecture, active=True) == 7_356_880_896 - 16 * 56 * 3 * 1024 * 2048
+
+
+def test_the_tokenizer_may_know_the_mask(checkpoint, tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(MASK)} | {"<|mask|>": MASK}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), mask_token="<|mask|>"
+    )
+    model = HookedDiffusionTransformer.from_pretrained(checkpoint[0], tokenizer=tokenizer, device="cpu")
+    assert model.cfg.mask_token_id == MASK

@@ -102,9 +102,11 @@ class ConfigKeys:
                 )
 
 
-def made_from_causal(config: Config) -> bool:
-    """Whether a masked diffusion model was made from a causal one, whose config may lack the id of [MASK]."""
-    return str(config.get("model_type")).startswith((DIFFUSION, "sdar")) or config.get("mode") == "bidirectional"
+def may_lack_mask(config: Config) -> bool:
+    """Whether the config is of a masked diffusion model that may leave the id of [MASK] to the tokenizer: one that was
+    made from a causal model, or a mixture of experts."""
+    from_causal = str(config.get("model_type")).startswith((DIFFUSION, "sdar")) or config.get("mode") == "bidirectional"
+    return from_causal or bool(config.get("num_experts"))
 
 
 def rotary_base(config: Config, default: float | None = None) -> float:
