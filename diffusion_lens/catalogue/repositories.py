@@ -166,8 +166,15 @@ REPOSITORIES: tuple[Repository, ...] = (
         _a2d(QWEN25_05B, 151665),
         options={"block_size": 32},
     ),
-    Repository("llada-moe-7b-a1b-base", "inclusionAI/LLaDA-MoE-7B-A1B-Base", "name seen"),
-    Repository("llada-moe-7b-a1b-instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "name seen"),
+    Repository(
+        "llada-moe-7b-a1b-base", "inclusionAI/LLaDA-MoE-7B-A1B-Base", "name seen", options={"mask_token_id": 156895}
+    ),
+    Repository(
+        "llada-moe-7b-a1b-instruct",
+        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+        "name seen",
+        options={"mask_token_id": 156895},
+    ),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     Repository(
         "diffullama-7b",
