@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock, get_ident
 from typing import Literal
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -44,6 +45,21 @@ class OpenBlock:
     n_blocks: Int[Tensor, "batch"]
     size: int
     seeded: bool = False
+
+    def rows(
+        self, rows: Int[Tensor, "selected"], positions: Int[Tensor, "selected"], batch: Int[Tensor, "selected"]
+    ) -> Int[Tensor, "selected"]:
+        """The rows of the logits that predict tokens: of a seeded block's first one, the row before it.
+
+        Args:
+            rows: The rows by the model's readout.
+            positions: Position of each token.
+            batch: Row of the batch of each token, of copies of this batch, one after the other.
+        """
+        if not self.seeded:
+            return rows
+        first = positions == self.start[batch % len(self.start)]
+        return torch.where(first, rows - 1, rows).clamp(min=0)
 
     def repeat(self, copies: int) -> "OpenBlock":
         """The blocks of a batch that consists of several copies of this one."""
@@ -114,13 +130,14 @@ class StepClock:
         self._depth = 0
         self._passing: Counter[int] = Counter()
 
-    @property
-    def opened(self) -> Int[Tensor, "batch"] | None:
-        """Int[batch], the first position of the block that each row of the forward pass writes; `None` without one."""
+    def opened(self, n_batch: int) -> Int[Tensor, "batch"] | None:
+        """The first position of the block that each row of a forward pass writes; `None` where none is written.
+
+        Args:
+            n_batch: Rows of the pass: of copies of the step's batch, one after the other.
+        """
         block = None if self.step is None else self.step.block
-        if block is None:
-            return None
-        return block.start if self.branches is None else block.start.repeat(len(self.branches))
+        return None if block is None else block.start.repeat(n_batch // len(block.start))
 
     def __deepcopy__(self, memo: object) -> "StepClock":
         # A copy of the model is idle, even if the original is running.

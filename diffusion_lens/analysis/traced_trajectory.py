@@ -147,6 +147,9 @@ class TracedTrajectory:
         Under guidance the unconditional logits come from the same canvases with the given positions masked.
         """
         answer, scale = Answer.of(self.model, self.query), self.trajectory.record["cfg_scale"]
+        if (block := self.trajectory.state_at(step, self.model.cfg.device).block) is not None:
+            positions = torch.tensor(self.query.answer_positions, device=answer.rows.device)
+            answer = replace(answer, rows=block.rows(answer.rows, positions, torch.zeros_like(positions)))
         if not scale:
             return answer
         distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases

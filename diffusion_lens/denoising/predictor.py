@@ -79,11 +79,7 @@ class Conditional(Predictor):
     ) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
         """Row of the batch and row of the logits that predict each position, in reading order."""
         batch, rows = self.model.readout.locate(positions, real)
-        block = state.block
-        if block is None or not block.seeded:
-            return batch, rows
-        first = positions.nonzero()[:, 1] == block.start[batch % len(block.start)]
-        return batch, torch.where(first, rows - 1, rows).clamp(min=0)
+        return batch, rows if state.block is None else state.block.rows(rows, positions.nonzero()[:, 1], batch)
 
 
 @dataclass

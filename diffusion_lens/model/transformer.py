@@ -184,7 +184,7 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
             positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
             if self.positions.learned and start_at_layer is None:
                 resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
-            context = self._context(resid.shape[1], real, positions, n_past)
+            context = self._context(resid, real, positions, n_past)
             if start < stop or stop_at_layer is None:
                 context = replace(context, condition=self.condition_at(sigma, len(resid), resid.device))
             for layer, block_past in zip(range(start, stop), past, strict=True):
@@ -267,9 +267,9 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
         vectors: Resid = self.hook_pos_embed(self.pos_embed(positions))
         return vectors
 
-    def _context(self, n_pos: int, real: PosMask | None, positions: Tokens | None, n_past: int = 0) -> AttentionContext:
-        device = self.unembed.weight.device
-        visibility = self._pattern.visibility(n_pos, device, real, n_past, self.clock.opened)
+    def _context(self, resid: Resid, real: PosMask | None, positions: Tokens | None, n_past: int) -> AttentionContext:
+        (n_batch, n_pos), device = resid.shape[:2], self.unembed.weight.device
+        visibility = self._pattern.visibility(n_pos, device, real, n_past, self.clock.opened(n_batch))
         rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
         if bias is not None:
             bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import trace_trajectory
 from diffusion_lens.denoising.samplers import nemotron
+from diffusion_lens.facts import Query
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "nemotron"
 CASES = json.loads((GOLDEN / "trajectories.json").read_text())
@@ -96,3 +98,16 @@ def test_rows_of_a_ragged_batch_are_what_they_are_alone():
     second = model.denoise(padded[1:], max_new_tokens=8, sampler=nemotron())
     assert torch.equal(both.tokens[0, 2:], first.tokens[0])
     assert torch.equal(both.tokens[1], second.tokens[0])
+
+
+def test_a_trace_along_a_run_reads_each_token_where_the_loop_does():
+    model = load(4)
+    prompt = RECORDED["prompt"][:1]
+    run = model.denoise(prompt, max_new_tokens=8, sampler=nemotron())
+    again = run.replay(model)
+    torch.testing.assert_close(again.confidence, run.confidence, rtol=1e-5, atol=1e-6, equal_nan=True)
+    canvas = torch.cat([prompt[0], torch.full((8,), MASK)])
+    for position in (6, 8, 10, 13):  # the first token of both blocks, and a later one of each
+        query = Query(canvas, (1, 3), (position,), (int(run.tokens[0, position]),))
+        trace = trace_trajectory(model, query, trajectory=run, noise=1.0, samples=2, layers=[1], positions=[2])
+        torch.testing.assert_close(trace.clean[-1], run.confidence[0, position], rtol=1e-4, atol=1e-6)
