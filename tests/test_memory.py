@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from oracles.large_checkpoints import LLADA_8B, write_checkpoint, write_shards
+from oracles.large_checkpoints import LLADA_8B, LLADA_MOE, write_checkpoint, write_shards
 from oracles.memory import memory_of_loading, memory_of_tracing
 from oracles.traced_shapes import Shape
 from processes import measured_afresh, measured_apart
@@ -48,18 +48,20 @@ BUDGET = 24 * 2**20
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """One file, and a folder of shards; deleted after the measurements."""
+    """One file, a folder of shards, and a mixture of experts; deleted after the measurements."""
     scratch = tmp_path_factory.mktemp("large")
     file = write_checkpoint(ARCHITECTURE, scratch / "model.safetensors")
-    (scratch / "shards").mkdir()
+    for name in ("shards", "experts"):
+        (scratch / name).mkdir()
     shards = write_shards(SHARDED, scratch / "shards", most_bytes=50_000_000)
-    yield file, shards
-    for path in (file, *shards.glob("*.safetensors")):
+    experts = write_shards(LLADA_MOE, scratch / "experts")
+    yield file, shards, experts
+    for path in (file, *shards.glob("*.safetensors"), *experts.glob("*.safetensors")):
         path.unlink()
 
 
 def test_loading_takes_little_more_than_the_weights(checkpoints):
-    file, shards = checkpoints
+    file, shards, experts = checkpoints
     assert file.stat().st_size == export_size(ARCHITECTURE) > 360e6
     assert len(list(shards.glob("model-*.safetensors"))) > 3
     assert open_checkpoint(file).architecture == ARCHITECTURE
@@ -70,6 +72,7 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
         (file, "float32"): n_params(ARCHITECTURE) * 4,
         (file, "bfloat16"): n_params(ARCHITECTURE) * 2,
         (shards, "bfloat16"): n_params(SHARDED) * 2,
+        (experts, "bfloat16"): n_params(LLADA_MOE) * 2,
     }
     loads = measured_apart(*(partial(memory_of_loading, *arguments) for arguments in expected))
     for measured, weights in zip(loads, expected.values(), strict=True):

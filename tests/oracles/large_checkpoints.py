@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from weight_conversion import Architecture, export, open_checkpoint, tensor_shapes, write_json
+from weight_conversion import Architecture, Experts, export, open_checkpoint, tensor_shapes, write_json
 from weight_conversion.files import INDEX
 from weight_conversion.key_map import KeyMap
 from weight_conversion.registry import FAMILIES
@@ -26,6 +26,28 @@ LLADA_8B = Architecture(
     readout="in_place",
     mask_token_id=126336,
     rotary_base=500000.0,
+)
+
+# Five of the 64 experts, at their width.
+LLADA_MOE = Architecture(
+    family="llada_moe",
+    name="two layers of LLaDA-MoE-7B-A1B",
+    n_layers=2,
+    d_model=2048,
+    n_heads=16,
+    n_key_value_heads=16,
+    d_head=128,
+    d_mlp=8192,
+    d_vocab=4000,
+    d_vocab_out=4000,
+    n_ctx=4096,
+    attention_dir="bidirectional",
+    readout="in_place",
+    mask_token_id=3999,
+    rotary_base=50000.0,
+    rotation="activation",
+    qk_norm=True,
+    experts=Experts(n_experts=5, n_chosen=4, d_expert=1024, layers=(True, True)),
 )
 
 
