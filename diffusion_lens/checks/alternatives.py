@@ -53,12 +53,16 @@ def alternatives(a: Architecture, mask_ids: Sequence[int] = ()) -> list[Alternat
 
 def without(a: Architecture, block: int, part: str | None = None) -> Alternative:
     """The network without a block, or without its attention or MLP; this helps only if that part is foreign."""
-    outputs = {"attention": f"blocks.{block}.attn.o.", "MLP": f"blocks.{block}.mlp.down."}
-    zeroed = tuple(outputs.values()) if part is None else (outputs[part],)
+    outputs = {"attention": (f"blocks.{block}.attn.", ".o."), "MLP": (f"blocks.{block}.mlp.", ".down.")}
+    zeroed = list(outputs.values()) if part is None else [outputs[part]]
     what = f"block {block}" if part is None else f"the {part} of block {block}"
 
     def change(tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.startswith(zeroed)}
+        return {
+            name: torch.zeros_like(tensor)
+            for name, tensor in tensors.items()
+            if any(name.startswith(module) and matrix in name for module, matrix in zeroed)
+        }
 
     cause = f"the weights of {what} are foreign to the others: of another checkpoint or seed, or damaged"
     if part is None and block:
@@ -72,9 +76,7 @@ def without(a: Architecture, block: int, part: str | None = None) -> Alternative
 def exchanged_in(a: Architecture, block: int) -> Alternative:
     """The network with the gate and up projections of one block exchanged."""
     cause = f"gate and up projections of block {block} were read as each other"
-    return Alternative(
-        f"with gate and up of block {block} exchanged", cause, a, _exchanged("mlp.gate", "mlp.up", block)
-    )
+    return Alternative(f"with gate and up of block {block} exchanged", cause, a, _gate_with_up(block))
 
 
 def vocabulary_ends(a: Architecture) -> dict[str, str]:
@@ -146,7 +148,7 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
     if a.positional_embedding_type == "rotary":
         yield from _layouts_of_rotation(a)
     gate = "gate and up projections of the MLP were read as each other"
-    yield Alternative("with gate and up exchanged", gate, a, _exchanged("mlp.gate", "mlp.up"))
+    yield Alternative("with gate and up exchanged", gate, a, _gate_with_up())
     keys = "query and key heads were read as each other"
     yield Alternative("with query and key heads swapped", keys, a, _swap_key_with_first_query)
     if a.qk_norm:
@@ -217,18 +219,14 @@ def _by_head(order: Tensor, parts: Sequence[str]) -> Change:
     return change
 
 
-def _exchanged(one: str, other: str, only: int | None = None) -> Change:
-    """Exchanges two parts of every block, or of one block."""
+def _gate_with_up(only: int | None = None) -> Change:
+    """Exchanges gate and up projections of the MLPs and experts of every block, or of one block."""
+    blocks = "blocks." if only is None else f"blocks.{only}.mlp."
 
     def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        swapped = {one: other, other: one}
-        changed = {}
-        for name, _ in _blocks(tensors, (one, other)):
-            block, part, kind = name.split(".", 2)[1], *name.split(".", 2)[2].rsplit(".", 1)
-            if only is not None and int(block) != only:
-                continue
-            changed[name] = tensors[f"blocks.{block}.{swapped[part]}.{kind}"]
-        return changed
+        gates = [name for name in tensors if name.startswith(blocks) and ".mlp." in name and ".gate." in name]
+        pairs = [(gate, gate.replace(".gate.", ".up.")) for gate in gates]
+        return {name: tensors[other] for gate, up in pairs for name, other in ((gate, up), (up, gate))}
 
     return change
 
@@ -248,7 +246,9 @@ def _swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, T
 
 def _swap_norms_too(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Exchange key and query heads, and also their norms."""
-    return {**_swap_key_with_first_query(tensors, a), **_exchanged("attn.q_norm", "attn.k_norm")(tensors, a)}
+    norms = {"q_norm": "k_norm", "k_norm": "q_norm"}
+    exchanged = {name: tensors[name.replace(of, norms[of])] for name in tensors for of in norms if f".{of}." in name}
+    return {**_swap_key_with_first_query(tensors, a), **exchanged}
 
 
 def _stacked(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ def info(
         **shape.to_dict(),
         "trained_length": chosen.length(None),
         "parameters": n_params(shape),
+        **({} if shape.experts is None else {"active_parameters": n_params(shape, active=True)}),
         "float32_bytes": 4 * n_params(shape),
     }
     width = max(map(len, facts))

@@ -10,6 +10,7 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import compute_key, edge_attribution
+from diffusion_lens.checks.alternatives import exchanged_in, without
 from diffusion_lens.denoising.activation_shapes import activation_shape
 from weight_conversion import Architecture, Experts, tensor_shapes
 
@@ -254,3 +255,14 @@ def test_edges_refuse_a_shared_expert(model, tokens):
 def test_the_tensors_are_those_of_the_layout(model):
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert shapes == tensor_shapes(model.cfg.architecture)
+
+
+def test_checks_change_the_matrices_of_every_expert(model):
+    architecture, tensors = model.cfg.architecture, dict(model.state_dict())
+    silenced = without(architecture, 1, "MLP").change(tensors, architecture)
+    assert len(silenced) == 5  # four experts and the shared one
+    assert all(".down." in name and not bool(tensor.any()) for name, tensor in silenced.items())
+    swapped = exchanged_in(architecture, 1).change(tensors, architecture)
+    assert len(swapped) == 10
+    gate = f"{MLP}.experts.2.gate.weight"
+    assert torch.equal(swapped[gate], tensors[gate.replace("gate", "up")])
