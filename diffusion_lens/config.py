@@ -207,6 +207,10 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             "config that save_pretrained wrote), and pass this config to from_pretrained(..., config=)"
         )
 
+    def readable(self, tokens: Tensor) -> Tensor:
+        """A canvas for the network, with ids that it embeds where the text has not reached; no position sees them."""
+        return tokens.masked_fill(~reached(tokens), self.mask_token_id or 0)
+
     def writable(self, tokens: Tensor) -> Tensor:
         """True at ids that the model can predict: those with a column in the head, except [MASK]."""
         known = (tokens >= 0) & (tokens < self.d_vocab_out)

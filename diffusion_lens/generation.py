@@ -167,8 +167,7 @@ class Generation(Forward, ABC):
         rows = self.readout.rows(torch.arange(n_prompt, n_prompt + n_masks, device=tokens.device))
         if self.cfg.grows:
             return tokens, rows
-        canvas = lay_out(self, tokens, max_new_tokens=n_masks)
-        return canvas.readable(canvas.tokens), rows
+        return self.cfg.readable(lay_out(self, tokens, max_new_tokens=n_masks).tokens), rows
 
     def _ended(self, trajectory: Trajectory) -> Bool[Tensor, "batch pos"]:
         """The positions from the first end token on in each stretch of positions that the run wrote."""

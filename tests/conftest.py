@@ -113,13 +113,14 @@ CONFIGS = {
     "a2d-llama": hugging_face("a2d-llama"),
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
+    "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True),
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
     "nemotron-block": scaled_by_yarn(dlm_paradigm="block_diff", block_size=4, mask_token_id=512, vocab_size=513),
 }
 # Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
-# their position, experts.
+# their position, experts, attention by blocks.
 UNDER_LAW = (
     "lit_gpt-mdm",
     "lit_gpt-ar",
@@ -131,6 +132,7 @@ UNDER_LAW = (
     "nemotron-ar",
     "nemotron-block",
     "llada_moe",
+    "sdar",
 )
 
 

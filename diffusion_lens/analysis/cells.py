@@ -160,7 +160,9 @@ class CellRuns:
 
     def _score_group(self, cells: Sequence[Cell], group: _Group) -> Float[Tensor, "cell ..."]:
         """Scores of cells of one group, in the order of their entries."""
-        offset = min(cell.first_position for cell in cells) if self.run.input.resumes_at_positions else 0
+        pass_input = self.run.input
+        first = min(cell.first_position for cell in cells)
+        offset = pass_input.seen_from(first) if pass_input.resumes_at_positions else 0
         computed = [index for index, row in enumerate(self.rows) if row >= offset]
         read = [self.rows[index] - offset for index in computed]
         entries = sorted({cell.entry for cell in cells})
@@ -210,7 +212,8 @@ class CellRuns:
             return bool(cell.patches)
         if cell.entry == self.n_layers:
             return any(not self.read_positions.isdisjoint(patch.target) for patch in cell.patches)
-        return not self.run.input.resumes_at_positions or cell.first_position <= max(self.read_positions, default=-1)
+        pass_input, last_read = self.run.input, max(self.read_positions, default=-1)
+        return not pass_input.resumes_at_positions or pass_input.seen_from(cell.first_position) <= last_read
 
     def _positions_per_group(self, cells: Sequence[Cell]) -> int:
         """Number of adjacent positions whose cells are computed in one pass. The pass starts at the first of them.

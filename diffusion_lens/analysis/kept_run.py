@@ -2,7 +2,7 @@
 
 A pass that differs from the stored one only from block l on starts at block l, from the stored residual stream. On a
 causal model it also starts at the first position that differs, because the keys and values of the earlier positions are
-stored.
+stored; on one that attends by blocks of positions, at the first position of that block.
 """
 
 import math
@@ -73,8 +73,19 @@ class NetworkInput:
 
     @property
     def resumes_at_positions(self) -> bool:
-        """Whether a pass may start at the first position that differs: on a causal model without padding or hooks."""
-        return self.model.cfg.is_causal and self.real is None and not self.is_hooked
+        """Whether a pass may start at a later position: without padding or hooks, if no position sees all others."""
+        size = self.model.cfg.block_size
+        return size is not None and size < self.n_pos and self.real is None and not self.is_hooked
+
+    def seen_from(self, position: int) -> int:
+        """The first position whose states depend on those of this one: that of its block."""
+        size = self.model.cfg.block_size
+        return 0 if size is None else position // size * size
+
+    def sees_up_to(self, position: int) -> int:
+        """One past the last position that this one sees: the end of its block."""
+        size = self.model.cfg.block_size
+        return self.n_pos if size is None else min((position // size + 1) * size, self.n_pos)
 
     def at_step(self, copies: int = 1) -> AbstractContextManager[None]:
         """A context in which hooks read the denoising step, for this many copies of these rows."""

@@ -176,7 +176,9 @@ class TracedTrajectory:
         return replace(self.reading(step, canvases), settled=self.settled(canvases))
 
     def seen(self, canvases: Tokens) -> Tokens:
-        """The input of the network: on a causal model, positions not reached are filled by teacher forcing."""
+        """The input of the network: where the text grows, positions not reached are filled by teacher forcing."""
+        if not self.model.cfg.grows:
+            return self.model.cfg.readable(canvases)
         final = self.trajectory.tokens[0].clone()
         positions = list(self.query.answer_positions)
         final[positions] = torch.tensor(self.query.answer_tokens, device=final.device)

@@ -19,6 +19,7 @@ Tensors = Mapping[str, Tensor]
 Change = Callable[[Tensors, Architecture], dict[str, Tensor]]
 # Rotary bases of published models, and some between them.
 BASES = (1_000.0, 10_000.0, 20_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
+BLOCK_SIZES = (4, 8, 16, 32, 64)
 EPSILONS = (1e-5, 1e-6)
 # A correcting shift of rows, and where the rows are before it.
 WAYS = {-1: "late", 1: "early"}
@@ -113,13 +114,18 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
     wrong_readout = (
         f"the config reads tokens {a.readout}, and the weights predict them {readout}: the readout is off by one"
     )
-    yield Alternative(f"with {direction} attention", wrong_direction, replace(a, attention_dir=direction))
+    other = replace(a, attention_dir=direction, causal_block=None, causal_prefix=False)
+    yield Alternative(f"with {direction} attention", wrong_direction, other)
     yield Alternative(f"with readout {readout}", wrong_readout, replace(a, readout=readout))
     yield Alternative(
         f"with {direction} attention, readout {readout}",
         f"{wrong_direction}; {wrong_readout}",
-        replace(a, attention_dir=direction, readout=readout),
+        replace(other, readout=readout),
     )
+    for size in BLOCK_SIZES if a.causal_block is not None else ():
+        if size != a.causal_block:
+            cause = f"the block size is wrong: the config says {a.causal_block}, and the weights fit {size}"
+            yield Alternative(f"with blocks of {size}", cause, replace(a, causal_block=size))
     for mask in dict.fromkeys(mask_ids):
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
             cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights use {mask} as [MASK]"

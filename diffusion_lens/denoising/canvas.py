@@ -111,13 +111,9 @@ class Canvas:
             seeded=self.reach.seeded,
         )
 
-    def readable(self, tokens: Tokens) -> Tokens:
-        """Tokens for the network, which has no embedding of -1. No open position sees those that replace it."""
-        return tokens.masked_fill(~reached(tokens), max(self.blank, 0))
-
     def extent(self, rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]) -> int:
         """Number of positions after which nothing changes these rows of logits."""
-        if self.blocks is None:
+        if self.blocks is None or not len(rows[0]):
             return self.tokens.shape[1]
         furthest = torch.full_like(self.blocks[:, 0], -1).scatter_reduce(0, rows[0], self.blocks[rows], "amax")
         return int((self.blocks <= furthest[:, None]).any(dim=0).nonzero().max()) + 1

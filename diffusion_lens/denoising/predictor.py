@@ -67,7 +67,7 @@ class Conditional(Predictor):
             extent = (
                 tokens.shape[1] if self.model.is_hooked else self.canvas.extent((batch % len(self.canvas.tokens), rows))
             )
-            tokens = self.canvas.readable(tokens)[:, :extent]
+            tokens = self.model.cfg.readable(tokens)[:, :extent]
             real = None if real is None else real[:, :extent]
         self.model.clock.step = state
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
@@ -155,7 +155,7 @@ class Cached(Predictor):
         self._cache.keep(n_cached)
 
         # 2. Compute the positions after the cached ones, and keep those in blocks that are filled.
-        tokens = canvas.readable(state.tokens)[:, : canvas.extent((batch, rows))]
+        tokens = model.cfg.readable(state.tokens)[:, : canvas.extent((batch, rows))]
         logits: Tensor = model(
             tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=(batch, rows - n_cached), attention_mask=None
         )

@@ -137,8 +137,7 @@ class Run:
         has only the planned ones.
         """
         if self.model.is_hooked or _any_hooked(self.model.loop_hooks):
-            positions = plan.positions if self.model.cfg.grows else state.masked
-            return positions if self.canvas.reach is None or bool(positions.any()) else None
+            return plan.positions if self.model.cfg.grows else state.masked
         return plan.positions if bool(plan.counts.any()) else None
 
     def predict(self, state: StepState, positions: PosMask) -> Prediction:

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from diffusion_lens.denoising.canvas import Canvas, lay_out
+from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.predictor import Cached, Conditional
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PositionNoise
-from diffusion_lens.denoising.reach import FromStart
 from diffusion_lens.denoising.sampler import Plan, Within, most_confident
 from diffusion_lens.denoising.samplers import BlockConfidence, describe_sampler, sampler_from, sdar
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -141,7 +140,7 @@ def test_entropy_bounded_reveals_the_surest_positions_within_the_bound():
     assert at_once.revealed_at[0, 5:].unique().tolist() == [0, 1, 2]
     for step in range(run.n_steps):
         state = run.state_at(step)
-        logits = model(Canvas(state.tokens, run.given, None, MASK, FromStart(4)).readable(state.tokens))
+        logits = model(model.cfg.readable(state.tokens))
         for row in range(2):
             chosen = run.revealed_at[row] == step
             entropy = -Proposal("entropy").scores(logits[row, chosen], run.tokens[row, chosen])

@@ -37,10 +37,10 @@ class RunPair:
     subject: tuple[int, int]
 
     def needed(self) -> "RunPair":
-        """Drops trailing positions that affect neither the rows read nor the corruption (causal models only)."""
+        """Drops trailing positions that affect neither the rows read nor the corruption, if no position sees them."""
         if not self.corrupted.resumes_at_positions or not self.corrupted.rows:
             return self
-        n_pos = max(max(self.corrupted.rows) + 1, self.subject[1])
+        n_pos = self.corrupted.sees_up_to(max(*self.corrupted.read_rows, self.subject[1] - 1))
         clean, corrupted = (replace(run, tokens=run.tokens[:, :n_pos]) for run in (self.clean, self.corrupted))
         return RunPair(clean, corrupted, self.subject)
 
@@ -73,7 +73,7 @@ class RestoredRuns:
         self.site = SITES[restoration.kind]
         self.severed = SITES[restoration.severed] if restoration.severed else None
         self.spans = {layer: restoration.span(layer, self.n_layers) for layer in layers}
-        self.first_touched = pair.subject[0] if pair.corrupted.resumes_at_positions else 0
+        self.first_touched = pair.corrupted.seen_from(pair.subject[0]) if pair.corrupted.resumes_at_positions else 0
         starts = dict.fromkeys(span.start for span in self.spans.values())
         clean_names = dict.fromkeys(self.site(block) for span in self.spans.values() for block in span)
         streams = self._kept_streams()

@@ -244,7 +244,7 @@ class _Branch:
             clean=NetworkInput(model, run.seen(clean), self.rows, step=run.state(self.step, clean)),
             corrupted=NetworkInput(
                 model,
-                self.canvases.clamp(min=0),
+                model.cfg.readable(self.canvases),
                 self.rows,
                 step=run.state(self.step, self.canvases),
                 hooks=self.corruption.hooks(model, run.query),

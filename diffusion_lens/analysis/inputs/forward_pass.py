@@ -96,7 +96,7 @@ class ForwardPass:
         """
         with self.model.clock.at(self.step):
             self.model.run_with_hooks(
-                self.tokens.clamp(min=0),
+                self.model.cfg.readable(self.tokens),
                 return_type=None,
                 # Always a mask: a token that only pads is text where the caller's mask or a run's canvas says so.
                 attention_mask=self.real,

@@ -232,6 +232,6 @@ def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask]:
     for trajectory in inputs.trajectories:
         canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
         canvases = canvases[-1:] if model.cfg.grows else canvases[:-1]
-        rows += list(canvases.clamp(min=0).flatten(0, 1))
+        rows += list(model.cfg.readable(canvases).flatten(0, 1))
         present += list((real & reached(canvases)).flatten(0, 1))
     return padded(model, rows)[0], pad_sequence(present, batch_first=True)

@@ -76,7 +76,7 @@ class Side:
             reading = replace(reading, function=replace(metric, answer=run.answer(step, canvas)))
             seen = check_tokens(run.seen(canvas)[:, :n_shown], model.cfg)
             return cls(model, seen, None, reading, n_canvas, step=state)
-        tokens = check_tokens(canvas[:, :n_shown].clamp(min=0), model.cfg)
+        tokens = check_tokens(model.cfg.readable(canvas[:, :n_shown]), model.cfg)
         return cls(
             model,
             tokens,

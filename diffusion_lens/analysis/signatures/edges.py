@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.signatures.reading import CanvasReading
+from diffusion_lens.model.attention_patterns import AttentionPattern
 
 
 @torch.no_grad()
@@ -14,7 +15,7 @@ def edge_cut_of(reading: CanvasReading, *, by_head: bool = False) -> Float[Tenso
     """log p(answer) minus the same with the edge from reader to source cut in one layer, or in one of its heads.
 
     A cut edge has the score -inf, so that the reader divides its attention among the other positions. Each cut starts
-    at its layer. NaN where there is no edge to cut, because a causal model does not see the source.
+    at its layer. NaN where there is no edge to cut, because the reader does not see the source.
 
     Returns:
         Nats; positive where the edge helps.
@@ -33,6 +34,5 @@ def edge_cut_of(reading: CanvasReading, *, by_head: bool = False) -> Float[Tenso
 
             logits = batch.logits([(f"blocks.{layer}.attn.hook_attn_scores", cut)], stream, layer)
             lost[:, layer, column] = batch.losses(logits) - reading.losses
-    if cfg.is_causal:
-        lost[batch.sources > batch.rows] = torch.nan
+    lost[~AttentionPattern(cfg.block_size).sees(batch.rows, batch.sources)] = torch.nan
     return (lost if by_head else lost[..., 0]).float()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.reading import CanvasReading
+from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
 
@@ -60,13 +61,14 @@ def routes_of(forward: CanvasReading, reverse: CanvasReading) -> Float[Tensor, "
     """The scores reader to source of the forward canvas, of the reverse one, and the counterfactual ones.
 
     The counterfactual score takes query and key of the forward canvas, before their rotation, to the positions of the
-    reverse canvas: only the position differs from the forward score. NaN where a causal model does not see the source
-    from the reader of one of the two canvases.
+    reverse canvas: only the position differs from the forward score. NaN where the reader of one of the two
+    canvases does not see the source.
     """
     scores = [torch.stack(reading.scores, dim=1).float() for reading in (forward, reverse)]
     routes = torch.stack([*scores, _turned(forward, reverse.batch)], dim=1)
-    if forward.batch.model.cfg.is_causal:
-        routes[(forward.batch.sources > forward.batch.rows) | (reverse.batch.sources > reverse.batch.rows)] = torch.nan
+    pattern = AttentionPattern(forward.batch.model.cfg.block_size)
+    seen = [pattern.sees(reading.batch.rows, reading.batch.sources) for reading in (forward, reverse)]
+    routes[~(seen[0] & seen[1])] = torch.nan
     return routes
 
 

@@ -158,6 +158,24 @@ def test_another_wording_about_a_person_is_no_shuffled_pair():
     assert gradient_alignment(model, pairs[:1] * 2, names).cosines[..., 1].isnan().all()
 
 
+@pytest.mark.parametrize("every", ["sdar"], indirect=True)
+def test_a_reader_sees_the_sources_of_its_block_and_of_earlier_ones(every):
+    model, block = every.model, every.model.cfg.block_size
+    tokens = torch.randint(3, 500, (11,), generator=torch.Generator().manual_seed(0))
+    canvases = [
+        TaughtCanvas(tokens.index_fill(0, torch.tensor([row]), model.cfg.mask_token_id), row, int(tokens[row]), source)
+        for row in range(11)
+        for source in range(11)
+        if row != source
+    ]
+    pairs = [TaughtPair(canvas, canvas) for canvas in canvases]
+    unseen = torch.tensor([canvas.source // block > canvas.row // block for canvas in canvases])
+    assert unseen.any()
+    for found in (edge_cut(model, pairs)[:, 0], routes(model, pairs)[:, 0]):
+        assert torch.equal(found.isnan().flatten(1).all(dim=1), unseen)
+        assert torch.equal(found.isnan().flatten(1).any(dim=1), unseen)
+
+
 def test_values_of_the_first_layer_know_no_position(every):
     found = reversal_signatures(every.model, random_pairs(every.model))
     torch.testing.assert_close(found.reuses[:, 0], torch.ones(N), rtol=0, atol=1e-6)
@@ -192,7 +210,8 @@ def test_a_cut_edge_is_a_pattern_without_it(several):
 def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
     model, pairs = every.model, random_pairs(every.model)
     found = routes(model, pairs)
-    if model.cfg.is_causal:
+    size = model.cfg.block_size
+    if size is not None and pairs[0].forward.source // size > pairs[0].forward.row // size:
         assert found.isnan().all()
         signatures = reversal_signatures(model, pairs)
         assert signatures.route_correlation is signatures.isotropic_correlation is None
