@@ -74,8 +74,9 @@ class NetworkInput:
     @property
     def resumes_at_positions(self) -> bool:
         """Whether a pass may start at a later position: without padding or hooks, if no position sees all others."""
-        size = self.model.cfg.block_size
-        return size is not None and size < self.n_pos and self.real is None and not self.is_hooked
+        cfg, size = self.model.cfg, self.model.cfg.block_size
+        later_unseen = size is not None and size < self.n_pos and not cfg.causal_prefix
+        return later_unseen and self.real is None and not self.is_hooked
 
     def seen_from(self, position: int) -> int:
         """The first position whose states depend on those of this one: that of its block."""

@@ -21,6 +21,7 @@ Change = Callable[[Tensors, Architecture], dict[str, Tensor]]
 BASES = (1_000.0, 10_000.0, 20_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 BLOCK_SIZES = (4, 8, 16, 32, 64)
 EPSILONS = (1e-5, 1e-6)
+_WORDS = {"rotary_base": "rotary base", "norm_eps": "norm epsilon", "causal_block": "blocks of"}
 # A correcting shift of rows, and where the rows are before it.
 WAYS = {-1: "late", 1: "early"}
 
@@ -122,22 +123,21 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
         f"{wrong_direction}; {wrong_readout}",
         replace(other, readout=readout),
     )
-    for size in BLOCK_SIZES if a.causal_block is not None else ():
-        if size != a.causal_block:
-            cause = f"the block size is wrong: the config says {a.causal_block}, and the weights fit {size}"
-            yield Alternative(f"with blocks of {size}", cause, replace(a, causal_block=size))
     for mask in dict.fromkeys(mask_ids):
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
             cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights use {mask} as [MASK]"
             yield Alternative(f"with mask id {mask}", cause, replace(a, mask_token_id=mask))
-    for base in BASES if a.positional_embedding_type == "rotary" else ():
-        if base != a.rotary_base:
-            cause = f"the rotary base is wrong: the config says {a.rotary_base:g}, and the weights fit {base:g}"
-            yield Alternative(f"with rotary base {base:g}", cause, replace(a, rotary_base=base))
-    for eps in EPSILONS:
-        if eps != a.norm_eps:
-            cause = f"the norms' epsilon is wrong: the config says {a.norm_eps:g}, and the weights fit {eps:g}"
-            yield Alternative(f"with norm epsilon {eps:g}", cause, replace(a, norm_eps=eps))
+    bases = BASES if a.positional_embedding_type == "rotary" else ()
+    numbers: tuple[tuple[str, str, Sequence[float]], ...] = (
+        ("rotary_base", "the rotary base", bases),
+        ("norm_eps", "the norms' epsilon", EPSILONS),
+        ("causal_block", "the block size", BLOCK_SIZES if a.causal_block is not None else ()),
+    )
+    for name, what, values in numbers:
+        for value in values:
+            if value != (given := getattr(a, name)):
+                cause = f"{what} is wrong: the config says {given:g}, and the weights fit {value:g}"
+                yield Alternative(f"with {_WORDS[name]} {value:g}", cause, replace(a, **{name: value}))
 
 
 def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:

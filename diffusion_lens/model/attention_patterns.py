@@ -64,12 +64,6 @@ class AttentionPattern:
     def causal(self) -> bool:
         return self.block_size == 1
 
-    def sees(self, queries: Int[Tensor, "*rest"], keys: Int[Tensor, "*rest"]) -> Bool[Tensor, "*rest"]:
-        """Whether positions of a text without padding see others."""
-        if self.block_size is None:
-            return torch.ones_like(queries, dtype=torch.bool)
-        return keys // self.block_size <= queries // self.block_size
-
     def visibility(
         self,
         n_pos: int,

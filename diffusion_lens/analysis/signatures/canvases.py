@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.inputs.padding import padded
 from diffusion_lens.hook_names import Hook
+from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.taught_pairs import TaughtCanvas
@@ -52,6 +53,14 @@ class CanvasBatch:
     def each(self) -> Int[Tensor, "batch"]:
         """The indices of the rows of the batch."""
         return torch.arange(len(self.tokens), device=self.tokens.device)
+
+    @property
+    def sees_source(self) -> Bool[Tensor, "batch"]:
+        """Whether the reader sees the source."""
+        n_pos, device = self.tokens.shape[1], self.tokens.device
+        allowed = AttentionPattern.of(self.model.cfg).visibility(n_pos, device, self.real).dense(n_pos, n_pos, device)
+        seen: Tensor = allowed[:, 0].expand(len(self.tokens), -1, -1)[self.each, self.rows, self.sources]
+        return seen
 
     @property
     def source_tokens(self) -> Int[Tensor, "batch"]:

@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.signatures.reading import CanvasReading
-from diffusion_lens.model.attention_patterns import AttentionPattern
 
 
 @torch.no_grad()
@@ -34,5 +33,5 @@ def edge_cut_of(reading: CanvasReading, *, by_head: bool = False) -> Float[Tenso
 
             logits = batch.logits([(f"blocks.{layer}.attn.hook_attn_scores", cut)], stream, layer)
             lost[:, layer, column] = batch.losses(logits) - reading.losses
-    lost[~AttentionPattern(cfg.block_size).sees(batch.rows, batch.sources)] = torch.nan
+    lost[~batch.sees_source] = torch.nan
     return (lost if by_head else lost[..., 0]).float()

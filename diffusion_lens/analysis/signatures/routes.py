@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.reading import CanvasReading
-from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
 
@@ -66,9 +65,7 @@ def routes_of(forward: CanvasReading, reverse: CanvasReading) -> Float[Tensor, "
     """
     scores = [torch.stack(reading.scores, dim=1).float() for reading in (forward, reverse)]
     routes = torch.stack([*scores, _turned(forward, reverse.batch)], dim=1)
-    pattern = AttentionPattern(forward.batch.model.cfg.block_size)
-    seen = [pattern.sees(reading.batch.rows, reading.batch.sources) for reading in (forward, reverse)]
-    routes[~(seen[0] & seen[1])] = torch.nan
+    routes[~(forward.batch.sees_source & reverse.batch.sees_source)] = torch.nan
     return routes
 
 
