@@ -7,7 +7,7 @@ logits become those of a reference. A change returns only the tensors that it ch
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ Change = Callable[[Tensors, Architecture], dict[str, Tensor]]
 BASES = (1_000.0, 10_000.0, 20_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 BLOCK_SIZES = (4, 8, 16, 32, 64)
 EPSILONS = (1e-5, 1e-6)
-_WORDS = {"rotary_base": "rotary base", "norm_eps": "norm epsilon", "causal_block": "blocks of"}
 # A correcting shift of rows, and where the rows are before it.
 WAYS = {-1: "late", 1: "early"}
 
@@ -109,35 +108,30 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
     """Other settings for the same tensors."""
     direction: Literal["bidirectional", "causal"] = "causal" if a.attention_dir == "bidirectional" else "bidirectional"
     readout: Literal["in_place", "shifted"] = "in_place" if a.readout == "shifted" else "shifted"
-    wrong_direction = (
-        f"the config makes attention {a.attention_dir}, and the weights were trained with {direction} attention"
-    )
+    sees, reads = a.attention_dir, a.readout
+    wrong_direction = f"the config makes attention {sees}, and the weights were trained with {direction} attention"
     wrong_readout = (
-        f"the config reads tokens {a.readout}, and the weights predict them {readout}: the readout is off by one"
+        f"the config reads tokens {reads}, and the weights predict them {readout}: the readout is off by one"
     )
     other = replace(a, attention_dir=direction, causal_block=None, causal_prefix=False)
     yield Alternative(f"with {direction} attention", wrong_direction, other)
     yield Alternative(f"with readout {readout}", wrong_readout, replace(a, readout=readout))
-    yield Alternative(
-        f"with {direction} attention, readout {readout}",
-        f"{wrong_direction}; {wrong_readout}",
-        replace(other, readout=readout),
-    )
+    both = f"{wrong_direction}; {wrong_readout}"
+    yield Alternative(f"with {direction} attention, readout {readout}", both, replace(other, readout=readout))
     for mask in dict.fromkeys(mask_ids):
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
             cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights use {mask} as [MASK]"
             yield Alternative(f"with mask id {mask}", cause, replace(a, mask_token_id=mask))
-    bases = BASES if a.positional_embedding_type == "rotary" else ()
-    numbers: tuple[tuple[str, str, Sequence[float]], ...] = (
-        ("rotary_base", "the rotary base", bases),
-        ("norm_eps", "the norms' epsilon", EPSILONS),
-        ("causal_block", "the block size", BLOCK_SIZES if a.causal_block is not None else ()),
-    )
-    for name, what, values in numbers:
-        for value in values:
-            if value != (given := getattr(a, name)):
-                cause = f"{what} is wrong: the config says {given:g}, and the weights fit {value:g}"
-                yield Alternative(f"with {_WORDS[name]} {value:g}", cause, replace(a, **{name: value}))
+    numbers: dict[str, tuple[str, str, Sequence[float]]] = {
+        "rotary_base": ("rotary base", "rotary base", BASES if a.positional_embedding_type == "rotary" else ()),
+        "norm_eps": ("norms' epsilon", "norm epsilon", EPSILONS),
+        "causal_block": ("block size", "blocks of", BLOCK_SIZES if a.causal_block else ()),
+    }
+    for name, (what, words, values) in numbers.items():
+        for value in (value for value in values if value != getattr(a, name)):
+            cause = f"the {what} is wrong: the config says {getattr(a, name):g}, and the weights fit {value:g}"
+            changed: dict[str, Any] = {name: value}
+            yield Alternative(f"with {words} {value:g}", cause, replace(a, **changed))
 
 
 def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:
