@@ -244,6 +244,11 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
                 f"past_kv_cache needs a model whose earlier positions never see later ones, causal or by blocks, and "
                 f"{self.cfg.model_name!r} is bidirectional: its earlier positions change with every new token"
             )
+        if self.cfg.causal_prefix and self.clock.opened(1) is None:
+            raise ValueError(
+                f"past_kv_cache: {self.cfg.model_name!r} computes an open block again when it is finished, so only the "
+                "denoising loop, which knows the open block, can keep keys and values"
+            )
         if real is not None:
             raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
         if len(lengths) > 1:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import HookedDiffusionTransformer, load_pair
 from diffusion_lens.analysis import trace_trajectory
 from diffusion_lens.denoising.samplers import nemotron
 from diffusion_lens.facts import Query
+from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
+from diffusion_lens.model.kv_cache import KeyValueCache
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "nemotron"
 CASES = json.loads((GOLDEN / "trajectories.json").read_text())
@@ -111,3 +113,21 @@ def test_a_trace_along_a_run_reads_each_token_where_the_loop_does():
         query = Query(canvas, (1, 3), (position,), (int(run.tokens[0, position]),))
         trace = trace_trajectory(model, query, trajectory=run, noise=1.0, samples=2, layers=[1], positions=[2])
         torch.testing.assert_close(trace.clean[-1], run.confidence[0, position], rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_outside_the_loop_is_refused():
+    model = load(4)
+    cache = KeyValueCache(model.cfg.n_layers)
+    tokens = RECORDED["prompt"]
+    with pytest.raises(ValueError, match="computes an open block again when it is finished"):
+        model(tokens, past_kv_cache=cache)
+
+
+def test_losses_of_both_modes_are_the_authors():
+    """Theirs are sums over positions, ours means."""
+    golden = load_file(GOLDEN / "golden.safetensors")
+    causal, diffusion = load_pair(GOLDEN, device="cpu")[::-1]
+    torch.testing.assert_close(autoregressive_loss(causal, golden["tokens"]), golden["autoregressive.loss"][0])
+    clean, masked = golden["train.x0"], golden["train.masked"]
+    loss = masked_diffusion_loss(diffusion, clean, clean.masked_fill(masked, MASK), golden["train.p_mask"])
+    torch.testing.assert_close(loss * clean.numel(), golden["bidirectional.train.loss"][0], rtol=1e-5, atol=1e-5)
