@@ -42,7 +42,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
 
     Weights, hooks and modules are those at the beginning of the computation (`identity.begins_run`).
     """
-    identity = identity_of(model)
+    identity, clock = identity_of(model), getattr(model, "clock", None)
     return {
         "model": cfg.model_name,
         "architecture": cfg.architecture.to_dict(),
@@ -52,6 +52,8 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
         "modules": identity.modules,
         "dtype": str(cfg.dtype).removeprefix("torch."),
         "device": str(cfg.device),
+        # The time that the network was told in `model.at_time(t)`, without which the numbers cannot be had again.
+        **({} if (time := getattr(clock, "time", None)) is None else {"time": time}),
         "versions": {
             "diffusion-lens": installed_version("diffusion-lens"),
             "transformer-lens": installed_version("transformer-lens"),

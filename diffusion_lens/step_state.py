@@ -101,6 +101,10 @@ class StepState:
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
     block: OpenBlock | None = None
 
+    def has_time_of(self, other: "StepState") -> bool:
+        """Whether a network that is told the time is told the same at another step."""
+        return (self.t, self.sigma) == (other.t, other.sigma)
+
     def repeat(self, copies: int) -> "StepState":
         """The step of a batch that consists of several copies of this step's batch, one after the other."""
         rows = {name: getattr(self, name).repeat(copies, 1) for name in ("tokens", "masked", "given")}

@@ -90,6 +90,31 @@ def mixture_of_experts(**more: Any) -> dict[str, Any]:
     }
 
 
+def diffusion_transformer(model_type: str, **more: Any) -> dict[str, Any]:
+    """A small config of the diffusion transformers in the form of Hugging Face."""
+    return {
+        "model_type": model_type,
+        "hidden_dim": 32,
+        "n_blocks": 3,
+        "n_heads": 4,
+        "cond_dim": 8,
+        "vocab_size": 513,
+        "model_length": 128,
+        **more,
+    }
+
+
+def score_network(graph: str, noise: str, **more: Any) -> dict[str, Any]:
+    """A small config of SEDD."""
+    network = {"hidden_size": 32, "cond_dim": 8, "n_blocks": 3, "n_heads": 4, "length": 128}
+    return {
+        "tokens": 512,
+        "graph": {"type": graph},
+        "noise": {"type": noise, **more},
+        "model": {"type": "ddit", "scale_by_sigma": graph == "absorb", **network},
+    }
+
+
 CONFIGS = {
     "llada": {
         "model_type": "llada",
@@ -119,21 +144,24 @@ CONFIGS = {
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
     "nemotron-block": scaled_by_yarn(dlm_paradigm="block_diff", block_size=4, mask_token_id=512, vocab_size=513),
 }
+DIFFUSION_TRANSFORMERS = {
+    "mdlm": diffusion_transformer("mdlm"),
+    "bd3lm": diffusion_transformer("bd3lm", block_size=4, time_conditioning=True),
+    "udlm": diffusion_transformer("udlm", vocab_size=512),
+    "sedd": score_network("absorb", "loglinear"),
+    "sedd-uniform": score_network("uniform", "geometric", sigma_min=1e-4, sigma_max=20.0),
+    "radd": {
+        "tokens": 512,
+        "model": {"type": "ddit_wot", "hidden_size": 32, "n_blocks": 3, "n_heads": 4, "length": 128},
+    },
+}
 # Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
-# their position, experts, attention by blocks.
+# their position, experts, attention by blocks, LayerNorms, plain MLPs, and a network that is told the time.
 UNDER_LAW = (
-    "lit_gpt-mdm",
-    "lit_gpt-ar",
-    "dream",
-    "llama",
-    "qwen2",
-    "a2d-qwen3",
-    "nemotron",
-    "nemotron-ar",
-    "nemotron-block",
-    "llada_moe",
-    "sdar",
+    *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar"),
+    *("nemotron-block", "llada_moe", "sdar", "mdlm", "sedd"),
 )
+TIME = 0.6  # which a network that is told the time hears outside the loop
 
 
 def dense_layers(model: Any) -> list[int]:
@@ -183,6 +211,8 @@ class Specimen:
         self.kind = "mdm" if architecture.mask_token_id is not None else "ar"
         self.model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, seed))
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
+        # As inside `model.at_time(TIME)`, but for all tests that share the model.
+        self.model.clock.time = TIME if self.model.cfg.is_told_time else None
 
     @property
     def dense_layers(self) -> list[int]:
@@ -212,7 +242,7 @@ def built(family: str) -> Any:
     """The small model of a family, built once for all fixtures that give it."""
     if family.startswith("lit_gpt-"):
         return Golden("gqa", family.removeprefix("lit_gpt-"))
-    return Specimen(CONFIGS[family])
+    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS}[family])
 
 
 @pytest.fixture(scope="session", params=UNDER_LAW)
@@ -237,7 +267,7 @@ def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def configs() -> dict[str, dict[str, Any]]:
     """All of them by name."""
-    return {name: dict(config) for name, config in CONFIGS.items()}
+    return {name: dict(config) for name, config in {**CONFIGS, **DIFFUSION_TRANSFORMERS}.items()}
 
 
 @pytest.fixture(scope="session")

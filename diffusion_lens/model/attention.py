@@ -20,6 +20,7 @@ from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.kv_cache import LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import bias_of
+from diffusion_lens.model.modulation import Modulation, gated
 from diffusion_lens.model.norm import RMSNorm
 from diffusion_lens.model.optional_hooks import OptionalHooks
 from diffusion_lens.model.positions import ScoreBias, Tables
@@ -162,11 +163,13 @@ class Attention(nn.Module):
         context: AttentionContext,
         past: LayerKeyValues | None = None,
         rows: LogitRows | None = None,
+        modulation: Modulation | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
         """Compute attention. With `rows`, queries and outputs are computed for those rows only.
 
         Args:
             q_input, k_input, v_input: The normalised residual stream, or a copy of it for each head.
+            modulation: What the time does to the attention; its gate multiplies the result of every head.
         """
         q = self.hook_q(self._by_head(self.q, q_input if rows is None else rows.gather(q_input)))
         k = self.hook_k(self._by_head(self.k, k_input))
@@ -181,11 +184,11 @@ class Attention(nn.Module):
             mixed = self._explicit(q, k, v, query_context, mixed)
         z = self.hook_z(mixed)
         if context.optional.use_attn_result:
-            result = self.hook_result(einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model"))
-            summed: Tensor = result.sum(dim=2) + self.b_O
-            return summed
+            result = einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model")
+            summed: Tensor = self.hook_result(gated(result, modulation)).sum(dim=2)
+            return summed + gated(self.b_O.expand(len(summed), 1, -1), modulation)
         out: Tensor = self.o(z.flatten(2))
-        return out
+        return gated(out, modulation)
 
     def copies(self, resid_pre: Resid, context: AttentionContext) -> tuple[Copies, KeyCopies, KeyCopies]:
         """A copy of the residual stream for each head that reads it: for queries, keys and values."""

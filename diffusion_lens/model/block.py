@@ -13,7 +13,7 @@ from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint
 from diffusion_lens.model.kv_cache import LayerKeyValues
 from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import GatedMLP, PlainMLP
-from diffusion_lens.model.modulation import Modulation, normed
+from diffusion_lens.model.modulation import Modulation, gated, normed
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.shapes import Resid
 
@@ -68,24 +68,27 @@ class Block(nn.Module):
     ) -> Float[Tensor, "batch query d_model"]:
         """Run the block. With `rows`, the output is computed for those rows only."""
         resid_pre = self.hook_resid_pre(resid)
-        of_attention, of_mlp = self._modulations(context)
-        attn_out = self.attn(*self._attention_inputs(resid_pre, context, rows, of_attention), context, past, rows)
-        attn_out = self.hook_attn_out(attn_out if of_attention is None else of_attention.gated(attn_out))
+        of_attention, of_mlp = self.modulations(context.condition)
+        # A module in the place of the attention takes no modulation.
+        more = () if of_attention is None else (of_attention,)
+        inputs = self._attention_inputs(resid_pre, context, rows, of_attention)
+        attn_out = self.hook_attn_out(self.attn(*inputs, context, past, rows, *more))
         resid_mid = self.hook_resid_mid((resid_pre if rows is None else rows.gather(resid_pre)) + attn_out)
         mlp_in = self.hook_mlp_in(resid_mid.clone()) if context.optional.use_hook_mlp_in else resid_mid
         normalized = normed(self.ln2, mlp_in, of_mlp)
-        mlp_out = self.mlp(normalized)
-        added = resid_mid + self.hook_mlp_out(mlp_out if of_mlp is None else of_mlp.gated(mlp_out))
+        added = resid_mid + self.hook_mlp_out(gated(self.mlp(normalized), of_mlp))
         if (shared := shared_expert(self.mlp)) is not None:
             added = added + self.hook_shared_out(shared(normalized))
         resid_post: Tensor = self.hook_resid_post(added)
         return resid_post
 
-    def _modulations(self, context: AttentionContext) -> tuple[Modulation | None, Modulation | None]:
+    def modulations(
+        self, condition: Float[Tensor, "batch d_cond"] | None
+    ) -> tuple[Modulation | None, Modulation | None]:
         """What the time does to the attention and to the MLP; `None` in a network that is not told the time."""
-        if context.condition is None:
+        if condition is None:
             return None, None
-        six = self.hook_modulation(self.modulation(context.condition).unflatten(-1, (6, -1)))
+        six = self.hook_modulation(self.modulation(condition).unflatten(-1, (6, -1)))
         return Modulation(*six[:, :3].unbind(1)), Modulation(*six[:, 3:].unbind(1))
 
     def _attention_inputs(

@@ -1,9 +1,9 @@
-"""Fold each RMSNorm's weight into the projections that read it (TransformerLens's `fold_ln`).
+"""Fold each norm's weight and bias into the projections that read it (TransformerLens's `fold_ln`).
 
-A norm computes x / scale · w, and every projection that reads it is linear, so W (w · x/scale) = (W · diag(w))
-(x/scale): the network computes the same function if w is multiplied into the projections and the norm's weight becomes
-1. Tools that multiply the normalised stream with `W_U`, `W_in` or `W_Q` directly then use the matrices that the network
-applies.
+A norm computes n · w + b, and every projection that reads it is linear, so W (n · w + b) = (W · diag(w)) n + W b: the
+network computes the same function if w is multiplied into the projections, W b is added to their biases, the norm's
+weight becomes 1 and its bias 0. Projections without a bias get one. Tools that multiply the normalised stream with
+`W_U`, `W_in` or `W_Q` directly then use the matrices that the network applies.
 
 The norms of single heads (`attn.q_norm`, `attn.k_norm`) are not folded, because a rotation, which is not diagonal,
 follows them.
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from diffusion_lens.model.embed import Unembed
 from diffusion_lens.model.experts import Router
+from diffusion_lens.model.norm import LayerNorm, Norm
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.weight$")
+FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.(weight|bias)$")
 EXACT = (torch.float32, torch.float64)
 # Other weight processing of TransformerLens, and why it is not done here.
 NOT_EXACT = {
@@ -38,8 +39,15 @@ def fold_norms(model: DiffusionTransformer) -> None:
     separate matrix, because only the head is scaled.
 
     Raises:
-        ValueError: The weights have less precision than float32, so that rounding would change the logits.
+        ValueError: The weights have less precision than float32, so that rounding would change the logits; or the time
+            shifts and scales what the norms give.
     """
+    if model.cfg.is_told_time:
+        raise ValueError(
+            f"the norms of {model.cfg.model_name!r} cannot be folded: the time scales and shifts their outputs before "
+            "the projections read them, so that no matrix is right at every time. Leave out fold_ln, and multiply "
+            "with what passes the norms (model.ln_final(resid, ...), model.final_weight())"
+        )
     if model.cfg.dtype not in EXACT:
         raise ValueError(
             f"the norms of {model.cfg.model_name!r} cannot be folded in {model.cfg.dtype}: rounding each product "
@@ -47,14 +55,14 @@ def fold_norms(model: DiffusionTransformer) -> None:
             "model.to(dtype) afterwards if you accept that rounding"
         )
     for block in model.blocks:
-        _fold(block.ln1.weight, block.attn.q, block.attn.k, block.attn.v)
-        _fold(block.ln2.weight, *block.mlp.readers)
+        model.cfg.qkv_bias |= _fold(block.ln1, block.attn.q, block.attn.k, block.attn.v)
+        model.cfg.mlp_bias |= _fold(block.ln2, *block.mlp.readers)
     if model.cfg.tied:
         model.unembed.weight = nn.Parameter(
             model.unembed.weight.clone(), requires_grad=model.unembed.weight.requires_grad
         )
         model.cfg.tied = False
-    _fold(model.ln_final.weight, model.unembed)
+    model.cfg.unembed_bias |= _fold(model.ln_final, model.unembed)
     _set_folded(model, folded=True)
 
 
@@ -65,16 +73,33 @@ def check_folded(model: DiffusionTransformer) -> None:
 
 
 def norms_are_one(weights: Mapping[str, Tensor]) -> bool:
-    """Whether all weights of the norms that can be folded are 1; names are those of our layout."""
-    return all(bool((weight == 1).all()) for name, weight in weights.items() if FOLDABLE.search(name))
+    """Whether all norms that can be folded have the weight 1 and the bias 0; names are those of our layout."""
+    return all(
+        bool((weight == (0 if name.endswith(".bias") else 1)).all())
+        for name, weight in weights.items()
+        if FOLDABLE.search(name)
+    )
 
 
 def _set_folded(model: DiffusionTransformer, folded: bool) -> None:
-    model.cfg.normalization_type = "RMSPre" if folded else "RMS"
+    kind = "RMS" if model.cfg.uses_rms_norm else "LN"
+    model.cfg.normalization_type = f"{kind}Pre" if folded else kind
     model.cfg.layer_norm_folding = folded
 
 
-def _fold(weight: nn.Parameter, *readers: nn.Linear | Router | Unembed) -> None:
+def _fold(norm: Norm, *readers: nn.Linear | Router | Unembed) -> bool:
+    """Fold a norm into the projections that read it; whether there was a bias, which they now have."""
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
     for reader in readers:
-        reader.weight.mul_(weight)
-    weight.fill_(1.0)
+        if bias is not None:
+            assert not isinstance(reader, Router), "no router follows a LayerNorm with a bias"
+            read = reader.weight @ bias
+            if reader.bias is None:
+                reader.bias = nn.Parameter(read, requires_grad=reader.weight.requires_grad)
+            else:
+                reader.bias.add_(read)
+        reader.weight.mul_(norm.weight)
+    norm.weight.fill_(1.0)
+    if bias is not None:
+        bias.zero_()
+    return bias is not None

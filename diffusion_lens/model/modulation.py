@@ -22,7 +22,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LOG_LINEAR_EPS = 1e-3
+from diffusion_lens.noise.schedules import LogLinear
+
 LONGEST_PERIOD = 10_000.0
 
 
@@ -43,9 +44,12 @@ class Modulation:
         """n · (1 + scale) + shift."""
         return normalized * (1 + _along(self.scale, normalized)) + _along(self.shift, normalized)
 
-    def gated(self, output: Float[Tensor, "batch *rest d_model"]) -> Float[Tensor, "batch *rest d_model"]:
-        """The output of the part as it is added to the residual stream."""
-        return output if self.gate is None else output * _along(self.gate, output)
+
+def gated(output: Float[Tensor, "batch *rest d_model"], modulation: Modulation | None) -> Tensor:
+    """The output of a part of the network as it is added to the residual stream."""
+    if modulation is None or modulation.gate is None:
+        return output
+    return output * _along(modulation.gate, output)
 
 
 def normed(norm: nn.Module, x: Tensor, modulation: Modulation | None) -> Tensor:
@@ -77,7 +81,7 @@ def frequency_embedding(sigma: Float[Tensor, "batch"], width: int) -> Float[Tens
 
 def sigma_of(time: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
     """The noise level at a time, by the log-linear schedule, float32."""
-    return -torch.log1p(-(1 - LOG_LINEAR_EPS) * time.double()).float()
+    return LogLinear().sigma(time.double()).float()
 
 
 def _along(vector: Float[Tensor, "batch d_model"], x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class ToldTime(ABC):
 
     cfg: DiffusionConfig
     clock: StepClock
+    blocks: Any
     ln_final: Norm
     time_embed: TimeEmbedding
     hook_time: StepHookPoint
@@ -120,6 +121,21 @@ class ToldTime(ABC):
         """The input of the unembedding for a residual stream, at the time of the step or of `at_time`."""
         final = self.final_modulation_at(self.condition_at(None, len(resid), resid.device))
         return normed(self.ln_final, resid, final)
+
+    def final_weight(self) -> Float[Tensor, "d_model"]:
+        """The weight of the last norm as the network applies it, at the time of the step or of `at_time`."""
+        final = self.final_modulation_at(self.condition_at(None, 1, self.ln_final.w.device))
+        return self.ln_final.w if final is None else self.ln_final.w * (1 + final.scale[0])
+
+    def gates_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
+        """By what the outputs of a block's attention and MLP are multiplied, at the time of the step or of `at_time`.
+
+        Ones in a network that is not told the time.
+        """
+        ones = torch.ones_like(self.ln_final.w)
+        both = self.blocks[layer].modulations(self.condition_at(None, 1, ones.device))
+        of_attention, of_mlp = (ones if m is None or m.gate is None else m.gate[0] for m in both)
+        return of_attention, of_mlp
 
     def _current_sigma(self) -> Float[Tensor, "1"]:
         step, time = self.clock.step, self.clock.time

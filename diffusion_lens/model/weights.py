@@ -181,7 +181,8 @@ class WeightViews(ABC):
     def accumulated_bias(
         self, layer: Whole, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, "d_model"]:
-        """Sum of the biases added to the residual stream before `layer`.
+        """Sum of the biases added to the residual stream before `layer`, after the gates of a network that is told the
+        time.
 
         Args:
             layer: Index of the block, negative from the end; `n_layers` for the stream after the last block.
@@ -192,15 +193,18 @@ class WeightViews(ABC):
         layer = self.cfg.n_layers if after_all else pick_layer(layer, self.cfg.n_layers)
         total = self.W_E.new_zeros(self.cfg.d_model)
         for i in range(layer):
-            total = total + self.blocks[i].attn.b_O
+            of_attention, of_mlp = self.gates_at(i)
+            total = total + self.blocks[i].attn.b_O * of_attention
             if include_mlp_biases:
-                total = total + self.blocks[i].mlp.b_out
-        return total + self.blocks[layer].attn.b_O if mlp_input else total
+                total = total + self.blocks[i].mlp.b_out * of_mlp
+        return total + self.blocks[layer].attn.b_O * self.gates_at(layer)[0] if mlp_input else total
 
     def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*rest"]) -> Float[Tensor, "... d_model"]:
         """The directions whose product with the normalised stream (before ln_final's weight) are the tokens' logits.
 
-        They include the weight of ln_final, as TransformerLens's attribution tools assume.
+        They include the weight of ln_final, as TransformerLens's attribution tools assume, and in a network that is
+        told the time the scale of ln_final at that of `model.at_time(t)`. The biases of ln_final and of the head add a
+        constant to each logit.
 
         Args:
             tokens: Token ids, or the text of a single token; a single id gives [d_model].
@@ -212,7 +216,15 @@ class WeightViews(ABC):
             raise ValueError(f"the head has columns for tokens 0 to {self.cfg.d_vocab_out - 1}; got {tokens}")
         if ids.numel() == 1:
             ids = ids.reshape(())
-        return self.W_U.T[ids] * self.ln_final.w
+        return self.W_U.T[ids] * self.final_weight()
+
+    @abstractmethod
+    def final_weight(self) -> Float[Tensor, "d_model"]:
+        """The weight of the last norm as the network applies it."""
+
+    @abstractmethod
+    def gates_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
+        """By what the outputs of a block's attention and MLP are multiplied."""
 
     @abstractmethod
     def to_single_token(self, string: str) -> int:

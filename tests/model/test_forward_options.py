@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parts_by_hand import gate, mlp_post, normed
 from transformer_lens import ActivationCache
 from transformer_lens.model_protocol import TransformerLensModel, TransformerLensModelWithWeights
 
@@ -143,8 +144,8 @@ def test_cache_is_transformer_lens_own(every, tokens):
 def test_cached_scale_reproduces_the_final_norm(every, tokens):
     _, cache = every.model.run_with_cache(tokens)
     final = cache.accumulated_resid(layer=-1, apply_ln=False)[-1]
-    normed = cache.apply_ln_to_stack(final[None], layer=-1)[0] * every.model.ln_final.w
-    torch.testing.assert_close(normed @ every.model.W_U, every.model(tokens), rtol=1e-4, atol=1e-4)
+    output = normed(every.model, cache, "ln_final", cache.apply_ln_to_stack(final[None], layer=-1)[0])
+    torch.testing.assert_close(output @ every.model.W_U + every.model.b_U, every.model(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_the_protocols_hold(several):
@@ -156,13 +157,14 @@ def test_weights_under_their_names_rebuild_an_attention_output(every, tokens):
     """Heads multiplied out by hand from W_V, W_O and the cached pattern give attn_out."""
     model = every.model
     _, cache = model.run_with_cache(tokens)
-    normed = cache["normalized", 1, "ln1"] * model.blocks[1].ln1.w
+    read = normed(model, cache, "blocks.1.ln1")
     shared_by = model.cfg.n_heads // model.cfg.n_key_value_heads
-    out = torch.zeros_like(normed)
+    out = torch.zeros_like(read)
     for head in range(model.cfg.n_heads):
-        value = normed @ model.W_V[1, head // shared_by] + model.b_V[1, head // shared_by]
+        value = read @ model.W_V[1, head // shared_by] + model.b_V[1, head // shared_by]
         out += cache["pattern", 1][:, head] @ value @ model.W_O[1, head]
-    torch.testing.assert_close(out + model.b_O[1], cache["attn_out", 1], rtol=1e-4, atol=1e-5)
+    out = (out + model.b_O[1]) * gate(model, cache, 1, "attn")
+    torch.testing.assert_close(out, cache["attn_out", 1], rtol=1e-4, atol=1e-5)
     ov = model.OV[1, 3].AB
     torch.testing.assert_close(ov, model.W_V[1, 3 // shared_by] @ model.W_O[1, 3], rtol=1e-5, atol=1e-5)
 
@@ -170,10 +172,8 @@ def test_weights_under_their_names_rebuild_an_attention_output(every, tokens):
 def test_weights_under_their_names_rebuild_an_mlp_output(every, tokens):
     model = every.model
     _, cache = model.run_with_cache(tokens)
-    normed = cache["normalized", 2, "ln2"] * model.blocks[2].ln2.w
-    mlp = model.blocks[2].mlp
-    gate, up = normed @ mlp.W_gate + mlp.b_gate, normed @ mlp.W_in + mlp.b_in
-    out = (gate * torch.sigmoid(gate) * up) @ mlp.W_out + mlp.b_out
+    post = mlp_post(model.blocks[2].mlp, normed(model, cache, "blocks.2.ln2"))
+    out = (post @ model.blocks[2].mlp.W_out + model.blocks[2].mlp.b_out) * gate(model, cache, 2, "mlp")
     torch.testing.assert_close(out, cache["mlp_out", 2], rtol=1e-4, atol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parts_by_hand import gate
 
 from diffusion_lens.hook_names import loop_hook
 
@@ -21,7 +22,9 @@ def tokens(every):
     return every.tokens[:2, :8]
 
 
-@pytest.mark.parametrize("every", ["llada", "dream", "llama", "qwen3", "llada_moe-options"], indirect=True)
+@pytest.mark.parametrize(
+    "every", ["llada", "dream", "llama", "qwen3", "llada_moe-options", "mdlm", "sedd", "radd"], indirect=True
+)
 def test_every_hook_point_is_alive(every, tokens):
     model = every.model
     # Blocks are built alike: of the points in blocks, those of one.
@@ -50,12 +53,18 @@ def test_the_hook_points_are_transformer_lens_names(every):
     routed = {f"hook_{name}" for name in ("router_logits", "router_weights", "experts", "expert_out")}
     routed |= {f"experts.{expert}.{name}" for expert in range(4) for name in of_mlp}
     model = every.model
+    if not model.cfg.gated_mlp:
+        of_mlp.remove("hook_pre_linear")
+    if model.cfg.is_told_time:
+        per_block.add("hook_modulation")
     if model.cfg.qk_norm:
         per_block |= {f"attn.{of}_norm.hook_{what}" for of in "qk" for what in ("scale", "normalized")}
     expected = {f"blocks.{i}.{name}" for i in range(model.cfg.n_layers) for name in per_block}
     for i in range(model.cfg.n_layers):
         expected |= {f"blocks.{i}.mlp.{name}" for name in (of_mlp if i in every.dense_layers else routed)}
     expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
+    if model.cfg.is_told_time:
+        expected |= {"hook_time", "hook_final_modulation"}
     expected |= {f"denoise.hook_{name}" for name in ("tokens", "logits", "candidates", "confidence", "reveal")}
     assert set(model.hook_dict) == expected
     assert all(point.name == name for name, point in model.hook_dict.items())
@@ -125,7 +134,7 @@ def test_head_results_sum_to_attn_out(every, tokens):
         _, cache = model.run_with_cache(tokens)
     finally:
         model.set_use_attn_result(False)
-    summed = cache["result", 1].sum(2) + model.b_O[1]
+    summed = cache["result", 1].sum(2) + model.b_O[1] * gate(model, cache, 1, "attn")
     torch.testing.assert_close(summed, cache["attn_out", 1], rtol=1e-4, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from parts_by_hand import normed
 from torch.testing import assert_close
 from transformer_lens.hook_points import HookPoint
 
@@ -131,7 +132,7 @@ def test_a_change_of_the_mlps_copy_is_a_change_of_what_it_reads(every, tokens, c
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 def test_the_copy_of_one_head_changes_the_projection_of_that_head(every, tokens, change, of):
     model = every.model
-    attn, ln1 = model.blocks[1].attn, model.blocks[1].ln1
+    attn = model.blocks[1].attn
 
     def change_head_1(activation, hook):
         activation[:, :, 1] += change
@@ -141,7 +142,9 @@ def test_the_copy_of_one_head_changes_the_projection_of_that_head(every, tokens,
     with model.optional_hooks(use_split_qkv_input=True), model.hooks(fwd_hooks=hooks):
         _, cache = model.run_with_cache(tokens)
     stream = plain["resid_pre", 1] + change
-    normalized = stream / (stream.pow(2).mean(-1, keepdim=True) + model.cfg.eps).sqrt() * ln1.w
+    centred = stream if model.cfg.uses_rms_norm else stream - stream.mean(-1, keepdim=True)
+    scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + model.cfg.eps).sqrt()
+    normalized = normed(model, plain, "blocks.1.ln1", scaled)
     projected = normalized @ getattr(attn, f"W_{of.upper()}")[1] + getattr(attn, f"b_{of.upper()}")[1]
     assert_close(cache[of, 1][:, :, 1], projected, **CLOSE)
     for other in "qkv":

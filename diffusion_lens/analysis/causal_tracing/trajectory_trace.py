@@ -144,8 +144,8 @@ def trace_steps(
 
     # 2. Group the steps at which the network reads the same tokens, since these share their passes: steps that reveal
     # nothing and, on a causal model, all steps whose tokens are the answer's. Steps are not grouped under the caller's
-    # hooks, which may act by step, or on free canvases.
-    can_share = free is None and not model.is_hooked
+    # hooks, which may act by step, on free canvases, or if the network is told the time of the step.
+    can_share = free is None and not model.is_hooked and not model.cfg.is_told_time
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:
         groups.setdefault(tuple(run.seen(run.canvas(step)[None])[0].tolist()) if can_share else step, []).append(step)

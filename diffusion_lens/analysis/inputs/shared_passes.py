@@ -1,8 +1,8 @@
 """Forward passes that stand for several canvases of one input.
 
-Where nothing is hooked, equal canvases at consecutive steps share a pass. So do the canvases of a text that grows,
-which continue one another, because no position sees a later one. A hook may act by step, and sees the whole canvas as
-in the loop, so that every canvas has its own pass.
+Where nothing is hooked, equal canvases at consecutive steps share a pass, unless the network is told the time of each.
+So do the canvases of a text that grows, which continue one another, because no position sees a later one. A hook may
+act by step, and sees the whole canvas as in the loop, so that every canvas has its own pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,6 +74,8 @@ def _reached_part(canvas: ForwardPass) -> ForwardPass:
 
 def _covers(wide: ForwardPass, narrow: ForwardPass) -> bool:
     """Whether a pass on one canvas computes all that is read on another."""
+    if wide.model.cfg.is_told_time and wide.step and narrow.step and not wide.step.has_time_of(narrow.step):
+        return False
     if wide.model.cfg.grows:
         return bool((wide.tokens == narrow.tokens).where(narrow.present, True).all())
     return torch.equal(wide.tokens, narrow.tokens)

@@ -144,9 +144,10 @@ def _gradients(
         rows = (entries[0][stored], entries[1][stored])
         states = states_of(network_input, rows, [*layers, model.cfg.n_layers])
         for block in torch.arange(len(stored)).split(budget.entries_at_once):
-            last = _log_probabilities(model, states[model.cfg.n_layers][block])
+            with model.clock.at(network_input.step):
+                last = _log_probabilities(model, states[model.cfg.n_layers][block])
             for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
-                with torch.enable_grad():
+                with torch.enable_grad(), model.clock.at(network_input.step):
                     log_p = _log_probabilities(model, translated(states[layer][block], weight, bias))
                     loss = divergence(last, log_p).sum() / n
                     # Only with respect to the maps: no parameter of the model gets a gradient.

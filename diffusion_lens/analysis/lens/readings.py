@@ -103,8 +103,9 @@ def states_of(
 
 
 def logits_of(model: DiffusionTransformer, states: Float[Tensor, "entry d_model"]) -> Tensor:
-    """Float[entry d_vocab_out], logits of states that are read as if the network ended there."""
-    logits: Tensor = model.unembed(model.ln_final(states))
+    """Float[entry d_vocab_out], logits of states that are read as if the network ended there, at the time of the step
+    or of `model.at_time(t)` if it is told the time."""
+    logits: Tensor = model.unembed(model.normalized(states))
     return logits
 
 

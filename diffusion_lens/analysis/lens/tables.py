@@ -78,7 +78,8 @@ class Tables:
         for block in torch.arange(len(batch), device=batch.device).split(budget.entries_at_once):
             of_block = {layer: x[block] for layer, x in states.items()}
             targets = self.targets[batch[block], selected[block]]
-            readings = read(model, of_block, self.layers, targets, self.top_k, self.translators)
+            with model.clock.at(one.network_input.step):
+                readings = read(model, of_block, self.layers, targets, self.top_k, self.translators)
             by_layer = {name: torch.stack([getattr(x, name) for x in readings]).cpu() for name in TABLES}
             for index in one.served:
                 self._write(index, by_layer, batch[block], selected[block])

@@ -5,6 +5,10 @@
 W is the down-projection of one MLP, k* the subject's key, and k_p its key in the plain request, which the edited W maps
 exactly to v*. Keys orthogonal to C⁻¹ k* keep their values. As in ROME's code, the direction comes from the mean key and
 the length from the plain one. Without a second moment, C = I.
+
+In a network that is told the time, the output of W passes a gate before it is added to the stream, and v* is what is
+added. The edit therefore assigns v* / gate, with the gate at the time of the search for v* (`model.at_time(t)`). At
+that time the key has the value v*; at another time t' it has v* · gate(t') / gate(t), entry by entry.
 """
 
 from typing import Any
@@ -18,7 +22,7 @@ from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
 from diffusion_lens.analysis.rome.inverse_moment import Covariance, InverseMoment, require_covariance_of
 from diffusion_lens.analysis.rome.keys import KeyResult
 from diffusion_lens.analysis.rome.values import ValueResult
-from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, require_same_model
+from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate, require_same_model
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import network_of
 from diffusion_lens.settings import Whole
@@ -69,7 +73,7 @@ class RankOneEdit(WeightEdit):
         records = {"key": key.record, "value": value.record, "covariance": moment}
         self.taken_from = {name: None if record is None else network_of(record) for name, record in records.items()}
         self.model, self.layer = model, layer
-        self._target = value.vector.cpu().double()
+        self._target = before_gate(value.vector.cpu().double(), value.gate)
         self._plain_key = value.key.cpu().double()
         self.direction, self.ridge = self._solve(key, covariance)
 

@@ -11,6 +11,8 @@
 
    λ C stands for the other contents of the memory, as if it stored λ keys of the corpus (section 4.2).
 
+In a network that is told the time, R is divided by the gate of the block at that time, which multiplies what W writes.
+
 C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
 the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.
 
@@ -45,7 +47,7 @@ from diffusion_lens.analysis.rome.keys import compute_keys, states_at
 from diffusion_lens.analysis.rome.prompts import Request, as_request
 from diffusion_lens.analysis.rome.search import Number, ValueSettings
 from diffusion_lens.analysis.rome.values import essences_of, search_together
-from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit
+from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate
 from diffusion_lens.facts import Query
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.identity import begins_run
@@ -158,7 +160,9 @@ def memit(
             c = torch.eye(len(keys), dtype=keys.dtype) if (own := used[layer]) is None else matrix_of(own)
             inverse = InverseMoment.of(weight * c + keys @ keys.T)
             ridges[layer] = inverse.ridge
-            updates[layer] = Factors((missing / (len(chosen) - n)).T.contiguous(), inverse.times(keys))
+            gate = model.gates_at(layer)[1] if model.cfg.is_told_time else None
+            written = before_gate(missing / (len(chosen) - n), gate)
+            updates[layer] = Factors(written.T.contiguous(), inverse.times(keys))
             partial.enter_context(MemitEdit(model, {layer: updates[layer]}))
             states = subject_states(model, plain, last)
         errors.append((targets - states).norm(dim=1))

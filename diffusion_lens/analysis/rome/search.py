@@ -71,6 +71,7 @@ class SearchResult:
     key: Float[Tensor, "d_mlp"]
     probability_before: float
     probability_after: float
+    gate: Float[Tensor, "d_model"] | None
 
 
 def search(
@@ -118,6 +119,7 @@ class _Search:
         at_subject = plain, self.batches[0].positions[plain]
         self.unit = self.initial if measured_by == "mlp_out" else widened(self.batches[0].resid[at_subject])
         self.deltas = [torch.zeros_like(initial, requires_grad=True) for initial in self.initial]
+        self.gate = model.gates_at(layer)[1].detach().cpu() if model.cfg.is_told_time else None
         self.losses: list[list[Tensor]] = [[] for _ in objectives]
         self.probabilities: list[list[float]] = [[] for _ in objectives]
 
@@ -147,6 +149,7 @@ class _Search:
                 key=self.keys[i].cpu(),
                 probability_before=self.probabilities[i][0],
                 probability_after=self.probabilities[i][-1],
+                gate=self.gate,
             )
             for i in range(len(self.objectives))
         ]

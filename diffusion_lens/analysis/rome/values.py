@@ -56,6 +56,8 @@ class ValueResult(PicturedResult):
         probability_after: p(object) with δ.
         layer: Number of the block.
         record: Settings, prompts, object, essence, model, weights' hash, versions.
+        gate: Float[d_model], by what the MLP's output is multiplied before it is added to the stream, at the time of
+            the search; `None` in a network that is not told the time.
     """
 
     initial: Float[Tensor, "d_model"]
@@ -66,6 +68,7 @@ class ValueResult(PicturedResult):
     probability_after: float
     layer: int
     record: dict[str, Any]
+    gate: Float[Tensor, "d_model"] | None = None
 
     @property
     def vector(self) -> Float[Tensor, "d_model"]:

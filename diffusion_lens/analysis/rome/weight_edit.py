@@ -37,6 +37,22 @@ class Factors(NamedTuple):
         return self.left @ self.right.T
 
 
+def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_model"] | None) -> Tensor:
+    """What a down-projection has to write so that `added` is added to the stream behind its gate.
+
+    Raises:
+        ValueError: An entry of the gate is 0, so that nothing reaches the stream there.
+    """
+    if gate is None:
+        return added
+    if not bool(gate.all()):
+        raise ValueError(
+            "the gate of this MLP is 0 in some entries at this time, so no weight can write there: edit another layer, "
+            "or at another time, `with model.at_time(t):`"
+        )
+    return added / gate.cpu().double()
+
+
 class WeightEdit(ABC):
     """An edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 

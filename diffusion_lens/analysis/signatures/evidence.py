@@ -5,7 +5,8 @@ logit of token y is
 
     e(y | j) = (gamma · U_y) · (W_O v_j),
 
-with gamma the weight of the final norm and U_y the column of the head. Neither the reader nor a position occurs, so
+with gamma the weight of the final norm and U_y the column of the head. In a network that is told the time, W_O v_j
+passes the gate and gamma is scaled as at that time. Neither the reader nor a position occurs, so
 what one direction has written can be reused by the other. The formula is ours, after the claim of arXiv 2602.02133 that
 the value side does not know positions. It follows the direct path only: what later blocks make of the output is not in
 it. Its causal counterpart is the edge cut (`edges`).
@@ -30,10 +31,10 @@ def evidence_of(
     model = reading.batch.model
     token_ids = torch.tensor(list(candidates), device=reading.batch.tokens.device)
     wide = torch.promote_types(model.cfg.dtype, torch.float32)
-    columns = (model.unembed.weight[token_ids].to(wide) * model.ln_final.weight.to(wide)).T
+    columns = (model.unembed.weight[token_ids].to(wide) * model.final_weight().to(wide)).T
     by_layer = []
-    for block, values in zip(model.blocks, reading.values, strict=True):
-        weights = block.attn.W_O.to(wide)
+    for layer, (block, values) in enumerate(zip(model.blocks, reading.values, strict=True)):
+        weights = block.attn.W_O.to(wide) * model.gates_at(layer)[0].to(wide)
         by_query_head = values.to(wide).repeat_interleave(len(weights) // values.shape[1], dim=1)
         written = torch.einsum("fhd,hdm->fhm" if by_head else "fhd,hdm->fm", by_query_head, weights)
         by_layer.append(written @ columns)

@@ -1,0 +1,34 @@
+"""What norms, MLPs and gates do, written out from the weights and a cache, for tests of the parts beside them."""
+
+import torch
+
+
+def normed(model, cache, name, normalized=None):
+    """The output of a norm, "blocks.1.ln1" or "ln_final", for its normalised input; by default the cached one."""
+    norm = model.get_submodule(name)
+    x = cache[f"{name}.hook_normalized"] if normalized is None else normalized
+    x = x * norm.w + getattr(norm, "b", 0)
+    if not model.cfg.is_told_time:
+        return x
+    if name == "ln_final":
+        shift, scale = cache["hook_final_modulation"].unbind(1)
+    else:
+        first = 0 if name.endswith("ln1") else 3
+        shift, scale = cache[name.rpartition(".")[0] + ".hook_modulation"][:, first : first + 2].unbind(1)
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+def gate(model, cache, layer, part):
+    """By what the output of "attn" or "mlp" is multiplied."""
+    if not model.cfg.is_told_time:
+        return 1.0
+    return cache[f"blocks.{layer}.hook_modulation"][:, {"attn": 2, "mlp": 5}[part], None]
+
+
+def mlp_post(mlp, normed):
+    """The input of the down-projection of a dense MLP."""
+    up = normed @ mlp.W_in + mlp.b_in
+    if not hasattr(mlp, "gate"):
+        return torch.nn.functional.gelu(up, approximate="tanh")
+    gated = normed @ mlp.W_gate + mlp.b_gate
+    return gated * torch.sigmoid(gated) * up
