@@ -154,7 +154,7 @@ def test_in_every_family(every):
     before = [state(model, query, resid_post) for query in requests]
     with edit:
         for i, query in enumerate(requests):
-            target = before[i] + edit.factors(layer).left[:, i]
+            target = before[i] + edit.factors(layer).left[:, i] * model.gates_at(layer)[1]
             torch.testing.assert_close(state(model, query, resid_post), target, rtol=1e-4, atol=1e-4)
         assert not torch.equal(model(tokens), logits)
     assert torch.equal(model(tokens), logits)

@@ -73,7 +73,8 @@ def test_in_every_family(every):
         edited, cache = model.run_with_cache(tokens[None])
         torch.testing.assert_close(cache["mlp_out", layer][0, 4], value.vector, rtol=1e-4, atol=1e-4)
         mlp = model.blocks[layer].mlp
-        torch.testing.assert_close(mlp.W_out.T @ value.key + mlp.b_out, value.vector, rtol=1e-4, atol=1e-4)
+        added = (mlp.W_out.T @ value.key + mlp.b_out) * model.gates_at(layer)[1]
+        torch.testing.assert_close(added, value.vector, rtol=1e-4, atol=1e-4)
         assert not torch.equal(edited, logits)
     assert torch.equal(model(tokens[None]), logits)
 

@@ -37,7 +37,7 @@ def test_a_key_is_what_enters_the_down_projection(every, prompts):
                 fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", lambda out, hook, seen=seen: seen.update(out=out[0]))],
             )
             mlp = every.model.blocks[layer].mlp
-            out = row @ mlp.W_out + mlp.b_out
+            out = (row @ mlp.W_out + mlp.b_out) * every.model.gates_at(layer)[1]
             torch.testing.assert_close(out, seen["out"][prompt.subject[1] - 1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(key.vector, sum(key.keys) / 3)
 
