@@ -43,6 +43,8 @@ def test_a_trained_block_of_another_model_is_named():
 def test_random_weights_have_no_foreign_blocks(every):
     """Nothing follows from blocks that do not belong together anyway."""
     architecture = every.model.cfg.architecture
+    if architecture.time is not None:  # random gates single out directions of the stream, which blocks then share
+        return
     _, tensors = layer_of_another_seed(architecture, dict(every.model.state_dict()))
     if architecture.tied:
         tensors.pop("unembed.weight", None)

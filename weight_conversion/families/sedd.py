@@ -64,6 +64,8 @@ def _schedule(values: Mapping[str, Any]) -> NoiseSchedule:
         raise ValueError(f"noise.type is {kind!r} in the sedd config; it must be one of {', '.join(_SCHEDULES)}")
     if kind == "loglinear":
         return NoiseSchedule("log_linear")
+    if missing := [key for key in ("noise.sigma_min", "noise.sigma_max") if key not in values]:
+        raise ValueError(f"the sedd config lacks {missing}, the ends of its geometric schedule; add them")
     return NoiseSchedule("geometric", sigma_min=values["noise.sigma_min"], sigma_max=values["noise.sigma_max"])
 
 
