@@ -82,7 +82,7 @@ FACES = ("weight_conversion", "diffusion_lens")  # the packages' own __init__.py
 
 FAMILY_BLIND = ("diffusion_lens.model", "diffusion_lens.denoising", "diffusion_lens.analysis")
 FAMILY_NAME = re.compile(
-    r"lit.?gpt|smdm|llama|llada|dream|diffucoder|qwen|a2d|nemotron|nieshen|diff_sample", re.IGNORECASE
+    r"lit.?gpt|smdm|llama|llada|dream|diffucoder|qwen|a2d|nemotron|nieshen|diff_sample|bd3lm|\bradd\b", re.IGNORECASE
 )
 # Where families are known by name: their tables, the tables of published checkpoints, recipes and numbers.
 FAMILIES_KNOWN = (

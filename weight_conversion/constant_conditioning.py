@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from weight_conversion.architecture import Architecture
 from weight_conversion.tensor_shapes import N_FREQUENCIES
 
+_ROWS = 64
+
 
 @dataclass(frozen=True)
 class _Constant:
@@ -63,12 +65,11 @@ def unfolded_architecture(architecture: Architecture) -> Architecture:
 def fold(tensors: Mapping[str, Tensor], architecture: Architecture) -> None:
     """Fold the constants in place. The biases of the norms must be there, and 0."""
     for constant in _constants(tensors, architecture):
-        weight = tensors[f"{constant.norm}.weight"]
-        weight.copy_(weight.double() * (1 + constant.scale))
+        _multiply_rows(tensors[f"{constant.norm}.weight"], 1 + constant.scale)
         tensors[f"{constant.norm}.bias"].copy_(constant.shift)
         for name in constant.outputs:
             assert constant.gate is not None
-            tensors[name].copy_(tensors[name].double() * _by_row(constant.gate, tensors[name]))
+            _multiply_rows(tensors[name], constant.gate)
 
 
 @torch.no_grad()
@@ -122,6 +123,12 @@ def _constants(tensors: Mapping[str, Tensor], architecture: Architecture) -> Ite
             source = (f"{block}.modulation.bias", 3 * j * width)
             yield _Constant(f"{block}.{norm}", names, source, *six[3 * j : 3 * j + 3])
     yield _Constant("ln_final", (), ("final_modulation.bias", 0), *linear("final_modulation", condition).split(width))
+
+
+def _multiply_rows(tensor: Tensor, factor: Tensor) -> None:
+    """Multiply rows in place, in double precision, a few at a time so that little memory is taken."""
+    for rows, factors in zip(tensor.split(_ROWS), factor.split(_ROWS), strict=True):
+        rows.copy_(rows.double() * _by_row(factors, rows))
 
 
 def _by_row(factor: Tensor, tensor: Tensor) -> Tensor:
