@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from small_repositories import bytes_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.loading import load_tokenizer
+from diffusion_lens.loading.tokenizers import read_mask
 
 load = HookedDiffusionTransformer.from_pretrained
 MDM = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
@@ -192,3 +195,12 @@ def test_a_model_adds_the_mask_to_a_copy_of_the_tokenizer(folder):
         model.set_tokenizer(tokenizer)
     assert mdm.to_tokens("w1 [MASK]", prepend_bos=False).tolist() == [[4, 512]]
     assert len(tokenizer) == len(ar.tokenizer) == 512 == len(mdm.tokenizer) - 1
+
+
+def test_an_ordinary_token_that_is_the_mask_changes_no_text():
+    """As in DiffuLLaMA: training took a token of Llama's vocabulary for [MASK], so that it is written by its id."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_tokenizer())
+    texts = ("where the mask is", "a [MASK] here")
+    before = [tokenizer(text)["input_ids"] for text in texts]
+    read_mask(tokenizer, before[0][1])
+    assert [tokenizer(text)["input_ids"] for text in texts] == before

@@ -118,6 +118,9 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
         return
     if tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"] == [mask_token_id]:
         return
+    # Where training took an ordinary token for [MASK], no text may turn into it by accident: it is written by its id.
+    if mask_token_id not in tokenizer.added_tokens_decoder:
+        return
     name = str(tokenizer.convert_ids_to_tokens(mask_token_id))
     backend = tokenizer.backend_tokenizer
     steps = [normalizers.Replace(MASK_TEXT, name), *([backend.normalizer] if backend.normalizer else [])]
