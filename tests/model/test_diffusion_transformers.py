@@ -1,6 +1,7 @@
 """Diffusion transformers equal the authors' code, with the time told, folded into the weights, or without any."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,11 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens.analysis.rome.edit import RankOneEdit
+from diffusion_lens.analysis.rome.keys import compute_key
+from diffusion_lens.analysis.rome.values import optimize_value
+from diffusion_lens.facts import Query
+from diffusion_lens.records import provenance
 from diffusion_lens.step_state import StepState
 from weight_conversion import export, open_checkpoint
 
@@ -223,3 +229,41 @@ def test_block_diffusion_sees_no_later_block():
     tokens[:, 8:] = (tokens[:, 8:] + 1) % 60
     assert torch.equal(model(tokens)[:, :8], before[:, :8])
     assert model.cfg.causal_block == 4
+
+
+def test_results_record_the_time_that_was_told():
+    model = built("udlm").model
+    assert "time" not in provenance(model, model.cfg)
+    with model.at_time(0.25):
+        assert provenance(model, model.cfg)["time"] == 0.25
+
+
+def test_an_edit_holds_at_its_time_and_is_gated_at_others(tmp_path):
+    """The edited key gives v* at the time of the search, and at another time what that gate makes of it."""
+    authors = built("mdlm")
+    model, tokens = authors.model, authors.tokens[0].clone()
+    tokens[8] = model.cfg.mask_token_id
+    query = Query(tokens, (2, 5), (8,), (31,))
+    with model.at_time(0.4):
+        value = optimize_value(model, query, 1, kl_factor=0.0, steps=6, lr=0.1)
+        edit = RankOneEdit(model, 1, compute_key(model, query, 1), value)
+        gate = model.gates_at(1)[1]
+    loaded = type(value).load(value.save(tmp_path / "value.safetensors"))
+    assert torch.equal(loaded.gate, value.gate)
+    # Outside `at_time`: the edit knows its time.
+    with edit:
+        mlp = model.blocks[1].mlp
+        written = mlp.W_out.T @ value.key + mlp.b_out
+        _, cache = model.run_with_cache(tokens[None], time=0.4)
+        assert_close(cache["mlp_out", 1][0, 4], value.vector, rtol=1e-4, atol=1e-4)
+        with model.at_time(0.9):
+            assert_close(
+                written * model.gates_at(1)[1], value.vector / gate * model.gates_at(1)[1], rtol=1e-3, atol=1e-3
+            )
+    with torch.no_grad(), pytest.raises(ValueError, match="the gate of this MLP is 0 in some entries"):
+        RankOneEdit(model, 1, compute_key_at(model, query), replace(value, gate=torch.zeros_like(gate)))
+
+
+def compute_key_at(model, query):
+    with model.at_time(0.4):
+        return compute_key(model, query, 1)
