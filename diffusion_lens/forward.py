@@ -30,6 +30,7 @@ class Forward(DiffusionTransformer, ABC):
         logits_at: Rows | None = None,
         past_kv_cache: KeyValueCache | None = None,
         time: Time | None = None,
+        clean: Tensor | None = None,
         loss_per_token: bool = False,
         samples: Whole = 1,
         generator: torch.Generator | None = None,
@@ -56,6 +57,9 @@ class Forward(DiffusionTransformer, ABC):
             time: Time of the canvas, for a network that is told it (`cfg.is_told_time`): a number in (0, 1], or
                 Float[batch], one for each row; 1 where all is noise. By default that of `model.at_time(t)`. A loss
                 draws its own.
+            clean: Int[batch pos], on a model that attends by blocks the clean text of noisy `input`: each block sees
+                the earlier blocks as they are there, as in training. The network then reads both texts, one after the
+                other, which hooks see; the logits are those of `input`.
             loss_per_token: Whether to return the contribution of each position instead of the mean over the positions
                 that count: of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion
                 model Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked.
@@ -91,6 +95,7 @@ class Forward(DiffusionTransformer, ABC):
                 logits_at=logits_at,
                 past_kv_cache=past_kv_cache,
                 sigma=self.read_time(time),
+                clean=clean,
                 unembed=return_type is not None,
             )
         parts = {
@@ -99,6 +104,7 @@ class Forward(DiffusionTransformer, ABC):
             "logits_at": logits_at,
             "past_kv_cache": past_kv_cache,
             "time": time,
+            "clean": clean,
         }
         if given := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")
@@ -144,9 +150,9 @@ class Forward(DiffusionTransformer, ABC):
         for start in starts:
             part = batch.part(start, start + len(tokens))
             if return_logits:
-                logits: Any = self.run_layers(part.tokens, attention_mask=mask)
+                logits: Any = self.run_layers(part.tokens, attention_mask=mask, **part.beside)
                 return logits, self._loss(part, logits[part.rows], loss_per_token)
-            row_logits: Any = self.run_layers(part.tokens, attention_mask=mask, logits_at=part.rows)
+            row_logits: Any = self.run_layers(part.tokens, attention_mask=mask, logits_at=part.rows, **part.beside)
             total = total + self._loss(part, row_logits, loss_per_token)
 
         # 3. `total` is already averaged over samples. Per-position losses are summed over samples, so divide by their
@@ -171,7 +177,8 @@ class Forward(DiffusionTransformer, ABC):
             loss = model.loss_fn(logits, tokens, noisy=noisy, p_mask=p_mask)
 
         Args:
-            logits: Float[batch pos d_vocab_out]; of a masked diffusion model, its logits on `noisy`.
+            logits: Float[batch pos d_vocab_out]; of a masked diffusion model, its logits on `noisy`, and if it attends
+                by blocks, those of `model(noisy, clean=tokens)`.
             tokens: Int[batch pos], the clean text.
             attention_mask: [batch pos], 1 at real tokens, 0 at padding.
             per_token: The same as `loss_per_token` of the model's call.

@@ -6,12 +6,17 @@ by 1/p, this is an upper bound on the negative log-likelihood (Nie et al. 2024, 
 
     t ~ U(0, 1) for each row,  p = (1 - eps) t + eps,  loss = 1/(batch · pos) Σ_masked CE / p
 
+Of a model that attends by blocks, each block is predicted from its noisy self and the clean blocks before it, as in its
+training (Arriola et al. 2025, BD3LM, arXiv 2503.09573; Cheng et al. 2025, SDAR, arXiv 2510.06303): the network reads
+the noisy and the clean text in one pass, `model(noisy, clean=tokens)`.
+
 Both losses are a `LossBatch` (input tokens, the rows to read, the tokens to predict there) and a weighted cross-entropy
 over it. `return_type="loss"` of the model takes the same batch.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -38,6 +43,7 @@ class LossBatch:
         weights: Float[selected], weight of each cross-entropy; the loss is their weighted sum.
         predicted: Bool[batch pos], positions of the targets; `rows`, `targets`, `weights` follow their reading order.
         n_counted: Number of positions over which the loss is a mean.
+        clean: Int[batch pos], clean text that the network reads beside the tokens, of a model that attends by blocks.
     """
 
     tokens: Tokens
@@ -46,6 +52,12 @@ class LossBatch:
     weights: Float[Tensor, "selected"]
     predicted: PosMask
     n_counted: int
+    clean: Tokens | None = None
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What the network is given beside the tokens, as arguments."""
+        return {} if self.clean is None else {"clean": self.clean}
 
     def loss(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, ""]:
         """Weighted cross-entropy of the logits read at `rows`."""
@@ -72,6 +84,7 @@ class LossBatch:
             self.weights[inside],
             self.predicted[start:stop],
             self.n_counted,
+            None if self.clean is None else self.clean[start:stop],
         )
 
 
@@ -119,7 +132,9 @@ def masked_batch(
         real = real.to(tokens.device)
         noisy, masked, n_counted = torch.where(real, noisy, tokens), masked & real, int(real.sum())
     weights = 1 / (p_mask[masked] * n_counted)
-    return LossBatch(noisy, model.readout.locate(masked, real), tokens[masked], weights, masked, n_counted)
+    # Each block is predicted from clean blocks before it.
+    clean = None if model.cfg.causal_block is None else tokens
+    return LossBatch(noisy, model.readout.locate(masked, real), tokens[masked], weights, masked, n_counted, clean)
 
 
 def next_token_batch(
@@ -234,5 +249,6 @@ def own_loss(
 
 def _logits(model: DiffusionTransformer, batch: LossBatch) -> Float[Tensor, "selected d_vocab_out"]:
     """The rows of logits that a loss reads. Every token is text here, also the padding token."""
-    logits: Tensor = model(batch.tokens, attention_mask=model.all_real(batch.tokens), logits_at=batch.rows)
+    real = model.all_real(batch.tokens)
+    logits: Tensor = model(batch.tokens, attention_mask=real, logits_at=batch.rows, **batch.beside)
     return logits

@@ -44,7 +44,9 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "b
     size = max(1, MAX_POSITIONS // n_pos)
     parts = [batch.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
     losses = [
-        part.by_position(model(part.tokens, attention_mask=model.all_real(part.tokens), logits_at=part.rows))
+        part.by_position(
+            model(part.tokens, attention_mask=model.all_real(part.tokens), logits_at=part.rows, **part.beside)
+        )
         for part in parts
     ]
     return torch.cat(losses).cpu() / batch.n_counted

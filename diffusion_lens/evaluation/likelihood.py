@@ -188,11 +188,16 @@ def _surprisals(
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
         logits_at, attention_mask = model.readout.locate(scored[rows]), model.all_real(canvases[rows])
-        logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at).to(dtype)
+        # Each block is scored given clean blocks before it.
+        beside: dict[str, Any] = {} if model.cfg.causal_block is None else {"clean": targets[rows]}
+        logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
         if cfg_scale and model.cfg.has_mask:
             unprompted = canvases[rows].clone()
             unprompted[:, : len(question.prompt)] = model.cfg.blank
-            unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at).to(dtype)
+            if beside:
+                beside["clean"] = beside["clean"].clone()
+                beside["clean"][:, : len(question.prompt)] = model.cfg.blank
+            unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
             logits = guide(logits, unconditional, cfg_scale)
         require_logits(logits, scored[rows])
         surprisals.append(F.cross_entropy(logits, targets[rows][scored[rows]], reduction="none"))

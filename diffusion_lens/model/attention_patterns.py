@@ -98,6 +98,30 @@ class AttentionPattern:
         allowed = self._between(real.long().cumsum(dim=1) - 1) & real[:, None, :]
         return Visibility((allowed | itself)[:, None], self.causal)
 
+    def beside_clean(self, n_pos: int, device: torch.device, real: PosMask | None) -> Visibility:
+        """The pattern of a noisy text that is followed by the clean text, as models of blocks are trained.
+
+        A noisy position sees the noisy positions of its block and the clean ones of earlier blocks. A clean position
+        sees clean ones, as far as a finished text is seen. Sources: Arriola et al. 2025, BD3LM, arXiv 2503.09573;
+        JetAstra/SDAR `block_attn_mask`.
+
+        Args:
+            n_pos: Number of positions of each of the two.
+            real: Bool[batch pos], false at the padding of the text; `None` without padding.
+        """
+        assert self.block_size is not None
+        numbers = torch.arange(n_pos, device=device)[None] if real is None else real.long().cumsum(dim=1) - 1
+        blocks = numbers.div(self.block_size, rounding_mode="floor")
+        query, key = blocks[:, :, None], blocks[:, None, :]
+        finished = numbers[:, None, :] <= numbers[:, :, None] if self.causal_prefix else key <= query
+        noisy = torch.cat([key == query, key < query], dim=2)
+        clean = torch.cat([torch.zeros_like(finished), finished], dim=2)
+        allowed = torch.cat([noisy, clean], dim=1)
+        if real is not None:
+            itself = torch.eye(2 * n_pos, dtype=torch.bool, device=device)
+            allowed = (allowed & real.repeat(1, 2)[:, None, :]) | itself
+        return Visibility(allowed[:, None], causal=False)
+
     def _with_prefix(
         self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int, opened: Int[Tensor, "batch"] | None
     ) -> Visibility:

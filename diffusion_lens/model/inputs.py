@@ -1,5 +1,7 @@
 """Checks of the inputs of a forward pass."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,19 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"token id {wrong} is not among the {cfg.d_vocab} tokens of {cfg.model_name!r}{hint}")
     return tokens
+
+
+def check_clean(clean: Tensor, noisy: Tensor, cfg: DiffusionConfig) -> Tensor:
+    """The clean text of noisy tokens; a `ValueError` if their shapes differ or the model does not attend by blocks."""
+    if cfg.causal_block is None:
+        raise ValueError(
+            f"clean= is what the blocks of a model that attends by blocks see of earlier blocks, and "
+            f"{cfg.model_name!r} has no blocks: leave it out"
+        )
+    clean = check_tokens(clean, cfg)
+    if clean.shape != noisy.shape:
+        raise ValueError(f"clean is {list(clean.shape)}; it must have the shape of the tokens, {list(noisy.shape)}")
+    return clean
 
 
 def check_storage(x: Tensor, what: str) -> None:
@@ -87,3 +102,43 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     if first > last:
         raise ValueError(f"start_at_layer={start} is after stop_at_layer={stop}")
     return first, last
+
+
+def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: DiffusionConfig, in_loop: bool) -> int:
+    """Number of earlier positions in the cache, which must be the same in every layer that runs.
+
+    Args:
+        n_cached: Number of positions cached in each of these layers.
+        n_pos: Number of new positions.
+        real: Bool[batch pos], false at padding; `None` without padding.
+        cfg: Config of the model.
+        in_loop: Whether the denoising loop says which block is open.
+    """
+    lengths = set(n_cached)
+    if not lengths:
+        return 0
+    size = cfg.final_together
+    if size is None:
+        raise ValueError(
+            f"past_kv_cache needs a model whose earlier positions never see later ones, causal or by blocks, and "
+            f"{cfg.model_name!r} is bidirectional: its earlier positions change with every new token"
+        )
+    if cfg.causal_prefix and not in_loop:
+        raise ValueError(
+            f"past_kv_cache: {cfg.model_name!r} computes an open block again when it is finished, so only the "
+            "denoising loop, which knows the open block, can keep keys and values"
+        )
+    if real is not None:
+        raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
+    if len(lengths) > 1:
+        raise ValueError(
+            f"past_kv_cache has {sorted(lengths)} positions in different layers; run the same ones in every layer"
+        )
+    if max(lengths) % size:
+        raise ValueError(
+            f"past_kv_cache has {max(lengths)} positions, and positions of one block of {size} see each other, "
+            f"whichever came first: cache whole blocks, {max(lengths) // size * size} positions "
+            "(past_kv_cache.keep), and pass the rest again"
+        )
+    check_length(n_pos + max(lengths), cfg)
+    return max(lengths)

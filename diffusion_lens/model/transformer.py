@@ -21,8 +21,16 @@ from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
-from diffusion_lens.model.inputs import check_attention_mask, check_layers, check_length, check_storage, check_tokens
-from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.inputs import (
+    check_attention_mask,
+    check_clean,
+    check_layers,
+    check_length,
+    check_past,
+    check_storage,
+    check_tokens,
+)
+from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.logit_rows import LogitRows, Rows
 from diffusion_lens.model.modulation import normed
 from diffusion_lens.model.optional_hooks import OptionalHookSettings
@@ -157,6 +165,7 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
         logits_at: Rows | None = None,
         past_kv_cache: KeyValueCache | None = None,
         sigma: Float[Tensor, "rest"] | None = None,
+        clean: Tensor | None = None,
         unembed: bool = True,
     ) -> Tensor | None:
         """Compute logits, or the residual stream at `stop_at_layer`. See `Forward.forward` for the other arguments.
@@ -168,11 +177,12 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
         with self.clock.passing():
             # 1. Check the input and embed it.
             start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
-            resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None)
+            resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None, clean)
+            n_read = resid.shape[1] if clean is None else resid.shape[1] // 2
             # 2. Choose the rows. The last block computes only these, unless a hook there expects all rows.
             rows = None
             if logits_at is not None and stop_at_layer is None:
-                rows = LogitRows.parse(logits_at, resid.shape[0], resid.shape[1], resid.device)
+                rows = LogitRows.parse(logits_at, resid.shape[0], n_read, resid.device)
             in_last_block = (
                 rows is not None
                 and rows.saves_work
@@ -180,11 +190,15 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
             )
             # 3. Run the blocks.
             past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
-            n_past = self._n_past(past, resid.shape[1], real)
-            positions = None if real is None else (real.long().cumsum(dim=1) - 1).clamp(min=0)
+            in_loop = self.clock.opened(1) is not None
+            n_past = check_past([each.n_pos for each in past if each], resid.shape[1], real, self.cfg, in_loop)
+            positions = None if real is None else (real[:, :n_read].long().cumsum(dim=1) - 1).clamp(min=0)
+            if clean is not None:  # both texts have the same positions
+                positions = torch.arange(n_read, device=resid.device)[None] if positions is None else positions
+                positions = positions.expand(len(resid), -1).repeat(1, 2)
             if self.positions.learned and start_at_layer is None:
                 resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
-            context = self._context(resid, real, positions, n_past)
+            context = self._context(resid, real, positions, n_past, clean is not None)
             if start < stop or stop_at_layer is None:
                 context = replace(context, condition=self.condition_at(sigma, len(resid), resid.device))
             for layer, block_past in zip(range(start, stop), past, strict=True):
@@ -200,14 +214,19 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
                 return None
             if rows is None or anything_listens(self.unembed):
                 all_logits: Tensor = self.unembed(normalized)
-                return all_logits if rows is None else rows.without_padding(rows.gather(all_logits))
+                return all_logits[:, :n_read] if rows is None else rows.without_padding(rows.gather(all_logits))
             if not in_last_block:
                 normalized = rows.gather(normalized)
             logits: Tensor = self.unembed(rows.without_padding(normalized))
             return logits
 
     def _enter(
-        self, input: Input, attention_mask: Tensor | None, prepend_bos: bool | None, is_resid: bool
+        self,
+        input: Input,
+        attention_mask: Tensor | None,
+        prepend_bos: bool | None,
+        is_resid: bool,
+        clean: Tensor | None = None,
     ) -> tuple[Resid, PosMask | None]:
         """The residual stream at the first block, and Bool[batch pos], false at padding (`None` without padding)."""
         if is_resid:
@@ -228,41 +247,13 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
             # The denoising loop passes its own mask: a padding token on its canvas was written by the model.
             if attention_mask is None and self.clock.step is None:
                 attention_mask = self.real_positions(tokens)
-            resid = self.hook_embed(self.embed(tokens))
+            followed = tokens if clean is None else torch.cat([tokens, check_clean(clean, tokens, self.cfg)], dim=1)
+            resid = self.hook_embed(self.embed(followed))
         if attention_mask is None:
             return resid, None
-        return resid, check_attention_mask(attention_mask, resid.shape[0], resid.shape[1], resid.device)
-
-    def _n_past(self, past: Sequence[LayerKeyValues | None], n_pos: int, real: PosMask | None) -> int:
-        """Number of earlier positions in the cache, which must be the same in every layer that runs."""
-        lengths = {layer.n_pos for layer in past if layer is not None}
-        if not lengths:
-            return 0
-        size = self.cfg.final_together
-        if size is None:
-            raise ValueError(
-                f"past_kv_cache needs a model whose earlier positions never see later ones, causal or by blocks, and "
-                f"{self.cfg.model_name!r} is bidirectional: its earlier positions change with every new token"
-            )
-        if self.cfg.causal_prefix and self.clock.opened(1) is None:
-            raise ValueError(
-                f"past_kv_cache: {self.cfg.model_name!r} computes an open block again when it is finished, so only the "
-                "denoising loop, which knows the open block, can keep keys and values"
-            )
-        if real is not None:
-            raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
-        if len(lengths) > 1:
-            raise ValueError(
-                f"past_kv_cache has {sorted(lengths)} positions in different layers; run the same ones in every layer"
-            )
-        if max(lengths) % size:
-            raise ValueError(
-                f"past_kv_cache has {max(lengths)} positions, and positions of one block of {size} see each other, "
-                f"whichever came first: cache whole blocks, {max(lengths) // size * size} positions "
-                "(past_kv_cache.keep), and pass the rest again"
-            )
-        check_length(n_pos + max(lengths), self.cfg)
-        return max(lengths)
+        copies = 1 if clean is None else 2
+        real = check_attention_mask(attention_mask, resid.shape[0], resid.shape[1] // copies, resid.device)
+        return resid, None if real is None else real.repeat(1, copies)
 
     def _position_vectors(self, n_batch: int, n_pos: int, positions: Tokens | None, n_past: int) -> Resid:
         """The learned vectors of the positions of a pass."""
@@ -272,9 +263,15 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
         vectors: Resid = self.hook_pos_embed(self.pos_embed(positions))
         return vectors
 
-    def _context(self, resid: Resid, real: PosMask | None, positions: Tokens | None, n_past: int) -> AttentionContext:
+    def _context(
+        self, resid: Resid, real: PosMask | None, positions: Tokens | None, n_past: int, followed: bool = False
+    ) -> AttentionContext:
         (n_batch, n_pos), device = resid.shape[:2], self.unembed.weight.device
-        visibility = self._pattern.visibility(n_pos, device, real, n_past, self.clock.opened(n_batch))
+        visibility = (
+            self._pattern.beside_clean(n_pos // 2, device, None if real is None else real[:, : n_pos // 2])
+            if followed
+            else self._pattern.visibility(n_pos, device, real, n_past, self.clock.opened(n_batch))
+        )
         rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
         if bias is not None:
             bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))

@@ -126,9 +126,9 @@ class ShapedLoss:
         if self.exit is not None:
             hooks.append((f"blocks.{self.exit.layer}.hook_resid_post", lambda resid, hook: kept.append(resid)))
         logits = model.run_with_hooks(
-            own.tokens, attention_mask=model.all_real(own.tokens), logits_at=own.rows, fwd_hooks=hooks
+            own.tokens, attention_mask=model.all_real(own.tokens), logits_at=own.rows, fwd_hooks=hooks, **own.beside
         )
         loss = own.loss(logits)
         if self.exit is not None:
-            loss = loss + self.exit.loss(model, kept[0], own.tokens)
+            loss = loss + self.exit.loss(model, kept[0][:, : own.tokens.shape[1]], own.tokens)
         return loss

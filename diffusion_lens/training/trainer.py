@@ -267,7 +267,7 @@ class _Run:
             last = i == first + accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.network):
                 whole = self.model.all_real(part.tokens)
-                loss = part.loss(self.network(part.tokens, attention_mask=whole, logits_at=part.rows))
+                loss = part.loss(self.network(part.tokens, attention_mask=whole, logits_at=part.rows, **part.beside))
                 # Accelerate averages gradients over processes, but the parts must add up.
                 self.accelerator.backward(loss * processes)
             losses.append(loss.detach())
