@@ -90,6 +90,35 @@ def mixture_of_experts(**more: Any) -> dict[str, Any]:
     }
 
 
+def experts_by_blocks(**more: Any) -> dict[str, Any]:
+    """A small config of LLaDA2: eight experts in four groups, in the last of three layers."""
+    return {
+        "model_type": "llada2_moe",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 2,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "num_shared_experts": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "vocab_size": 513,
+        "max_position_embeddings": 128,
+        "mask_token_id": 512,
+        "block_size": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 600000.0,
+        **more,
+    }
+
+
 def diffusion_transformer(model_type: str, **more: Any) -> dict[str, Any]:
     """A small config of the diffusion transformers in the form of Hugging Face."""
     return {
@@ -131,6 +160,8 @@ CONFIGS = {
     "llada_moe-options": mixture_of_experts(
         shared_expert_intermediate_size=16, moe_router_enable_expert_bias=True, clip_qkv=1.5, partial_rotary_factor=0.5
     ),
+    "llada2": experts_by_blocks(),
+    "llada2-unshared": experts_by_blocks(num_shared_experts=0),
     "dream": hugging_face("Dream", rope_theta=1e6),
     "llama": hugging_face("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
     "qwen2": hugging_face("qwen2", tie_word_embeddings=True),
@@ -159,7 +190,7 @@ DIFFUSION_TRANSFORMERS = {
 # their position, experts, attention by blocks, LayerNorms, plain MLPs, and a network that is told the time.
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar"),
-    *("nemotron-block", "llada_moe", "sdar", "mdlm", "sedd"),
+    *("nemotron-block", "llada_moe", "llada2-unshared", "sdar", "mdlm", "sedd"),
 )
 TIME = 0.6  # which a network that is told the time hears outside the loop
 

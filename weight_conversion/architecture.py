@@ -19,8 +19,9 @@ from weight_conversion.variant import Direction, Variant
 Shape = tuple[int, ...]
 PositionKind = Literal["rotary", "standard", "none", "alibi"]
 
+MOST_LAYERS = 10_000
 _COUNTS = {
-    "n_layers": 10_000,
+    "n_layers": MOST_LAYERS,
     "d_model": MOST,
     "n_heads": MOST,
     "n_key_value_heads": MOST,

@@ -22,6 +22,8 @@ class Experts:
         layers: For each layer, whether it has experts; the others have one dense MLP.
         d_shared: Width of an MLP that processes every position beside the experts; `None` without one.
         router: Function from logits to scores, "softmax" or "sigmoid".
+        router_dtype: Precision of the logits and the weights: "activation", that of the activations, or "float32", if
+            these are less precise. Scores and choice are always computed in float32.
         router_bias: Whether a bias of each expert is added to the scores before the choice.
         bias_weighs: Whether this bias is also a part of the weights.
         normalised: Whether the weights of the chosen experts are divided by their sum.
@@ -36,6 +38,7 @@ class Experts:
     layers: tuple[bool, ...]
     d_shared: int | None = None
     router: Literal["softmax", "sigmoid"] = "softmax"
+    router_dtype: Literal["activation", "float32"] = "activation"
     router_bias: bool = False
     bias_weighs: bool = False
     normalised: bool = False
@@ -55,6 +58,7 @@ class Experts:
         if self.d_shared is not None:
             check_count("d_shared", self.d_shared)
         check_choice("router", self.router, ("softmax", "sigmoid"))
+        check_choice("router_dtype", self.router_dtype, ("activation", "float32"))
         for name in ("router_bias", "bias_weighs", "normalised"):
             check_flag(name, getattr(self, name))
         check_positive("scale", self.scale)

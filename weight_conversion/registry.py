@@ -11,6 +11,7 @@ from weight_conversion.families import (
     dream,
     lit_gpt,
     llada,
+    llada2,
     llada_moe,
     llama,
     mdlm,
@@ -29,7 +30,7 @@ from weight_conversion.families.unsupported import refuse_unsupported
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(native, lit_gpt, llada, llada_moe, dream, llama, qwen2, qwen3, sdar, nemotron_labs),
+        *(native, lit_gpt, llada, llada_moe, llada2, dream, llama, qwen2, qwen3, sdar, nemotron_labs),
         *(mdlm, udlm, bd3lm, radd, sedd),
     )
 }

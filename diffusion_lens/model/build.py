@@ -110,7 +110,7 @@ def _build_mlp(a: Architecture, layer: int) -> GatedMLP | PlainMLP | MixtureOfEx
         return _MLPS[a.mlp, a.act_fn](a, a.d_mlp)
     return MixtureOfExperts(
         experts,
-        Router(a.d_model, experts.n_experts, experts.router_bias),
+        Router(a.d_model, experts.n_experts, experts.router_bias, experts.router_dtype),
         [_build_gated(a, experts.d_expert) for _ in range(experts.n_experts)],
         None if experts.d_shared is None else _build_gated(a, experts.d_shared),
     )

@@ -26,21 +26,29 @@ Scores = Float[Tensor, "batch pos expert"]
 Choice = Int[Tensor, "batch pos chosen"]
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or a dtype that is more precise."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Router(nn.Module):
     """The linear map from the normalised stream to a logit for each expert.
 
     Args:
+        dtype: Precision of the logits: "activation", that of the stream, or "float32" (`Experts.router_dtype`).
         bias: Whether the experts have a bias, which is added to their scores (`Experts.router_bias`), not to the
             logits.
     """
 
-    def __init__(self, d_model: int, n_experts: int, bias: bool) -> None:
+    def __init__(self, d_model: int, n_experts: int, bias: bool, dtype: str = "activation") -> None:
         super().__init__()
+        self.is_wide = dtype == "float32"
         self.weight = nn.Parameter(torch.empty(n_experts, d_model, device="meta"))
         self.bias = nn.Parameter(torch.empty(n_experts, device="meta")) if bias else None
 
     def forward(self, x: Resid) -> Scores:
-        return F.linear(x, self.weight)
+        dtype = wide(x.dtype) if self.is_wide else x.dtype
+        return F.linear(x.to(dtype), self.weight.to(dtype))
 
 
 class MixtureOfExperts(nn.Module):
@@ -105,14 +113,16 @@ class MixtureOfExperts(nn.Module):
         """The weighted sum of the chosen experts' outputs, without that of the shared expert."""
         scores = self._scores(self.hook_router_logits(self.router(x)))
         choice = self._choose(scores)
-        weights = self.hook_router_weights(self._weights(scores, choice).to(x.dtype))
+        dtype = scores.dtype if self.router.is_wide else x.dtype
+        weights = self.hook_router_weights(self._weights(scores, choice).to(dtype))
         choice, weights = self._with_weighted(choice, weights)
         out = self.hook_expert_out(self._run(x, choice))
-        return einsum(out, weights, "batch pos chosen model, batch pos chosen -> batch pos model")
+        added = einsum(out.to(dtype), weights, "batch pos chosen model, batch pos chosen -> batch pos model")
+        return added.to(x.dtype)
 
     def _scores(self, logits: Scores) -> Scores:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide.softmax(dim=-1) if self.settings.router == "softmax" else wide.sigmoid()
+        logits = logits.to(wide(logits.dtype))
+        return logits.softmax(dim=-1) if self.settings.router == "softmax" else logits.sigmoid()
 
     def _choose(self, scores: Scores) -> Choice:
         """The experts of the highest scores, after the hooks."""

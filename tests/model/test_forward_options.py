@@ -172,9 +172,11 @@ def test_weights_under_their_names_rebuild_an_attention_output(every, tokens):
 def test_weights_under_their_names_rebuild_an_mlp_output(every, tokens):
     model = every.model
     _, cache = model.run_with_cache(tokens)
-    post = mlp_post(model.blocks[2].mlp, normed(model, cache, "blocks.2.ln2"))
-    out = (post @ model.blocks[2].mlp.W_out + model.blocks[2].mlp.b_out) * gate(model, cache, 2, "mlp")
-    torch.testing.assert_close(out, cache["mlp_out", 2], rtol=1e-4, atol=1e-5)
+    layer = every.dense_layers[-1]
+    mlp = model.blocks[layer].mlp
+    post = mlp_post(mlp, normed(model, cache, f"blocks.{layer}.ln2"))
+    out = (post @ mlp.W_out + mlp.b_out) * gate(model, cache, layer, "mlp")
+    torch.testing.assert_close(out, cache["mlp_out", layer], rtol=1e-4, atol=1e-5)
 
 
 def test_one_blocks_weights_are_views(several):

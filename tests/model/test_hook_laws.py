@@ -51,8 +51,9 @@ def test_the_hook_points_are_transformer_lens_names(every):
     }  # fmt: skip
     of_mlp = {"hook_pre", "hook_pre_linear", "hook_post"}
     routed = {f"hook_{name}" for name in ("router_logits", "router_weights", "experts", "expert_out")}
-    routed |= {f"experts.{expert}.{name}" for expert in range(4) for name in of_mlp}
     model = every.model
+    n_experts = 0 if model.cfg.experts is None else model.cfg.experts.n_experts
+    routed |= {f"experts.{expert}.{name}" for expert in range(n_experts) for name in of_mlp}
     if not model.cfg.gated_mlp:
         of_mlp.remove("hook_pre_linear")
     if model.cfg.is_told_time:

@@ -21,6 +21,8 @@ SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "mask_token_
         ("models--JetLM--SDAR-1.7B-Chat-b64/snapshots/0123", 64),
         ("JetLM/SDAR-8B-Chat", 4),
         ("divelab/OPDLM-MATH-4B", 4),
+        ("inclusionAI/LLaDA2.0-mini", 32),
+        ("models--inclusionAI--LLaDA2.1-flash/snapshots/0123", 32),
     ],
 )
 def test_a_published_name_says_the_block_size_that_its_config_does_not(name, size):
@@ -29,9 +31,9 @@ def test_a_published_name_says_the_block_size_that_its_config_does_not(name, siz
     assert with_block_size({**SDAR, "block_size": 8}, source)["block_size"] == 8
 
 
-@pytest.mark.parametrize("name", ["SDAR-4B-Chat-base", "my-sdar", "Qwen3-0.6B-diffusion-bd3lm-v0.1"])
+@pytest.mark.parametrize("name", ["SDAR-4B-Chat-base", "my-sdar", "my-LLaDA2", "Qwen3-0.6B-diffusion-bd3lm-v0.1"])
 def test_an_unknown_block_size_is_refused(name, refused):
-    config = {"model_type": "a2d-qwen3"} if "Qwen3" in name else SDAR
+    config = {"model_type": "a2d-qwen3"} if "Qwen3" in name else {"model_type": "llada2_moe"} if "2" in name else SDAR
     words = (f"huggingface.co/owner/{name} is {BLOCKS}", "does not say how many positions", "Pass block_size=")
     refused(ValueError, *words, do=lambda: with_block_size(config, f"huggingface.co/owner/{name}"))
 

@@ -135,12 +135,14 @@ def test_rotary_tables_in_old_llama_checkpoints_are_ignored(configs, specimen, t
 def test_tensors_that_do_not_fit_are_named(checkpoint, refused):
     path = checkpoint / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not mapped: the file is rewritten
-    queries = next(name for name in tensors if "1." in name and name.endswith("q_proj.weight"))
+    queries = next(
+        name for name in tensors if "1." in name and name.endswith(("q_proj.weight", "query_key_value.weight"))
+    )
     save_file({name: tensor for name, tensor in tensors.items() if name != queries}, path)
     refused(ValueError, f"missing {queries}", checkpoint / "config.json", path=checkpoint)
     save_file({**tensors, queries: tensors[queries][:3].clone()}, path)
     refused(ValueError, f"{queries} is [3, 32], expected {list(tensors[queries].shape)}", path=checkpoint)
-    norm = queries.replace("q_proj", "qq_norm")
+    norm = queries.replace("q_proj", "qq_norm").replace("query_key_value", "qq_norm")
     save_file({**tensors, norm: torch.ones(2)}, path)
     refused(ValueError, f"unknown {norm} (nearest: ", path=checkpoint)
 

@@ -145,6 +145,18 @@ def rotary_scaling(config: Config) -> Scaling | None:
     return next(iter(found.values()), None)
 
 
+def rotary_dim(config: Config, d_head: int, default: float = 1) -> int | None:
+    """Dimensions of each head that are rotated; `None` for all.
+
+    Args:
+        default: Their share in all dimensions where the config does not give it.
+    """
+    share = config.get("partial_rotary_factor", default)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor={share!r} must be a number above 0, at most 1")
+    return None if share == 1 else int(d_head * share)
+
+
 def write_rotary(architecture: Architecture) -> dict[str, Any]:
     """The inverse of `rotary_base` and `rotary_scaling`, with the keys of transformers 4, which 5 also reads."""
     scaling = architecture.rotary_scaling

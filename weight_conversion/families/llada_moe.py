@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.architecture import MOST_LAYERS, Architecture, Shape
+from weight_conversion.checks import check_count
 from weight_conversion.experts import Experts
 from weight_conversion.families import qwen3
 from weight_conversion.families.family import Config, Family
@@ -20,6 +21,7 @@ from weight_conversion.families.hf_config import (
     ConfigKeys,
     mask_token_id,
     rotary_base,
+    rotary_dim,
     rotary_scaling,
     write_rotary,
 )
@@ -102,7 +104,7 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
         norm_eps=config.get("rms_norm_eps", 1e-5),
         rotary_base=rotary_base(config),
         rotary_scaling=rotary_scaling(config),
-        rotary_dim=rotated(config, width // n_heads),
+        rotary_dim=rotary_dim(config, width // n_heads),
         rotation="activation",
         qkv_clip=config.get("clip_qkv"),
         qk_norm=bool(config.get("qk_layernorm", False)),
@@ -119,17 +121,10 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     )
 
 
-def rotated(config: Config, d_head: int) -> int | None:
-    """Dimensions of each head that are rotated; `None` for all."""
-    share = config.get("partial_rotary_factor", 1)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor={share!r} must be a number above 0, at most 1")
-    return None if share == 1 else int(d_head * share)
-
-
 def _layers_with_experts(config: Config) -> tuple[bool, ...]:
     """For each layer, whether it has experts: 1 or 0 in `moe_layer_freq`, or one number for all layers."""
     given, n_layers = config.get("moe_layer_freq", 1), config["num_hidden_layers"]
+    check_count("num_hidden_layers", n_layers, MOST_LAYERS)
     by_layer = list(given) if isinstance(given, list | tuple) else [given] * n_layers
     if len(by_layer) != n_layers or any(each not in (0, 1) for each in by_layer):
         raise ValueError(f"moe_layer_freq={given!r} must give 0 or 1 for each of the {n_layers} layers")

@@ -13,7 +13,7 @@ from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
 from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPosterior
-from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, nemotron, sdar, smdm
+from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, llada2, nemotron, sdar, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
 from diffusion_lens.denoising.samplers.score import Score
 from diffusion_lens.denoising.samplers.transition_presets import mdlm, radd, sedd, udlm
@@ -34,7 +34,8 @@ SAMPLERS: dict[str, Sampler] = {
     )
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
-    preset.__name__: preset for preset in (smdm, llada, dream, diffullama, nemotron, sdar, mdlm, sedd, udlm, radd)
+    preset.__name__: preset
+    for preset in (smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, sedd, udlm, radd)
 }
 
 
@@ -128,6 +129,7 @@ __all__ = [
     "diffullama",
     "dream",
     "llada",
+    "llada2",
     "mdlm",
     "named_sampler",
     "nemotron",

@@ -204,3 +204,38 @@ def sdar(
         block_length,
         Proposal("entropy" if bounded else "probability", "sampled", top_p, top_k, first="top_k"),
     )
+
+
+def llada2(
+    block_length: int | None = None,
+    steps_per_block: int | None = None,
+    threshold: float = 0.95,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> BlockConfidence:
+    """LLaDA2.0's sampler (inclusionAI `modeling_llada2_moe.py::generate`): SDAR's "low_confidence_dynamic" at 0.95.
+
+    It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
+    step of a block reveals all positions whose confidence is above `threshold`, if these are more than the step's share
+    of the block, as `BlockConfidence` describes it; otherwise the most confident ones. The published models have blocks
+    of 32 positions, and as many steps for each.
+
+    Differences from the authors' code:
+
+    - [MASK] is never written. In the authors' code it may be proposed; the position then stays masked.
+    - The canvas ends where `length` says. The authors' code fills the last block, which may be longer.
+    - A run does not stop after the block with the end token, nor at that token (`eos_early_stop`).
+    - `minimal_topk` is left out. With fewer new tokens than steps of a block, the authors' code takes as few steps as
+      new tokens.
+    - Revealed tokens stay. The code of LLaDA2.1 may replace them by others (`editing_threshold`), which is not
+      supported: its models run by the rule of LLaDA2.0.
+    - Seeds give other samples: random numbers belong to row, step and position here.
+
+    Args:
+        block_length: Number of positions in a block, which has to be that of the model; `None` for any.
+        steps_per_block: Steps of a block; by default as in `BlockConfidence`.
+        threshold: Confidence above which a position is revealed in any case.
+        top_p, top_k: Limits of the likeliest tokens that are sampled from. Confidence is read after temperature, top-p
+            and top-k.
+    """
+    return sdar(block_length, steps_per_block, threshold=threshold, top_p=top_p, top_k=top_k)

@@ -1,0 +1,219 @@
+"""LLaDA2.0 and LLaDA2.1: a mixture of experts that writes block after block, read in place.
+
+Queries, keys and values are one projection, the first dimensions of each head are rotated, and the first layers have a
+dense MLP. The experts' scores are a sigmoid of logits in float32. A bias is added to them for the choice alone, which
+takes the best groups of experts first; the weights of the chosen are divided by their sum and scaled. The shared
+experts are one MLP of their joint width. The published configs give neither the number of positions in a block nor the
+id of [MASK]. Source: inclusionAI/dFactory `models/llada2_moe/modeling_llada2_moe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weight_conversion.architecture import MOST_LAYERS, Architecture, Shape
+from weight_conversion.checks import check_count
+from weight_conversion.experts import Experts
+from weight_conversion.families.block_sizes import block_size
+from weight_conversion.families.family import Config, Family
+from weight_conversion.families.hf_config import (
+    ROPE,
+    ConfigKeys,
+    mask_token_id,
+    rotary_base,
+    rotary_dim,
+    rotary_scaling,
+    write_rotary,
+)
+from weight_conversion.key_map import Rule
+from weight_conversion.layouts import Stacked
+
+MODEL_TYPE = "llada2_moe"
+
+KEYS = ConfigKeys(
+    family="llada2",
+    counts=(
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "moe_intermediate_size",
+        "n_group",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "topk_group",
+        "vocab_size",
+    ),
+    optional=("head_dim",),
+    flags=("tie_word_embeddings",),
+    read=(
+        "block_size",
+        "first_k_dense_replace",
+        "mask_token_id",
+        "model_type",
+        "num_shared_experts",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rotary_dim",
+        "routed_scaling_factor",
+        *ROPE,
+    ),
+    fixed={
+        "delete_token_id": (None,),
+        "hidden_act": ("silu",),
+        "moe_router_enable_expert_bias": (True,),
+        "norm_head": (False,),
+        "norm_softmax": (False,),
+        "norm_topk_prob": (True,),
+        "router_dtype": ("fp32",),
+        "score_function": ("sigmoid",),
+        "split_token_id": (None,),
+        "use_bias": (False,),
+        "use_qk_norm": (True,),
+        "use_qkv_bias": (False,),
+        "use_rmsnorm": (True,),
+        "use_sliding_window": (False,),
+        "using_split_qkv_in_self_attention": (False,),
+    },
+    ignored=("embedding_dropout", "max_window_layers", "output_dropout", "output_router_logits", "sliding_window"),
+)
+
+_LAYER, _BLOCK = "model.layers.{i}.", "blocks.{i}."
+RULES = (
+    Rule("model.word_embeddings.weight", ("embed.weight",)),
+    Rule(_LAYER + "input_layernorm.weight", (_BLOCK + "ln1.weight",)),
+    Rule(
+        _LAYER + "attention.query_key_value.weight",
+        tuple(f"{_BLOCK}attn.{part}.weight" for part in ("q", "k", "v")),
+        Stacked(),
+    ),
+    Rule(_LAYER + "attention.query_layernorm.weight", (_BLOCK + "attn.q_norm.weight",)),
+    Rule(_LAYER + "attention.key_layernorm.weight", (_BLOCK + "attn.k_norm.weight",)),
+    Rule(_LAYER + "attention.dense.weight", (_BLOCK + "attn.o.weight",)),
+    Rule(_LAYER + "post_attention_layernorm.weight", (_BLOCK + "ln2.weight",)),
+    Rule(_LAYER + "mlp.gate.weight", (_BLOCK + "mlp.router.weight",)),
+    Rule(_LAYER + "mlp.gate.expert_bias", (_BLOCK + "mlp.router.bias",)),
+    *(
+        Rule(f"{_LAYER}mlp{theirs}.{part}_proj.weight", (f"{_BLOCK}mlp{ours}.{part}.weight",))
+        for theirs, ours in (("", ""), (".experts.{e}", ".experts.{e}"), (".shared_experts", ".shared"))
+        for part in ("gate", "up", "down")
+    ),
+    Rule("model.norm.weight", ("ln_final.weight",)),
+    Rule("lm_head.weight", ("unembed.weight",)),
+)
+
+
+def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return config is not None and config.get("model_type") == MODEL_TYPE
+
+
+def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    KEYS.check(config)
+    n_heads, width = config["num_attention_heads"], config["hidden_size"]
+    n_layers, n_chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
+    check_count("num_hidden_layers", n_layers, MOST_LAYERS)
+    d_head = config.get("head_dim") or width // n_heads
+    n_dense = _number(config, "first_k_dense_replace")
+    d_shared = config["moe_intermediate_size"] * _number(config, "num_shared_experts")
+    turned = rotary_dim(config, d_head, default=0.5)
+    if config.get("rotary_dim", turned or d_head) != (turned or d_head):
+        raise ValueError(
+            f"rotary_dim={config['rotary_dim']!r} in the llada2 config contradicts its partial_rotary_factor, by which "
+            f"{turned or d_head} dimensions of a head are rotated: remove the one that is wrong"
+        )
+    return Architecture(
+        family="llada2",
+        name=str(config.get("_name_or_path") or MODEL_TYPE),
+        n_layers=n_layers,
+        d_model=width,
+        n_heads=n_heads,
+        n_key_value_heads=config["num_key_value_heads"],
+        d_head=d_head,
+        d_mlp=config["intermediate_size"],
+        d_vocab=config["vocab_size"],
+        d_vocab_out=config["vocab_size"],
+        n_ctx=config["max_position_embeddings"],
+        readout="in_place",
+        mask_token_id=mask_token_id(config, "llada2"),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        rotary_base=rotary_base(config),
+        rotary_scaling=rotary_scaling(config),
+        rotary_dim=turned,
+        rotation="activation",
+        qk_norm=True,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=Experts(
+            n_experts=config["num_experts"],
+            n_chosen=n_chosen,
+            d_expert=config["moe_intermediate_size"],
+            layers=tuple(layer >= n_dense for layer in range(n_layers)),
+            d_shared=d_shared or None,
+            router="sigmoid",
+            router_dtype="float32",
+            router_bias=True,
+            # The authors' code leaves the weight of a single expert as it is.
+            normalised=n_chosen > 1,
+            scale=config.get("routed_scaling_factor", 2.5),
+            n_groups=config["n_group"],
+            n_chosen_groups=config["topk_group"],
+        ),
+        **block_size(config, required=True),
+    )
+
+
+def _number(config: Config, key: str) -> int:
+    """A whole number that may be 0, which an absent or null key means too."""
+    number = config.get(key) or 0
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{key}={config[key]!r} in the llada2 config must be a whole number, at least 0")
+    return number
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    a = architecture
+    if (experts := a.experts) is None:
+        raise ValueError("the llada2 format describes mixtures of experts, and this model has none")
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": ["LLaDA2MoeModelLM"],
+        "_name_or_path": a.name,
+        "hidden_size": a.d_model,
+        "intermediate_size": a.d_mlp,
+        "num_hidden_layers": a.n_layers,
+        "num_attention_heads": a.n_heads,
+        "num_key_value_heads": a.n_key_value_heads,
+        "head_dim": a.d_head,
+        "vocab_size": a.d_vocab,
+        "max_position_embeddings": a.n_ctx,
+        "mask_token_id": a.mask_token_id,
+        "block_size": a.causal_block,
+        "rms_norm_eps": a.norm_eps,
+        **write_rotary(a),
+        "partial_rotary_factor": 1 if a.rotary_dim is None else a.rotary_dim / a.d_head,
+        "tie_word_embeddings": a.tied,
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.n_chosen,
+        "moe_intermediate_size": experts.d_expert,
+        "num_shared_experts": (experts.d_shared or 0) // experts.d_expert,
+        "first_k_dense_replace": experts.layers.index(True),
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.n_groups,
+        "topk_group": experts.n_chosen_groups,
+        **{key: allowed[0] for key, allowed in KEYS.fixed.items()},
+    }
+
+
+FAMILY = Family(
+    name="llada2",
+    rules=RULES,
+    recognises=recognises,
+    read_architecture=read_architecture,
+    write_config=write_config,
+    config_file="config.json",
+    options=("block_size", "mask_token_id"),
+    classes={MODEL_TYPE: "LLaDA2Moe(Model|ModelLM)"},
+)
