@@ -202,9 +202,11 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         if self.grows:
             return UNREACHED
         raise ValueError(
-            f"{self.model_name!r} is bidirectional and has no [MASK], so no id marks positions still to be written. If "
-            'its checkpoint has a [MASK], add its id to the config as "mask_token_id" (within "architecture" in a '
-            "config that save_pretrained wrote), and pass this config to from_pretrained(..., config=)"
+            f"{self.model_name!r} is bidirectional and has no [MASK], so its noise is uniform: every position of its "
+            "canvas has a token, and no id marks positions still to be written. What hides tokens behind [MASK] does "
+            'not apply to it. If its checkpoint has a [MASK], add its id to the config as "mask_token_id" (within '
+            '"architecture" in a config that save_pretrained wrote), and pass this config to from_pretrained(..., '
+            "config=)"
         )
 
     def readable(self, tokens: Tensor) -> Tensor:

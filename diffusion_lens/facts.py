@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import hidden_tokens
 from diffusion_lens.settings import naming_the_nearest, whole_number
 
 Direction = Literal["p2d", "d2p"]
@@ -21,6 +22,7 @@ class Query:
     Attributes:
         tokens: Int[pos], the canvas. On a masked diffusion model the answer's positions are masked; on a causal model
             all tokens of the answer but the last follow the prompt (teacher forcing). Analyses refuse other layouts.
+            Under uniform noise the answer's positions hold any tokens, such as noise.
         subject: First position of the subject, and one past its last.
         answer_positions: Positions of the answer's tokens, whatever the model. On a causal canvas the last one may
             equal `len(tokens)`, the next token; a later one is predicted only once the canvas contains those before it.
@@ -130,16 +132,18 @@ class Fact:
         first_tokens: int | None = None,
         occurrence: int | None = None,
         prepend_bos: bool | None = None,
+        seed: int = 0,
     ) -> Query:
         """This fact on the model's canvas.
 
         Args:
-            n_masks: Number of masked positions after the prompt on a masked diffusion model; by default as many
+            n_masks: Number of masked positions after the prompt on a diffusion model; by default as many
                 as the answer has tokens. With more, the model may end the text itself; `denoise` and averages over
                 facts take `cfg.trained_length` less the prompt's tokens.
             first_tokens: Number of the answer's tokens to query, from its first; 1 is ROME's single-token query.
             occurrence: Index of the subject's mention, from 0, where the prompt has several.
             prepend_bos: Whether the text begins with BOS; by default as the tokenizer does.
+            seed: Seed of the random tokens that stand at these positions under uniform noise.
 
         Raises:
             ValueError: There is no subject or answer, the prompt does not contain the subject or contains it more than
@@ -156,7 +160,7 @@ class Fact:
         if first_tokens is not None and not 1 <= first_tokens <= len(answer):
             raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} has {len(answer)} tokens")
         queried = answer[:first_tokens]
-        canvas = prompt + (queried[:-1] if model.cfg.grows else [model.cfg.blank] * n_masked)
+        canvas = prompt + (queried[:-1] if model.cfg.grows else hidden_tokens(model.cfg, n_masked, self.prompt, seed))
         check_length(len(canvas), model.cfg)
         return Query(
             tokens=torch.tensor(canvas, device=model.cfg.device),

@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import noise_of as noise_kind
 from diffusion_lens.shapes import PosMask, Tokens
 
+# No token: it marks those that noise replaces.
+NOWHERE = -1
 # Seed of the loss's noise in eval mode: the same at every call, so that two losses of one text can be compared.
 FIXED_SEED = 0
 
@@ -205,6 +208,20 @@ def hide(
     p = ((1 - eps) * t + eps)[:, None].expand(n_batch, n_pos)
     masked = torch.rand((n_batch, n_pos), generator=generator, device=device) < p
     return tokens.masked_fill(masked.to(tokens.device), mask_token_id), p.to(tokens.device)
+
+
+def noised(
+    model: DiffusionTransformer, tokens: Tokens, *, generator: torch.Generator | None = None, eps: float = 1e-3
+) -> tuple[Tokens, Float[Tensor, "batch pos"]]:
+    """Tokens under the model's noise, and the probability p with which each was replaced.
+
+    As `hide`; under uniform noise a token is replaced by one drawn from all, itself included.
+    """
+    if not model.cfg.rewrites:
+        return hide(tokens, model.cfg.blank, generator=generator, eps=eps)
+    replaced, p = hide(tokens, NOWHERE, generator=generator, eps=eps)
+    noise = noise_kind(model.cfg, model.cfg.d_vocab_out)
+    return torch.where(replaced == NOWHERE, noise.replacements(tokens, generator), tokens), p
 
 
 def loss_batch(

@@ -10,6 +10,7 @@ from diffusion_lens.config import reached
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import HeadAt
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,19 +23,26 @@ class Answer:
         cfg_scale: Weight of guidance; 0 without guidance.
         unconditional: Float[#sample selected d_vocab_out], logits of the canvas with its prompt masked (one row for all
             samples, or one per sample); `None` without guidance.
+        head: What the logits mean at these positions.
         settled: Float[sample selected], 1 where a sample has revealed the answer's token, 0 where it has revealed
             another, NaN where the token is still masked; `None` when all tokens are masked.
     """
 
     tokens: Int[Tensor, "selected"]
     rows: Int[Tensor, "selected"]
+    head: HeadAt
     cfg_scale: float = 0.0
     unconditional: Float[Tensor, "#sample selected d_vocab_out"] | None = None
     settled: Float[Tensor, "sample selected"] | None = None
 
     @classmethod
-    def of(cls, model: DiffusionTransformer, query: Query) -> "Answer":
-        """The answer of a query on a model.
+    def of(
+        cls, model: DiffusionTransformer, query: Query, canvases: Int[Tensor, "#sample pos"] | None = None
+    ) -> "Answer":
+        """The answer of a query on a model, in the time of the current step or of `model.at_time`.
+
+        Args:
+            canvases: Canvases on which it is read, one for each sample; by default the query's own.
 
         Raises:
             ValueError: An answer that `check_answer` refuses.
@@ -42,11 +50,16 @@ class Answer:
         check_answer(model, query)
         tokens = torch.tensor(query.answer_tokens, device=model.cfg.device)
         positions = torch.tensor(query.answer_positions, device=model.cfg.device)
-        return cls(tokens, model.readout.rows(positions))
+        present = None
+        if model.head.needs_canvas:
+            canvases = query.tokens[None] if canvases is None else canvases
+            present = canvases.to(positions.device)[:, positions]
+        return cls(tokens, model.readout.rows(positions), model.head_at(present))
 
     def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]) -> bool:
         """Whether each of its tokens is the likeliest of those that the model can write; [MASK] does not count."""
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
+        logits = self.head.clean_logits(logits)
         return bool((logits.masked_fill(~writable, float("-inf")).argmax(dim=-1) == self.tokens).all())
 
     def probabilities(
@@ -58,7 +71,7 @@ class Answer:
         """Probability of each token of the answer.
 
         Args:
-            logits: Logits of one cell after the other, each with one row per sample.
+            logits: Logits of one cell after the other, each with one row per sample, as the network gives them.
             samples: Number of rows of one cell.
             indices: Indices of the answer's tokens that the logits predict; by default all.
         """
@@ -67,6 +80,7 @@ class Answer:
             by_cell = logits.unflatten(0, (-1, samples))
             unconditional = self.unconditional[:, indices].expand_as(by_cell)
             logits = guide(by_cell, unconditional, self.cfg_scale).flatten(0, 1)
+        logits = self.head.clean_logits(logits, indices)
         probabilities: Tensor = token_probabilities(logits, self.tokens[indices]).unflatten(0, (-1, samples))
         return self.settle(probabilities, indices)
 
@@ -87,7 +101,7 @@ class Answer:
 def token_probabilities(
     logits: Float[Tensor, "batch selected d_vocab_out"], tokens: Int[Tensor, "selected"]
 ) -> Float[Tensor, "batch selected"]:
-    """Probability of one token per row, the token given for it."""
+    """Probability of one token per row, the token given for it, from logits whose softmax it is."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     token_logits = wide.gather(-1, tokens.expand(logits.shape[0], -1)[..., None])[..., 0]
     return (token_logits - wide.logsumexp(dim=-1)).exp()
@@ -97,8 +111,8 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
     """Raise a `ValueError` unless this model predicts the query's answer on its canvas.
 
     Every analysis calls this check, so that all of them refuse the same queries. A masked diffusion model predicts
-    tokens at masked positions only. A causal model must read the answer's own tokens, because other tokens would change
-    the context of the later ones.
+    tokens at masked positions only, and under uniform noise at every position. A causal model must read the answer's
+    own tokens, because other tokens would change the context of the later ones.
 
     Args:
         name: Name of the query in the error.
@@ -122,6 +136,8 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
             f"{cfg.model_name!r} has no row that predicts them"
         )
     on_canvas = {position: token for position, token in enumerate(query.tokens.tolist()) if reached(token)}
+    if cfg.rewrites:
+        return
     if not cfg.grows:
         if unmasked := [position for position in positions if on_canvas.get(position) != cfg.blank]:
             raise ValueError(

@@ -7,7 +7,7 @@ By default the canvas of a masked diffusion model is as long as the texts that t
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.answer import check_answer
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least
@@ -79,7 +79,7 @@ class CanvasLayout:
             occurrence=self.occurrence,
             prepend_bos=prepend_bos,
         )
-        Answer.of(model, query)
+        check_answer(model, query)
         if check is not None:
             check(model, query)
         return query

@@ -6,7 +6,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+
+def clean_logits(
+    model: DiffusionTransformer, logits: Float[Tensor, "entry d_vocab_out"], present: Int[Tensor, "entry"] | None = None
+) -> Float[Tensor, "entry d_vocab_out"]:
+    """Logits whose softmax is p(x_0), in the time of the current step or of `model.at_time`.
+
+    Args:
+        present: Token on the canvas at each position that the logits predict, for a head that needs it.
+    """
+    at = None if present is None else present[:, None]
+    return model.head_at(at).clean_logits(logits[:, None])[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +34,20 @@ class Ranking:
     log_probabilities: Float[Tensor, "entry d_vocab_out"]
 
     @classmethod
-    def of(cls, cfg: DiffusionConfig, logits: Float[Tensor, "entry d_vocab_out"]) -> "Ranking":
-        """The ranking by the logits of a model."""
+    def of(
+        cls,
+        model: DiffusionTransformer,
+        logits: Float[Tensor, "entry d_vocab_out"],
+        present: Int[Tensor, "entry"] | None = None,
+    ) -> "Ranking":
+        """The ranking by the logits of a model.
+
+        Args:
+            present: Token on the canvas at each position that the logits predict, for a head that needs it.
+        """
+        logits = clean_logits(model, logits, present)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        writable = cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
+        writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
         return cls(wide.masked_fill(~writable, float("-inf")), wide.log_softmax(dim=-1))
 
     def rank(self, tokens: Int[Tensor, "entry target"]) -> Int[Tensor, "entry target"]:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.answer import Answer, check_answer
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
@@ -51,7 +51,7 @@ class TracedTrajectory:
             ValueError: No answer, or a trajectory of another architecture or prompt, of several rows, or with padding.
         """
         query = as_query(model, fact_or_query, None if trajectory is None else trajectory.tokens.shape[1])
-        Answer.of(model, query)
+        check_answer(model, query)
         given, length = loop_prompt(model, query)
         if trajectory is None:
             trajectory = denoise(model, lay_out(model, given[None], length), DenoiseSettings())
@@ -84,16 +84,26 @@ class TracedTrajectory:
 
     @property
     def answered_from(self) -> int:
-        """t1, the first recorded step that unmasks an answer token, whether or not the token stays."""
+        """t1, the first recorded step that unmasks an answer token, whether or not the token stays.
+
+        Under uniform noise every step may write it, so this is the first one.
+        """
         positions = list(self.query.answer_positions)
         revealed = ~self.trajectory.is_masked(self.trajectory.canvases[1:, 0, positions])
         return self.trajectory.first_step + int(revealed.any(dim=1).nonzero()[0])
 
     @property
     def revealed_at(self) -> list[int]:
-        """The step that revealed each answer token for good."""
+        """The step that revealed each answer token for good; under uniform noise, the last step that changed it."""
         revealed: list[int] = self.trajectory.revealed_at[0, list(self.query.answer_positions)].tolist()
         return revealed
+
+    @property
+    def last_step(self) -> int:
+        """The last step at which the answer is read: the one that reveals its last token, or the last of all."""
+        if self.trajectory.rewrites:
+            return self.trajectory.first_step + self.trajectory.n_steps - 1
+        return max(self.revealed_at)
 
     @property
     def wrote_the_answer(self) -> bool:
@@ -138,7 +148,7 @@ class TracedTrajectory:
         """The state of a step with these canvases, one row per sample, as hooks read it."""
         state = self.trajectory.state_at(step, self.model.cfg.device)
         tokens = canvases.to(state.tokens.device)
-        masked = self.trajectory.is_masked(tokens)
+        masked = self.trajectory.is_open(tokens)
         return replace(state, tokens=tokens, masked=masked, given=state.given.expand_as(tokens))
 
     def reading(self, step: int, canvases: Tokens) -> Answer:
@@ -146,8 +156,10 @@ class TracedTrajectory:
 
         Under guidance the unconditional logits come from the same canvases with the given positions masked.
         """
-        answer, scale = Answer.of(self.model, self.query), self.trajectory.record["cfg_scale"]
-        if (block := self.trajectory.state_at(step, self.model.cfg.device).block) is not None:
+        state = self.state(step, canvases)
+        with self.model.clock.at(state):
+            answer, scale = Answer.of(self.model, self.query, canvases), self.trajectory.record["cfg_scale"]
+        if (block := state.block) is not None:
             positions = torch.tensor(self.query.answer_positions, device=answer.rows.device)
             answer = replace(answer, rows=block.rows(answer.rows, positions, torch.zeros_like(positions)))
         if not scale:
@@ -166,10 +178,14 @@ class TracedTrajectory:
         return logits
 
     def settled(self, canvases: Tokens) -> Float[Tensor, "sample selected"]:
-        """For each answer token, 1 if a sample has revealed it, 0 if it has revealed another, NaN if it is masked."""
+        """For each answer token, 1 if a sample has revealed it, 0 if it has revealed another, NaN if it is masked.
+
+        Under uniform noise no token is settled before the end.
+        """
         present = canvases[:, list(self.query.answer_positions)]
         correct = present == torch.tensor(self.query.answer_tokens, device=canvases.device)
-        return correct.to(torch.float32).masked_fill(self.trajectory.is_masked(present), torch.nan)
+        is_open = self.trajectory.is_open(canvases)[:, list(self.query.answer_positions)]
+        return correct.to(torch.float32).masked_fill(is_open, torch.nan)
 
     def answer(self, step: int, canvases: Tokens) -> Answer:
         """The answer on the canvases of one step, one row per sample; tokens already revealed count 1 or 0."""
@@ -191,8 +207,11 @@ class TracedTrajectory:
 
 
 def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:
-    """The prompt for `denoise`, which ends before the answer where the text grows, and the length of the canvas."""
-    given = query.tokens[: min(query.answer_positions)] if model.cfg.grows else query.tokens
+    """The prompt for `denoise`, and the length of the canvas.
+
+    The prompt ends before the answer where the text grows, and under uniform noise, of which a run draws its own.
+    """
+    given = query.tokens if model.cfg.has_mask else query.tokens[: min(query.answer_positions)]
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 
@@ -202,13 +221,13 @@ def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
     Raises:
         ValueError: No step, a step that is named twice, or one at which no answer token is masked.
     """
-    first, last = run.trajectory.first_step, max(run.revealed_at)
+    first, last = run.trajectory.first_step, run.last_step
     selected = whole_numbers("steps", steps)
     if len(set(selected)) < len(selected):
         raise ValueError(f"steps={selected} contains duplicates; give each once")
     if not selected or any(not first <= step <= last for step in selected):
         raise ValueError(
-            f"steps={selected}; the run begins at step {first} and reveals the answer's last token at step {last}, "
+            f"steps={selected}; the run begins at step {first} and writes the answer's last token at step {last}, "
             "after which there is nothing to read"
         )
     return selected

@@ -140,7 +140,7 @@ def patch(
     if loop is not None:
         inputs = [denoised(loaded, canvas_of(loaded, query), loop) for query in (clean, other)]
         reading = TracedTrajectory.of(loaded, other, inputs[1])
-        check_masked(at_step, reading.revealed_at[0] if rival else max(reading.revealed_at))
+        check_masked(at_step, reading.revealed_at[0] if rival else reading.last_step)
         first = reading.trajectory.first_step
         at_step = at_step or list(range(first, reading.answered_from + 1))
     grids = patch_grid(

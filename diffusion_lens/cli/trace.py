@@ -114,7 +114,7 @@ def trace(
         results, files = one_canvas(report, result, out)
     else:
         run_of_fact = TracedTrajectory.of(loaded, query, denoised(loaded, canvas_of(loaded, query), loop))
-        check_masked(at_step, max(run_of_fact.revealed_at))
+        check_masked(at_step, run_of_fact.last_step)
         result = trace_steps(run_of_fact, at_step, canvas or "forced", restoration, corrupting, progress=progress())
         results, files = steps_of_a_run(report, result, run_of_fact.trajectory, out)
     report.finish(results, result.record, **files)

@@ -123,6 +123,13 @@ class Recording(Result):
         """The positions of canvases that are not yet revealed."""
         return (canvases == self.blank) | ~reached(canvases)
 
+    def is_open(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
+        """The positions of whole canvases that a step may write: those not yet revealed, under uniform noise all that
+        were not given."""
+        if not self.rewrites:
+            return self.is_masked(canvases)
+        return (~self.given & self.real).to(canvases.device).expand_as(canvases)
+
     def __len__(self) -> int:
         """Number of rows of the batch."""
         return self.tokens.shape[0]

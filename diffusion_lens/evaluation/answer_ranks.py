@@ -116,7 +116,7 @@ def rank_answer(
     canvases, scored = answer_canvases(model, question, masks)
     rows = model.readout.locate(scored)
     logits = model(canvases, attention_mask=model.all_real(canvases), logits_at=rows)
-    ranking, own = Ranking.of(model.cfg, logits), question.answer[:, None]
+    ranking, own = Ranking.of(model, logits, canvases[scored]), question.answer[:, None]
     top = ranking.top(top_k)
     return AnswerRanks(
         prompt=model.words(question.prompt.tolist()),

@@ -9,6 +9,7 @@ from torch import Tensor
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import hidden_tokens
 from diffusion_lens.shapes import PosMask, Tokens
 
 Text = str | Tensor
@@ -71,12 +72,13 @@ def answer_canvases(
             )
         tokens = question.tokens[None]
         return tokens, torch.arange(tokens.shape[1], device=tokens.device)[None] >= start
-    further = question.tokens.new_full(((n_masks or n_answer) - n_answer,), model.cfg.blank)
-    canvases = torch.cat([question.tokens, further]).repeat(n_answer, 1)
+    hidden = question.tokens.new_tensor(hidden_tokens(model.cfg, n_masks or n_answer, str(question.tokens.tolist())))
+    canvases = torch.cat([question.tokens, hidden[n_answer:]]).repeat(n_answer, 1)
     scored = torch.zeros_like(canvases, dtype=torch.bool)
     scored[:, start : start + n_answer] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
     check_length(canvases.shape[1], model.cfg)
-    canvases[:, start:][torch.ones_like(scored[:, start:]).triu()] = model.cfg.blank
+    later = torch.ones_like(scored[:, start:]).triu()
+    canvases[:, start:] = torch.where(later, hidden, canvases[:, start:])
     return canvases, scored
 
 

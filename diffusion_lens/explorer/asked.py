@@ -9,6 +9,7 @@ from diffusion_lens.denoising import Trajectory
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import hidden_tokens
 
 KINDS = ("resid", "mlp", "attn")
 SAMPLES = 10
@@ -78,7 +79,7 @@ def _query(model: DiffusionTransformer, spec: Spec, run: Trajectory) -> Query | 
         )
     if spec.subject is not None and spec.subject[1] > len(prompt):
         raise ValueError(f"the subject {list(spec.subject)} is not within the prompt's {len(prompt)} positions")
-    rest = answer[:-1] if model.cfg.grows else [model.cfg.blank] * (n_pos - len(prompt))
+    rest = answer[:-1] if model.cfg.grows else hidden_tokens(model.cfg, n_pos - len(prompt), spec.prompt)
     return Query(
         torch.tensor([*prompt, *rest], device=model.cfg.device),
         subject=spec.subject or (0, 1),

@@ -63,6 +63,8 @@ def token_of(model: DiffusionTransformer, one: Intervention) -> int:
             f"the text of {model.cfg.model_name!r} grows at its end, so no position is masked again: force another "
             "token"
         )
+    if model.cfg.rewrites:
+        raise ValueError(f"the noise of {model.cfg.model_name!r} is uniform, so nothing is masked: force another token")
     return model.cfg.blank
 
 

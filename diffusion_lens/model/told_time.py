@@ -101,7 +101,7 @@ class ToldTime(ABC):
         """
         if not self.cfg.is_told_time:
             return None
-        sigma = self._current_sigma() if sigma is None else sigma
+        sigma = self.current_sigma() if sigma is None else sigma
         if len(sigma) not in (1, n_batch):
             raise ValueError(
                 f"time has {len(sigma)} entries; it must be a number, or one for each of the {n_batch} rows of the "
@@ -137,18 +137,28 @@ class ToldTime(ABC):
         of_attention, of_mlp = (ones if m is None or m.gate is None else m.gate[0] for m in both)
         return of_attention, of_mlp
 
-    def _current_sigma(self) -> Float[Tensor, "1"]:
+    def current_sigma(self) -> Float[Tensor, "1"]:
+        """The noise level of the step or of `at_time`.
+
+        Raises:
+            ValueError: Nothing says which.
+        """
+        sigma = self.known_sigma()
+        if sigma is None:
+            raise ValueError(
+                f"{self.cfg.model_name!r} is told the time of its canvas: pass time= (a number in (0, 1], or one for "
+                "each row; 1 where all is noise), or run inside `with model.at_time(t):`"
+            )
+        return sigma
+
+    def known_sigma(self) -> Float[Tensor, "1"] | None:
+        """The noise level of the step or of `at_time`, if one of them says which."""
         step, time = self.clock.step, self.clock.time
         if step is not None and step.sigma is not None:
             return torch.tensor([step.sigma], dtype=torch.float32)
         if step is not None:
             time = step.t
-        if time is None:
-            raise ValueError(
-                f"{self.cfg.model_name!r} is told the time of its canvas: pass time= (a number in (0, 1], or one for "
-                "each row; 1 where all is noise), or run inside `with model.at_time(t):`"
-            )
-        return sigma_of(torch.tensor([time], dtype=torch.float64))
+        return None if time is None else sigma_of(torch.tensor([time], dtype=torch.float64))
 
     def _require_told(self, what: str) -> None:
         if not self.cfg.is_told_time:

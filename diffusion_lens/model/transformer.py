@@ -34,10 +34,9 @@ from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.logit_rows import LogitRows, Rows
 from diffusion_lens.model.modulation import normed
 from diffusion_lens.model.optional_hooks import OptionalHookSettings
+from diffusion_lens.model.reading_head import ReadingHead
 from diffusion_lens.model.text import TextInterface
-from diffusion_lens.model.told_time import ToldTime
 from diffusion_lens.model.weights import WeightViews
-from diffusion_lens.noise import Head, head_of
 from diffusion_lens.readout import READOUTS, Readout
 from diffusion_lens.shapes import PosMask, Resid, Tokens
 from weight_conversion import fold, folded_architecture, is_constant
@@ -45,7 +44,7 @@ from weight_conversion import fold, folded_architecture, is_constant
 Input = str | Sequence[str] | Tensor
 
 
-class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSettings, Hooking, ABC):
+class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHookSettings, Hooking, ABC):
     """A masked diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
@@ -118,11 +117,6 @@ class DiffusionTransformer(TextInterface, ToldTime, WeightViews, OptionalHookSet
     def readout(self) -> Readout:
         """The rule that says which row of the logits predicts the token at each position."""
         return READOUTS[self.cfg.readout]
-
-    @property
-    def head(self) -> Head:
-        """The object that turns the logits, as the head's linear map gives them, into p(x_0)."""
-        return head_of(self.cfg, self.cfg.head, self.cfg.d_vocab_out)
 
     def input_to_embed(
         self,

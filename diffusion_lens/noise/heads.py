@@ -129,6 +129,42 @@ class UniformScores(Head):
         return output.scatter(-1, present[..., None], 0.0)
 
 
+@dataclass(frozen=True, eq=False)
+class HeadAt:
+    """A head at some positions of canvases.
+
+    Attributes:
+        head: The head.
+        present: Int[#sample selected], token at each position, where the head needs the canvas.
+        sigma: Noise of the canvases, where the head needs it.
+    """
+
+    head: Head
+    present: Int[Tensor, "#sample selected"] | None = None
+    sigma: float | None = None
+
+    def clean_logits(
+        self, output: Float[Tensor, "batch selected d_vocab_out"], indices: Int[Tensor, "selected"] | None = None
+    ) -> Float[Tensor, "batch selected d_vocab_out"]:
+        """Logits whose softmax is p(x_0).
+
+        Args:
+            output: Output of the head, in whole copies of the samples.
+            indices: Indices of the positions that the output is of; by default all.
+        """
+        if not self.head.needs_canvas:
+            return self.head.clean_logits(output)
+        if self.present is None or self.sigma is None:
+            raise ValueError(
+                "the head's output is log scores under uniform noise, so the probabilities of clean tokens depend on "
+                "the canvas and on its time: make queries' metrics and read probabilities inside "
+                "`with model.at_time(t):`"
+            )
+        present = self.present if indices is None else self.present[:, indices]
+        present = present.to(output.device).repeat(len(output) // len(present), 1)
+        return self.head.clean_logits(output, present, output.new_full(present.shape, self.sigma))
+
+
 def head_of(variant: Variant, meaning: str, n_tokens: int) -> Head:
     """The head of a model.
 

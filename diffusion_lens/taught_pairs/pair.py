@@ -28,6 +28,7 @@ from torch import Tensor
 from diffusion_lens.facts import Fact
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import hidden_tokens
 from diffusion_lens.settings import at_least, naming_the_nearest, whole_number
 from diffusion_lens.taught_pairs.sentences import LocatedSentence, Sentence
 
@@ -37,7 +38,8 @@ class TaughtCanvas:
     """A sentence on a model's canvas, the row where its answer is read, and the position of its source.
 
     Attributes:
-        tokens: Int[pos], the sentence. On a masked diffusion model all tokens of A are [MASK].
+        tokens: Int[pos], the sentence. On a masked diffusion model all tokens of A are [MASK], under uniform noise
+            random tokens.
         row: Row of the logits that predicts the answer.
         answer_token: Id of the answer, the last token of A or of B.
         source: Position of the last token of B.
@@ -210,7 +212,7 @@ def _canvas(
     """The canvas of a sentence, of which the last token of one span is read."""
     tokens = list(sentence.tokens)
     if not model.cfg.grows:
-        tokens[sentence.a[0] : sentence.a[-1] + 1] = [model.cfg.blank] * len(sentence.a)
+        tokens[sentence.a[0] : sentence.a[-1] + 1] = hidden_tokens(model.cfg, len(sentence.a), text)
     n_pos = len(tokens) if n_pos is None else n_pos
     if len(tokens) > n_pos:
         origin = ", on which the model was trained" if n_pos == model.cfg.trained_length else ""

@@ -66,10 +66,12 @@ def architecture(
     Args:
         more: Further fields: the time, the noise, [MASK] and the attention pattern.
     """
+    # [MASK] has a column, which takes no part in the softmax.
+    head = "logits" if more.get("mask_token_id") is None else "subs"
     if width % n_heads:
         raise ValueError(f"a stream of width {width} cannot be divided among {n_heads} heads")
     return Architecture(
-        **{"attention_dir": "bidirectional", **more},
+        **{"attention_dir": "bidirectional", "head": head, **more},
         family=family,
         name=name,
         n_layers=n_layers,

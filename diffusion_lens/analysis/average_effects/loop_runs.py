@@ -53,7 +53,7 @@ class LoopRuns:
 
     def _shape(self, fact_id: str) -> tuple[int, int, int]:
         prompt, length = self._prompts[fact_id]
-        return length, len(prompt), int((prompt == self._model.cfg.blank).sum())
+        return length, len(prompt), int(prompt.eq(self._model.cfg.blank).sum() if self._model.cfg.has_mask else 0)
 
 
 def refuse_step_hooks(model: DiffusionTransformer) -> None:

@@ -183,7 +183,7 @@ def restore_in_loop(
     require_same_network(run.trajectory.record, model, "temporal_effect")
     run.require_loop_memory(corruption, max_bytes)
     corrupted = run.corrupted(corruption)
-    selected_steps = check_steps(run, range(corrupted.first_step, max(run.revealed_at) + 1) if steps is None else steps)
+    selected_steps = check_steps(run, range(corrupted.first_step, run.last_step + 1) if steps is None else steps)
     positions, layers = (selection or Selection()).within(run.n_pos, model.cfg.n_layers)
 
     # 2. At each step, restore every cell and denoise to the end.
@@ -230,7 +230,7 @@ class _Branch:
     def __init__(self, run: TracedTrajectory, corruption: Corruption, corrupted: Trajectory, step: int) -> None:
         self.run, self.corruption, self.before = run, corruption, corrupted.from_step(step)
         self.step, self.canvases = step, corrupted.canvases[step - corrupted.first_step]
-        masked = run.trajectory.is_masked(self.canvases).any(dim=0).nonzero().flatten()
+        masked = run.trajectory.is_open(self.canvases).any(dim=0).nonzero().flatten()
         # On a causal canvas the loop proposes a token for the next position only.
         self.positions: list[int] = (masked[:1] if run.model.cfg.grows else masked).tolist()
         self.rows: list[int] = run.model.readout.rows(torch.tensor(self.positions)).tolist()

@@ -136,7 +136,7 @@ def trace_steps(
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
-    selected_steps = check_steps(run, range(run.answered_from, max(run.revealed_at) + 1) if steps is None else steps)
+    selected_steps = check_steps(run, range(run.answered_from, run.last_step + 1) if steps is None else steps)
     positions, layers = (selection or Selection()).within(run.n_pos, model.cfg.n_layers)
     if canvas == "free":
         run.require_loop_memory(corruption, max_bytes)
@@ -144,11 +144,13 @@ def trace_steps(
 
     # 2. Group the steps at which the network reads the same tokens, since these share their passes: steps that reveal
     # nothing and, on a causal model, all steps whose tokens are the answer's. Steps are not grouped under the caller's
-    # hooks, which may act by step, on free canvases, or if the network is told the time of the step.
-    can_share = free is None and not model.is_hooked and not model.cfg.is_told_time
+    # hooks, which may act by step, on free canvases, or where the network is told different times.
+    can_share = free is None and not model.is_hooked
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:
-        groups.setdefault(tuple(run.seen(run.canvas(step)[None])[0].tolist()) if can_share else step, []).append(step)
+        told = run.trajectory.state_at(step).sigma if model.cfg.is_told_time else None
+        seen = (told, *run.seen(run.canvas(step)[None])[0].tolist())
+        groups.setdefault(seen if can_share else step, []).append(step)
 
     # 3. Score every cell of each canvas.
     traced: dict[int, _Step] = {}

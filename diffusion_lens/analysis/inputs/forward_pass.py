@@ -39,6 +39,11 @@ class ForwardPass:
     queries: tuple[Query, ...] | None = None
 
     @property
+    def told_sigma(self) -> float | None:
+        """Noise of which a network that is told the time reads; `None` for other networks, and outside the loop."""
+        return None if self.step is None or not self.model.cfg.is_told_time else self.step.sigma
+
+    @property
     def present(self) -> PosMask:
         """Bool[batch pos], positions that contain a token or [MASK]."""
         inside: PosMask = reached(self.tokens) & self.real
@@ -46,7 +51,9 @@ class ForwardPass:
 
     @property
     def masked(self) -> PosMask:
-        """Bool[batch pos], positions that contain [MASK]."""
+        """Bool[batch pos], positions with [MASK]; under uniform noise those that the step may write, or all."""
+        if self.model.cfg.rewrites:
+            return self.present if self.step is None else self.step.masked & self.present
         if not self.model.cfg.has_mask:
             return torch.zeros_like(self.tokens, dtype=torch.bool)
         return (self.tokens == self.model.cfg.blank) & self.present

@@ -74,7 +74,7 @@ def _reached_part(canvas: ForwardPass) -> ForwardPass:
 
 def _covers(wide: ForwardPass, narrow: ForwardPass) -> bool:
     """Whether a pass on one canvas computes all that is read on another."""
-    if wide.model.cfg.is_told_time and wide.step and narrow.step and not wide.step.has_time_of(narrow.step):
+    if wide.told_sigma != narrow.told_sigma:
         return False
     if wide.model.cfg.grows:
         return bool((wide.tokens == narrow.tokens).where(narrow.present, True).all())

@@ -24,6 +24,7 @@ from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Inputs, Text
 from diffusion_lens.analysis.lens.canvases import NOTHING, Canvases
 from diffusion_lens.analysis.lens.readings import Budget, divergence, logits_of, require_plain_readout, states_of
 from diffusion_lens.analysis.lens.translators import Translators, translated
+from diffusion_lens.analysis.ranking import clean_logits
 from diffusion_lens.config import reached
 from diffusion_lens.identity import begins_run
 from diffusion_lens.losses import hide
@@ -162,7 +163,7 @@ def _gradients(
 def _log_probabilities(
     model: DiffusionTransformer, states: Float[Tensor, "entry d_model"]
 ) -> Float[Tensor, "entry d_vocab_out"]:
-    logits = logits_of(model, states)
+    logits = clean_logits(model, logits_of(model, states))
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 

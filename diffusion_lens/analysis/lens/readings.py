@@ -116,18 +116,20 @@ def read(
     targets: Int[Tensor, "entry target"],
     top_k: int,
     translators: Translators | None,
+    present: Int[Tensor, "entry"] | None = None,
 ) -> list[LayerReading]:
     """The reading of each layer.
 
     Args:
         states: States of the layers, and of the last one.
+        present: Token on the canvas at each position that is predicted.
     """
-    last = Ranking.of(model.cfg, logits_of(model, states[model.cfg.n_layers])).log_probabilities
+    last = Ranking.of(model, logits_of(model, states[model.cfg.n_layers]), present).log_probabilities
 
     def reading(layer: int) -> LayerReading:
         # A function, so that nothing of the vocabulary's size outlives the reading of its layer.
         seen = states[layer] if translators is None else translators.translate(states[layer], layer)
-        return LayerReading.of(Ranking.of(model.cfg, logits_of(model, seen)), last, targets, top_k)
+        return LayerReading.of(Ranking.of(model, logits_of(model, seen), present), last, targets, top_k)
 
     return [reading(layer) for layer in layers]
 

@@ -78,8 +78,12 @@ class Tables:
         for block in torch.arange(len(batch), device=batch.device).split(budget.entries_at_once):
             of_block = {layer: x[block] for layer, x in states.items()}
             targets = self.targets[batch[block], selected[block]]
+            present = None
+            if model.head.needs_canvas:
+                at = torch.tensor(self.positions, device=batch.device)[selected[block]]
+                present = one.network_input.tokens[batch[block], at]
             with model.clock.at(one.network_input.step):
-                readings = read(model, of_block, self.layers, targets, self.top_k, self.translators)
+                readings = read(model, of_block, self.layers, targets, self.top_k, self.translators, present)
             by_layer = {name: torch.stack([getattr(x, name) for x in readings]).cpu() for name in TABLES}
             for index in one.served:
                 self._write(index, by_layer, batch[block], selected[block])

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.analysis.ranking import clean_logits
 from diffusion_lens.analysis.rome.keys import key_site
 from diffusion_lens.analysis.rome.objective import DISTRIBUTION, ReadCanvas
 from diffusion_lens.analysis.rome.prompts import PromptBatch
@@ -33,6 +34,7 @@ class Canvases:
         owner: Int[batch], request of each canvas, in order.
         canvas: Int[selected], canvas of each read.
         row, token, weight: The fields of each `Read`.
+        present: Int[selected], token on the canvas at the position that each read predicts.
     """
 
     resid: Resid
@@ -45,6 +47,7 @@ class Canvases:
     row: Int[Tensor, "selected"]
     token: Int[Tensor, "selected"]
     weight: Float[Tensor, "selected"]
+    present: Int[Tensor, "selected"]
 
     @classmethod
     @torch.no_grad()
@@ -69,6 +72,7 @@ class Canvases:
             keys=widened(cache[key_site(layer)][at]),
             outputs=widened(cache[mlp_out(layer)][at]),
             owner=torch.tensor([owner for owner, _, _ in flat], device=device),
+            present=torch.tensor([int(flat[canvas][1].tokens[row]) for canvas, row, _, _ in reads], device=device),
             canvas=torch.tensor([canvas for canvas, _, _, _ in reads], device=device),
             row=torch.tensor([row for _, row, _, _ in reads], device=device),
             token=torch.tensor([token for _, _, token, _ in reads], device=device),
@@ -105,6 +109,7 @@ class Canvases:
             row=self.row[read],
             token=self.token[read],
             weight=self.weight[read],
+            present=self.present[read],
         )
 
     def log_probs(
@@ -119,7 +124,7 @@ class Canvases:
             attention_mask=self.real,
             logits_at=(self.canvas, self.row),
         )
-        return torch.log_softmax(widened(logits), dim=-1)
+        return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
 
 
 def widened(x: Tensor) -> Tensor:

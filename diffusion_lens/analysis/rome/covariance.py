@@ -34,7 +34,7 @@ from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import begins_run, require_identified
-from diffusion_lens.losses import hide
+from diffusion_lens.losses import noised
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
@@ -186,7 +186,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "layer": layer,
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
-        "seed": seed if model.cfg.has_mask else None,
+        "seed": None if model.cfg.grows else seed,
     }
     hashed = {**content, "noise": "by own_seed"}  # The rule by which texts get their seeds also affects the numbers.
     key = hashlib.sha256(json.dumps(as_json(hashed), sort_keys=True).encode()).hexdigest()
@@ -227,10 +227,10 @@ def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tenso
 
 
 def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tensor:
-    """A text as in training: partly masked on a masked diffusion model."""
-    if not model.cfg.has_mask:
+    """A text as in training: partly noise on a diffusion model."""
+    if model.cfg.grows:
         return row
-    return hide(row[None], model.cfg.blank, generator=torch.Generator().manual_seed(seed))[0][0]
+    return noised(model, row[None], generator=torch.Generator().manual_seed(seed))[0][0]
 
 
 def _widest(keys: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from diffusion_lens.analysis.rome.prompts import check_object
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import hidden_tokens
 
 ESSENCE = "{} is a"
 DISTRIBUTION = -1
@@ -85,7 +86,7 @@ class ValueObjective:
 def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     """Builds the prompt "{subject} is a".
 
-    On a model with a [MASK] token, a [MASK] is appended and the prediction is read there.
+    On a diffusion model, a [MASK] or under uniform noise a random token is appended, and the prediction is read there.
 
     Raises:
         ValueError: The model has no tokenizer.
@@ -99,7 +100,7 @@ def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     text = ESSENCE.format(subject)
     of_subject = [i for i, (start, stop) in enumerate(model.token_spans(text)) if start < len(subject) and stop > 0]
     # `encode` does not warn of unknown words: the caller did not choose the words of the template.
-    tokens = [*model.encode(text), *([] if model.cfg.grows else [model.cfg.blank])]
+    tokens = [*model.encode(text), *([] if model.cfg.grows else hidden_tokens(model.cfg, 1, text))]
     return Query(torch.tensor(tokens), (of_subject[0], of_subject[-1] + 1), (), ())
 
 
@@ -131,8 +132,10 @@ def _at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
     if not positions:
         real = model.real_positions(essence.tokens.to(model.cfg.device)[None])
         end = len(essence.tokens) if real is None else int(real[0].nonzero().max()) + 1
-        masked = (essence.tokens == model.cfg.blank).nonzero().flatten().tolist()
-        positions = [end] if model.cfg.grows else masked
+        if model.cfg.has_mask:
+            positions = (essence.tokens == model.cfg.blank).nonzero().flatten().tolist()
+        else:
+            positions = [end if model.cfg.grows else end - 1]
     if not positions:
         raise ValueError(
             "the essence has no position to read: end it with a [MASK], give it answer_positions, or use "

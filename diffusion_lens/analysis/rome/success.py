@@ -194,7 +194,8 @@ def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[T
     canvas = torch.arange(len(queries)).repeat_interleave(torch.tensor(counts)).to(batch.tokens.device)
     rows, tokens = (torch.cat([getattr(answer, name) for answer in answers]) for name in ("rows", "tokens"))
     logits = model(batch.tokens, attention_mask=batch.real, logits_at=(canvas, rows))
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_probs = torch.log_softmax(wide, dim=-1).gather(-1, tokens[:, None])[:, 0]
-    parts = zip(answers, log_probs.split(counts), wide.split(counts), strict=True)
+    of_answers = logits.to(torch.promote_types(logits.dtype, torch.float32)).split(counts)
+    clean = torch.cat([answer.head.clean_logits(x[None])[0] for answer, x in zip(answers, of_answers, strict=True)])
+    log_probs = torch.log_softmax(clean, dim=-1).gather(-1, tokens[:, None])[:, 0]
+    parts = zip(answers, log_probs.split(counts), of_answers, strict=True)
     return [(each, answer.is_likeliest(model, of_answer[None])) for answer, each, of_answer in parts]

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.inputs.padding import padded
+from diffusion_lens.analysis.ranking import clean_logits
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.model.attention_patterns import AttentionPattern
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -90,7 +91,8 @@ class CanvasBatch:
 
     def losses(self, logits: Float[Tensor, "batch d_vocab_out"]) -> Float[Tensor, "batch"]:
         """-log p(answer) in nats, computed in float64."""
-        return -logits.double().log_softmax(dim=-1)[self.each, self.answers]
+        logits = clean_logits(self.model, logits.double(), self.tokens[self.each, self.rows])
+        return -logits.log_softmax(dim=-1)[self.each, self.answers]
 
 
 def other_facts(forward: CanvasBatch, reverse: CanvasBatch) -> Bool[Tensor, "fact fact"]:

@@ -1,0 +1,200 @@
+"""Analyses where nothing is masked: the answer is p(x_0) at noisy positions, and the laws of tracing and ROME hold."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+KINDS = ["logits", "log_scores"]
+
+
+def model_of(head: str) -> Any:
+    """A small random model under uniform noise; with log scores it is told the time."""
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from weight_conversion import Architecture, TimeConditioning, tensor_shapes
+
+    told = (
+        {"time": TimeConditioning(8, told=True), "norm": "layer", "mlp": "plain", "act_fn": "gelu_new"}
+        if head == "log_scores"
+        else {}
+    )
+    architecture = Architecture(
+        family="diffusion_lens",
+        name=f"uniform-{head}",
+        n_layers=3,
+        d_model=16,
+        n_heads=2,
+        n_key_value_heads=2,
+        d_head=8,
+        d_mlp=24,
+        d_vocab=40,
+        d_vocab_out=40,
+        n_ctx=32,
+        attention_dir="bidirectional",
+        readout="in_place",
+        mask_token_id=None,
+        head=head,
+        **told,
+    )
+    # Weights under which attention and conditioning are felt, and scores are not far from 1, where nearly every
+    # probability would be 0.
+    generator, tensors = torch.Generator().manual_seed(0), []
+    for name, shape in tensor_shapes(architecture).items():
+        drawn = torch.randn(shape, generator=generator)
+        scale = 0.3 if len(shape) == 1 or name == "unembed.weight" else 1.5 / shape[-1] ** 0.5
+        tensors.append((name, scale * drawn + (len(shape) == 1 and not name.endswith(".bias"))))
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), tensors=tensors)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def timed(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A model, told a time if its network reads one."""
+    model = model_of(request.param)
+    if not model.cfg.is_told_time:
+        yield model
+        return
+    with model.at_time(0.6):
+        yield model
+
+
+def query_of(*, tokens: tuple[int, ...] = (5, 6, 7, 8, 9, 10, 11, 12), answer: tuple[int, ...] = (11, 12)) -> Any:
+    """Positions 6 and 7 are noise, of which the clean tokens are asked."""
+    from diffusion_lens import Query
+
+    return Query(torch.tensor(tokens), (1, 3), (6, 7), answer)
+
+
+def p_of_clean(model: Any, query: Any) -> torch.Tensor:
+    """p(x_0) at the answer's positions, written out: of log scores, the step that removes all noise."""
+    positions = list(query.answer_positions)
+    output, present = model(query.tokens[None])[0, positions].double(), query.tokens[positions]
+    if model.cfg.head == "logits":
+        p = output.softmax(dim=-1)
+    else:
+        n, kept = output.shape[-1], 1 - (1 - 1e-3) * 0.6
+        scores = output.scatter(1, present[:, None], 0.0).exp()
+        p = (scores - (1 - kept) / n * scores.sum(dim=1, keepdim=True)) / kept
+        move = torch.full_like(p, (1 - kept) / n).scatter(1, present[:, None], kept + (1 - kept) / n)
+        p = (p * move).clamp(min=0)
+        p = p / p.sum(dim=1, keepdim=True)
+    return p
+
+
+def p_of_answer(model: Any, query: Any) -> torch.Tensor:
+    """p(x_0 = answer) of each token."""
+    return p_of_clean(model, query)[[0, 1], list(query.answer_tokens)]
+
+
+def known_query(model: Any) -> Any:
+    """The query whose answer is the likeliest."""
+    return query_of(answer=tuple(p_of_clean(model, query_of()).argmax(dim=-1).tolist()))
+
+
+def test_p_of_the_answer_is_that_of_the_clean_tokens(timed: Any) -> None:
+    from diffusion_lens.analysis import causal_trace
+
+    trace = causal_trace(timed, query_of(), noise=0.5, samples=2, layers=[0], positions=[0])
+    expected = p_of_answer(timed, query_of())
+    torch.testing.assert_close(trace.clean_token_scores.double(), expected, rtol=1e-4, atol=1e-7)
+    assert causal_trace(timed, known_query(timed), noise=0.1, layers=[0], positions=[0]).known
+
+
+def test_noise_of_zero_has_no_effect_and_restoring_all_is_the_clean_run(timed: Any) -> None:
+    from diffusion_lens.analysis import causal_trace
+
+    still = causal_trace(timed, query_of(), noise=0.0, samples=2)
+    torch.testing.assert_close(still.scores, torch.full_like(still.scores, still.clean), rtol=1e-4, atol=1e-9)
+    moved = causal_trace(timed, query_of(), noise=2.0, samples=3)
+    assert abs(moved.corrupted - moved.clean) > 1e-3 * moved.clean
+    # The states after the last block at the answer's positions are all that is read.
+    last = torch.tensor([[moved.token_scores[6, -1, 0], moved.token_scores[7, -1, 1]]])
+    torch.testing.assert_close(last[0], moved.clean_token_scores, rtol=1e-4, atol=1e-8)
+
+
+def test_patching_an_answer_state_after_the_last_block_gives_the_clean_run(timed: Any) -> None:
+    from diffusion_lens import Query
+    from diffusion_lens.analysis import answer_probability, patch_grid
+
+    answer = known_query(timed).answer_tokens[:1]
+    clean = Query(torch.tensor([5, 6, 7, 8, 9, 10, 11, 12]), (1, 3), (6,), answer)
+    other = Query(torch.tensor([5, 26, 27, 8, 9, 10, 11, 12]), (1, 3), (6,), answer)
+    grid = patch_grid(timed, clean, other, answer_probability(timed, clean), "resid_post")
+    torch.testing.assert_close(grid.scores[-1, 6], grid.clean.to(grid.scores.dtype), rtol=1e-4, atol=1e-8)
+    assert not torch.allclose(grid.clean, grid.corrupted, rtol=1e-3)
+
+
+def test_edit_of_one_fact_holds_the_new_value_at_its_key(timed: Any) -> None:
+    from diffusion_lens import Query
+    from diffusion_lens.analysis import RankOneEdit, compute_key, optimize_value
+
+    query, essence = known_query(timed), Query(torch.tensor([6, 7, 20, 21]), (0, 2), (), ())
+    key = compute_key(timed, query, 1)
+    value = optimize_value(timed, query, 1, essence=essence, steps=12, lr=0.1)
+    assert value.delta.norm() > 0
+    with RankOneEdit(timed, 1, key, value):
+        seen: list[torch.Tensor] = []
+        hooks = [("blocks.1.hook_mlp_out", lambda x, hook: seen.append(x))]
+        timed.run_with_hooks(query.tokens[None], fwd_hooks=hooks)
+    torch.testing.assert_close(seen[0][0, 2], value.vector, rtol=1e-4, atol=1e-4)
+
+
+def test_forced_replay_reads_the_recorded_canvases_at_their_times(timed: Any) -> None:
+    from diffusion_lens.analysis import trace_trajectory
+
+    query = query_of()
+    run = timed.denoise(query.tokens[None, :6], length=8, steps=3, temperature=1.0)
+    trace = trace_trajectory(timed, query, trajectory=run, noise=0.5, samples=2, layers=[0], positions=[0])
+    assert trace.steps == [0, 1, 2]
+    for i, step in enumerate(trace.steps):
+        state = run.state_at(step)
+        with timed.clock.at(state):
+            positions = list(query.answer_positions)
+            logits = timed.head_at(state.tokens[:, positions]).clean_logits(timed(state.tokens)[:, positions])
+        p = logits[0].softmax(dim=-1)[[0, 1], list(query.answer_tokens)]
+        torch.testing.assert_close(trace.clean_token_scores[i], p, rtol=1e-4, atol=1e-8)
+
+
+def test_restored_step_of_the_loop_can_be_continued(timed: Any) -> None:
+    from diffusion_lens.analysis import temporal_effect
+
+    query = query_of()
+    run = timed.denoise(query.tokens[None, :6], length=8, steps=3, temperature=0.0)
+    query = query_of(answer=tuple(run.tokens[0, 6:].tolist()))
+    effect = temporal_effect(timed, query, trajectory=run, noise=0.0, samples=1, layers=[1], positions=[2])
+    assert bool((effect.scores == 1).all())
+
+
+def test_lens_of_the_last_layer_is_p_of_the_clean_tokens(timed: Any) -> None:
+    from diffusion_lens.analysis import logit_lens
+
+    lens = logit_lens(timed, query_of(), positions=[6, 7], layers=[3])
+    expected = p_of_answer(timed, query_of())
+    torch.testing.assert_close(lens.target_probabilities[0, 0, :, 0].double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_page_with_a_lens_and_a_trace_can_be_written(timed: Any, tmp_path: Any) -> None:
+    from diffusion_lens.analysis import logit_lens, trace_trajectory
+
+    query = query_of()
+    run = timed.denoise(query.tokens[None, :6], length=8, steps=3)
+    trace = trace_trajectory(timed, query, trajectory=run, noise=0.5, samples=1)
+    assert run.explore(tmp_path / "run.html", lens=logit_lens(timed, run), trace=trace).exists()
+
+
+def test_score_head_says_that_it_needs_a_time() -> None:
+    from diffusion_lens.analysis import answer_probability, causal_trace
+
+    model = model_of("log_scores")
+    with pytest.raises(ValueError, match=r"told the time of its canvas.*model.at_time\(t\)"):
+        causal_trace(model, query_of(), noise=0.5)
+    metric = answer_probability(model, query_of())
+    with pytest.raises(ValueError, match=r"depend on the canvas and on its time.*at_time"):
+        metric(torch.zeros(1, 2, 40))
+
+
+def test_what_needs_mask_is_refused(timed: Any) -> None:
+    from diffusion_lens.analysis import causal_trace
+
+    with pytest.raises(ValueError, match=r"has no \[MASK\]; corrupt with add_noise"):
+        causal_trace(timed, query_of(), corruption="mask", samples=1)
