@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.losses import LossBatch, hide, loss_batch, masked_batch, next_token_batch, noise_of
+from diffusion_lens.loss_batch import LossBatch
+from diffusion_lens.losses import loss_batch, masked_batch, next_token_batch, noise_of
 from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.logit_rows import Rows
 from diffusion_lens.model.told_time import Time
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
+from diffusion_lens.scheduled_loss import noised
 from diffusion_lens.settings import Whole, at_least, naming_the_nearest
 
 
@@ -31,6 +33,7 @@ class Forward(DiffusionTransformer, ABC):
         past_kv_cache: KeyValueCache | None = None,
         time: Time | None = None,
         clean: Tensor | None = None,
+        sigma: Tensor | None = None,
         loss_per_token: bool = False,
         samples: Whole = 1,
         generator: torch.Generator | None = None,
@@ -60,6 +63,7 @@ class Forward(DiffusionTransformer, ABC):
             clean: Int[batch pos], on a model that attends by blocks the clean text of noisy `input`: each block sees
                 the earlier blocks as they are there, as in training. The network then reads both texts, one after the
                 other, which hooks see; the logits are those of `input`.
+            sigma: Noise level of each row, Float[batch], in place of `time`; it may be any that a schedule has.
             loss_per_token: Whether to return the contribution of each position instead of the mean over the positions
                 that count: of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion
                 model Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked.
@@ -94,7 +98,7 @@ class Forward(DiffusionTransformer, ABC):
                 stop_at_layer=stop_at_layer,
                 logits_at=logits_at,
                 past_kv_cache=past_kv_cache,
-                sigma=self.read_time(time),
+                sigma=self.read_time(time) if sigma is None else sigma,
                 clean=clean,
                 unembed=return_type is not None,
             )
@@ -105,6 +109,7 @@ class Forward(DiffusionTransformer, ABC):
             "past_kv_cache": past_kv_cache,
             "time": time,
             "clean": clean,
+            "sigma": sigma,
         }
         if given := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")
@@ -212,7 +217,7 @@ class Forward(DiffusionTransformer, ABC):
     def hide(
         self, tokens: Tensor, attention_mask: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Mask tokens as `return_type="loss"` does.
+        """Mask tokens as `return_type="loss"` does; under uniform noise, replace them by others.
 
         Args:
             tokens: Int[batch pos], the clean text.
@@ -224,9 +229,9 @@ class Forward(DiffusionTransformer, ABC):
             Float[batch pos].
         """
         tokens, real = self.checked_tokens(tokens, attention_mask)
-        if not self.cfg.has_mask:
+        if self.cfg.grows:
             raise ValueError(f"{self.cfg.model_name!r} has no [MASK], so none of its tokens can be masked")
-        noisy, p_mask = hide(tokens, self.cfg.blank, generator=noise_of(self, generator))
+        noisy, p_mask = noised(self, tokens, generator=noise_of(self, generator))
         return (noisy if real is None else torch.where(real, noisy, tokens)), p_mask
 
     def _loss(self, batch: LossBatch, logits: Tensor, per_token: bool) -> Tensor:

@@ -15,80 +15,20 @@ over it. `return_type="loss"` of the model takes the same batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
+from diffusion_lens.loss_batch import LossBatch
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.noise import noise_of as noise_kind
+from diffusion_lens.scheduled_loss import has_schedule, noised, scheduled_batch
 from diffusion_lens.shapes import PosMask, Tokens
 
-# No token: it marks those that noise replaces.
-NOWHERE = -1
 # Seed of the loss's noise in eval mode: the same at every call, so that two losses of one text can be compared.
 FIXED_SEED = 0
 
 Objective = Callable[[DiffusionTransformer, Tokens, torch.Generator | None], Tensor]
-
-
-@dataclass(frozen=True)
-class LossBatch:
-    """Input and targets of a loss.
-
-    Attributes:
-        tokens: Int[batch pos], input of the network.
-        rows: Batch index and row of the logits to read, Int[selected] each.
-        targets: Int[selected], tokens to predict there.
-        weights: Float[selected], weight of each cross-entropy; the loss is their weighted sum.
-        predicted: Bool[batch pos], positions of the targets; `rows`, `targets`, `weights` follow their reading order.
-        n_counted: Number of positions over which the loss is a mean.
-        clean: Int[batch pos], clean text that the network reads beside the tokens, of a model that attends by blocks.
-    """
-
-    tokens: Tokens
-    rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]
-    targets: Int[Tensor, "selected"]
-    weights: Float[Tensor, "selected"]
-    predicted: PosMask
-    n_counted: int
-    clean: Tokens | None = None
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        """What the network is given beside the tokens, as arguments."""
-        return {} if self.clean is None else {"clean": self.clean}
-
-    def loss(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, ""]:
-        """Weighted cross-entropy of the logits read at `rows`."""
-        return self._weighted(logits).sum()
-
-    def by_position(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, "batch pos"]:
-        """Contribution of each position to the loss, which is their mean; 0 where nothing is predicted."""
-        weighted = self._weighted(logits) * self.n_counted
-        return weighted.new_zeros(self.predicted.shape).masked_scatter(self.predicted, weighted)
-
-    def _weighted(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Float[Tensor, "selected"]:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, self.targets, reduction="none") * self.weights
-
-    def part(self, start: int, stop: int) -> "LossBatch":
-        """Rows `start` to `stop` of the batch, with unchanged weights: the losses of all parts add up to the whole."""
-        batch, pos = self.rows
-        inside = (batch >= start) & (batch < stop)
-        rows = (batch[inside] - start, pos[inside])
-        return LossBatch(
-            self.tokens[start:stop],
-            rows,
-            self.targets[inside],
-            self.weights[inside],
-            self.predicted[start:stop],
-            self.n_counted,
-            None if self.clean is None else self.clean[start:stop],
-        )
 
 
 def masked_batch(
@@ -103,6 +43,8 @@ def masked_batch(
 ) -> LossBatch:
     """Masked tokens as targets, each weighted by 1/p; see `masked_diffusion_loss`.
 
+    A model that was trained by a schedule of noise has its own loss there (`scheduled_loss`).
+
     Args:
         real: Bool[batch pos], positions that may be masked and that count; by default all.
 
@@ -111,14 +53,11 @@ def masked_batch(
     """
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask go together: pass both, or neither to have the noise sampled")
-    if not model.cfg.has_mask:
-        instead = (
-            "the loss of an autoregressive model is autoregressive_loss"
-            if model.cfg.grows
-            else "it is bidirectional, so its noise replaces tokens by other tokens, and there is no loss of such noise"
+    if model.cfg.grows:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no [MASK], so none of its tokens can be masked: the loss of an "
+            "autoregressive model is autoregressive_loss"
         )
-        raise ValueError(f"{model.cfg.model_name!r} has no [MASK], so none of its tokens can be masked: {instead}")
-    mask = model.cfg.blank
     tokens = tokens.to(model.cfg.device)
     text = tokens if real is None else tokens[real.to(tokens.device)]
     if not bool(model.cfg.writable(text).all()):
@@ -127,7 +66,10 @@ def masked_batch(
             "masking, call training.masked_diffusion_loss(model, tokens, noisy, p_mask)"
         )
     if noisy is None or p_mask is None:
-        noisy, p_mask = hide(tokens, mask, generator=generator, eps=eps)
+        noisy, p_mask = noised(model, tokens, generator=generator, eps=eps)
+    if has_schedule(model):
+        return scheduled_batch(model, tokens, noisy, p_mask, real)
+    mask = model.cfg.blank
     noisy, p_mask = noisy.to(tokens.device), p_mask.to(tokens.device)
     masked = noisy == mask
     n_counted = tokens.numel()
@@ -191,37 +133,6 @@ def autoregressive_loss(model: DiffusionTransformer, tokens: Tokens) -> Float[Te
     """Mean cross-entropy of every token but the first."""
     batch = next_token_batch(model, tokens)
     return batch.loss(_logits(model, batch))
-
-
-def hide(
-    tokens: Tokens, mask_token_id: int, *, generator: torch.Generator | None = None, eps: float = 1e-3
-) -> tuple[Tokens, Float[Tensor, "batch pos"]]:
-    """Mask each token with the probability p of its row, and return the masked tokens and p.
-
-    The times of the rows are stratified, t_i = u + i/batch (mod 1) with one u ~ U(0, 1): each is uniform, and together
-    they cover the unit interval evenly, which lowers the variance of the loss. The noise is sampled on the CPU, so that
-    a seed means the same on every device; with a generator of another device, it is sampled there.
-    """
-    n_batch, n_pos = tokens.shape
-    device = generator.device if generator is not None else torch.device("cpu")
-    t = (torch.rand((), generator=generator, device=device) + torch.arange(n_batch, device=device) / n_batch) % 1
-    p = ((1 - eps) * t + eps)[:, None].expand(n_batch, n_pos)
-    masked = torch.rand((n_batch, n_pos), generator=generator, device=device) < p
-    return tokens.masked_fill(masked.to(tokens.device), mask_token_id), p.to(tokens.device)
-
-
-def noised(
-    model: DiffusionTransformer, tokens: Tokens, *, generator: torch.Generator | None = None, eps: float = 1e-3
-) -> tuple[Tokens, Float[Tensor, "batch pos"]]:
-    """Tokens under the model's noise, and the probability p with which each was replaced.
-
-    As `hide`; under uniform noise a token is replaced by one drawn from all, itself included.
-    """
-    if not model.cfg.rewrites:
-        return hide(tokens, model.cfg.blank, generator=generator, eps=eps)
-    replaced, p = hide(tokens, NOWHERE, generator=generator, eps=eps)
-    noise = noise_kind(model.cfg, model.cfg.d_vocab_out)
-    return torch.where(replaced == NOWHERE, noise.replacements(tokens, generator), tokens), p
 
 
 def loss_batch(

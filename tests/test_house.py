@@ -43,6 +43,8 @@ ROOMS = (
     "diffusion_lens.readout",
     "diffusion_lens.noise",
     "diffusion_lens.model",
+    "diffusion_lens.loss_batch",
+    "diffusion_lens.scheduled_loss",
     "diffusion_lens.losses",
     "diffusion_lens.forward",
     "diffusion_lens.code_names",

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss, own_loss
+from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss, own_loss
+from diffusion_lens.scheduled_loss import hide
 from weight_conversion import Architecture
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.checks.texts import Page, Texts
-from diffusion_lens.losses import LossBatch, hide, next_token_batch
+from diffusion_lens.loss_batch import LossBatch
+from diffusion_lens.losses import next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.scheduled_loss import hide
 
 NOISE_SEED = 0
 # Noise samples per row: the times t cover (0, 1) evenly in four parts.

@@ -31,9 +31,9 @@ from diffusion_lens.denoising.refusals import require_logits
 from diffusion_lens.display import Result, Table
 from diffusion_lens.evaluation.question import Question, Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
-from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
+from diffusion_lens.scheduled_loss import hide
 from diffusion_lens.settings import at_least, naming_the_nearest, not_negative
 from diffusion_lens.shapes import PosMask
 
@@ -96,6 +96,11 @@ def chain_rule_nll(
             both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
     _check_settings(cfg_scale, max_batch=max_batch)
+    if model.cfg.rewrites:
+        raise ValueError(
+            f"the noise of {model.cfg.model_name!r} is uniform, so none of its tokens can be hidden while others are "
+            "revealed, and there is no chain rule: model(tokens, return_type='loss', samples=) estimates its bound"
+        )
     question = question_of(model, prompt, answer)
     if model.cfg.grows and cfg_scale:
         raise ValueError(
@@ -130,7 +135,7 @@ def monte_carlo_nll(
     Args:
         prompt, answer, cfg_scale, max_batch: The same as in `chain_rule_nll`.
         samples: Number of samples; each is one forward pass of one row (two with guidance).
-        batch_size: Number of samples that cover the range of p evenly (see `losses.hide`).
+        batch_size: Number of samples that cover the range of p evenly (see `scheduled_loss.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
         noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked.
             Their rows count as independent samples; `samples`, `batch_size` and `seed` are then ignored.
@@ -144,6 +149,11 @@ def monte_carlo_nll(
     if model.cfg.grows:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
+        )
+    if model.cfg.rewrites:
+        raise ValueError(
+            f"the noise of {model.cfg.model_name!r} is uniform, and this bound is that of [MASK]: "
+            "model(tokens, return_type='loss', samples=) estimates the bound under uniform noise"
         )
     mask, question = model.cfg.blank, question_of(model, prompt, answer)
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
@@ -199,6 +209,7 @@ def _surprisals(
                 beside["clean"][:, : len(question.prompt)] = model.cfg.blank
             unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
             logits = guide(logits, unconditional, cfg_scale)
+        logits = model.head_at().head.clean_logits(logits)
         require_logits(logits, scored[rows])
         surprisals.append(F.cross_entropy(logits, targets[rows][scored[rows]], reduction="none"))
     return torch.cat(surprisals)

@@ -51,6 +51,11 @@ class Head(ABC):
             sigma: Noise there, where `needs_canvas`.
         """
 
+    def log_scores(self, output: Raw, present: Ids, sigma: Amount) -> Float[Tensor, "*rest d_vocab"]:
+        """The logarithms of the scores, 0 at the present token."""
+        scores = self.scores(output, present, sigma)
+        return scores.clamp(min=torch.finfo(scores.dtype).tiny).log()
+
     def scores(self, output: Raw, present: Ids, sigma: Amount) -> Float[Tensor, "*rest d_vocab"]:
         """The scores p_sigma(y) / p_sigma(z); of a head of logits, those that follow from p(x_0)."""
         assert self.noise is not None

@@ -29,6 +29,8 @@ from weight_conversion import Variant
 Ids = Int[Tensor, "*rest"]
 Amount = Float[Tensor, "*#rest"]
 Predicted = Float[Tensor, "*rest d_vocab_out"]
+# One number, or one for each row, with an axis for the columns.
+Chance = float | Float[Tensor, "*#rest 1"]
 # With a column for [MASK], also where the head has none.
 OverTokens = Float[Tensor, "*rest d_vocab"]
 
@@ -57,7 +59,7 @@ class Noise(ABC):
         """Rate at which the present token becomes each other token in the reverse process, for dsigma/dt = 1."""
 
     @abstractmethod
-    def posterior(self, p_clean: Predicted, present: Ids, chance_t: float, chance_s: float) -> OverTokens:
+    def posterior(self, p_clean: Predicted, present: Ids, chance_t: Chance, chance_s: Chance) -> OverTokens:
         """Probability of each token at an earlier time s, up to a factor, from the chances that a token is noised."""
 
     @abstractmethod
@@ -108,7 +110,7 @@ class Absorbing(Noise):
         rate[..., self.mask] = 0.0
         return rate.scatter_add(-1, present[..., None], -rate.sum(dim=-1, keepdim=True))
 
-    def posterior(self, p_clean: Predicted, present: Ids, chance_t: float, chance_s: float) -> OverTokens:
+    def posterior(self, p_clean: Predicted, present: Ids, chance_t: Chance, chance_s: Chance) -> OverTokens:
         p = self._with_mask(p_clean * (chance_t - chance_s))
         p[..., self.mask] = chance_s
         return p
@@ -161,7 +163,7 @@ class Uniform(Noise):
         rate = (scores / self.n).scatter(-1, present[..., None], 0.0)
         return rate.scatter_add(-1, present[..., None], -rate.sum(dim=-1, keepdim=True))
 
-    def posterior(self, p_clean: Predicted, present: Ids, chance_t: float, chance_s: float) -> OverTokens:
+    def posterior(self, p_clean: Predicted, present: Ids, chance_t: Chance, chance_s: Chance) -> OverTokens:
         # Schiff et al. 2024 (arXiv 2412.10193), eq. 16, for the prediction in place of the clean token.
         alpha_t, alpha_s = 1 - chance_t, 1 - chance_s
         here = F.one_hot(present, self.n)

@@ -27,6 +27,10 @@ class Schedule(ABC):
     def rate(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         """Derivative of sigma by the time."""
 
+    @abstractmethod
+    def time(self, sigma: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
+        """The time of each total noise, the inverse of `sigma`."""
+
     def chance(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         """Probability that a token has been noised by each time, 1 - exp(-sigma)."""
         return -torch.expm1(-self.sigma(t))
@@ -45,6 +49,9 @@ class LogLinear(Schedule):
     def sigma(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         return -torch.log1p(-(1 - self.eps) * t)
 
+    def time(self, sigma: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
+        return -torch.expm1(-sigma) / (1 - self.eps)
+
     def rate(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         return (1 - self.eps) / (1 - (1 - self.eps) * t)
 
@@ -60,6 +67,9 @@ class Linear(Schedule):
 
     def rate(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         return 1 / (1 - t)
+
+    def time(self, sigma: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
+        return -torch.expm1(-sigma)
 
     def chance(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         return t
@@ -77,6 +87,9 @@ class Geometric(Schedule):
 
     def rate(self, t: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
         return self.sigma(t) * math.log(self.sigma_max / self.sigma_min)
+
+    def time(self, sigma: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
+        return torch.log(sigma / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
 
 
 def schedule_of(described: NoiseSchedule | None) -> Schedule:

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.losses import LossBatch, masked_batch, next_token_batch
+from diffusion_lens.loss_batch import LossBatch
+from diffusion_lens.losses import masked_batch, next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Tokens
 

@@ -98,7 +98,7 @@ def smdm_reverse(
     arXiv 2410.18514, appendix B.5). The authors published no such script for the AR baseline; their script for it on
     other data (`sft/finetune_ar.py`) uses the same settings.
 
-    Four details differ from the script. The masking rates t of a batch are stratified (see `losses.hide`); theirs are
+    Four details differ from the script. The masking rates t of a batch are stratified (see `hide`); theirs are
     independent. A batch may contain rows of two passes; theirs drops the last rows of a pass. Rows are cut to the
     longest row of the whole batch; they cut each device's part separately. Where they accumulate two parts (1028M,
     batch 64, 8 devices), their learning rate is half a step ahead.

@@ -24,7 +24,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.display import Result, Table
-from diffusion_lens.losses import LossBatch, Objective
+from diffusion_lens.loss_batch import LossBatch
+from diffusion_lens.losses import Objective
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
 from diffusion_lens.training.batches import RowOrder, RowSource, TrainingRows

@@ -28,7 +28,8 @@ from diffusion_lens.checks import Expected, check_model
 from diffusion_lens.checks.page import KNOWN_LOSS, N_SAMPLES, NOISE_SEED, check_page, page_loss
 from diffusion_lens.checks.run import CHECKS
 from diffusion_lens.checks.texts import Page, read_page, texts_for
-from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss
+from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
+from diffusion_lens.scheduled_loss import hide
 
 
 def test_right_models_pass_every_check(tiny):

@@ -12,7 +12,7 @@ from numpy.polynomial import Polynomial
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import NLLEstimate, chain_rule_nll, monte_carlo_nll
-from diffusion_lens.losses import hide
+from diffusion_lens.scheduled_loss import hide
 from weight_conversion import Architecture
 
 MASK = 11

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.losses import autoregressive_loss, hide, masked_diffusion_loss
+from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
+from diffusion_lens.scheduled_loss import hide
 
 
 @pytest.fixture

@@ -43,9 +43,9 @@ from diffusion_lens.analysis.inputs import (
 from diffusion_lens.denoising.activation_shapes import activation_shape
 from diffusion_lens.hook_names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.identity import begins_run
-from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+from diffusion_lens.scheduled_loss import hide
 from diffusion_lens.settings import Whole, at_least
 
 ROWS = ("position", "canvas")

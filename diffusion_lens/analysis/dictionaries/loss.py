@@ -38,7 +38,8 @@ from diffusion_lens.analysis.inputs import CleanTexts, Texts, readable_points
 from diffusion_lens.hook_names import Hook
 from diffusion_lens.identity import begins_run, name_of
 from diffusion_lens.interventions import zero_ablate
-from diffusion_lens.losses import LossBatch, masked_batch, next_token_batch
+from diffusion_lens.loss_batch import LossBatch
+from diffusion_lens.losses import masked_batch, next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, whole_number
@@ -248,7 +249,7 @@ def _loss_of_rows(
         if not len(loss.targets):  # nothing is masked here; the hooks still measure the reconstruction
             model(loss.tokens, return_type=None, attention_mask=batch.real)
             return torch.zeros(len(loss.tokens), dtype=torch.float64)
-        logits = model(loss.tokens, attention_mask=batch.real, logits_at=loss.rows)
+        logits = model(loss.tokens, attention_mask=batch.real, logits_at=loss.rows, **loss.beside)
     return loss.by_position(logits).cpu().double().sum(dim=1)
 
 

@@ -20,7 +20,7 @@ class NoiseRange:
     """Noise levels between two bounds; each level is equally likely.
 
     Attributes:
-        low, high: Lowest and highest noise level. The defaults are those of training (`losses.hide`); the sparse
+        low, high: Lowest and highest noise level. The defaults are those of training (`hide`); the sparse
             autoencoders of DLM-Scope (arXiv 2602.05859, its published code) are trained between 0.05 and 0.5.
         samples: Number of canvases per text. Each has its own one of `samples` equal parts of the range, so that
             together they cover the range evenly.

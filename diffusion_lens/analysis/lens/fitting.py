@@ -27,9 +27,9 @@ from diffusion_lens.analysis.lens.translators import Translators, translated
 from diffusion_lens.analysis.ranking import clean_logits
 from diffusion_lens.config import reached
 from diffusion_lens.identity import begins_run
-from diffusion_lens.losses import hide
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+from diffusion_lens.scheduled_loss import hide
 from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
 from diffusion_lens.shapes import PosMask, Tokens
 

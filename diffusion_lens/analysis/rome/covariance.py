@@ -5,7 +5,7 @@ corpus' keys least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix
 
 Keys are taken at every position of a corpus that is not padding. A masked diffusion model sees the corpus as in
 training: each text samples t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps
-(`losses.hide`). So keys of masked and of unmasked positions have the same proportions as in training. The noise does
+(`hide`). So keys of masked and of unmasked positions have the same proportions as in training. The noise does
 not depend on the batch: text i has its own seed, derived from the given seed and i.
 
 Keys of one text are similar, so texts are the independent units of the error. With T texts, n keys, and S_t = Σ k kᵀ
@@ -34,10 +34,10 @@ from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import begins_run, require_identified
-from diffusion_lens.losses import noised
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.scheduled_loss import noised
 from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, whole_number
 from weight_conversion import as_json

@@ -10,7 +10,7 @@ from diffusion_lens.analysis.rome import SecondMoment, covariance, second_moment
 from diffusion_lens.analysis.rome.inverse_moment import RIDGE, InverseMoment
 from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.data import toy_facts
-from diffusion_lens.losses import hide
+from diffusion_lens.scheduled_loss import hide
 from diffusion_lens.seeds import own_seed
 
 LAYER = 1

@@ -48,7 +48,8 @@ def random_pairs(model, n=N, seed=0, lengths=(7, 7)):
 
 
 def loss_of(model, canvas):
-    return -model(canvas.tokens[None])[0, canvas.row].log_softmax(-1)[canvas.answer_token]
+    logits = model.head_at().clean_logits(model(canvas.tokens[None]))
+    return -logits[0, canvas.row].log_softmax(-1)[canvas.answer_token]
 
 
 def gradients_of(model, canvas, names):

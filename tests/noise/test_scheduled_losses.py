@@ -1,0 +1,102 @@
+"""Losses under each noise and head: the laws of a loss, and the time that the network is told."""
+
+from typing import Any
+
+import pytest
+import torch
+
+HEADS = [("subs", 39), ("log_scores", 39), ("logits", None), ("log_scores", None)]
+
+
+def small(head: str, mask: int | None, told: bool = True) -> Any:
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from weight_conversion import Architecture, NoiseSchedule, TimeConditioning
+
+    architecture = Architecture(
+        family="diffusion_lens",
+        name=f"small-{head}",
+        n_layers=2,
+        d_model=16,
+        n_heads=2,
+        n_key_value_heads=2,
+        d_head=8,
+        d_mlp=24,
+        d_vocab=40,
+        d_vocab_out=40,
+        n_ctx=32,
+        attention_dir="bidirectional",
+        readout="in_place",
+        mask_token_id=mask,
+        head=head,
+        norm="layer",
+        mlp="plain",
+        act_fn="gelu_new",
+        time=TimeConditioning(8, told=True) if told else None,
+        schedule=NoiseSchedule(),
+    )
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+
+
+TEXT = torch.randint(39, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("head", "mask"), HEADS)
+def test_loss_is_that_of_its_noise_and_has_gradients(head: str, mask: int | None) -> None:
+    model = small(head, mask)
+    loss = model(TEXT, return_type="loss")
+    by_position = model(TEXT, return_type="loss", loss_per_token=True)
+    torch.testing.assert_close(by_position.mean(), loss)
+    assert loss.isfinite()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    noisy, p = model.hide(TEXT)
+    with torch.no_grad():
+        logits, both = model(TEXT, return_type="both")
+    torch.testing.assert_close(both, loss.detach())
+    torch.testing.assert_close(model.loss_fn(logits, TEXT, noisy=noisy, p_mask=p), both)
+
+
+@pytest.mark.parametrize(("head", "mask"), HEADS)
+def test_exact_prediction_has_the_smallest_loss(head: str, mask: int | None) -> None:
+    """Of all outputs, the one that is certain of the clean tokens has the smallest loss."""
+    from diffusion_lens.losses import masked_batch
+
+    model = small(head, mask)
+    batch = masked_batch(model, TEXT, generator=torch.Generator().manual_seed(1))
+    certain = torch.full((len(batch.targets), 40), -20.0).scatter_(1, batch.targets[:, None], 20.0)
+    if head == "log_scores":
+        # The scores that follow from certainty, before the constants of the head.
+        present, sigma = batch.tokens[batch.predicted], batch.sigma[batch.predicted]
+        exact = torch.nn.functional.one_hot(batch.targets, 40).double()
+        certain = model.head.noise.scores(exact, present, sigma.double()).clamp(min=1e-30).log().float()
+        if mask is not None:
+            certain = certain + torch.log(torch.expm1(sigma) * 39)[:, None]
+    best = batch.loss(certain)
+    assert abs(float(best)) < 1e-3
+    other = batch.loss(certain + 30 * torch.randn(certain.shape, generator=torch.Generator().manual_seed(2)))
+    assert other > best + 1e-3
+
+
+def test_time_is_told_to_the_network_by_row() -> None:
+    model, seen = small("subs", 39), []
+    model.run_with_hooks(TEXT, return_type="loss", fwd_hooks=[("hook_time", lambda x, hook: seen.append(x.detach()))])
+    assert seen[0].shape[0] == len(TEXT)
+    assert not torch.allclose(seen[0][0], seen[0][1])
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-2])
+def test_schedules_are_undone_by_their_inverse(eps: float) -> None:
+    from diffusion_lens.noise import Geometric, Linear, LogLinear
+
+    t = torch.linspace(0.01, 0.98, 9, dtype=torch.float64)
+    for schedule in (LogLinear(eps), Linear(eps), Geometric()):
+        torch.testing.assert_close(schedule.time(schedule.sigma(t)), t)
+
+
+def test_chain_rule_is_refused_where_nothing_is_hidden() -> None:
+    from diffusion_lens.evaluation.likelihood import chain_rule_nll, monte_carlo_nll
+
+    model = small("logits", None, told=False)
+    for nll in (chain_rule_nll, monte_carlo_nll):
+        with pytest.raises(ValueError, match=r"uniform.*return_type='loss', samples=\)"):
+            nll(model, torch.tensor([1, 2]), torch.tensor([3]))
