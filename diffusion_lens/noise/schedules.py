@@ -96,5 +96,5 @@ def schedule_of(described: NoiseSchedule | None) -> Schedule:
     """The schedule of a description; where a checkpoint says nothing of it, the log-linear one."""
     described = NoiseSchedule() if described is None else described
     if described.kind == "geometric":
-        return Geometric(described.sigma_min, described.sigma_max)
-    return {"log_linear": LogLinear, "linear": Linear}[described.kind](described.eps)
+        return Geometric(float(described.sigma_min), float(described.sigma_max))
+    return {"log_linear": LogLinear, "linear": Linear}[described.kind](float(described.eps))
