@@ -97,16 +97,18 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """The settings and the network, for the record of the trajectory."""
+        cfg = self.model.cfg
         return {
             "sampler": describe_sampler(self.sampler),
             "steps": len(self.times) - 1,
             "times": self.times,
-            **({} if self.sigmas is None else {"sigmas": self.sigmas, "noise": self.model.cfg.noise}),
+            # Elsewhere the schedule alone gives them, and records of earlier versions lack them.
+            **({"sigmas": self.sigmas, "noise": cfg.noise} if cfg.is_told_time or cfg.rewrites else {}),
             "cfg_scale": self.settings.cfg_scale,
             "temperature": self.settings.temperature,
             "seeds": self.seeds,
             "blank": self.canvas.blank,
-            **provenance(self.model, self.model.cfg),
+            **provenance(self.model, cfg),
         }
 
     def enter(self, index: int) -> StepState:

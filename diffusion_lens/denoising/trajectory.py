@@ -25,12 +25,13 @@ from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
 from diffusion_lens.hook_names import FwdHooks
 from diffusion_lens.identity import run_of
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import schedule_of
 from diffusion_lens.pages.page import Page, html_path, write_page
 from diffusion_lens.pages.views import Lens
 from diffusion_lens.settings import naming_the_nearest, whole_number
 from diffusion_lens.shapes import Tokens
 from diffusion_lens.step_state import StepState
-from weight_conversion import Architecture
+from weight_conversion import Architecture, NoiseSchedule
 
 
 class Trajectory(Recording):
@@ -58,7 +59,8 @@ class Trajectory(Recording):
         """
         times: list[float] = self.record["times"]
         tokens = self.canvases[self._canvas_index(step)].to(device)
-        canvas = self._canvas(tokens, reach_of(Architecture.from_dict(self.record["architecture"])))
+        architecture = Architecture.from_dict(self.record["architecture"])
+        canvas = self._canvas(tokens, reach_of(architecture))
         before = (self.revealed_at >= 0) & (self.revealed_at < step)
         return StepState(
             index=step,
@@ -68,7 +70,7 @@ class Trajectory(Recording):
             tokens=tokens,
             masked=canvas.masked(tokens),
             given=canvas.given,
-            sigma=self.record["sigmas"][step] if self.record.get("sigmas") else None,
+            sigma=self._sigma(step, architecture),
             run=None,
             block=canvas.open_block(tokens, self.revealed_at.masked_fill(~before, -1).to(tokens.device), step),
         )
@@ -203,6 +205,16 @@ class Trajectory(Recording):
             script=self.canvases.to(device) if forced else None,
             sigmas=list(self.record["sigmas"]) if forced and self.record.get("sigmas") else None,
         )
+
+    def _sigma(self, step: int, architecture: Architecture) -> float | None:
+        """The noise at a step; `None` for a model of next tokens."""
+        if architecture.noise is None:
+            return None
+        if sigmas := self.record.get("sigmas"):
+            return float(sigmas[step])
+        described = self.record["sampler"].get("schedule")
+        schedule = architecture.schedule if described is None else NoiseSchedule(**described)
+        return schedule_of(schedule).sigma_at(self.record["times"][step])
 
     def _canvas(self, tokens: Tokens, reach: Reach | None) -> Canvas:
         """The canvas with these tokens, on their device."""

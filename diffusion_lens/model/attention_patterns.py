@@ -48,17 +48,14 @@ class AttentionPattern:
     Attributes:
         block_size: Number of positions in a block: 1 is causal attention, `None` one block for the whole text, which is
             bidirectional attention.
-        causal_prefix: Whether tokens before the open block are finished: they see only earlier ones, and blocks are
-            counted from the open one. By default, the last `block_size` tokens of a text are the open block.
     """
 
     block_size: int | None
-    causal_prefix: bool = False
 
-    @classmethod
-    def of(cls, variant: Variant) -> "AttentionPattern":
+    @staticmethod
+    def of(variant: Variant) -> "AttentionPattern":
         """The pattern of a kind of model."""
-        return cls(variant.block_size, variant.causal_prefix)
+        return (CausalPrefix if variant.causal_prefix else AttentionPattern)(variant.block_size)
 
     @property
     def causal(self) -> bool:
@@ -81,11 +78,9 @@ class AttentionPattern:
             device: Device of the mask.
             real: Bool[batch pos], false at padding; `None` without padding.
             n_past: Number of earlier positions, whose keys come from the cache.
-            opened: Int[batch], the first position of each row's open block, where finished tokens are causal; by
-                default the last `block_size` tokens are open.
+            opened: Int[batch], the first position of each row's open block, which matters only where finished tokens
+                are causal.
         """
-        if self.causal_prefix:
-            return self._with_prefix(n_pos, device, real, n_past, opened)
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
             return Visibility(None if n_pos == 1 else self._between(together)[None, None, n_past:], causal=False)
@@ -113,7 +108,7 @@ class AttentionPattern:
         numbers = torch.arange(n_pos, device=device)[None] if real is None else real.long().cumsum(dim=1) - 1
         blocks = numbers.div(self.block_size, rounding_mode="floor")
         query, key = blocks[:, :, None], blocks[:, None, :]
-        finished = numbers[:, None, :] <= numbers[:, :, None] if self.causal_prefix else key <= query
+        finished = self._finished(numbers, blocks)
         noisy = torch.cat([key == query, key < query], dim=2)
         clean = torch.cat([torch.zeros_like(finished), finished], dim=2)
         allowed = torch.cat([noisy, clean], dim=1)
@@ -122,8 +117,32 @@ class AttentionPattern:
             allowed = (allowed & real.repeat(1, 2)[:, None, :]) | itself
         return Visibility(allowed[:, None], causal=False)
 
-    def _with_prefix(
-        self, n_pos: int, device: torch.device, real: PosMask | None, n_past: int, opened: Int[Tensor, "batch"] | None
+    def _between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
+        """The pattern among real tokens with these numbers; its last axes are queries and keys."""
+        if self.block_size is None:
+            return torch.ones_like(positions, dtype=torch.bool)[..., None].expand(*positions.shape, positions.shape[-1])
+        return self._finished(positions, positions.div(self.block_size, rounding_mode="floor"))
+
+    def _finished(
+        self, numbers: Int[Tensor, "*batch pos"], blocks: Int[Tensor, "*batch pos"]
+    ) -> Bool[Tensor, "*batch query key"]:
+        """The pattern among the tokens of a finished text, from their numbers and those of their blocks."""
+        return blocks[..., None, :] <= blocks[..., :, None]
+
+
+class CausalPrefix(AttentionPattern):
+    """Attention by blocks in which tokens before the open block are finished, and see only earlier ones.
+
+    Blocks are counted from the open one. By default, the last `block_size` tokens of a text are the open block.
+    """
+
+    def visibility(
+        self,
+        n_pos: int,
+        device: torch.device,
+        real: PosMask | None,
+        n_past: int = 0,
+        opened: Int[Tensor, "batch"] | None = None,
     ) -> Visibility:
         """Every token sees earlier ones, and those of the open block and later also the rest of their own block."""
         assert self.block_size is not None
@@ -141,9 +160,7 @@ class AttentionPattern:
             allowed = (allowed & real[:, None, :]) | torch.eye(n_pos, dtype=torch.bool, device=device)
         return Visibility(allowed[:, None], causal=False)
 
-    def _between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
-        """The pattern among real tokens with these numbers; its last axes are queries and keys."""
-        if self.block_size is None:
-            return torch.ones_like(positions, dtype=torch.bool)[..., None].expand(*positions.shape, positions.shape[-1])
-        blocks = positions.div(self.block_size, rounding_mode="floor")
-        return blocks[..., None, :] <= blocks[..., :, None]
+    def _finished(
+        self, numbers: Int[Tensor, "*batch pos"], blocks: Int[Tensor, "*batch pos"]
+    ) -> Bool[Tensor, "*batch query key"]:
+        return numbers[..., None, :] <= numbers[..., :, None]

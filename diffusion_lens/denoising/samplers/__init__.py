@@ -42,6 +42,9 @@ PRESETS: dict[str, Callable[[], Sampler]] = {
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     """The name and settings of a sampler, as plain data."""
     settings: dict[str, Any] = asdict(sampler) if is_dataclass(sampler) else {}
+    # Records of earlier versions lack this setting.
+    if "proposal" in settings and settings["proposal"]["first"] == Proposal.first:
+        del settings["proposal"]["first"]
     return {"name": sampler.name, **settings}
 
 
