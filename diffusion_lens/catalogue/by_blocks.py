@@ -1,4 +1,4 @@
-"""Repositories of block-diffusion models: SDAR, OPDLM, Nemotron-Labs-Diffusion."""
+"""Repositories of block-diffusion models: SDAR, OPDLM, LLaDA2, Nemotron-Labs-Diffusion."""
 
 from typing import Any
 
@@ -66,6 +66,41 @@ NEMOTRON_LABS_14B = {
     "rope_parameters": _yarn(16.0, 1e9),
 }
 
+LLADA2_MINI: dict[str, Any] = {
+    "model_type": "llada2_moe",
+    "num_hidden_layers": 20,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 5120,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 157184,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 600000.0,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+}
+LLADA21_MINI = {**LLADA2_MINI, "max_position_embeddings": 32768}
+LLADA2_FLASH = {
+    **LLADA2_MINI,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+}
+# What the configs of LLaDA2 leave out.
+LLADA2 = {"block_size": 32, "mask_token_id": 156895}
+
 
 def _sdar() -> list[Repository]:
     """The sizes of SDAR, each with blocks of 4 positions, and of the number in its name.
@@ -87,6 +122,12 @@ BY_BLOCKS = (
     Repository("opdlm-0.6b", "divelab/OPDLM-0.6B", "name seen", options={"block_size": 4}),
     Repository("opdlm-4b", "divelab/OPDLM-4B", "name seen", options={"block_size": 4}),
     Repository("opdlm-math-4b", "divelab/OPDLM-MATH-4B", "name seen", options={"block_size": 4}),
+    # The numbers of LLaDA2.0 are those of the copies with which its authors train (inclusionAI/dFactory).
+    Repository("llada2.0-mini", "inclusionAI/LLaDA2.0-mini", "config seen", LLADA2_MINI, options=LLADA2),
+    Repository("llada2.0-mini-preview", "inclusionAI/LLaDA2.0-mini-preview", "name seen", options=LLADA2),
+    Repository("llada2.0-flash", "inclusionAI/LLaDA2.0-flash", "config seen", LLADA2_FLASH, options=LLADA2),
+    Repository("llada2.1-mini", "inclusionAI/LLaDA2.1-mini", "config seen", LLADA21_MINI, options=LLADA2),
+    Repository("llada2.1-flash", "inclusionAI/LLaDA2.1-flash", "name seen", options=LLADA2),
     # Masked diffusion models and causal models in one: the mode chooses.
     Repository("nemotron-labs-diffusion-3b", "nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
     Repository(

@@ -1,4 +1,7 @@
-"""LLaDA2: numbers of the network and canvases of the sampler, by a slow version written from its description."""
+"""LLaDA2: numbers of the network and canvases of the sampler, by the authors' code and by a slow plain version."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from diffusion_lens.denoising.samplers import llada2
 from weight_conversion import export, n_params, open_checkpoint
 from weight_conversion.registry import FAMILIES, recognise
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "llada2"
+MASK = 133
 CLOSE = dict(rtol=1e-5, atol=3e-5)
 
 
@@ -28,7 +33,61 @@ def loaded(configs, specimen, tmp_path_factory):
     return LOADED
 
 
-def test_logits(loaded):
+@pytest.fixture(scope="module")
+def golden():
+    return HookedDiffusionTransformer.from_pretrained(GOLDEN, block_size=4, mask_token_id=MASK, device="cpu")
+
+
+def distinct(canvases):
+    """The canvases that differ from the one before, with [MASK] in blocks that are not open yet."""
+    rows = [[MASK if token < 0 else token for token in row] for row in canvases.tolist()]
+    return [row for i, row in enumerate(rows) if i == 0 or row != rows[i - 1]]
+
+
+def test_golden_activations(golden):
+    expected = load_file(GOLDEN / "golden.safetensors")
+    found, cache = golden.run_with_cache(expected["tokens"])
+    names = {
+        "attn_out": "hook_attn_out",
+        "mlp_out": "hook_mlp_out",
+        "shared_expert_out": "hook_shared_out",
+        "resid_post": "hook_resid_post",
+        "router_logits": "mlp.hook_router_logits",
+    }
+    compared = 0
+    for key in expected:
+        what, _, layer = key.rpartition(".")
+        if what in names:
+            torch.testing.assert_close(cache[f"blocks.{layer}.{names[what]}"], expected[key], **CLOSE)
+            compared += 1
+    assert compared == 11
+    for layer in (1, 2):
+        choice = cache[f"blocks.{layer}.mlp.hook_experts"]
+        assert torch.equal(choice, expected[f"router_choice.{layer}"])
+        weights = cache[f"blocks.{layer}.mlp.hook_router_weights"].gather(-1, choice)
+        torch.testing.assert_close(weights, expected[f"router_weights.{layer}"], **CLOSE)
+    torch.testing.assert_close(found, expected["logits"], **CLOSE)
+
+
+def test_golden_trajectories(golden):
+    runs = load_file(GOLDEN / "trajectories.safetensors")
+    for name, case in json.loads((GOLDEN / "trajectories.json").read_text()).items():
+        sampler = llada2(case["block_length"], case["steps"], case["threshold"])
+        run = golden.denoise(runs[f"{name}/prompt"][None], length=case["length"], sampler=sampler)
+        assert distinct(run.canvases[:, 0]) == runs[f"{name}/x_steps"].tolist(), name
+
+
+def test_golden_checkpoint_there_and_back(tmp_path):
+    options = {"block_size": 4, "mask_token_id": MASK}
+    first = open_checkpoint(GOLDEN, options=options)
+    again = export(dict(first.tensors()), first.architecture, tmp_path / "model.safetensors")
+    theirs, ours = load_file(GOLDEN / "model.safetensors"), load_file(again)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert open_checkpoint(again).architecture == first.architecture
+
+
+def test_logits_by_the_description(loaded):
     tensors, config, model = loaded
     tokens = torch.randint(500, (2, 11), generator=torch.Generator().manual_seed(1))
     expected = torch.stack([logits(tensors, config, row, 4) for row in tokens]).float()
@@ -36,13 +95,12 @@ def test_logits(loaded):
 
 
 @pytest.mark.parametrize(("steps", "threshold"), [(4, 0.95), (4, 0.3), (3, 0.5), (1, 0.95)])
-def test_every_canvas_of_the_sampler(loaded, steps, threshold):
+def test_every_canvas_by_the_description(loaded, steps, threshold):
     tensors, config, model = loaded
     prompt = [17, 4, 99, 256, 31, 7]
     run = model.denoise(torch.tensor([prompt]), length=14, sampler=llada2(4, steps, threshold), temperature=0.0)
     found = run.canvases[:, 0].masked_fill(run.canvases[:, 0] < 0, config["mask_token_id"])
-    distinct = [canvas for i, canvas in enumerate(found.tolist()) if i == 0 or canvas != found[i - 1].tolist()]
-    assert distinct == generate(tensors, config, prompt, 14, 4, steps, threshold)
+    assert distinct(found) == generate(tensors, config, prompt, 14, 4, steps, threshold)
 
 
 def test_the_router_reads_in_float32(loaded):
