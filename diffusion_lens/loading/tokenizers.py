@@ -116,10 +116,13 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
     """Make the text "[MASK]" encode to the mask token where the tokenizer names it otherwise ("<|mdm_mask|>")."""
     if mask_token_id is None or tokenizer is None or mask_token_id >= len(tokenizer):
         return
-    if tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"] == [mask_token_id]:
+    ids = tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"]
+    if ids == [mask_token_id]:
         return
     # Where training took an ordinary token for [MASK], no text may turn into it by accident: it is written by its id.
     if mask_token_id not in tokenizer.added_tokens_decoder:
+        if len(ids) == 1 and ids[0] in tokenizer.added_tokens_decoder and ids[0] != tokenizer.unk_token_id:
+            raise ValueError(_other_mask(ids, mask_token_id))
         return
     name = str(tokenizer.convert_ids_to_tokens(mask_token_id))
     backend = tokenizer.backend_tokenizer
@@ -129,10 +132,14 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
     backend.add_special_tokens([AddedToken(name, special=True, normalized=True)])
     tokenizer.mask_token = name
     if (ids := tokenizer(MASK_TEXT, add_special_tokens=False)["input_ids"]) != [mask_token_id]:
-        raise ValueError(
-            f"the tokenizer encodes the text {MASK_TEXT!r} to the tokens {ids}, and the model's mask has the id "
-            f"{mask_token_id}. Write masks by their id, with tokenizer=None"
-        )
+        raise ValueError(_other_mask(ids, mask_token_id))
+
+
+def _other_mask(ids: list[int], mask_token_id: int) -> str:
+    return (
+        f"the tokenizer encodes the text {MASK_TEXT!r} to the tokens {ids}, and the model's mask has the id "
+        f"{mask_token_id}. Write masks by their id, with tokenizer=None"
+    )
 
 
 def check_special_ids(tokenizer: Any, d_vocab: int) -> None:
