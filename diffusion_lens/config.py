@@ -43,7 +43,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         mask_token_id: Id of [MASK]; `None` for a model without it.
         attention_dir: Attention direction, "bidirectional", "causal" or "block_causal".
         causal_block: Positions in a block of "block_causal" attention.
-        causal_prefix: Whether finished blocks are seen as causal attention computes them.
+        block_context: How text before the open block is read: "blocks", "causal" or "prompt" (see `Architecture`).
         readout: Row of the logits that predicts token i: "in_place" (row i) or "shifted" (row i-1).
         rotary_base: Base of the rotary frequencies.
         rotary_dtype: Precision to which the cosine and sine tables are rounded before use.
@@ -72,7 +72,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     mask_token_id: int | None = None
     attention_dir: Literal["bidirectional", "causal", "block_causal"] = "bidirectional"
     causal_block: int | None = None
-    causal_prefix: bool = False
+    block_context: Literal["blocks", "causal", "prompt"] = "blocks"
     readout: Literal["in_place", "shifted"] = "in_place"
     rotary_base: float = 10000.0
     rotary_dtype: torch.dtype = torch.float32

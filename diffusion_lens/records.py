@@ -54,6 +54,8 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
         "device": str(cfg.device),
         # The time that the network was told in `model.at_time(t)`, without which the numbers cannot be had again.
         **({} if (time := getattr(clock, "time", None)) is None else {"time": time}),
+        # The open blocks of `model.at_block(start)`.
+        **({} if (origins := getattr(clock, "origins", None)) is None else {"blocks_from": origins.tolist()}),
         "versions": {
             "diffusion-lens": installed_version("diffusion-lens"),
             "transformer-lens": installed_version("transformer-lens"),

@@ -28,6 +28,8 @@ class OpenBlock:
 
     Attributes:
         index: Int[batch], number of the block in its row, from 0.
+        origin: Int[batch], the first position that is read in blocks: 0, the end of the prompt, or `start` where
+            finished tokens are causal.
         start: Int[batch], its first position on the canvas.
         stop: Int[batch], the position after its last.
         step: Int[batch], steps since the block was opened, so 0 in its first step.
@@ -38,6 +40,7 @@ class OpenBlock:
     """
 
     index: Int[Tensor, "batch"]
+    origin: Int[Tensor, "batch"]
     start: Int[Tensor, "batch"]
     stop: Int[Tensor, "batch"]
     step: Int[Tensor, "batch"]
@@ -129,19 +132,18 @@ class StepClock:
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
+        self.origins: Int[Tensor, "batch"] | None = None
         self._busy = False
         self._holder: int | None = None
         self._depth = 0
         self._passing: Counter[int] = Counter()
 
-    def opened(self, n_batch: int) -> Int[Tensor, "batch"] | None:
-        """The first position of the block that each row of a forward pass writes; `None` where none is written.
-
-        Args:
-            n_batch: Rows of the pass: of copies of the step's batch, one after the other.
-        """
+    @property
+    def origin(self) -> Int[Tensor, "batch"] | None:
+        """The first position of each row that is read in blocks, as the step says, then as `at` or `counting_from` was
+        told; `None` if neither says it."""
         block = None if self.step is None else self.step.block
-        return None if block is None else block.start.repeat(n_batch // len(block.start))
+        return self.origins if block is None else block.origin
 
     def __deepcopy__(self, memo: object) -> "StepClock":
         # A copy of the model is idle, even if the original is running.
@@ -229,20 +231,33 @@ class StepClock:
             self.step, self.branches = before
 
     @contextmanager
-    def at(self, step: StepState | None, copies: int = 1) -> Iterator[None]:
+    def at(
+        self, step: StepState | None, copies: int = 1, origins: Int[Tensor, "batch"] | None = None
+    ) -> Iterator[None]:
         """Set the step of all hook points, and restore the previous one at the end, exception or not.
 
         Args:
             step: Step that the forward passes inside reproduce, with one row of its canvas per row; `None` for none.
             copies: Number of copies of these rows in a batch.
+            origins: The first position of each row that is read in blocks, for passes without a step.
         """
-        with self.held():
+        with self.held(), self.counting_from(self.origins if origins is None else origins):
             before = self.step, self.branches
             self.step, self.branches = None if step is None else step.repeat(copies), None
             try:
                 yield
             finally:
                 self.step, self.branches = before
+
+    @contextmanager
+    def counting_from(self, origins: Int[Tensor, "batch"] | None) -> Iterator[None]:
+        """Count blocks from these positions in all passes inside that have no step; the previous ones are restored."""
+        with self.held():
+            before, self.origins = self.origins, origins
+            try:
+                yield
+            finally:
+                self.origins = before
 
     @contextmanager
     def telling(self, time: float) -> Iterator[None]:

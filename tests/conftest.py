@@ -174,6 +174,9 @@ CONFIGS = {
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
     "nemotron-block": scaled_by_yarn(dlm_paradigm="block_diff", block_size=4, mask_token_id=512, vocab_size=513),
+    "nemotron-prompt": scaled_by_yarn(
+        dlm_paradigm="block_diff", block_size=4, mask_token_id=512, vocab_size=513, causal_context=False
+    ),
 }
 DIFFUSION_TRANSFORMERS = {
     "mdlm": diffusion_transformer("mdlm"),
@@ -190,7 +193,7 @@ DIFFUSION_TRANSFORMERS = {
 # their position, experts, attention by blocks, LayerNorms, plain MLPs, and a network that is told the time.
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar"),
-    *("nemotron-block", "llada_moe", "llada2-unshared", "sdar", "mdlm", "sedd"),
+    *("nemotron-block", "nemotron-prompt", "llada_moe", "llada2-unshared", "sdar", "mdlm", "sedd"),
 )
 TIME = 0.6  # which a network that is told the time hears outside the loop
 

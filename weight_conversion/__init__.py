@@ -15,7 +15,7 @@ from weight_conversion.json_files import JsonError, decode_json, parse_json, rea
 from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
 from weight_conversion.rotary_scaling import QueryScale, RotaryScaling, YarnScaling
 from weight_conversion.tensor_shapes import N_FREQUENCIES, n_params, tensor_shapes
-from weight_conversion.variant import Variant
+from weight_conversion.variant import Context, Variant
 from weight_conversion.whole_files import renamed_together, renamed_when_whole, sha256_of_file
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PUBLISHED_SIZES",
     "Architecture",
     "Checkpoint",
+    "Context",
     "Experts",
     "JsonError",
     "NoiseSchedule",

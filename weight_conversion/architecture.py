@@ -14,7 +14,7 @@ from weight_conversion.checks import MOST, check_choice, check_count, check_flag
 from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
 from weight_conversion.experts import Experts
 from weight_conversion.rotary_scaling import QueryScale, RotaryScaling, Scaling, YarnScaling, scaling_data, scaling_from
-from weight_conversion.variant import Direction, Variant
+from weight_conversion.variant import Context, Direction, Variant
 
 Shape = tuple[int, ...]
 PositionKind = Literal["rotary", "standard", "none", "alibi"]
@@ -34,6 +34,7 @@ _COUNTS = {
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "attention_dir": get_args(Direction),
+    "block_context": get_args(Context),
     "readout": ("in_place", "shifted"),
     "rotary_dtype": ("float32", "bfloat16"),
     "rotation": ("float32", "activation"),
@@ -43,7 +44,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "act_fn": ("silu", "gelu_new"),
     "head": ("logits", "subs", "log_scores"),
 }
-_FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "norm_bias", "unembed_bias", "causal_prefix")
+_FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "norm_bias", "unembed_bias")
 _PARTS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     "rotary_scaling": (RotaryScaling, YarnScaling),
     "query_scale": QueryScale,
@@ -80,8 +81,9 @@ class Architecture(Variant):
             of each position; "none"; or "alibi", scores lowered by the distance.
         rotary_scaling: Scaling of the rotary frequencies, or `None`.
         causal_block: Positions in a block of "block_causal" attention; `None` for the other patterns.
-        causal_prefix: Whether finished blocks are seen as causal attention computes them, and blocks are counted from
-            the end of the prompt.
+        block_context: How text before the open block is read in "block_causal" attention: "blocks", in blocks that are
+            counted from the first token; "causal", every token sees earlier ones only, and blocks are counted from the
+            end of the prompt; or "prompt", the prompt is one block of any length, and blocks are counted from its end.
         rotary_dim: Dimensions of each head that are rotated, from the first one on; `None` for all.
         query_scale: Scaling of the queries by position, or `None`.
         qkv_clip: Bound to which queries, keys and values are clipped, before the rotation; `None` for none.
@@ -123,7 +125,7 @@ class Architecture(Variant):
     positional_embedding_type: PositionKind = "rotary"
     rotary_scaling: Scaling | None = None
     causal_block: int | None = None
-    causal_prefix: bool = False
+    block_context: Context = "blocks"
     rotary_dim: int | None = None
     query_scale: QueryScale | None = None
     qkv_clip: float | None = None
@@ -213,8 +215,8 @@ class Architecture(Variant):
             )
         if self.causal_block is not None:
             check_count("causal_block", self.causal_block)
-        if self.causal_prefix and self.causal_block is None:
-            raise ValueError("causal_prefix=True needs attention_dir='block_causal'")
+        if self.counts_from_prompt and self.causal_block is None:
+            raise ValueError(f"block_context={self.block_context!r} needs attention_dir='block_causal'")
 
     @property
     def is_told_time(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Direction = Literal["bidirectional", "causal", "block_causal"]
+Context = Literal["blocks", "causal", "prompt"]
 
 
 class Variant:
@@ -12,7 +13,7 @@ class Variant:
 
     attention_dir: Direction
     causal_block: int | None
-    causal_prefix: bool
+    block_context: Context
     mask_token_id: int | None
 
     @property
@@ -23,8 +24,15 @@ class Variant:
     @property
     def final_together(self) -> int | None:
         """Number of neighbouring positions whose states become final together as a text is written; `None` if they all
-        depend on the whole text."""
-        return 1 if self.causal_prefix else self.block_size
+        depend on the whole text, or on how much of it is the prompt."""
+        if self.counts_from_prompt:
+            return 1 if self.block_context == "causal" else None
+        return self.block_size
+
+    @property
+    def counts_from_prompt(self) -> bool:
+        """Whether blocks are counted from the end of the prompt, so that a canvas has to say where they begin."""
+        return self.block_context != "blocks"
 
     @property
     def noise(self) -> Literal["absorbing", "uniform"] | None:

@@ -75,7 +75,7 @@ class NetworkInput:
     def resumes_at_positions(self) -> bool:
         """Whether a pass may start at a later position: without padding or hooks, if no position sees all others."""
         cfg, size = self.model.cfg, self.model.cfg.block_size
-        later_unseen = size is not None and size < self.n_pos and not cfg.causal_prefix
+        later_unseen = size is not None and size < self.n_pos and not cfg.counts_from_prompt
         return later_unseen and self.real is None and not self.is_hooked
 
     def seen_from(self, position: int) -> int:
@@ -89,8 +89,10 @@ class NetworkInput:
         return self.n_pos if size is None else min((position // size + 1) * size, self.n_pos)
 
     def at_step(self, copies: int = 1) -> AbstractContextManager[None]:
-        """A context in which hooks read the denoising step, for this many copies of these rows."""
-        return self.model.clock.at(self.step, copies)
+        """A context in which hooks read the denoising step, for this many copies of these rows. Passes that begin at a
+        residual stream have the attention of these tokens there."""
+        origins = None if self.step else self.model.origins_of(self.tokens, self.real)
+        return self.model.clock.at(self.step, copies, origins)
 
     @property
     def read_rows(self) -> list[int]:

@@ -113,7 +113,7 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
     wrong_readout = (
         f"the config reads tokens {reads}, and the weights predict them {readout}: the readout is off by one"
     )
-    other = replace(a, attention_dir=direction, causal_block=None, causal_prefix=False)
+    other = replace(a, attention_dir=direction, causal_block=None, block_context="blocks")
     yield Alternative(f"with {direction} attention", wrong_direction, other)
     yield Alternative(f"with readout {readout}", wrong_readout, replace(a, readout=readout))
     both = f"{wrong_direction}; {wrong_readout}"

@@ -100,8 +100,10 @@ class Canvas:
         written = torch.zeros(len(own), int(to_write.max()) + 1, dtype=torch.bool, device=own.device)
         written = written.scatter_(1, to_write, True)[:, : int(self.blocks.max()) + 1]
         numbers = torch.arange(written.shape[1], device=own.device)
+        in_blocks = inside & self.reach.in_blocks(self.blocks, index)
         return OpenBlock(
             index=index,
+            origin=places.masked_fill(~in_blocks, own.shape[1]).amin(dim=1),
             start=places.masked_fill(~own, own.shape[1]).amin(dim=1),
             stop=places.masked_fill(~own, -1).amax(dim=1) + 1,
             step=step - 1 - revealed_at.masked_fill(~before, -1).amax(dim=1),

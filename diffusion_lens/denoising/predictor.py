@@ -229,7 +229,7 @@ def predictor_for(
     """
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
-    if canvas.reach is not None:
+    if canvas.reach is not None and model.cfg.final_together is not None:
         return Cached(Conditional(model, canvas))
     if may_change_nothing:
         return Repeating(Conditional(model, canvas))

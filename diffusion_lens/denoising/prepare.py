@@ -82,10 +82,10 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
     seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
     canvas = canvas.started(seeds, model.cfg.d_vocab_out)
     blanks = canvas.blanks(canvas.tokens)
-    if canvas.blocks is None:
+    if canvas.reach is None or canvas.blocks is None:
         n_steps = settings.sampler.n_steps(settings.steps, blanks)
     else:
-        n_steps = settings.sampler.n_steps_by_blocks(settings.steps, blanks, canvas.blocks)
+        n_steps = settings.sampler.n_steps_by_blocks(settings.steps, blanks, canvas.blocks, canvas.reach.size)
     return Run(
         model=model,
         canvas=canvas,

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from diffusion_lens.shapes import PosMask, Tokens
-from weight_conversion import Variant
+from weight_conversion import Context, Variant
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Reach(ABC):
             given: Bool[batch pos], positions of the prompt.
         """
 
+    @abstractmethod
+    def in_blocks(self, blocks: Int[Tensor, "batch pos"], opened: Int[Tensor, "batch"]) -> PosMask:
+        """Bool[batch pos], the positions that are read in blocks; those before them are the context.
+
+        Args:
+            blocks: The number of the block of each position.
+            opened: Int[batch], the number of the block that each row writes.
+        """
+
 
 @dataclass(frozen=True)
 class FromStart(Reach):
@@ -45,18 +55,37 @@ class FromStart(Reach):
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
         return positions // self.size
 
+    def in_blocks(self, blocks: Int[Tensor, "batch pos"], opened: Int[Tensor, "batch"]) -> PosMask:
+        return torch.ones_like(blocks, dtype=torch.bool)
+
 
 @dataclass(frozen=True)
 class AfterPrompt(Reach):
-    """Blocks are counted from the end of the prompt, in both directions: the first position that is not given."""
+    """Blocks are counted from the end of the prompt, in both directions. What comes before the open one is causal."""
 
     seeded: ClassVar[bool] = True
 
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
-        # Padding on the left has the number of the first token, which belongs to the prompt.
-        later = positions.masked_fill(given | (positions == 0), positions.shape[1])
-        end = later.amin(dim=1, keepdim=True)
+        end = _end_of_prompt(positions, given)
         return (positions - end).div(self.size, rounding_mode="floor") - (-end).div(self.size, rounding_mode="floor")
+
+    def in_blocks(self, blocks: Int[Tensor, "batch pos"], opened: Int[Tensor, "batch"]) -> PosMask:
+        return blocks >= opened[:, None]
+
+
+@dataclass(frozen=True)
+class WholePrompt(Reach):
+    """The prompt is the first block, whatever its length, and the others are counted from its end."""
+
+    def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
+        after = positions - _end_of_prompt(positions, given)
+        return after.div(self.size, rounding_mode="floor").clamp(min=-1) + 1
+
+    def in_blocks(self, blocks: Int[Tensor, "batch pos"], opened: Int[Tensor, "batch"]) -> PosMask:
+        return blocks > 0
+
+
+_AFTER: dict[Context, type[Reach]] = {"blocks": FromStart, "causal": AfterPrompt, "prompt": WholePrompt}
 
 
 def reach_of(variant: Variant) -> Reach | None:
@@ -64,4 +93,11 @@ def reach_of(variant: Variant) -> Reach | None:
     if not variant.opens_blocks:
         return None
     assert variant.block_size is not None
-    return AfterPrompt(variant.block_size) if variant.causal_prefix else FromStart(variant.block_size)
+    return _AFTER[variant.block_context](variant.block_size)
+
+
+def _end_of_prompt(positions: Tokens, given: PosMask) -> Int[Tensor, "batch 1"]:
+    """The number of the first position of each row that is not given."""
+    # Padding on the left has the number of the first token, which belongs to the prompt.
+    later = positions.masked_fill(given | (positions == 0), positions.shape[1])
+    return later.amin(dim=1, keepdim=True)

@@ -118,8 +118,13 @@ class Sampler(ABC):
         """
         return 32 if steps is None else steps
 
-    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"]) -> int:
-        """Number of steps of a run that writes block after block; `blocks` numbers the block of each position."""
+    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
+        """Number of steps of a run that writes block after block.
+
+        Args:
+            blocks: The number of the block of each position.
+            size: Number of positions in a block.
+        """
         return self.n_steps(steps, blanks)
 
     def times(self, n_steps: int) -> list[float]:

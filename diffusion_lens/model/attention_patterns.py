@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from diffusion_lens.shapes import PosMask
-from weight_conversion import Variant
+from weight_conversion import Context, Variant
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class AttentionPattern:
     @staticmethod
     def of(variant: Variant) -> "AttentionPattern":
         """The pattern of a kind of model."""
-        return (CausalPrefix if variant.causal_prefix else AttentionPattern)(variant.block_size)
+        if variant.counts_from_prompt:
+            return FromPrompt(variant.block_size, variant.block_context)
+        return AttentionPattern(variant.block_size)
 
     @property
     def causal(self) -> bool:
@@ -67,7 +69,7 @@ class AttentionPattern:
         device: torch.device,
         real: PosMask | None,
         n_past: int = 0,
-        opened: Int[Tensor, "batch"] | None = None,
+        origin: Int[Tensor, "batch"] | None = None,
     ) -> Visibility:
         """The pattern of one forward pass.
 
@@ -78,8 +80,8 @@ class AttentionPattern:
             device: Device of the mask.
             real: Bool[batch pos], false at padding; `None` without padding.
             n_past: Number of earlier positions, whose keys come from the cache.
-            opened: Int[batch], the first position of each row's open block, which matters only where finished tokens
-                are causal.
+            origin: Int[batch], the position of each row from which on blocks are counted, where it is not the first
+                token; by default it is behind the last position.
         """
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
@@ -130,11 +132,16 @@ class AttentionPattern:
         return blocks[..., None, :] <= blocks[..., :, None]
 
 
-class CausalPrefix(AttentionPattern):
-    """Attention by blocks in which tokens before the open block are finished, and see only earlier ones.
+@dataclass(frozen=True)
+class FromPrompt(AttentionPattern):
+    """Attention by blocks that are counted from an origin (`model/block_origins.py`), behind the prompt.
 
-    Blocks are counted from the open one. By default, the last `block_size` tokens of a text are the open block.
+    Attributes:
+        context: How the positions before the origin see each other: "causal", each sees earlier ones only; or "prompt",
+            each sees all of them.
     """
+
+    context: Context = "causal"
 
     def visibility(
         self,
@@ -142,20 +149,20 @@ class CausalPrefix(AttentionPattern):
         device: torch.device,
         real: PosMask | None,
         n_past: int = 0,
-        opened: Int[Tensor, "batch"] | None = None,
+        origin: Int[Tensor, "batch"] | None = None,
     ) -> Visibility:
-        """Every token sees earlier ones, and those of the open block and later also the rest of their own block."""
+        """The context before the origin, then blocks that see all of themselves and everything before."""
         assert self.block_size is not None
-        numbers = torch.arange(n_past + n_pos, device=device)[None] if real is None else real.long().cumsum(dim=1) - 1
-        if opened is None:
-            first = (numbers[:, -1] + 1 - self.block_size).clamp(min=0)
-        else:  # a row that is filled may be longer than what the others need
-            starts = opened[:, None].clamp(max=n_past + n_pos - 1)
-            first = numbers.expand(len(opened), -1).gather(1, starts)[:, 0]
-        # Blocks before the open one have negative numbers and play no part.
-        blocks = (numbers - first[:, None]).div(self.block_size, rounding_mode="floor")
+        n_key = n_past + n_pos
+        first = torch.full((1, 1), n_key, device=device) if origin is None else origin[:, None]
+        numbers = torch.arange(n_key, device=device)[None]
+        if real is not None:
+            first, numbers = (real & (numbers < first)).sum(dim=1, keepdim=True), real.long().cumsum(dim=1) - 1
+        blocks = (numbers - first).div(self.block_size, rounding_mode="floor").clamp(min=-1)
         query, key = blocks[:, n_past:, None], blocks[:, None, :]
-        allowed = (numbers[:, None, :] <= numbers[:, n_past:, None]) | ((key <= query) & (query >= 0))
+        allowed = key <= query
+        if self.context == "causal":
+            allowed = torch.where(query < 0, numbers[:, None, :] <= numbers[:, n_past:, None], allowed)
         if real is not None:
             allowed = (allowed & real[:, None, :]) | torch.eye(n_pos, dtype=torch.bool, device=device)
         return Visibility(allowed[:, None], causal=False)
@@ -163,4 +170,6 @@ class CausalPrefix(AttentionPattern):
     def _finished(
         self, numbers: Int[Tensor, "*batch pos"], blocks: Int[Tensor, "*batch pos"]
     ) -> Bool[Tensor, "*batch query key"]:
-        return numbers[..., None, :] <= numbers[..., :, None]
+        if self.context == "causal":
+            return numbers[..., None, :] <= numbers[..., :, None]
+        return super()._finished(numbers, blocks)

@@ -123,7 +123,7 @@ def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: Di
             f"past_kv_cache needs a model whose earlier positions never see later ones, causal or by blocks, and "
             f"{cfg.model_name!r} is bidirectional: its earlier positions change with every new token"
         )
-    if cfg.causal_prefix and not in_loop:
+    if cfg.counts_from_prompt and not in_loop:
         raise ValueError(
             f"past_kv_cache: {cfg.model_name!r} computes an open block again when it is finished, so only the "
             "denoising loop, which knows the open block, can keep keys and values"

@@ -12,13 +12,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import AttentionPattern
+from diffusion_lens.model.block_origins import BlockOrigins
 from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import Hooking
 from diffusion_lens.model.inputs import (
@@ -44,7 +45,7 @@ from weight_conversion import fold, folded_architecture, is_constant
 Input = str | Sequence[str] | Tensor
 
 
-class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHookSettings, Hooking, ABC):
+class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews, OptionalHookSettings, Hooking, ABC):
     """A masked diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
@@ -171,7 +172,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHook
         with self.clock.passing():
             # 1. Check the input and embed it.
             start, stop = check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
-            resid, real = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None, clean)
+            resid, real, tokens = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None, clean)
             n_read = resid.shape[1] if clean is None else resid.shape[1] // 2
             # 2. Choose the rows. The last block computes only these, unless a hook there expects all rows.
             rows = None
@@ -184,15 +185,15 @@ class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHook
             )
             # 3. Run the blocks.
             past = [None] * (stop - start) if past_kv_cache is None else past_kv_cache.layers[start:stop]
-            in_loop = self.clock.opened(1) is not None
-            n_past = check_past([each.n_pos for each in past if each], resid.shape[1], real, self.cfg, in_loop)
+            n_past = check_past([each.n_pos for each in past if each], resid.shape[1], real, self.cfg, self.in_loop)
             positions = None if real is None else (real[:, :n_read].long().cumsum(dim=1) - 1).clamp(min=0)
             if clean is not None:  # both texts have the same positions
                 positions = torch.arange(n_read, device=resid.device)[None] if positions is None else positions
                 positions = positions.expand(len(resid), -1).repeat(1, 2)
             if self.positions.learned and start_at_layer is None:
                 resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
-            context = self._context(resid, real, positions, n_past, clean is not None)
+            origins = self._origins_of_pass(tokens, real, len(resid)) if clean is None and start < stop else None
+            context = self._context(resid, real, positions, n_past, origins, clean is not None)
             if start < stop or stop_at_layer is None:
                 context = replace(context, condition=self.condition_at(sigma, len(resid), resid.device))
             for layer, block_past in zip(range(start, stop), past, strict=True):
@@ -221,8 +222,9 @@ class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHook
         prepend_bos: bool | None,
         is_resid: bool,
         clean: Tensor | None = None,
-    ) -> tuple[Resid, PosMask | None]:
-        """The residual stream at the first block, and Bool[batch pos], false at padding (`None` without padding)."""
+    ) -> tuple[Resid, PosMask | None, Tokens | None]:
+        """The residual stream at the first block, Bool[batch pos], false at padding (`None` without), and tokens."""
+        tokens = None
         if is_resid:
             if isinstance(input, Tensor):
                 check_storage(input, "the residual stream")
@@ -244,10 +246,10 @@ class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHook
             followed = tokens if clean is None else torch.cat([tokens, check_clean(clean, tokens, self.cfg)], dim=1)
             resid = self.hook_embed(self.embed(followed))
         if attention_mask is None:
-            return resid, None
+            return resid, None, tokens
         copies = 1 if clean is None else 2
         real = check_attention_mask(attention_mask, resid.shape[0], resid.shape[1] // copies, resid.device)
-        return resid, None if real is None else real.repeat(1, copies)
+        return resid, None if real is None else real.repeat(1, copies), tokens
 
     def _position_vectors(self, n_batch: int, n_pos: int, positions: Tokens | None, n_past: int) -> Resid:
         """The learned vectors of the positions of a pass."""
@@ -258,13 +260,19 @@ class DiffusionTransformer(TextInterface, ReadingHead, WeightViews, OptionalHook
         return vectors
 
     def _context(
-        self, resid: Resid, real: PosMask | None, positions: Tokens | None, n_past: int, followed: bool = False
+        self,
+        resid: Resid,
+        real: PosMask | None,
+        positions: Tokens | None,
+        n_past: int,
+        origins: Int[Tensor, "batch"] | None,
+        followed: bool = False,
     ) -> AttentionContext:
-        (n_batch, n_pos), device = resid.shape[:2], self.unembed.weight.device
+        n_pos, device = resid.shape[1], self.unembed.weight.device
         visibility = (
             self._pattern.beside_clean(n_pos // 2, device, None if real is None else real[:, : n_pos // 2])
             if followed
-            else self._pattern.visibility(n_pos, device, real, n_past, self.clock.opened(n_batch))
+            else self._pattern.visibility(n_pos, device, real, n_past, origins)
         )
         rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
         if bias is not None:

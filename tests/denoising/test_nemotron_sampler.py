@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from diffusion_lens import HookedDiffusionTransformer, load_pair
-from diffusion_lens.analysis import trace_trajectory
+from diffusion_lens.analysis import logit_lens, trace_trajectory
 from diffusion_lens.denoising.samplers import nemotron
 from diffusion_lens.facts import Query
 from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
@@ -18,11 +18,14 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "nemotron"
 CASES = json.loads((GOLDEN / "trajectories.json").read_text())
 RECORDED = load_file(GOLDEN / "trajectories.safetensors")
 MASK = 100
-CAUSAL_CONTEXT = [name for name, case in CASES.items() if case.get("causal_context")]
+RUNS = [name for name, case in CASES.items() if "causal_context" in case]
 
 
-def load(block_size):
-    return HookedDiffusionTransformer.from_pretrained(GOLDEN, mode="block", block_size=block_size, device="cpu")
+def load(block_size, causal_context=True):
+    config = {**json.loads((GOLDEN / "config.json").read_text()), "causal_context": causal_context}
+    return HookedDiffusionTransformer.from_pretrained(
+        GOLDEN / "model.safetensors", config=config, mode="block", block_size=block_size, device="cpu"
+    )
 
 
 def distinct(canvases):
@@ -35,11 +38,11 @@ def distinct(canvases):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("name", CAUSAL_CONTEXT)
+@pytest.mark.parametrize("name", RUNS)
 def test_every_canvas_of_every_recorded_run(name, hooked):
     """The authors' code records no canvas between the first token of a block and the next step."""
     case, prompt = CASES[name], RECORDED["prompt"]
-    model = load(case["block_length"])
+    model = load(case["block_length"], case["causal_context"])
     seen = []
     look = [("hook_embed", lambda embed, hook: seen.append(hook.step.block.start))] if hooked else []
     run = model.denoise(
@@ -55,7 +58,7 @@ def test_every_canvas_of_every_recorded_run(name, hooked):
         ours = run.canvases[:, row].masked_fill(run.canvases[:, row] < 0, MASK)
         n_written = (ours[:, length:] != MASK).sum(dim=1)
         # After the first token of a block, one position of the block more than whole blocks is written.
-        seeds = n_written % case["block_length"] == 1
+        seeds = (n_written % case["block_length"] == 1) & case["causal_context"]
         theirs = distinct(RECORDED[f"{name}/x_steps"][:, row])
         assert torch.equal(distinct(ours[~seeds])[1:], theirs)
 
@@ -65,15 +68,82 @@ def test_finished_tokens_are_causal_and_the_open_block_sees_all_of_itself():
     causal = HookedDiffusionTransformer.from_pretrained(GOLDEN, mode="ar", device="cpu")
     tokens = torch.randint(99, (2, 14), generator=torch.Generator().manual_seed(0))
     finished = tokens.clone()
+    torch.testing.assert_close(model(tokens), causal(tokens), rtol=1e-5, atol=1e-5)  # nothing is open
+    tokens[:, 10:] = MASK
     logits = model(tokens)
     torch.testing.assert_close(logits[:, :10], causal(tokens)[:, :10], rtol=1e-5, atol=1e-5)
     finished[:, -1] += 1
-    assert torch.equal(model(finished)[:, :10], logits[:, :10])
-    assert not torch.allclose(model(finished)[:, 10], logits[:, 10], atol=1e-3)
+    finished[:, 10] = MASK
+    with model.at_block(10):
+        assert torch.equal(model(tokens), logits)
+        filled = model(finished)
+    assert torch.equal(filled[:, :10], logits[:, :10])
+    assert not torch.allclose(filled[:, 10], logits[:, 10], atol=1e-3)
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :3] = 0
     torch.testing.assert_close(model(padded, attention_mask=mask)[:, 3:], logits, rtol=1e-5, atol=1e-5)
+
+
+def slow_pattern(canvas, real, size, causal_context):
+    """Who sees whom on one row, pair by pair: Bool[query key]."""
+    places = [i for i in range(len(canvas)) if real[i]]
+    prompt = next((n for n, i in enumerate(places) if canvas[i] == MASK), len(places))
+    seen = torch.eye(len(canvas), dtype=torch.bool)
+    for n, query in enumerate(places):
+        for m, key in enumerate(places):
+            if n >= prompt:
+                seen[query, key] = m < prompt or (m - prompt) // size <= (n - prompt) // size
+            else:
+                seen[query, key] = m <= n if causal_context else m < prompt
+    return seen
+
+
+@pytest.mark.parametrize("causal_context", [True, False])
+def test_outside_the_loop_the_first_mask_ends_the_prompt(causal_context):
+    """As a slow version says it, and in the first step of the loop."""
+    model = load(4, causal_context)
+    tokens = torch.randint(99, (4, 13), generator=torch.Generator().manual_seed(1))
+    tokens[0, 6:], tokens[1, 3:9], tokens[2, 12] = MASK, MASK, MASK  # nothing is open in the last row
+    for n_left, n_right in ((0, 0), (2, 0), (0, 3)):
+        real = torch.ones_like(tokens, dtype=torch.bool)
+        real[:, :n_left] = False
+        real[:, tokens.shape[1] - n_right :] = False
+        _, cache = model.run_with_cache(tokens, attention_mask=real, names_filter="blocks.0.attn.hook_pattern")
+        slow = torch.stack([slow_pattern(*row, 4, causal_context) for row in zip(tokens, real, strict=True)])
+        seen = cache["blocks.0.attn.hook_pattern"].gt(0).transpose(1, 2)
+        assert torch.equal(seen[real], slow[:, :, None].expand(-1, -1, 4, -1)[real])
+    steps = []
+    prompt = RECORDED["prompt"]
+    query = torch.cat([prompt, torch.full((2, 4), MASK)], dim=1)
+    look = [("blocks.2.hook_resid_post", lambda resid, hook: steps.append(resid))]
+    model.denoise(query, fwd_hooks=look)
+    _, cache = model.run_with_cache(query)
+    torch.testing.assert_close(cache["blocks.2.hook_resid_post"], steps[0], rtol=0, atol=0)
+
+
+def test_a_residual_stream_needs_to_know_the_open_block():
+    model = load(4)
+    query = torch.cat([RECORDED["prompt"], torch.full((2, 4), MASK)], dim=1)
+    logits, cache = model.run_with_cache(query)
+    stream = cache["blocks.0.hook_resid_post"]
+    with pytest.raises(ValueError, match=r"a residual stream does not say .* `with model.at_block\(start\):`"):
+        model(stream, start_at_layer=1)
+    with model.at_block([6, 6]):
+        torch.testing.assert_close(model(stream, start_at_layer=1), logits)
+    with model.at_block(7):
+        assert not torch.allclose(model(stream, start_at_layer=1), logits)
+        assert logit_lens(model, query).record["blocks_from"] == [7]
+    with pytest.raises(ValueError, match="0 or more"), model.at_block(-1):
+        pass
+    with (
+        pytest.raises(ValueError, match="at_block was given 3 positions, and the batch has 2"),
+        model.at_block([1] * 3),
+    ):
+        model(query)
+    other = HookedDiffusionTransformer.from_pretrained(GOLDEN, mode="ar", device="cpu")
+    with pytest.raises(ValueError, match="counts no blocks from the end of a prompt"), other.at_block(3):
+        pass
 
 
 def test_the_noisy_half_of_a_training_pass_is_a_step_of_the_loop():
@@ -85,7 +155,8 @@ def test_the_noisy_half_of_a_training_pass_is_a_step_of_the_loop():
         for start in range(0, clean.shape[1], size):
             canvas = torch.cat([clean[:, :start], noisy[:, start : start + size]], dim=1)
             expected = golden[f"block_diff.b{size}.logits"][:, start : start + size]
-            torch.testing.assert_close(model(canvas)[:, start:], expected, rtol=1e-5, atol=3e-5)
+            with model.at_block(start):
+                torch.testing.assert_close(model(canvas)[:, start:], expected, rtol=1e-5, atol=3e-5)
 
 
 def test_rows_of_a_ragged_batch_are_what_they_are_alone():

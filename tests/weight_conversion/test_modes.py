@@ -1,5 +1,6 @@
 """One checkpoint that is several models: the mode in which it is read."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,16 +38,20 @@ def test_the_causal_mode_writes_as_the_authors_code():
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({}, ("bidirectional", "in_place", 100, None, False)),
-        ({"mode": "bidirectional"}, ("bidirectional", "in_place", 100, None, False)),
-        ({"mode": "ar"}, ("causal", "shifted", None, None, False)),
-        ({"mode": "block"}, ("block_causal", "in_place", 100, 32, True)),
-        ({"mode": "block", "block_size": 8}, ("block_causal", "in_place", 100, 8, True)),
+        ({}, ("bidirectional", "in_place", 100, None, "blocks")),
+        ({"mode": "bidirectional"}, ("bidirectional", "in_place", 100, None, "blocks")),
+        ({"mode": "ar"}, ("causal", "shifted", None, None, "blocks")),
+        ({"mode": "block"}, ("block_causal", "in_place", 100, 32, "causal")),
+        ({"mode": "block", "block_size": 8}, ("block_causal", "in_place", 100, 8, "causal")),
+        ({"mode": "block", "causal_context": True}, ("block_causal", "in_place", 100, 32, "causal")),
+        ({"mode": "block", "causal_context": False}, ("block_causal", "in_place", 100, 32, "prompt")),
+        ({"mode": "ar", "causal_context": False}, ("causal", "shifted", None, None, "blocks")),
     ],
 )
 def test_the_mode_says_who_sees_whom_and_which_row_predicts(options, kind, tmp_path):
-    a = open_checkpoint(NEMOTRON, options=options).architecture
-    assert (a.attention_dir, a.readout, a.mask_token_id, a.causal_block, a.causal_prefix) == kind
+    config = {**json.loads((NEMOTRON / "config.json").read_text()), **options}
+    a = open_checkpoint(NEMOTRON / "model.safetensors", config).architecture
+    assert (a.attention_dir, a.readout, a.mask_token_id, a.causal_block, a.block_context) == kind
     tensors = dict(open_checkpoint(NEMOTRON).tensors())
     again = open_checkpoint(export(tensors, a, tmp_path / "model.safetensors"))
     assert again.architecture == a

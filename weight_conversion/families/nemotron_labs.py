@@ -2,8 +2,10 @@
 
 A Llama whose rotary frequencies are scaled by YaRN and whose queries are scaled by their position. The attention
 pattern and the row that predicts a token are no part of the weights: `mode` chooses "ar" (causal, shifted), "block"
-(finished tokens causal, the open block sees all of itself, in place) or "bidirectional" (in place). Source: the hub
-model's `modeling_nemotron_labs_diffusion.py`; transformers `models/ministral3/modeling_ministral3.py` for the network.
+(the open block sees all of itself, in place) or "bidirectional" (in place). In mode "block" finished tokens are
+causal; with "causal_context": false in the config, named after the argument of the authors' `generate`, the prompt is
+one block, and finished blocks see all of themselves. Source: the hub model's `modeling_nemotron_labs_diffusion.py`;
+transformers `models/ministral3/modeling_ministral3.py` for the network.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from weight_conversion.families import llama
 from weight_conversion.families.family import Config, Family
 from weight_conversion.families.hf_config import ROPE, mode_of
 from weight_conversion.rotary_scaling import QueryScale, scaling_data
+from weight_conversion.variant import Context
 
 MODEL_TYPE = "nemotron_labs_diffusion"
 # The value of dlm_paradigm under which the authors' code computes each mode.
 PARADIGMS = {"bidirectional": "bidirectional", "block": "block_diff", "ar": "autoregressive"}
 QUERY_SCALE = "llama_4_scaling_beta"
+CAUSAL_CONTEXT = "causal_context"
 
 KEYS = replace(
     llama.KEYS,
     family="nemotron_labs",
     read=(*llama.KEYS.read, "dlm_paradigm", "mode"),
+    flags=(*llama.KEYS.flags, CAUSAL_CONTEXT),
     fixed={
         **llama.KEYS.fixed,
         "attention_bias": (False, None),
@@ -57,9 +62,11 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     # The config gives block_size and mask_token_id whatever the mode.
     unused = {"bidirectional": ("block_size",), "block": (), "ar": ("block_size", "mask_token_id")}[mode]
     decoder |= dict.fromkeys(unused)
-    by_blocks = mode == "block"
+    context: Context = "blocks"
+    if by_blocks := mode == "block":
+        context = "prompt" if config.get(CAUSAL_CONTEXT) is False else "causal"
     architecture = llama.read_decoder(decoder, "nemotron_labs", masked=mode != "ar", by_blocks=by_blocks)
-    return replace(architecture, query_scale=query_scale, causal_prefix=by_blocks)
+    return replace(architecture, query_scale=query_scale, block_context=context)
 
 
 def _without_query_scale(config: Config) -> tuple[dict[str, Any], QueryScale | None]:
@@ -93,6 +100,7 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
         "dlm_paradigm": PARADIGMS[mode],
         "block_size": a.causal_block,
         "mask_token_id": a.mask_token_id,
+        **({CAUSAL_CONTEXT: False} if a.block_context == "prompt" else {}),
     }
 
 

@@ -143,7 +143,10 @@ def _equal_attention(read: ForwardPass) -> tuple[Tensor, Tensor]:
     Both are [batch pos], and 0 at positions without a token.
     """
     tokens, present = read.tokens, read.present
-    visibility = AttentionPattern.of(read.model.cfg).visibility(tokens.shape[1], tokens.device, read.real)
+    pattern = AttentionPattern.of(read.model.cfg)
+    with read.model.clock.at(read.step):
+        origins = read.model.origins_of(tokens, read.real)
+    visibility = pattern.visibility(tokens.shape[1], tokens.device, read.real, origin=origins)
     allowed = visibility.dense(tokens.shape[1], tokens.shape[1], tokens.device)[:, 0].expand(len(tokens), -1, -1)
     seen = (allowed & present[:, :, None] & present[:, None, :]).float()
     shares = seen / seen.sum(dim=2, keepdim=True).clamp(min=1)

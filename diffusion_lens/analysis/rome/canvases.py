@@ -35,6 +35,7 @@ class Canvases:
         canvas: Int[selected], canvas of each read.
         row, token, weight: The fields of each `Read`.
         present: Int[selected], token on the canvas at the position that each read predicts.
+        origins: Int[batch], the first position that is read in blocks, where canvases differ in it.
     """
 
     resid: Resid
@@ -48,6 +49,7 @@ class Canvases:
     token: Int[Tensor, "selected"]
     weight: Float[Tensor, "selected"]
     present: Int[Tensor, "selected"]
+    origins: Int[Tensor, "batch"] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -77,6 +79,7 @@ class Canvases:
             row=torch.tensor([row for _, row, _, _ in reads], device=device),
             token=torch.tensor([token for _, _, token, _ in reads], device=device),
             weight=torch.tensor([weight for _, _, _, weight in reads], device=device),
+            origins=model.origins_of(batch.tokens, batch.real),
         )
 
     @property
@@ -110,6 +113,7 @@ class Canvases:
             token=self.token[read],
             weight=self.weight[read],
             present=self.present[read],
+            origins=None if self.origins is None else self.origins[selected],
         )
 
     def log_probs(
@@ -118,12 +122,13 @@ class Canvases:
         """Log-probabilities at the rows that are read, with each request's δ."""
         at = torch.arange(len(self.positions), device=self.positions.device), self.positions
         moved = widened(self.resid[at]) + delta[self.owner]
-        logits = model(
-            self.resid.index_put(at, moved.to(self.resid.dtype)),
-            start_at_layer=layer + 1,
-            attention_mask=self.real,
-            logits_at=(self.canvas, self.row),
-        )
+        with model.clock.at(model.clock.step, origins=self.origins):
+            logits = model(
+                self.resid.index_put(at, moved.to(self.resid.dtype)),
+                start_at_layer=layer + 1,
+                attention_mask=self.real,
+                logits_at=(self.canvas, self.row),
+            )
         return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
 
 

@@ -59,7 +59,9 @@ class CanvasBatch:
     def sees_source(self) -> Bool[Tensor, "batch"]:
         """Whether the reader sees the source."""
         n_pos, device = self.tokens.shape[1], self.tokens.device
-        allowed = AttentionPattern.of(self.model.cfg).visibility(n_pos, device, self.real).dense(n_pos, n_pos, device)
+        pattern = AttentionPattern.of(self.model.cfg)
+        visibility = pattern.visibility(n_pos, device, self.real, origin=self.model.origins_of(self.tokens, self.real))
+        allowed = visibility.dense(n_pos, n_pos, device)
         seen: Tensor = allowed[:, 0].expand(len(self.tokens), -1, -1)[self.each, self.rows, self.sources]
         return seen
 
@@ -79,13 +81,14 @@ class CanvasBatch:
         start_at_layer: int | None = None,
     ) -> Float[Tensor, "batch d_vocab_out"]:
         """The logits in the row of each canvas, of a whole pass or of one that starts at a layer."""
-        read: Any = self.model.run_with_hooks(
-            self.tokens if resid is None else resid,
-            attention_mask=self.real,
-            start_at_layer=start_at_layer,
-            logits_at=(self.each, self.rows),
-            fwd_hooks=list(hooks),
-        )
+        with self.model.clock.at(None, origins=self.model.origins_of(self.tokens, self.real)):
+            read: Any = self.model.run_with_hooks(
+                self.tokens if resid is None else resid,
+                attention_mask=self.real,
+                start_at_layer=start_at_layer,
+                logits_at=(self.each, self.rows),
+                fwd_hooks=list(hooks),
+            )
         logits: Tensor = read
         return logits
 

@@ -85,14 +85,13 @@ class BlockConfidence(Sampler):
         unknown = steps is None and self.steps_per_block is None
         return replace(self, steps_per_block=variant.block_size) if unknown else self
 
-    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"]) -> int:
+    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
         """Number of steps of the run, as many as the row that needs most takes at most.
 
         Raises:
             ValueError: `steps` are fewer than the blocks of a row, or contradict `steps_per_block`.
         """
-        one_hot = F.one_hot(blocks)
-        masks, size = (one_hot * blanks[..., None]).sum(dim=1), int(one_hot.sum(dim=1).max())
+        masks = (F.one_hot(blocks) * blanks[..., None]).sum(dim=1)
         if self.steps_per_block is not None:
             most = int(_steps_of(masks, size, self.steps_per_block).sum(dim=1).max())
             if steps not in (None, most):

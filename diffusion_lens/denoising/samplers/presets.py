@@ -105,20 +105,20 @@ def dream(
 
 
 def nemotron(threshold: float | None = None, block_length: int | None = None) -> BlockConfidence:
-    """The sampler of Nemotron-Labs-Diffusion (`generate` of the hub model, with `causal_context`).
+    """The sampler of Nemotron-Labs-Diffusion (`generate` of the hub model).
 
-    Blocks begin at the end of the prompt. The first token of a block is the one that the finished text predicts, as a
-    causal model; it is never diffused. Each further step of the block reveals the most confident position, and all
-    others whose confidence is above the threshold. The finished text is causal: when a block is filled, the next step
-    computes it again so.
+    Blocks begin at the end of the prompt. Each step reveals the most confident position of the block, and all others
+    whose confidence is above the threshold. By default the finished text is causal: the first token of a block is the
+    one that the finished text predicts, as a causal model, and is never diffused; when a block is filled, the next step
+    computes it again as a causal text. A model whose config says `"causal_context": false` reads the prompt as one
+    block, and finished blocks as they were written; no token of its blocks is predicted so.
 
     Differences from the authors' code:
 
     - A row of a batch does not wait for the others before it opens its next block.
     - A text does not end at the end token, and thinking budgets and speculation are left out.
     - A confidence that equals the threshold to the last bit is not above it.
-    - Without `causal_context`, the authors' code reads the prompt as one bidirectional block, and finished blocks too.
-      This is not supported.
+    - `causal_context` belongs to the model (its config), because attention depends on it.
 
     Args:
         threshold: Confidence above which a position is revealed in any case; `None` reveals one in each step.

@@ -215,7 +215,7 @@ def test_a_cut_edge_is_a_pattern_without_it(several):
 def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
     model, pairs = every.model, random_pairs(every.model)
     found = routes(model, pairs)
-    size = model.cfg.block_size
+    size = None if model.cfg.counts_from_prompt else model.cfg.block_size
     if size is not None and pairs[0].forward.source // size > pairs[0].forward.row // size:
         assert found.isnan().all()
         signatures = reversal_signatures(model, pairs)
@@ -240,7 +240,7 @@ def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
     unmoved = [TaughtPair(pair.forward, pair.forward) for pair in pairs]
     at_home = routes(model, unmoved)
     seen = at_home[:, 0].isfinite()  # all of them, unless finished tokens see earlier ones only
-    assert bool(seen.all()) or model.cfg.causal_prefix
+    assert bool(seen.all()) or model.cfg.block_context == "causal"
     torch.testing.assert_close(at_home[:, 2][seen], at_home[:, 0][seen], rtol=1e-4, atol=1e-4)
     # In the first layer queries and keys are those of the tokens, so that moving them is asking in reverse.
     readers = [pair.forward.tokens[pair.forward.row] == pair.reverse.tokens[pair.reverse.row] for pair in pairs]
