@@ -285,7 +285,7 @@ def every(request: pytest.FixtureRequest) -> Any:
     return built(request.param)
 
 
-@pytest.fixture(scope="session", params=["lit_gpt-mdm", "dream", "llama"])
+@pytest.fixture(scope="session", params=["lit_gpt-mdm", "dream", "llama", "sdar"])
 def several(request: pytest.FixtureRequest) -> Any:
     """Models that predict in place, shifted by one position, and causally: for laws that depend on no other property of
     a family."""
@@ -376,6 +376,24 @@ def small_model(kind: str) -> Any:
     model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, 0))
     model.set_tokenizer(bundled.tokenizer, default_prepend_bos=False)
     return model
+
+
+@pytest.fixture(scope="session")
+def in_words() -> Any:
+    """To build a small random model of a family that reads the bundled models' words."""
+
+    @cache
+    def build(family: str) -> Any:
+        tokenizer = bundled_model("tiny-mdm").tokenizer
+        config = {**CONFIGS, **DIFFUSION_TRANSFORMERS}[family] | {"vocab_size": len(tokenizer)}
+        if "mask_token_id" in config:
+            config["mask_token_id"] = tokenizer.mask_token_id
+        model = Specimen(config).model
+        model.clock.time = None
+        model.set_tokenizer(tokenizer, default_prepend_bos=False)
+        return model
+
+    return build
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from diffusion_lens.config import reached
 from diffusion_lens.denoising.as_python import RunCode
 from diffusion_lens.denoising.explored_code import (
     alternatives_code,
@@ -98,6 +99,7 @@ def model_info(record: Mapping[str, Any]) -> dict[str, Any]:
         "n_layers": architecture["n_layers"],
         "n_heads": architecture["n_heads"],
         "grows": record["blank"] < 0,
+        "masks": record["blank"] >= 0 and record.get("noise") != "uniform",
         "samplers": [record["sampler"]["name"]],
         "length": None,
     }
@@ -107,6 +109,7 @@ def canvas_entry(trajectory: Recording, row: int, words: Words) -> dict[str, Any
     """The manifest's entry of one row of a run, without views; `words` may grow until the entry takes its texts."""
     record = trajectory.record
     canvases = trajectory.canvases[:, row].masked_fill(trajectory.is_masked(trajectory.canvases[:, row]), -1)
+    unopened = (~reached(trajectory.canvases[:, row])).sum(dim=0)
     given = trajectory.given[row].tolist()
     words_given = [trajectory.words[t] for t, g in zip(trajectory.tokens[row].tolist(), given, strict=True) if g]
     # Tokens of most vocabularies contain their spaces; those of a vocabulary of words do not.
@@ -126,6 +129,8 @@ def canvas_entry(trajectory: Recording, row: int, words: Words) -> dict[str, Any
         "steps": list(range(trajectory.first_step, trajectory.first_step + trajectory.n_steps + 1)),
         "times": record["times"],
         "canvases": words.indices(canvases, trajectory.words).tolist(),
+        # The step that first reads each position, where blocks are opened one after another.
+        "opened_at": (trajectory.first_step + unopened).tolist() if trajectory.blank >= 0 and unopened.any() else None,
         "given": given,
         "real": trajectory.real[row].tolist(),
         "revealed_at": trajectory.revealed_at[row].tolist(),

@@ -127,7 +127,8 @@ class Cached(Predictor):
     """A model that writes block after block, with the keys and values of filled blocks, which later ones do not change.
 
     A step computes only the positions after the blocks that all rows have filled. Hooks see the whole canvas, so a step
-    with hooks computes all of it. So does a step of padded rows.
+    with hooks computes all of it. So does a step of padded rows, and one that hooks of the loop see after the canvas is
+    filled.
     """
 
     inner: Conditional
@@ -143,7 +144,7 @@ class Cached(Predictor):
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
-        if model.is_hooked or canvas.real is not None:
+        if model.is_hooked or canvas.real is not None or not bool(positions.any()):
             return self.inner(state, positions)
 
         # 1. Keep what is cached of the tokens with which the canvas still begins, as far as the rows that are read.

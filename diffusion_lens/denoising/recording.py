@@ -73,7 +73,9 @@ class Recording(Result):
             tokens=run.tokens,
             canvases=canvases,
             revealed_at=run.revealed_at,
-            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(run.tokens == canvas.blank, 0.0),
+            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(
+                (run.tokens == canvas.blank) | ~reached(run.tokens), 0.0
+            ),
             given=canvas.given,
             real=real,
             text=[

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import torch
 
+from diffusion_lens.config import reached
+from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.explorer.spec import FORCE, Intervention, Spec
 from diffusion_lens.explorer.written import Written, call
@@ -109,4 +111,13 @@ def check_position(model: DiffusionTransformer, one: Intervention, n_given: int,
         raise ValueError(
             f"position {one.position} is not yet written at step {one.step}: the text grows at its end, and has "
             f"{n_given + one.step} tokens there"
+        )
+
+
+def require_reached(one: Intervention, run: Recording) -> None:
+    """Raise a `ValueError` if a position is masked again in a block that its step has not opened."""
+    if one.token is None and not reached(run.canvases[one.step, 0, one.position]):
+        raise ValueError(
+            f"position {one.position} is in a block that is not open at step {one.step}, so there is nothing to mask: "
+            "choose a later step, or force a token"
         )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diffusion_lens.denoising.samplers import fitting_samplers
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.facts import Fact
@@ -72,14 +73,18 @@ def first_specs(session: Session, prompt: str | Fact | Spec, **settings: Any) ->
     if unknown:
         raise TypeError(f"explore() got an unexpected keyword argument {min(unknown)!r}")
     fact = prompt if isinstance(prompt, Fact) else None
+    fits_one = any(settings.get("sampler") in fitting_samplers(model.cfg) for model in session.models)
     specs = []
     for index, model in enumerate(session.models):
         given: dict[str, Any] = {"model": index, "prompt": prompt if fact is None else fact.prompt, **settings}
         if given.get("length") is None and model.cfg.trained_length is None:
             given["length"] = model.to_tokens(given["prompt"]).shape[1] + NEW_TOKENS
-        # A text that grows takes its own sampler, which no other model need take.
-        if model.cfg.grows and len(session.models) > 1:
-            given |= {"sampler": None, "cfg_scale": 0.0}
+        # Models side by side may be of different kinds: where a setting does not fit, a model takes its own.
+        if len(session.models) > 1:
+            if fits_one and settings["sampler"] not in fitting_samplers(model.cfg):
+                given["sampler"] = None
+            if not model.cfg.has_mask:
+                given["cfg_scale"] = 0.0
         if fact is not None:
             query = fact.to_query(model)
             given |= {"answer": fact.answer, "subject": list(query.subject)}

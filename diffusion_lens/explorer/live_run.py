@@ -22,7 +22,7 @@ from diffusion_lens.denoising.explored_results import TOP_K
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.prepare import prepare
 from diffusion_lens.explorer.asked import NO_TRACE, SAMPLES, Asked, window_of
-from diffusion_lens.explorer.edits import check_position
+from diffusion_lens.explorer.edits import check_position, require_reached
 from diffusion_lens.explorer.entry import described
 from diffusion_lens.explorer.plan import Plan, unwritten
 from diffusion_lens.explorer.spec import Spec
@@ -98,6 +98,7 @@ class LiveRun:
             warnings.simplefilter("always", UserWarning)
             run = watched(model, spec, plan.fwd_hooks, [(loop_hook("hook_logits"), read_logits)])
         for one, token in plan.forced_tokens:
+            require_reached(one, run)
             run.canvases[one.step, 0, one.position] = token
             run.words.setdefault(token, model.words([token])[0])
         plan = replace(plan, weights=run.record["weights_sha256"])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diffusion_lens.config import reached
 from diffusion_lens.denoising.as_python import WEIGHTS, load_statement
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.explored_code import (
@@ -88,8 +89,8 @@ class Plan:
                 statements[_cache_statement(inner, one, source.text)] = None
                 imports |= inner.imports
                 n_bytes += source.value.n_bytes
-                if one.what == "mean" and model.cfg.grows:
-                    source, line = _reached(model, other, source)
+                if one.what == "mean" and model.cfg.opens_blocks:
+                    source, line = _reached(source)
                     statements[line] = None
             changes.append(changed(model, spec, one, source))
         used = imports.union(*(written.imports for _, written in (*writes, *changes)))
@@ -194,14 +195,15 @@ def _cache_statement(inner: Plan, one: Intervention, variable: str) -> str:
     )
 
 
-def _reached(model: DiffusionTransformer, spec: Spec, source: Written) -> tuple[Written, str]:
+def _reached(source: Written) -> tuple[Written, str]:
     """A cache without the positions that a text has not reached, and the statement that makes it."""
-    n_given = model.to_tokens(spec.prompt).shape[1]
-    variable = f"reached_{source.text}"
-    kept = {step: {name: x[:, : n_given + step] for name, x in at.items()} for step, at in source.value.items()}
+    variable, cache = f"reached_{source.text}", source.value
+    kept = {
+        step: {name: x[:, reached(cache.canvases[step, 0])] for name, x in at.items()} for step, at in cache.items()
+    }
     statement = (
         f"# The mean is over the positions that the text has reached.\n{variable} = {{\n"
-        f"    step: {{name: x[:, : {n_given} + step] for name, x in at.items()}}\n"
+        f"    step: {{name: x[:, {source.text}.canvases[step, 0] >= 0] for name, x in at.items()}}\n"
         f"    for step, at in {source.text}.items()\n}}"
     )
     return Written(kept, variable), statement

@@ -6,7 +6,7 @@ from threading import RLock
 from typing import Any
 
 from diffusion_lens.denoising import TrajectoryCache
-from diffusion_lens.denoising.samplers import PRESETS, SAMPLERS
+from diffusion_lens.denoising.samplers import fitting_samplers
 from diffusion_lens.explorer.asked import KINDS
 from diffusion_lens.explorer.live_run import LiveRun
 from diffusion_lens.explorer.memory import Memory
@@ -181,13 +181,13 @@ class Session:
 def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
     """The manifest's entry of a model."""
     cfg = model.cfg
-    samplers = ["left_to_right"] if cfg.grows else [*SAMPLERS, *PRESETS]
     return {
         "name": cfg.model_name,
         "n_layers": cfg.n_layers,
         "n_heads": cfg.n_heads,
         "grows": cfg.grows,
-        "samplers": samplers,
+        "masks": cfg.has_mask,
+        "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,
     }
 

@@ -166,7 +166,7 @@ const clamp = (x, low, high) =>
   Math.min(high, Math.max(low, x));
 /** The model of a run; a page of traces alone knows no more than the layers that were traced. */
 const modelOf = (manifest, run) => manifest.models[run.model] ??
-  { n_layers: Math.max(0, ...run.traces.flatMap(({ layers }) => layers)) + 1, n_heads: 1, grows: false, samplers: [] };
+  { n_layers: Math.max(0, ...run.traces.flatMap(({ layers }) => layers)) + 1, n_heads: 1, grows: false, masks: true, samplers: [] };
 /** Text at a position after a step; null where it is masked or not reached. */
 const wordAfter = (run, step, position) =>
   run.words[run.canvases[canvasAt(run, step)]?.[position]] ?? null;
@@ -691,14 +691,15 @@ class RunPanel {
     const { run } = this, word = wordAfter(run, step, position);
     const start = `step ${step}, position ${position}, `;
     if (!run.real[position]) return `${start}padding`;
-    if (word === null) return `${start}${this.model.grows ? "not reached" : "masked"}`;
+    const unopened = step + 1 < (run.opened_at?.[position] ?? 0);
+    if (word === null) return `${start}${unopened ? "in a block that is not open yet" : this.model.grows ? "not reached" : "masked"}`;
     const changed = this.differs(step, position) ? `; the base run has ${this.baseWord(step, position)}` : "";
     if (isGiven(run, position)) return `${start}${quoted(word)}, given${changed}`;
     const confidence = run.confidence ? ` with confidence ${number(run.confidence[position])}` : "";
     const at = run.revealed_at?.[position];
     if (at === undefined) return `${start}${quoted(word)}${changed}`;
     if (this.replaced(step, position)) return `${start}${quoted(word)}, set by an intervention in place of the token of step ${at}${changed}`;
-    return `${start}${quoted(word)}, ${at < 0 || at > step ? "not yet final" : `revealed at step ${at}${confidence}`}${changed}`;
+    return `${start}${quoted(word)}, ${at < 0 || at > step ? "not yet final" : `${this.model.masks || this.model.grows ? "revealed" : "last changed"} at step ${at}${confidence}`}${changed}`;
   }
 
   /** Whether a token is another one than was revealed there; the confidence is then not this token's. */
@@ -1098,7 +1099,7 @@ class Experiments {
     const { explorer } = this, panel = explorer.panel, { run, position, step, block, head } = panel;
     const { spec } = run;
     this.actions.hidden = !spec;
-    this.remask.hidden = panel.model.grows; // No position of a text that grows is masked again.
+    this.remask.hidden = !panel.model.masks; // Where there is no [MASK], no position is masked again.
     setText(this.tokenHeading, `Position ${position}, before step ${this.forcedStep}`);
     const places = [option("resid", `residual stream, block ${block}`), option("attn", `attention, block ${block}`),
       option("mlp", `MLP, block ${block}`), option("head", `head ${head}, block ${block}`)];

@@ -214,6 +214,15 @@ def test_hooks_read_the_block_and_the_step_within_it():
     assert run.state_at(1).repeat(2).block.start.tolist() == [4, 4]
 
 
+def test_a_hook_of_the_loop_sees_the_steps_after_a_filled_canvas():
+    model, masked = model_of(4), []
+    prompt = torch.randint(140, (1, 4), generator=torch.Generator().manual_seed(3))
+    look = ("denoise.hook_logits", lambda logits, hook: masked.append(int(hook.step.masked.sum())))
+    run = model.denoise(prompt, length=10, steps=4, fwd_hooks=[look])
+    assert masked == [4, 2, 2, 0]
+    assert torch.equal(run.canvases, model.denoise(prompt, length=10, steps=4).canvases)
+
+
 def test_a_replay_and_a_branch_open_the_same_blocks(tmp_path):
     model = model_of(4)
     prompt = torch.randint(140, (2, 6), generator=torch.Generator().manual_seed(3))

@@ -26,7 +26,8 @@ def test_a_hook_knows_its_step(several, run):
     assert all(0 < step.s < step.t <= 1 and step.n_steps == 4 for step in steps)
     for step in steps:
         assert torch.equal(step.tokens, trajectory.canvases[step.index])
-        assert torch.equal(step.masked, trajectory.revealed_at >= step.index)
+        is_open = step.tokens != -1 if several.kind == "mdm" else torch.ones_like(step.masked)
+        assert torch.equal(step.masked, (trajectory.revealed_at >= step.index) & is_open)
         assert torch.equal(step.given, trajectory.given)
     assert {step.branch for step in steps} == ({"conditional", "unconditional"} if branches == 2 else {"conditional"})
 
@@ -79,10 +80,12 @@ def test_candidates_force_a_token(several, run):
 
 
 def test_confidence_changes_the_order(several, run):
-    """Later positions first, on a model that can; a causal model has one position to choose from."""
+    """Later positions of a block first; a causal model has one position to choose from."""
     backwards = run(("denoise.hook_confidence", lambda a, hook: torch.arange(a.shape[1], dtype=a.dtype)[None]))
+    size = several.model.cfg.block_size or backwards.tokens.shape[1]
     order = backwards.revealed_at[0, 8:].tolist()
-    assert order == sorted(order, reverse=several.kind == "mdm")
+    blocks = [order[start : start + size] for start in range(0, len(order), size)]
+    assert order == [step for block in sorted(blocks) for step in sorted(block, reverse=True)]
 
 
 def test_hook_reveal_can_keep_a_position_masked(several, run):
@@ -94,9 +97,13 @@ def test_hook_reveal_can_keep_a_position_masked(several, run):
         return changed
 
     delayed = run(("denoise.hook_reveal", hold_back))
-    if several.kind == "mdm":
+    if not several.model.cfg.opens_blocks:
         assert delayed.revealed_at[0, position] == 3
         assert (delayed.tokens[0] < 512).all()
+    elif several.kind == "mdm":
+        # The next block is not opened before this one is filled, in the last step.
+        assert (delayed.canvases[:-1, 0, 12:] == -1).all()
+        assert delayed.is_masked(delayed.tokens)[0].nonzero().flatten().tolist() == [12, 13]
     else:
         # The next position cannot be filled before this one: the run ends with positions not reached.
         assert delayed.tokens[0, position:].tolist() == [delayed.tokens[0, position].item(), -1]
@@ -118,7 +125,8 @@ def test_the_mask_is_never_written_unless_a_hook_insists(several, run):
         return
     mask = several.model.cfg.mask_token_id
     insisted = run(("denoise.hook_candidates", lambda a, hook: torch.where(hook.step.masked, mask, a)))
-    assert (insisted.tokens[0, 8:] == mask).all()
+    assert insisted.is_masked(insisted.tokens)[0, 8:].all()
+    assert (insisted.tokens == mask).any()
     assert (insisted.confidence[0, 8:] == 0).all()
 
 

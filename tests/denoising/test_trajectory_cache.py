@@ -32,7 +32,9 @@ def test_each_step_holds_what_its_canvas_gives(several, run_and_cache):
         assert isinstance(cache[step], ActivationCache)
         assert torch.equal(cache[step]["resid_post", 1], cache[step, RESID])
     for step in (0, 2):
-        _, alone = several.model.run_with_cache(trajectory.canvases[step].clamp(min=0), names_filter=RESID)
+        _, alone = several.model.run_with_cache(
+            several.model.cfg.readable(trajectory.canvases[step]), names_filter=RESID
+        )
         torch.testing.assert_close(cache[step, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
     assert torch.equal(cache[-1, RESID], cache[trajectory.n_steps - 1, RESID])
 

@@ -84,9 +84,17 @@ def dictionary_loss(
         KeyError: There is no such hook point.
         TypeError: The dictionary lacks `encode` or `decode`.
         ValueError: The dictionary does not fit the hook point, a setting is out of range or does not fit the model, no
-            position is selected, or the model predicts no token of a text (an AR baseline that of a single token).
+            position is selected, the model predicts no token of a text (an AR baseline that of a single token), or it
+            attends by blocks, so that its loss reads every text twice.
     """
     check_dictionary(dictionary)
+    if model.cfg.causal_block is not None:
+        raise ValueError(
+            f"{model.cfg.model_name!r} attends by blocks, and its loss reads the noisy and the clean text in one pass, "
+            "in which a position has two activations; dictionary_loss replaces one. Compare its loss with and without "
+            "both, model.run_with_hooks(tokens, return_type='loss', fwd_hooks=[(name, splice(dictionary, "
+            "error_term=False))]), or denoise under this hook"
+        )
     spans = spans_of(model, t, NoiseRange(samples=4))
     if model.cfg.has_mask and any(span == (0.0, 0.0) for span in spans):
         raise ValueError("at the noise level t=0 nothing is masked, so there is no loss; give levels above 0")

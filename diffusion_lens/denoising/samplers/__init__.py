@@ -96,14 +96,27 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
         defaults = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}
         sampler = "block_confidence" if variant.has_mask and variant.opens_blocks else defaults[variant.noise]
     sampler = named_sampler(sampler)
-    if variant.noise is not None and variant.noise not in sampler.noises:
-        fitting = [
-            name for name, known in SAMPLERS.items() if variant.noise in known.noises and not known.misfit(variant)
-        ]
-        raise ValueError(f"the sampler {sampler.name!r} {_MISFIT[variant.noise]}; use {', '.join(map(repr, fitting))}")
+    if problem := _undoes_other_noise(sampler, variant):
+        fitting = [name for name in fitting_samplers(variant) if name in SAMPLERS]
+        raise ValueError(f"the sampler {sampler.name!r} {problem}; use {', '.join(map(repr, fitting))}")
     if problem := sampler.misfit(variant):
         raise ValueError(f"the sampler {sampler.name!r} {problem}")
     return sampler.settled(steps, variant)
+
+
+def fitting_samplers(variant: Variant) -> list[str]:
+    """The names of the samplers and presets that can write the text of a kind of model."""
+    known = {**SAMPLERS, **{name: preset() for name, preset in PRESETS.items()}}
+    return [
+        name
+        for name, sampler in known.items()
+        if not _undoes_other_noise(sampler, variant) and not sampler.misfit(variant)
+    ]
+
+
+def _undoes_other_noise(sampler: Sampler, variant: Variant) -> str | None:
+    """Why a sampler does not fit a model's noise; `None` if it does."""
+    return None if variant.noise is None or variant.noise in sampler.noises else _MISFIT[variant.noise]
 
 
 # Why a sampler does not fit a model's noise.
@@ -131,6 +144,7 @@ __all__ = [
     "UniformPosterior",
     "diffullama",
     "dream",
+    "fitting_samplers",
     "llada",
     "llada2",
     "mdlm",

@@ -31,14 +31,16 @@ def by_hand(pattern, tokens, real):
     return received
 
 
-def assert_equal_attention_is_right(sinks, causal, real):
+def assert_equal_attention_is_right(sinks, size, real):
     for step in range(len(sinks.canvases)):
         for row in range(real.shape[0]):
             inside = (real[row] & (sinks.canvases[step, row] != -1)).nonzero().flatten().tolist()
             for order, position in enumerate(inside):
-                shares = [1 / (i + 1) for i in range(order, len(inside))] if causal else [1.0]
+                block = size or len(inside)
+                readers = range(order // block * block, len(inside))
+                shares = [1 / min(len(inside), (i // block + 1) * block) for i in readers]
                 assert sinks.even[step, row, position].item() == pytest.approx(sum(shares), rel=1e-5)
-                assert sinks.n_queries[step, row, position] == (len(inside) - order if causal else len(inside))
+                assert sinks.n_queries[step, row, position] == len(readers)
             outside = [i for i in range(real.shape[1]) if i not in inside]
             assert sinks.n_queries[step, row, outside].sum() == 0
 
@@ -55,7 +57,7 @@ def test_attention_received_is_that_of_cached_patterns_at_every_step(several):
             assert_close(sinks.received[step, layer], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
     queries = sinks.present.sum(dim=-1)[:, None, None].expand(3, model.cfg.n_layers, model.cfg.n_heads, 2)
     assert_close(sinks.received.nansum(dim=-1), queries.float(), rtol=1e-4, atol=1e-4)
-    assert_equal_attention_is_right(sinks, model.cfg.is_causal, run.real)
+    assert_equal_attention_is_right(sinks, model.cfg.block_size, run.real)
     averaged = attention_sinks(model, run, heads="mean", layers=[-1], steps=[1])
     assert_close(averaged.received[0, 0, 0], sinks.received[1, -1].mean(dim=0), equal_nan=True)
     assert (averaged.layers, averaged.steps) == ((model.cfg.n_layers - 1,), (1,))
@@ -73,7 +75,7 @@ def test_padding_guidance_and_the_callers_hooks(small, guidance):
         pattern = cache[step]["blocks.1.attn.hook_pattern"]
         expected = by_hand(pattern, run.canvases[step], run.real)
         assert_close(sinks.received[step, 1], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert_equal_attention_is_right(sinks, small.cfg.is_causal, run.real)
+    assert_equal_attention_is_right(sinks, small.cfg.block_size, run.real)
     assert sinks.record["hooks"] == {"blocks.0.attn.hook_attn_scores": ["forward: sharper at every step"]}
     assert torch.equal(sinks.given, run.given)
     if small.cfg.has_mask:

@@ -49,7 +49,10 @@ def two_runs(model, names, prompts=None, **settings):
     """A positive and a negative run with the caches of some hook points; without texts, rows of tokens."""
     prompts = prompts or [model_tokens(model, seed) for seed in (1, 2)]
     settings |= {"steps": 4} if model.cfg.has_mask else {}
-    pairs = [model.denoise_with_cache(prompt, names_filter=names, max_new_tokens=4, **settings) for prompt in prompts]
+    n_new = 7 if model.cfg.has_mask and model.cfg.opens_blocks else 4  # so that every step writes
+    pairs = [
+        model.denoise_with_cache(prompt, names_filter=names, max_new_tokens=n_new, **settings) for prompt in prompts
+    ]
     return [run for run, _ in pairs], [cache for _, cache in pairs]
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens import Fact
-from diffusion_lens.analysis import DictionaryLoss, NoiseRange, activations, dictionary_loss
+from diffusion_lens.analysis import DictionaryLoss, NoiseRange, activations, dictionary_loss, splice
 from diffusion_lens.analysis.dictionaries.loss_result import STATES
 from diffusion_lens.data import toy_facts
 from diffusion_lens.identity import name_of
@@ -20,6 +20,9 @@ RESID = "blocks.1.hook_resid_post"
 SENTENCES = toy_facts.load().sentences()[::61][:7]
 FACTS = toy_facts.load().facts()[:4]
 TOKENS = torch.randint(3, 500, (3, 17), generator=torch.Generator().manual_seed(0))
+
+# Models whose loss reads a text once.
+once = pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream", "llama"], indirect=True)
 
 
 def canvas_of(tokens, editable, text, level, t):
@@ -71,6 +74,7 @@ def measured(model, texts, rows, mask="all", **settings):
     return result, slow_losses(model, rows, dictionary, levels, mask), dictionary
 
 
+@once
 def test_losses_are_those_of_each_canvas_alone(several):
     model = several.model
     mask = "all" if model.cfg.grows else {"in_place": "masked", "shifted": "unmasked"}[model.cfg.readout]
@@ -107,6 +111,7 @@ def numbered_words():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
+@once
 def test_the_answer_after_a_prompt_is_read_in_the_row_before_it(several):
     """A shifted readout reads the first token of an answer in a row of the prompt."""
     model = copy.deepcopy(several.model)
@@ -120,6 +125,7 @@ def test_the_answer_after_a_prompt_is_read_in_the_row_before_it(several):
     torch.testing.assert_close(result.losses, expected, rtol=1e-4, atol=1e-4)
 
 
+@once
 def test_the_clean_loss_is_the_model_s_own(several):
     model, tokens = several.model, TOKENS
     result = dictionary_loss(model, tokens, RESID, Identity(), t=0.6 if model.cfg.has_mask else None)
@@ -134,6 +140,7 @@ def test_the_clean_loss_is_the_model_s_own(several):
     assert result.loss().value == pytest.approx(own.item(), rel=1e-5)
 
 
+@once
 def test_an_identity_recovers_everything_and_zero_nothing(several):
     model, tokens = several.model, TOKENS
     name = "blocks.0.attn.hook_z" if model.cfg.readout == "shifted" else "hook_embed"
@@ -150,6 +157,7 @@ def test_an_identity_recovers_everything_and_zero_nothing(several):
     assert torch.equal(zero.losses[..., 0], identity.losses[..., 0])
 
 
+@once
 def test_the_standard_error_is_that_of_a_mean_over_texts(several):
     result = dictionary_loss(several.model, TOKENS, RESID, RandomDictionary(several.model.cfg.d_model))
     per_text = result.losses[:, 0, 1] - result.losses[:, 0, 0]
@@ -196,6 +204,7 @@ def test_results_are_saved_and_drawn(small, tmp_path):
     assert len(axes.containers[0].lines[0].get_xdata()) == len(result.spans)
 
 
+@once
 def test_bf16(several):
     model, tokens = copy.deepcopy(several.model).to("bfloat16"), TOKENS
     result = dictionary_loss(model, tokens, RESID, RandomDictionary(model.cfg.d_model))
@@ -245,3 +254,13 @@ def test_what_does_not_fit_is_refused(small):
     ):
         with pytest.raises(ValueError, match=message):
             refused()
+
+
+@pytest.mark.parametrize("several", ["sdar"], indirect=True)
+def test_a_loss_that_reads_a_text_twice_is_refused(several):
+    model, dictionary = several.model, RandomDictionary(several.model.cfg.d_model)
+    with pytest.raises(ValueError, match=r"attends by blocks, .*run_with_hooks\(tokens, return_type='loss'"):
+        dictionary_loss(model, TOKENS, RESID, dictionary)
+    plain = model(TOKENS, return_type="loss")
+    spliced = (RESID, splice(dictionary, error_term=False))
+    assert model.run_with_hooks(TOKENS, return_type="loss", fwd_hooks=[spliced]) != plain
