@@ -84,7 +84,7 @@ def open_checkpoint(
     if options:
         settings = {**(settings or {}), **options}
     family = recognise(settings, shapes, str(path), config_path, beside)
-    _check_options(options or {}, family)
+    family.check_options(options or {})
     if settings is not None:
         settings = with_block_size(settings, str(path), config_path, beside)
         warn_if_silent(settings, str(path), config_path)
@@ -101,16 +101,6 @@ def open_checkpoint(
     except ValueError as error:
         raise ValueError(f"{error} [config: {read_from}]") from error
     return Checkpoint(architecture, source, key_map)
-
-
-def _check_options(options: Mapping[str, Any], family: Family) -> None:
-    """Raise a `ValueError` that names the options that models of this family do not have."""
-    if unknown := sorted(set(options) - set(family.options)):
-        possible = f"only {', '.join(family.options)}" if family.options else "none of these options"
-        raise ValueError(
-            f"{', '.join(f'{name}={options[name]!r}' for name in unknown)}: the family {family.name!r} takes "
-            f"{possible}; leave the others out"
-        )
 
 
 def export(

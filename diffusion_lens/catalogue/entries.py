@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weight_conversion import Architecture, export_size, n_params, published_architecture
-from weight_conversion.registry import recognise
+from weight_conversion.registry import FAMILIES, recognise
 
 Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen"]
 
@@ -29,9 +29,17 @@ class Published(ABC):
     trained_length: int | None
 
     @property
-    @abstractmethod
     def architecture(self) -> Architecture | None:
         """The architecture, or `None` if it is not known before a download."""
+        return self.read({})
+
+    @abstractmethod
+    def read(self, options: Mapping[str, Any]) -> Architecture | None:
+        """The architecture with these options of `from_pretrained`: "mode", "block_size" or "mask_token_id".
+
+        Raises:
+            ValueError: An option that models of its family do not have.
+        """
 
     @property
     @abstractmethod
@@ -93,6 +101,10 @@ class PublishedFile(Published):
     def architecture(self) -> Architecture:
         return published_architecture(self.size, self.kind)
 
+    def read(self, options: Mapping[str, Any]) -> Architecture:
+        FAMILIES[self.architecture.family].check_options(options)
+        return self.architecture
+
     @property
     def n_bytes(self) -> int:
         """Exact size of the float32 safetensors file in bytes."""
@@ -128,12 +140,13 @@ class Repository(Published):
         """The numbers of its config, and what that leaves out."""
         return {**self.config, **self.options}
 
-    @property
-    def architecture(self) -> Architecture | None:
+    def read(self, options: Mapping[str, Any]) -> Architecture | None:
         if not self.config:
             return None
-        config = {**self.known, "_name_or_path": self.repo}
-        return recognise(config, {}, self.name).read_architecture(config, {})
+        config = {**self.known, **options, "_name_or_path": self.repo}
+        family = recognise(config, {}, self.name)
+        family.check_options(options)
+        return family.read_architecture(config, {})
 
     @property
     def n_bytes(self) -> int | None:

@@ -67,6 +67,9 @@ def aie(
     merge: options.Merge = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
@@ -81,7 +84,7 @@ def aie(
     Example: diffusion-lens aie site-mdm --data site-attributes --length 16 --limit 3 --out aie
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     require("pictures")
     from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect, LoopSettings
     from diffusion_lens.analysis.average_effects.known import Known, default_rule

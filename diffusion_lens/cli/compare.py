@@ -41,6 +41,9 @@ def compare(
     merge: options.Merge = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
@@ -68,7 +71,7 @@ def compare(
     from diffusion_lens.records import require_same_settings
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
-    chosen = [ModelChoice(model, config, tokenizer, device, dtype) for model in models]
+    chosen = [ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id) for model in models]
     out = out or default_folder("compare", models)
     for name in (vectors, against or vectors):
         check_vectors(name)

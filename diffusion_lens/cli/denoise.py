@@ -36,6 +36,9 @@ def denoise(
     seed: options.Seed = 0,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
@@ -54,7 +57,7 @@ def denoise(
     from diffusion_lens.denoising.prepare import prepare
 
     # 1. Check the settings before the model is loaded.
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     if length is not None and max_new_tokens is not None:
         raise ValueError(
             "give length= (all positions) or max_new_tokens= (masked positions after the prompt), not both"

@@ -1,14 +1,16 @@
 """`diffusion-lens explore` shows the runs of a model in a browser."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, model_label
+from diffusion_lens.cli.load_model import ModelChoice, model_label, reading
 
 if TYPE_CHECKING:
     from diffusion_lens.facts import Fact
@@ -23,7 +25,8 @@ def explore(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help='Second model to show beside the first. "pair" is the AR baseline of a published pair.',
+            help='Second model to show beside the first. "pair" is the AR baseline of a published pair, and of a '
+            "checkpoint that is both, its causal mode.",
         ),
     ] = None,
     prompt: Annotated[
@@ -56,6 +59,9 @@ def explore(
     browser: Annotated[bool, typer.Option(help="Open the page in the default browser.")] = True,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
 ) -> None:
@@ -82,13 +88,22 @@ def explore(
         raise ValueError("subject= is traced together with answer=; give both")
     if prompt is None and (subject or answer):
         raise ValueError("subject= and answer= belong to a prompt; give prompt= too")
-    names = [model] if against is None else [model, _second(model, against)]
+    names = (
+        [model]
+        if against is None
+        else [model, _second(model, against, config, reading(mode, block_size, mask_token_id))]
+    )
+    if shared := len(set(names)) < len(names) and against == PAIR:
+        mode = mode or "bidirectional"
     asked: Fact | str
     asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
     if prompt is not None and subject is not None and answer is not None:
         asked = Fact(prompt, subject, answer)
-    choices = [ModelChoice(names[0], config, tokenizer, device, dtype)]
-    choices += [ModelChoice(name, None, tokenizer, device, dtype) for name in names[1:]]
+    choices = [ModelChoice(names[0], config, tokenizer, device, dtype, mode, block_size, mask_token_id)]
+    if shared:
+        choices.append(replace(choices[0], mode="ar", block_size=None, mask_token_id=None))
+    else:
+        choices += [ModelChoice(name, None, tokenizer, device, dtype) for name in names[1:]]
     lengths = [choice.length(length, of_data) for choice in choices]
     length = min((known for known in lengths if known is not None), default=None)
 
@@ -96,12 +111,12 @@ def explore(
     from diffusion_lens.explorer import Session
     from diffusion_lens.explorer.explore import LARGEST_PAGE, first_specs
 
-    session = Session([choice.load() for choice in choices])
+    loaded = [choices[0].load()]
+    loaded += [choice.load(weights_of=loaded[0] if shared else None) for choice in choices[1:]]
+    session = Session(loaded)
     settings = {"length": length, "steps": steps, "sampler": sampler, "cfg_scale": cfg_scale or 0.0}
     specs = first_specs(session, asked, **settings, temperature=temperature, seed=seed)
     if answer is not None and subject is None:
-        from dataclasses import replace
-
         specs = [replace(spec, answer=answer) for spec in specs]
     runs = [session.run(spec)["id"] for spec in specs]
 
@@ -126,24 +141,23 @@ def explore(
     server.serve(started)
 
 
-def _second(model: str, against: str) -> str:
-    """The name of the second model.
+def _second(model: str, against: str, config: Path | None, options: Mapping[str, Any]) -> str:
+    """The name of the second model; that of the first, if it is both models of a pair.
 
     Raises:
         ValueError: The first model is in no published pair.
     """
     if against != PAIR:
         return against
+    from diffusion_lens.loading import shape_of
     from diffusion_lens.pairs import PAIRS
+    from weight_conversion.registry import FAMILIES
 
+    if Path(model).expanduser().exists() and "mode" in FAMILIES[shape_of(model, config, options).family].options:
+        return model
     pair = PAIRS.get(model.lower())
     if pair is None:
         raise ValueError(f"{model!r} is the diffusion model of no published pair; name the second model with against=")
-    if pair.causal == pair.diffusion:
-        raise ValueError(
-            f"{model!r} is one checkpoint in two modes, which the command line cannot name; in Python, pass "
-            f"load_pair({model!r}) to explore"
-        )
     return pair.causal
 
 

@@ -53,6 +53,9 @@ def finetune(
     seed: options.Seed = 3407,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     json: options.Json = False,
     dry_run: options.DryRun = False,
@@ -79,7 +82,7 @@ def finetune(
     from diffusion_lens.training.finetune import RUN, require_own_folder
 
     # 1. Check the folder and the device.
-    chosen = ModelChoice(model, config, tokenizer, device)
+    chosen = ModelChoice(model, config, tokenizer, device, "float32", mode, block_size, mask_token_id)
     require_own_folder(out.expanduser())
     require_gpu(precision, kind_of_device(device) == "cpu")
 

@@ -68,6 +68,9 @@ def lens(
     seed: options.Seed = 0,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
@@ -83,7 +86,7 @@ def lens(
     Example: diffusion-lens lens site-mdm --prompt "Plerrick Baupling plays" --answer " bassoon" --length 16 --out lens
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     from diffusion_lens.analysis import logit_lens
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.selection import unique_indices

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
@@ -22,9 +22,11 @@ class ModelChoice:
         config, tokenizer: Paths of the config and the tokenizer, if they are not next to the checkpoint.
         device: Name of the device. `None` means the best available device.
         dtype: Dtype of the weights, "float32", "bfloat16" or "float16".
+        mode, block_size, mask_token_id: Arguments of `from_pretrained` that say what the config leaves open.
 
     Raises:
-        ValueError: The dtype or the device is unknown. Loading checks whether this machine has the device.
+        ValueError: The dtype or the device is unknown, or the checkpoint has no such mode or block size. Loading checks
+            whether this machine has the device.
         FileNotFoundError: The config or the tokenizer does not exist.
     """
 
@@ -33,6 +35,9 @@ class ModelChoice:
     tokenizer: Path | None = None
     device: str | None = None
     dtype: str = "float32"
+    mode: str | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         bytes_per_weight(self.dtype)
@@ -48,6 +53,13 @@ class ModelChoice:
             from diffusion_lens.loading.tokenizers import require_tokenizer
 
             require_tokenizer(self.tokenizer.expanduser())
+        if self.options:
+            self.known_shape()
+
+    @property
+    def options(self) -> dict[str, str | int]:
+        """What the config leaves open, as far as it is given."""
+        return reading(self.mode, self.block_size, self.mask_token_id)
 
     @property
     def label(self) -> str:
@@ -63,7 +75,7 @@ class ModelChoice:
         """
         from diffusion_lens.loading import shape_of
 
-        return shape_of(self.name, self.config)
+        return shape_of(self.name, self.config, self.options)
 
     def known_shape(self) -> "Architecture | None":
         """Architecture of the model, or `None` if the model must be downloaded first."""
@@ -115,7 +127,12 @@ class ModelChoice:
         from weight_conversion import tensor_shapes
 
         cfg, checkpoint, tokenizer = open_pretrained(
-            self.name, config=self.config, tokenizer=self.tokenizer, device="cpu", dtype=self.dtype
+            self.name,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            device="cpu",
+            dtype=self.dtype,
+            options=self.options,
         )
         shapes = tensor_shapes(checkpoint.architecture)
         cfg.device = "meta"
@@ -124,8 +141,11 @@ class ModelChoice:
         model.cfg.device = "cpu"  # Canvases have values, so they need a real device.
         return model
 
-    def load(self) -> "HookedDiffusionTransformer":
+    def load(self, *, weights_of: "HookedDiffusionTransformer | None" = None) -> "HookedDiffusionTransformer":
         """The model on its device.
+
+        Args:
+            weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
 
         Raises:
             ValueError: The name is unknown, or this machine does not have the device.
@@ -134,9 +154,24 @@ class ModelChoice:
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
         device = None if self.device is None else as_device(self.device)
+        files: dict[str, Any] = {"config": self.config, "tokenizer": self.tokenizer}
+        if weights_of is not None:
+            from diffusion_lens.loading import open_pretrained
+
+            cfg, _, tokenizer = open_pretrained(
+                self.name, **files, device=device, dtype=self.dtype, options=self.options
+            )
+            return HookedDiffusionTransformer(cfg, tokenizer, weights_of=weights_of)
+        options: dict[str, Any] = self.options
         return HookedDiffusionTransformer.from_pretrained(
-            self.name, config=self.config, tokenizer=self.tokenizer, device=device, dtype=self.dtype
+            self.name, **files, device=device, dtype=self.dtype, **options
         )
+
+
+def reading(mode: str | None, block_size: int | None, mask_token_id: int | None) -> dict[str, str | int]:
+    """The options of a checkpoint that are given, by their Python argument."""
+    given = {"mode": mode, "block_size": block_size, "mask_token_id": mask_token_id}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def bytes_per_weight(dtype: str) -> int:

@@ -8,7 +8,7 @@ import typer
 
 from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
-from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.cli.load_model import ModelChoice, reading
 from diffusion_lens.cli.report import Report
 
 
@@ -42,6 +42,9 @@ def info(
     model: options.Model,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     hooks: Annotated[bool, typer.Option("--hooks", help="Also list the hook points. This loads the weights.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -54,7 +57,7 @@ def info(
     """
     from weight_conversion import n_params
 
-    chosen = ModelChoice(model, config)
+    chosen = ModelChoice(model, config, tokenizer, "cpu", "float32", mode, block_size, mask_token_id)
     shape = chosen.shape()
     report = Report("info", {"model": model}, None, json)
     facts: dict[str, Any] = {
@@ -67,7 +70,7 @@ def info(
     width = max(map(len, facts))
     report.say(*(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
     if hooks:
-        loaded = ModelChoice(model, config, tokenizer, device="cpu").load()
+        loaded = chosen.load()
         facts["hook_points"] = list(loaded.hook_dict)
         report.say(f"{len(facts['hook_points'])} hook points:", *(f"  {name}" for name in facts["hook_points"]))
     report.finish(facts)
@@ -84,6 +87,9 @@ def convert(
         ),
     ] = None,
     config: options.Config = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     json: options.Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Describe SOURCE and the memory it needs, and write nothing.")
@@ -96,7 +102,7 @@ def convert(
     from diffusion_lens.loading import trained_length_of, write_trained_length
     from weight_conversion import check_export, export, n_params, open_checkpoint
 
-    checkpoint = open_checkpoint(source, config)
+    checkpoint = open_checkpoint(source, config, reading(mode, block_size, mask_token_id))
     shape = checkpoint.architecture
     report = Report("convert", {"source": source, "target": target, "to": to}, None, json)
     if target.exists():

@@ -27,6 +27,21 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps. Defa
 Dtype = Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")]
 Config = Annotated[Path | None, typer.Option(help="Config of the checkpoint, if it is not next to it.")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Folder of the tokenizer, if it is not next to the checkpoint.")]
+Mode = Annotated[
+    str | None,
+    typer.Option(help="Where one checkpoint is several models: bidirectional, block (block diffusion) or ar (causal)."),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Positions in a block of a block diffusion model whose config does not say it.",
+        callback=ranges.at_least(1),
+    ),
+]
+MaskTokenId = Annotated[
+    int | None,
+    typer.Option(help="Id of [MASK], where neither config nor tokenizer gives it.", callback=ranges.at_least(0)),
+]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for results, figures and command.json, which records how to repeat the run.")
 ]
@@ -149,6 +164,10 @@ Temperature = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random number generator.", callback=ranges.seed())]
+BatchBytes = Annotated[
+    int,
+    typer.Option(help="Most memory for one batch in bytes, in addition to the weights.", callback=ranges.at_least(1)),
+]
 Kind = Annotated[str, typer.Option(help="Kind of state to restore: resid, mlp or attn.")]
 Window = Annotated[
     int, typer.Option(help="Number of layers restored together, for mlp and attn.", callback=ranges.at_least(1))

@@ -80,6 +80,9 @@ def patch(
     seed: options.Seed = 0,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
@@ -95,7 +98,7 @@ def patch(
     --answer " bassoon" --length 16 --out patch
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     from diffusion_lens.analysis import patch_grid
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.patching.patch_settings import PatchSettings

@@ -39,6 +39,9 @@ def recall(
     merge: options.Merge = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
@@ -53,7 +56,7 @@ def recall(
     Example: diffusion-lens recall site-mdm --length 16 --limit 5 --out recall
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     require("pictures", *({score} & set(EXTRAS)))
     from diffusion_lens.analysis import LoopSettings
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work

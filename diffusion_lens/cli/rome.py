@@ -48,6 +48,9 @@ def rome(
     export: Annotated[Path | None, typer.Option(help="Folder for the edited model, with --target.")] = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
@@ -64,7 +67,7 @@ def rome(
     --answer " bassoon" --layer 1 --target " harp" --out rome
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     import torch
 
     from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success

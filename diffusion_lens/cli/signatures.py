@@ -71,16 +71,14 @@ def signatures(
             callback=ranges.at_least(2),
         ),
     ] = None,
-    max_bytes: Annotated[
-        int,
-        typer.Option(
-            help="Most memory for one batch in bytes, in addition to the weights.", callback=ranges.at_least(1)
-        ),
-    ] = 2**30,
+    max_bytes: options.BatchBytes = 2**30,
     shard: options.Shard = None,
     merge: options.Merge = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     json: options.Json = False,
@@ -96,7 +94,7 @@ def signatures(
     Example: diffusion-lens signatures site-mdm --against site-ar --limit 6 --out signatures
     """
     arguments = dict(locals())
-    chosen = [ModelChoice(model, config, tokenizer, device, dtype)]
+    chosen = [ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)]
     if against is not None:
         chosen.append(ModelChoice(against, device=device, dtype=dtype))
     require("pictures")

@@ -46,6 +46,9 @@ def trace(
     seed: options.Seed = 1,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
     out: options.Out = None,
@@ -62,7 +65,7 @@ def trace(
     --answer " bassoon" --length 16 --out trace
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype)
+    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     from diffusion_lens.analysis import Corruption, Restoration, Selection, noise_scale, trace_query, trace_steps
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS

@@ -89,10 +89,17 @@ def open_pretrained(
     return cfg, checkpoint, loaded_tokenizer
 
 
-def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | None = None) -> Architecture:
+def shape_of(
+    name_or_path: str | Path,
+    config: str | Path | Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Architecture:
     """The architecture of a model that `from_pretrained` takes, without a download.
 
     It is read from the catalogue, or from the headers of the files.
+
+    Args:
+        options: The `block_size`, `mode` and `mask_token_id` of `from_pretrained`, as far as they are given.
 
     Raises:
         ValueError: The name is unknown, or the files are not a checkpoint.
@@ -100,13 +107,13 @@ def shape_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | 
             in the cache.
     """
     published = None if _exists(_path(name_or_path)) else _published(name_or_path)
-    known = published.architecture if published else None
+    known = published.read(options or {}) if published else None
     if known is not None and config is None:
         return known
-    local = _locate(name_or_path, {"local_files_only": True})
+    local = _locate(name_or_path, {"local_files_only": True}, options)
     if config is None:
-        config = _completed_config(local, lambda: _open_tokenizer(None, local, {"local_files_only": True}))
-    return open_checkpoint(local.path, config).architecture
+        config = _completed_config(local, lambda: _open_tokenizer(None, local, {"local_files_only": True}), options)
+    return open_checkpoint(local.path, config, options).architecture
 
 
 def trained_length_of(name_or_path: str | Path, config: str | Path | Mapping[str, Any] | None = None) -> int | None:

@@ -18,6 +18,8 @@ COMMANDS = get_command(app).commands
 ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 NEEDS = {
     "models": [],
+    "info": ["tiny-mdm"],
+    "convert": ["one.safetensors", "other.safetensors"],
     "denoise": ["tiny-mdm", "Gustav"],
     "explore": ["tiny-mdm", "--out", "page.html"],
     "recall": ["tiny-mdm"],
@@ -38,9 +40,9 @@ WRONG = {
         "0",
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
-    "checkpoint-every max-bytes per-person "
+    "checkpoint-every max-bytes per-person block-size "
     "seeds depth",
-    ("-1",): "occurrence prefixes ask at-step step head attention",
+    ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",
     ("-1", str(2**64)): "seed",

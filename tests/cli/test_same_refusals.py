@@ -48,6 +48,7 @@ WRONG = {
     "--to": "foo",
     "--device": "foo",
     "--dtype": "foo",
+    "--mode": "foo",
     "--data": "nowhere",
     "--positions": "foo",
     "--trained": "foo",

@@ -41,6 +41,15 @@ class Family:
     options: tuple[str, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` that names the options that models of this family do not have."""
+        if unknown := sorted(set(options) - set(self.options)):
+            possible = f"only {', '.join(self.options)}" if self.options else "none of these options"
+            raise ValueError(
+                f"{', '.join(f'{name}={options[name]!r}' for name in unknown)}: the family {self.name!r} takes "
+                f"{possible}; leave the others out"
+            )
+
 
 def require_count(key: str, count: object, family: str) -> None:
     """Raise a `ValueError` unless `count` is an int, at least 1; a bool is refused."""

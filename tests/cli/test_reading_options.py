@@ -1,0 +1,95 @@
+"""`--mode`, `--block-size` and `--mask-token-id` say what the config of a checkpoint leaves open."""
+
+import json
+from pathlib import Path
+
+import pytest
+from page_reader import PageFile
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.cli import app
+from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.loading import shape_of
+from weight_conversion import export
+
+NEMOTRON = Path(__file__).parents[1] / "golden" / "nemotron"
+NAMES = {"mode", "block_size", "mask_token_id"}
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [*arguments])
+
+
+@pytest.fixture
+def folder(configs: dict, specimen: type, tmp_path: Path) -> Path:
+    """A checkpoint of several modes, with a tokenizer."""
+    bundled = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    config = {**configs["nemotron"], "vocab_size": bundled.cfg.d_vocab, "mask_token_id": bundled.cfg.mask_token_id}
+
+    model = specimen(config).model
+    bundled.tokenizer.save_pretrained(tmp_path / "both")
+    export(model.state_dict(), model.cfg.architecture, tmp_path / "both" / "model.safetensors")
+    return tmp_path / "both"
+
+
+def test_every_command_that_takes_a_config_takes_them() -> None:
+    commands = get_command(app).commands
+    takers = {name for name, command in commands.items() if "config" in {each.name for each in command.params}}
+    assert {name for name in takers if NAMES - {each.name for each in commands[name].params}} == {"check"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ((), ("bidirectional", 100, None)),
+        (("--mode", "ar"), ("causal", None, None)),
+        (("--mode", "block", "--block-size", "8"), ("block_causal", 100, 8)),
+        (("--mask-token-id", "7"), ("bidirectional", 7, None)),
+    ],
+)
+def test_info_describes_the_model_that_is_asked_for(asked: tuple[str, ...], expected: tuple) -> None:
+    result = invoke("info", str(NEMOTRON), *asked, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["results"]
+    assert (told["attention_dir"], told["mask_token_id"], told.get("causal_block")) == expected
+
+
+def test_a_choice_loads_what_it_describes() -> None:
+    choice = ModelChoice(str(NEMOTRON), device="cpu", mode="block", block_size=8)
+    outline = choice.without_weights()
+    assert outline is not None
+    assert choice.load().cfg.architecture == outline.cfg.architecture == choice.shape()
+
+
+def test_published_names_are_read_in_the_same_way() -> None:
+    assert shape_of("nemotron-labs-diffusion-3b", options={"mode": "ar"}).attention_dir == "causal"
+    for command, message in (
+        (["info", "smdm-1028m", "--mode", "ar"], "--mode 'ar': the family 'lit_gpt' takes none of these options"),
+        (["info", "tiny-mdm", "--mask-token-id", "4"], "--mask-token-id 4: the family 'lit_gpt' takes none"),
+        (["info", str(NEMOTRON), "--mode", "causal"], "'bidirectional', 'block', 'ar': pass one of them as --mode"),
+        (["info", "dream-7b-base", "--block-size", "4"], "--block-size 4: the family 'dream' takes"),
+    ):
+        result = invoke(*command)
+        assert result.exit_code == 2
+        assert message in result.output, result.output
+
+
+def test_the_explorer_shows_both_modes_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    asked = ["--prompt", "Gustav Geisser is the", "--length", "8", "--steps", "2", "--device", "cpu"]
+    result = invoke("explore", str(folder), "--against", "pair", *asked, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    models = PageFile(out.read_text(encoding="utf-8")).manifest["models"]
+    assert [model["grows"] for model in models] == [False, True]
+
+
+def test_a_dry_run_counts_the_model_that_is_asked_for(folder: Path) -> None:
+    asked = ["denoise", str(folder), "Gustav Geisser is the", "--length", "8", "--steps", "2", "--dry-run", "--json"]
+    passes = {}
+    for mode in ("bidirectional", "ar"):
+        result = invoke(*asked, "--mode", mode)
+        assert result.exit_code == 0, result.output
+        passes[mode] = json.loads(result.stdout)["results"]["forward_passes"]
+    assert passes["ar"] > passes["bidirectional"] == 2
