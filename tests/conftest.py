@@ -144,6 +144,22 @@ def score_network(graph: str, noise: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def uniform_noise(**more: Any) -> dict[str, Any]:
+    """A small model under uniform noise, which has no [MASK]: its canvases hold tokens only."""
+    sizes = {
+        "n_layers": 3,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_key_value_heads": 2,
+        "d_head": 12,
+        "d_mlp": 48,
+        "n_ctx": 128,
+    }
+    kind = {"attention_dir": "bidirectional", "readout": "in_place", "mask_token_id": None}
+    names = {"family": "diffusion_lens", "name": "uniform"}
+    return {**names, **sizes, "d_vocab": 512, "d_vocab_out": 512, **kind, **more}
+
+
 CONFIGS = {
     "llada": {
         "model_type": "llada",
@@ -189,11 +205,15 @@ DIFFUSION_TRANSFORMERS = {
         "model": {"type": "ddit_wot", "hidden_size": 32, "n_blocks": 3, "n_heads": 4, "length": 128},
     },
 }
+# Architectures that no published family has.
+NATIVE = {"uniform": uniform_noise()}
 # Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
-# their position, experts, attention by blocks, LayerNorms, plain MLPs, and a network that is told the time.
+# their position, experts, attention by blocks, LayerNorms, plain MLPs, a network that is told the time, uniform noise
+# and log scores under it.
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar"),
     *("nemotron-block", "nemotron-prompt", "llada_moe", "llada2-unshared", "sdar", "mdlm", "sedd"),
+    *("uniform", "sedd-uniform"),
 )
 TIME = 0.6  # which a network that is told the time hears outside the loop
 
@@ -234,15 +254,19 @@ class Golden:
 
 
 class Specimen:
-    """A small random model, as a family's config describes it."""
+    """A small random model, as a family's config or a native architecture describes it."""
 
     def __init__(self, config: dict[str, Any], seed: int = 0) -> None:
         from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+        from weight_conversion import Architecture
         from weight_conversion.registry import recognise
 
-        architecture = recognise(config, {}, "the config").read_architecture(config, {})
+        if config.get("family") == "diffusion_lens":
+            architecture = Architecture.from_dict(config)
+        else:
+            architecture = recognise(config, {}, "the config").read_architecture(config, {})
         cfg = DiffusionConfig.from_architecture(architecture, device="cpu")
-        self.kind = "mdm" if architecture.mask_token_id is not None else "ar"
+        self.kind = {"absorbing": "mdm", "uniform": "uniform", None: "ar"}[architecture.noise]
         self.model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, seed))
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
         # As inside `model.at_time(TIME)`, but for all tests that share the model.
@@ -260,8 +284,10 @@ def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor
 
     generator = torch.Generator().manual_seed(seed)
     tensors = []
+    # Scores under uniform noise that are far below their mean stand for no probability at all.
+    mild = architecture.head == "log_scores" and architecture.noise == "uniform"
     for name, shape in tensor_shapes(architecture).items():
-        drawn = torch.randn(shape, generator=generator)
+        drawn = torch.randn(shape, generator=generator) * (0.1 if mild and name.startswith("unembed") else 1.0)
         if name.endswith("router.bias"):
             tensors.append((name, 0.05 * drawn))
         elif len(shape) == 1:
@@ -276,7 +302,7 @@ def built(family: str) -> Any:
     """The small model of a family, built once for all fixtures that give it."""
     if family.startswith("lit_gpt-"):
         return Golden("gqa", family.removeprefix("lit_gpt-"))
-    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS}[family])
+    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS, **NATIVE}[family])
 
 
 @pytest.fixture(scope="session", params=UNDER_LAW)

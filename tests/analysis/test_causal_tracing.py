@@ -16,6 +16,10 @@ from diffusion_lens.interventions import swap
 # A masked diffusion model and a causal one; and a bidirectional model whose row i reads position i + 1.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 every_readout = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
+# These, and two models under uniform noise, of which one gives log scores and is told the time.
+every_noise = pytest.mark.parametrize(
+    "every", ["lit_gpt-mdm", "lit_gpt-ar", "dream", "uniform", "sedd-uniform"], indirect=True
+)
 SITES = ("mlp", "attn")
 FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
@@ -34,9 +38,9 @@ def recorded_query(golden, case, tokens):
 def query(every):
     """Nine positions, a subject of three, an answer at the last position, or right after it."""
     model, tokens = every.model, every.tokens[0, :9].clone()
-    if every.kind == "mdm":
-        tokens[8] = model.cfg.mask_token_id
-    return Query(tokens, (2, 5), (8 if every.kind == "mdm" else 9,), (3,))
+    if model.cfg.has_mask:
+        tokens[8] = model.cfg.blank
+    return Query(tokens, (2, 5), (9 if model.cfg.grows else 8,), (3,))
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,12 @@ def row_of(model, position):
 SITE = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
 
 
+def p_clean(model, query, logits):
+    """p(x_0) at the answer's positions from the logits of their rows."""
+    present = query.tokens[None, list(query.answer_positions)] if model.head.needs_canvas else None
+    return model.head_at(present).clean_logits(logits).softmax(-1)
+
+
 def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=None, layers=None):
     """The plain procedure: the whole network for every cell, everything restored and severed by ordinary hooks.
 
@@ -107,7 +117,7 @@ def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=
             hooks += [(f"blocks.{block}.{SITE[severed]}", put(corrupted)) for block in range(layer + 1, n_layers)]
         with torch.no_grad():
             logits = model.run_with_hooks(query.tokens.repeat(n_pos * samples, 1), fwd_hooks=noisy + hooks)
-        answer = logits[:, rows].softmax(-1)[:, range(len(rows)), list(query.answer_tokens)]
+        answer = p_clean(model, query, logits[:, rows])[:, range(len(rows)), list(query.answer_tokens)]
         scores.append(answer.unflatten(0, (n_pos, samples)).transpose(1, 2))
     return torch.stack(scores, dim=1)
 
@@ -125,13 +135,13 @@ def noise_by_hand(query, d_model, noise, samples, seed):
 
 
 def likeliest_answer(every, query, subject, positions):
-    """The same canvas with its likeliest tokens as the answer: masked there, or continued with them."""
-    tokens, answer = query.tokens.clone(), {}
-    if every.kind == "mdm":
-        tokens[list(positions)] = every.model.cfg.mask_token_id
+    """The same canvas with its likeliest tokens as the answer: masked there, noisy there, or continued with them."""
+    tokens, answer, cfg = query.tokens.clone(), {}, every.model.cfg
+    if cfg.has_mask:
+        tokens[list(positions)] = cfg.blank
     for position in sorted(positions):
         answer[position] = int(every.model(tokens[None])[0, row_of(every.model, position)].argmax())
-        if every.kind == "ar" and position < len(tokens):
+        if cfg.grows and position < len(tokens):
             tokens[position] = answer[position]
     return Query(tokens, subject, positions, tuple(answer[position] for position in positions))
 
@@ -140,7 +150,7 @@ def likeliest_answer(every, query, subject, positions):
 def two_tokens(every, query):
     """A query whose answer is the two likeliest tokens at two positions, in no order, one of them inside the canvas."""
     n = len(query.tokens)
-    return likeliest_answer(every, query, query.subject, (n - 1, n - 3) if every.kind == "mdm" else (n - 2, n))
+    return likeliest_answer(every, query, query.subject, (n - 2, n) if every.model.cfg.grows else (n - 1, n - 3))
 
 
 RESTORATIONS = [
@@ -165,7 +175,7 @@ def test_every_cell_equals_a_whole_pass_with_ordinary_hooks(every, two_tokens, o
     torch.testing.assert_close(narrow.token_scores, trace.token_scores[[8, 4]][:, [2, 0]], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("every", ["dream", "llama"], indirect=True)
+@pytest.mark.parametrize("every", ["dream", "llama", "uniform", "sedd-uniform"], indirect=True)
 def test_every_cell_equals_ordinary_hooks_in_other_families(every, two_tokens):
     assert_every_cell_equals_ordinary_hooks(every.model, two_tokens, dict(kind="resid", severed="mlp"))
     assert_every_cell_equals_ordinary_hooks(every.model, two_tokens, dict(kind="attn", window=2))
@@ -179,7 +189,7 @@ def assert_every_cell_equals_ordinary_hooks(model, query, options):
     return trace
 
 
-@every_readout
+@every_noise
 def test_mask_and_swap_equal_the_canvas_with_other_tokens(every, two_tokens):
     """Nothing is drawn: there is one corrupted run, that of a canvas with another subject."""
     model, (start, stop) = every.model, two_tokens.subject
@@ -202,8 +212,8 @@ def test_mask_and_swap_equal_the_canvas_with_other_tokens(every, two_tokens):
     counterfactual = Query(changed, two_tokens.subject, two_tokens.answer_positions, two_tokens.answer_tokens)
     assert swapped.corrupted == pytest.approx(causal_trace(model, counterfactual, noise=0.0, samples=1).clean, rel=1e-5)
     assert "noise" not in swapped.record
-    if every.kind == "ar":
-        with pytest.raises(ValueError, match="MASK"):
+    if not model.cfg.has_mask:
+        with pytest.raises(ValueError, match=r"has no \[MASK\]; corrupt with add_noise"):
             causal_trace(model, two_tokens, corruption="mask")
         return
     masked = causal_trace(model, two_tokens, corruption="mask")
@@ -280,7 +290,7 @@ def test_batches_keep_to_the_budget(every, query, monkeypatch):
     assert widest == [4, 12]
 
 
-@every_readout
+@every_noise
 def test_patching_everything_gives_the_clean_logits(every, query):
     """The law from which the grid's cells are made, for all positions at once: swap all of a layer's outputs."""
     model = every.model
@@ -312,7 +322,7 @@ def test_only_what_differs_is_computed(every, query, monkeypatch):
     assert plain / ours > {"mdm": 5, "ar": 9}[every.kind]
 
 
-@both_variants
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "uniform", "sedd-uniform"], indirect=True)
 @pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
 def test_noise_zero_has_no_effect(every, query, kind):
     trace = causal_trace(every.model, query, kind=kind, noise=0.0, samples=2)
@@ -320,7 +330,7 @@ def test_noise_zero_has_no_effect(every, query, kind):
     assert trace.indirect_effect.abs().max() < 1e-6
 
 
-@every_readout
+@every_noise
 def test_restoring_the_row_that_is_read_after_the_last_block_gives_the_clean_score(every, query, trace):
     read = row_of(every.model, query.answer_positions[0])
     assert trace.scores[read, -1].item() == pytest.approx(trace.clean, abs=1e-6)
@@ -349,19 +359,19 @@ def test_the_number_of_positions_that_share_passes_changes_no_score(every, query
         torch.testing.assert_close(shared.scores, trace.scores, rtol=1e-5, atol=1e-7)
 
 
-@every_readout
+@every_noise
 def test_the_score_of_an_answer_is_the_product_of_its_tokens(every, query):
     model = every.model
     n = len(query.tokens)
-    if every.kind == "mdm":
+    if not model.cfg.grows:
         tokens = query.tokens.clone()
-        tokens[n - 2] = model.cfg.mask_token_id
+        tokens[n - 2] = model.cfg.blank if model.cfg.has_mask else tokens[n - 2]
         both = Query(tokens, query.subject, (n - 2, n - 1), (11, 12))
         logits = model(tokens[None])[0, [row_of(model, n - 2), row_of(model, n - 1)]]
     else:
         both = Query(torch.cat([query.tokens, torch.tensor([11])]), query.subject, (n, n + 1), (11, 12))
         logits = model(both.tokens[None])[0, [n - 1, n]]
-    expected = logits.softmax(-1)[[0, 1], [11, 12]].prod()
+    expected = p_clean(model, both, logits[None])[0][[0, 1], [11, 12]].prod()
     score = causal_trace(model, both, noise=0.5, samples=1, layers=[0], positions=[0]).clean
     assert score == pytest.approx(expected.item(), rel=1e-5)
 

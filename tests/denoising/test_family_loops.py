@@ -31,10 +31,10 @@ DREAM = {
 }
 
 
-# Readouts in place and shifted, guided and not, and the causal model at a temperature.
+# Readouts in place and shifted, guided and not, the causal model at a temperature, and uniform noise.
 others_and_runs = pytest.mark.parametrize(
     ("every", "run"),
-    [("llada", 1), ("dream", 0), ("dream", 1), ("llama", 1), ("a2d-qwen3", 0)],
+    [("llada", 1), ("dream", 0), ("dream", 1), ("llama", 1), ("a2d-qwen3", 0), ("uniform", 0), ("sedd-uniform", 1)],
     indirect=True,
 )
 
@@ -46,19 +46,30 @@ def prompt_of(every):
 @pytest.fixture(scope="module")
 def run(request, every):
     """A prompt of three rows, settings that the model understands, and the run."""
-    causal = {"sampler": "left_to_right", "cfg_scale": 0.0} if every.kind == "ar" else {}
-    prompt, options = prompt_of(every), {**RUNS[request.param], "length": LENGTH, **causal}
+    # Without [MASK] the default sampler of the noise, and no guidance.
+    plain = {} if every.model.cfg.has_mask else {"sampler": None, "cfg_scale": 0.0}
+    prompt, options = prompt_of(every), {**RUNS[request.param], "length": LENGTH, **plain}
     return prompt, options, every.model.denoise(prompt, **options)
 
 
 @others_and_runs
 def test_a_run_fills_the_blanks_and_nothing_else(every, run):
     prompt, _, trajectory = run
-    blank = -1 if every.kind == "ar" else every.model.cfg.mask_token_id
-    assert (trajectory.canvases[0, :, PROMPT:] == blank).all()
+    cfg = every.model.cfg
     assert (trajectory.canvases[:, :, :PROMPT] == prompt).all()
     assert torch.equal(trajectory.canvases[-1], trajectory.tokens)
     assert ((trajectory.tokens >= 0) & (trajectory.tokens < 512)).all()
+    if cfg.rewrites:  # every step may write every position; the first canvas is noise
+        noise = trajectory.canvases[0, :, PROMPT:]
+        assert ((noise >= 0) & (noise < 512)).all()
+        assert noise.unique().numel() > 10
+        changed = trajectory.canvases[1:] != trajectory.canvases[:-1]
+        last = torch.stack([row * step for step, row in enumerate(changed.int())]).amax(dim=0)
+        assert torch.equal(trajectory.revealed_at[:, PROMPT:], last[:, PROMPT:])
+        assert (trajectory.revealed_at[:, :PROMPT] == -1).all()
+        return
+    blank = -1 if cfg.grows else cfg.blank
+    assert (trajectory.canvases[0, :, PROMPT:] == blank).all()
     for step, (before, after) in enumerate(pairwise(trajectory.canvases)):
         assert torch.equal(after[before != blank], before[before != blank])
         assert torch.equal(trajectory.revealed_at == step, (before == blank) & (after != blank))
@@ -89,14 +100,19 @@ def test_padded_prompts_give_what_they_give_alone(every, run):
     assert torch.equal(together.canvases[:, 0, 3:], alone.canvases[:, 0])
 
 
-@others
+@pytest.mark.parametrize("every", ["llada", "dream", "llama", "a2d-qwen3", "uniform", "sedd-uniform"], indirect=True)
 def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
     """Read where the network predicts: by hand, the row before in a shifted model."""
     model = every.model
     trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=4)
     for position in range(PROMPT, LENGTH, 2):
-        canvas = trajectory.canvases[trajectory.revealed_at[0, position]].clamp(min=0)
-        odds = model(canvas)[0, position - (model.cfg.readout == "shifted")].softmax(-1)
+        # Under uniform noise the last step writes every position.
+        step = trajectory.n_steps - 1 if model.cfg.rewrites else int(trajectory.revealed_at[0, position])
+        with model.clock.at(trajectory.state_at(step)):
+            canvas = trajectory.canvases[step].clamp(min=0)
+            row = position - (model.cfg.readout == "shifted")
+            logits = model.head_at(canvas[:, [position]]).clean_logits(model(canvas, logits_at=[row]))
+        odds = logits[0, 0].softmax(-1)
         torch.testing.assert_close(
             trajectory.confidence[0, position], odds[trajectory.tokens[0, position]], rtol=1e-4, atol=1e-6
         )

@@ -52,8 +52,8 @@ def require_plain_stream(model: DiffusionTransformer) -> None:
 
 
 def on_one_metric(clean: Side, corrupted: Side) -> tuple[Side, Side]:
-    """Both sides with the metric of the clean canvas, applied to guided logits if the clean run was guided."""
-    clean = clean.guided()
+    """Both sides with the metric of the clean canvas, applied to logits of p(x_0), guided if the clean run was."""
+    clean = clean.through_head()
     return clean, replace(corrupted, reading=clean.reading)
 
 

@@ -80,7 +80,8 @@ def patch_grid(
         model: Model whose corrupted run is patched.
         clean, corrupted: Text or texts, tokens Int[batch pos], a `Query` or, with `steps`, a `Trajectory` each.
         metric: Function from the corrupted model's logits [batch pos d_vocab_out] to a scalar tensor, as in
-            TransformerLens. The logits are guided if the corrupted trajectory is. `answer_probability(model, query)`
+            TransformerLens. Their softmax is p(x_0), whatever the head's output means. The logits are guided if the
+            corrupted trajectory is. `answer_probability(model, query)`
             has its own rows and, with `steps`, reads the tokens that are still masked on each canvas.
         sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out" [layer pos]; "q", "k", "v", "z",
             "pattern" [layer pos head].
@@ -237,7 +238,7 @@ def _run_both(
 ) -> SidePair:
     """Compute each side once."""
     points, names = stored_points(corrupted, sweeps, method)
-    clean, corrupted = clean.guided(), corrupted.guided()
+    clean, corrupted = clean.through_head(), corrupted.through_head()
     clean_run = clean.input.run(points)
     gradients: dict[str, Tensor] = {}
     if method == "attribution":

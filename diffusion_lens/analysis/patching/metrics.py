@@ -23,6 +23,7 @@ from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import HeadAt
 
 Metric = Callable[[Tensor], Any]
 
@@ -123,6 +124,10 @@ class Reading:
         if outside := [row for row in rows if not -n_pos <= row < n_pos]:
             raise ValueError(f"logits_at={outside}, but the canvas has rows 0 to {n_pos - 1}")
         return replace(self, rows=[row % n_pos for row in rows]) if rows else self
+
+    def through(self, head: HeadAt) -> "Reading":
+        """This metric applied to logits whose softmax is p(x_0), from the output of a head."""
+        return Reading(lambda output: self.function(head.clean_logits(output)), self.rows)
 
     def guided(self, unconditional: Float[Tensor, "batch selected d_vocab_out"], scale: float) -> "Reading":
         """This metric applied to guided logits."""

@@ -93,13 +93,27 @@ class Side:
         """Input of this side's forward pass."""
         return NetworkInput(self.model, self.tokens, self.reading.rows, self.real, self.step)
 
-    def guided(self) -> "Side":
-        """This side with its metric applied to guided logits, if its run was guided."""
-        if not self.cfg_scale or self.reading is UNREAD:
+    def through_head(self) -> "Side":
+        """This side with its metric applied to what its head's output means: logits whose softmax is p(x_0), guided if
+        its run was. The probability of an answer reads the head itself."""
+        if self.reading is UNREAD or isinstance(self.reading.function, AnswerProbability):
             return self
+        with self.model.clock.at(self.step):
+            head = self.model.head_at(self._predicted_tokens())
+        reading = self.reading.through(head)
+        if not self.cfg_scale:
+            return replace(self, reading=reading)
         with self.model.clock.at(self.step and replace(self.step, branch="unconditional")):
             unconditional = self.model(self.unprompted, attention_mask=self.real, logits_at=self.reading.rows)
-        return replace(self, reading=self.reading.guided(unconditional, self.cfg_scale))
+        return replace(self, reading=reading.guided(unconditional, self.cfg_scale))
+
+    def _predicted_tokens(self) -> Int[Tensor, "batch selected"] | None:
+        """The token at each position that the metric's rows predict, for a head that needs the canvas."""
+        if not self.model.head.needs_canvas:
+            return None
+        positions = torch.arange(self.n_pos, device=self.tokens.device)
+        by_row = positions.scatter(0, self.model.readout.rows(positions), positions)
+        return self.tokens[:, by_row if self.reading.rows is None else by_row[self.reading.rows]]
 
     @property
     def n_pos(self) -> int:

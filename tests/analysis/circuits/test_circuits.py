@@ -47,7 +47,9 @@ def test_the_whole_graph_is_the_clean_run_and_no_edge_the_corrupted_one(every, p
     n_edges = int(scores.exists.sum())
     curve = faithfulness(every.model, *pair, logit, scores, [0, 10, n_edges])
     assert curve.sizes == (0, 10, n_edges)
-    clean, corrupted = (logit(every.model(tokens)).item() for tokens in pair)
+    # A metric reads logits of p(x_0), in both runs with the tokens of the clean canvas.
+    head = every.model.head_at(pair[0])
+    clean, corrupted = (logit(head.clean_logits(every.model(tokens))).item() for tokens in pair)
     assert_close(curve.share[[0, 2]].float(), torch.tensor([0.0, 1.0]), rtol=0, atol=1e-4)
     assert (curve.clean, curve.corrupted) == pytest.approx((clean, corrupted), rel=1e-4)
 

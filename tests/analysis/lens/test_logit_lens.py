@@ -31,10 +31,13 @@ def points(model):
     return [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last)), f"blocks.{last - 1}.hook_resid_post"]
 
 
-def written_out(model, states, targets, k=5, step=None):
-    """Every number of the lens at some rows, from the states Float[layer row d_model] and a target for each row."""
+def written_out(model, states, targets, present, k=5, step=None):
+    """Every number of the lens at some rows, from the states Float[layer row d_model] and, for each row, a target and
+    the token that stands there."""
     with model.clock.at(step):
         logits = model.unembed(model.normalized(states)).float()
+        if model.head.needs_canvas:
+            logits = model.head_at(present[None]).clean_logits(logits)
     if model.cfg.head != "logits" and model.cfg.has_mask:  # [MASK] takes no part in the softmax
         logits[..., model.cfg.mask_token_id] = -1e6
     log_p = logits.log_softmax(-1)
@@ -42,13 +45,15 @@ def written_out(model, states, targets, k=5, step=None):
     n_writable = logits.shape[-1] - (model.cfg.has_mask and model.cfg.mask_token_id < logits.shape[-1])
     order = order[order != model.cfg.mask_token_id].view(*logits.shape[:-1], n_writable)
     last = log_p[-1].expand_as(log_p)
+    of_target = log_p.gather(-1, targets.expand(len(states), -1)[..., None])
     return {
         "top_tokens": order[..., :k],
         "top_probabilities": log_p.exp().gather(-1, order[..., :k]),
         "entropy": torch.distributions.Categorical(logits=logits).entropy(),
         "kl": torch.nn.functional.kl_div(log_p, last, reduction="none", log_target=True).sum(-1),
-        "target_ranks": (order == targets[:, None]).int().argmax(dim=-1, keepdim=True),
-        "target_probabilities": log_p.exp().gather(-1, targets.expand(len(states), -1)[..., None]),
+        # Under uniform noise many tokens tie: they have no probability.
+        "target_ranks": (log_p.gather(-1, order) > of_target).sum(dim=-1, keepdim=True),
+        "target_probabilities": of_target.exp(),
     }
 
 
@@ -72,7 +77,8 @@ def assert_reads(lens, model, states, index, row=0, step=None):
     for table in tables.values():
         assert (table[:, absent] == -1).all() if table.dtype == torch.long else table[:, absent].isnan().all()
     rows = [row_of(model, position) for position in lens.positions]
-    expected = written_out(model, states[:, rows], lens.targets[row, :, 0].clamp(min=0), step=step)
+    present = None if step is None else step.tokens[row, rows]
+    expected = written_out(model, states[:, rows], lens.targets[row, :, 0].clamp(min=0), present, step=step)
     for name, table in tables.items():
         has_target = ~absent & (lens.targets[row, :, 0] >= 0) if name.startswith("target") else ~absent
         assert_close(table[:, has_target], expected[name][:, has_target], rtol=1e-3, atol=2e-5)
@@ -94,7 +100,7 @@ def test_a_pass_is_read_as_written_out(every):
     states = torch.stack([cache[name] for name in points(model)])
     rows = [row_of(model, position) for position in lens.positions]
     for row in range(2):
-        for name, expected in written_out(model, states[:, row, rows], targets[row], 3).items():
+        for name, expected in written_out(model, states[:, row, rows], targets[row], tokens[row, rows], 3).items():
             assert_close(getattr(lens, name)[:, row], expected, rtol=1e-3, atol=2e-5)
     assert (lens.kl[-1] == 0).all()
     assert lens.labels == [f"{layer}_pre" for layer in range(model.cfg.n_layers)] + ["final_post"]

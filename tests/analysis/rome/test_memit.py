@@ -145,9 +145,9 @@ def test_without_the_weight_of_the_corpus_the_targets_are_reached(tiny, layers):
 
 def test_in_every_family(every):
     model, tokens, layer = every.model, every.tokens[:2, :9] % 500, every.dense_layers[-2]
-    masked = every.kind == "mdm"
-    tokens[:, 8] = model.cfg.mask_token_id if masked else tokens[:, 8]
-    requests = [Query(row, (2, 5), (8 if masked else 9,), (31 + i,)) for i, row in enumerate(tokens)]
+    if model.cfg.has_mask:
+        tokens[:, 8] = model.cfg.blank
+    requests = [Query(row, (2, 5), (9 if model.cfg.grows else 8,), (31 + i,)) for i, row in enumerate(tokens)]
     logits = model(tokens)
     edit = memit(model, requests, [layer], settings=replace(SEARCH, clamp_norm_factor=4.0), cov_weight=TINY)
     resid_post = f"blocks.{layer}.hook_resid_post"

@@ -62,9 +62,9 @@ def test_the_edited_memory_answers_the_request_with_v_star(tiny, gustav, moment,
 def test_in_every_family(every):
     """Biases, norms of heads and tied weights included: the MLP answers v* at the subject, and what is left is left."""
     model, tokens = every.model, every.tokens[0, :9] % 500
-    masked = every.kind == "mdm"
-    tokens[8] = model.cfg.mask_token_id if masked else tokens[8]
-    query = Query(tokens, (2, 5), (8 if masked else 9,), (31,))
+    if model.cfg.has_mask:
+        tokens[8] = model.cfg.blank
+    query = Query(tokens, (2, 5), (9 if model.cfg.grows else 8,), (31,))
     layer = every.dense_layers[-2]
     value = optimize_value(model, query, layer, kl_factor=0.0, steps=8, lr=0.1)
     assert value.losses[-1, 1] < value.losses[0, 1]
