@@ -222,8 +222,8 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         prepend_bos: bool | None,
         is_resid: bool,
         clean: Tensor | None = None,
-    ) -> tuple[Resid, PosMask | None, Tokens | None]:
-        """The residual stream at the first block, Bool[batch pos], false at padding (`None` without), and tokens."""
+    ) -> tuple[Resid, PosMask | None, Int[Tensor, "batch _"] | None]:
+        """The residual stream at the first block, of both texts; Bool[batch pos], false at padding; and the tokens."""
         tokens = None
         if is_resid:
             if isinstance(input, Tensor):

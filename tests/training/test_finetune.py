@@ -1,6 +1,8 @@
 """Fine-tuning: texts laid out as the authors do, and a checkpoint that loads again."""
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.evaluation import recall_by_steps
+from diffusion_lens.loss_batch import LossBatch
 from diffusion_lens.training import TrainingConfig, TrainingRecord, TrainingRows, finetune, train
 from diffusion_lens.training.completions import encode_completions, read_completions
 from weight_conversion import open_checkpoint
@@ -187,3 +190,27 @@ def test_rows_without_ends_cannot_have_answers():
 def test_there_must_be_rows(new_model):
     with pytest.raises(ValueError, match=r"nothing to train on: the rows of tokens are \[0, 3\]"):
         train(new_model(), torch.zeros(0, 3, dtype=torch.long), CONFIG, progress=False)
+
+
+def test_blocks_are_trained_beside_the_clean_text(with_bos, tmp_path, monkeypatch):
+    """The first loss is that of each noisy block after clean blocks, one block at a time."""
+    model, size = with_bos(family="diffusion_lens", attention_dir="block_causal", causal_block=4), 4
+    first, seen = copy.deepcopy(model), []
+
+    def watch(self, logits):
+        seen.append((self, loss(self, logits)))
+        return seen[-1][1]
+
+    loss = LossBatch.loss
+    monkeypatch.setattr(LossBatch, "loss", watch)
+    record = finetune(model, ROWS, replace(CONFIG, steps=1), tmp_path / "out", progress=False)
+    batch, measured = seen[0][0], float(seen[0][1].detach())
+    assert record.losses[0] == pytest.approx(measured, rel=1e-5)
+    logits = torch.zeros(*batch.tokens.shape, model.cfg.d_vocab_out)
+    with torch.no_grad():
+        for start in range(0, batch.tokens.shape[1], size):
+            canvas = torch.cat([batch.clean[:, :start], batch.tokens[:, start : start + size]], dim=1)
+            logits[:, start : start + size] = first(canvas, attention_mask=torch.ones_like(canvas))[:, start:]
+        in_one_pass = loss(batch, first(batch.tokens, attention_mask=torch.ones_like(canvas), logits_at=batch.rows))
+    assert measured == pytest.approx(float(loss(batch, logits[batch.rows])), rel=1e-5)
+    assert abs(float(in_one_pass) - measured) > 1e-4

@@ -79,6 +79,28 @@ def test_in_every_family(every):
     assert torch.equal(model(tokens[None]), logits)
 
 
+def test_a_model_that_writes_by_blocks_writes_the_edited_answer(in_words):
+    """The answer's block is opened after the prompt, which the edit changes where it is read as finished text."""
+    model = in_words("sdar")
+    names = ["denoise.hook_logits", "blocks.0.hook_mlp_out"]
+
+    def written():
+        run, cache = model.denoise_with_cache(GUSTAV.prompt, names, length=8, steps=1)
+        return int(run.tokens[0, 4]), *(cache[0][name][0] for name in names)
+
+    first, logits, _ = written()
+    second = int(logits[4].topk(2).indices[1])
+    query = replace(GUSTAV.to_query(model, n_masks=4), answer_positions=(4,), answer_tokens=(second,))
+    value = optimize_value(model, query, 0, steps=6, lr=0.5, kl_factor=0.0)
+    edit = RankOneEdit(model, 0, compute_key(model, query, 0), value)
+    with edit:
+        torch.testing.assert_close(edit.weight @ value.key, value.vector, rtol=1e-4, atol=1e-4)
+        now, _, mlp_out = written()
+        torch.testing.assert_close(mlp_out[query.subject[1] - 1], value.vector, rtol=1e-4, atol=1e-4)
+    assert now == second != first
+    assert written()[0] == first
+
+
 def test_the_second_moment_spares_other_keys(tiny, gustav, moment):
     """C⁻¹ is what makes the edit gentle to the corpus: there the answers move less than with C = I."""
     key, value, _ = gustav
