@@ -113,7 +113,8 @@ def load_pair(
 
     Both are in memory at once: two models of 8 billion weights take 64 GB in float32, 32 GB in bfloat16. Where one
     checkpoint is both, its weights are in memory once: the parameters of the two models are the same tensors, so that
-    an edit of one model is an edit of the other, too.
+    an edit of one model, its training and its move to another device or dtype are those of the other, too. Folding the
+    norms of one is refused.
 
     Args:
         name: Name of the diffusion model, such as "smdm-1028m"; a key of `PAIRS`. Or the file or folder of a checkpoint

@@ -694,7 +694,7 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
 
 
 SHIFTED = ("dream", "diffucoder", "diffullama")
-DIFFUSION = ("llada", "nemotron", "sdar", "mdlm", "bd3lm", *SHIFTED)
+DIFFUSION = ("llada", "nemotron", "sdar", "mdlm", "bd3lm", "udlm", *SHIFTED)
 
 
 def test_every_repository_has_one_name_and_a_family():
@@ -708,7 +708,7 @@ def test_every_repository_has_one_name_and_a_family():
             by_blocks = "block_size" in entry.known and not entry.name.startswith("nemotron")
             sees = "block_causal" if by_blocks else "bidirectional"
             assert shape.attention_dir == (sees if diffusion else "causal"), entry.name
-            assert (shape.mask_token_id is not None) == diffusion
+            assert (shape.noise == "absorbing") == (diffusion and not entry.name.startswith("udlm"))
             shifted = not diffusion or entry.name.startswith(SHIFTED)
             assert shape.readout == ("shifted" if shifted else "in_place")
             assert shape.name == entry.repo

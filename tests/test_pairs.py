@@ -1,5 +1,7 @@
 """Pairs: which two models are compared with each other, and why."""
 
+import gc
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -93,7 +95,26 @@ def test_one_checkpoint_in_two_modes_shares_every_weight(mode):
     alone = HookedDiffusionTransformer.from_pretrained(ONE_CHECKPOINT, mode="ar", device="cpu")
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.equal(causal(tokens), alone(tokens))
+    tokens[:, 8:] = diffusion.cfg.mask_token_id
     assert not torch.allclose(diffusion(tokens), causal(tokens), atol=1e-2)
+
+
+def test_a_move_of_one_mode_moves_the_other_and_folding_is_refused():
+    diffusion, causal = load_pair(ONE_CHECKPOINT, device="cpu")
+    tokens = torch.arange(24).reshape(2, 12)
+    causal.to("bfloat16")
+    assert diffusion.cfg.dtype is diffusion.W_E.dtype is torch.bfloat16
+    assert diffusion(tokens).isfinite().all()
+    causal.to("float32")
+    with pytest.raises(ValueError, match="folding the norms rewrites weights that are also those of another model"):
+        causal.enable_compatibility_mode()
+    before = diffusion(tokens)
+    own = deepcopy(causal)
+    own.enable_compatibility_mode()
+    assert torch.equal(diffusion(tokens), before)
+    del diffusion
+    gc.collect()
+    causal.enable_compatibility_mode()
 
 
 def test_a_state_of_one_mode_is_patched_into_the_other():

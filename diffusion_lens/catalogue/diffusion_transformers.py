@@ -1,6 +1,8 @@
-"""Repositories of the diffusion transformers of the literature: MDLM, BD3LM, SEDD and RADD, trained on OpenWebText.
+"""Repositories of the diffusion transformers of the literature: MDLM, BD3LM, SEDD and RADD, trained on OpenWebText, and
+UDLM, trained on LM1B.
 
-Their texts are those of GPT-2's tokenizer, which most of the repositories do not contain.
+Their texts are those of GPT-2's tokenizer, UDLM's those of "bert-base-uncased". Most of the repositories do not contain
+a tokenizer.
 """
 
 from typing import Any
@@ -37,6 +39,13 @@ DIFFUSION_TRANSFORMERS = (
             weight_bytes=4,
         )
         for size in (4, 8, 16)
+    ),
+    Repository(
+        "udlm-lm1b",
+        "kuleshov-group/udlm-lm1b",
+        "name seen",
+        {**MDLM, "model_type": "udlm", "model_length": 128, "vocab_size": 30522, "time_conditioning": True},
+        weight_bytes=4,
     ),
     Repository("sedd-small", "louaaron/sedd-small", "name seen"),
     Repository("sedd-medium", "louaaron/sedd-medium", "name seen"),

@@ -17,6 +17,7 @@ from diffusion_lens.model.modulation import TimeEmbedding
 from diffusion_lens.model.norm import LayerNorm, Norm, RMSNorm
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
 from diffusion_lens.model.rotary import Rotary
+from diffusion_lens.model.shared_weights import share
 from weight_conversion import N_FREQUENCIES, Architecture, tensor_shapes
 
 
@@ -187,6 +188,7 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
     for name, parameter in list(other.named_parameters(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, parameter)
+    share(module, other)
 
 
 def zero_shifts(a: Architecture) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from diffusion_lens.model.embed import Unembed
 from diffusion_lens.model.experts import Router
 from diffusion_lens.model.norm import LayerNorm, Norm
+from diffusion_lens.model.shared_weights import require_own_weights
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.(weight|bias)$")
@@ -40,8 +41,9 @@ def fold_norms(model: DiffusionTransformer) -> None:
 
     Raises:
         ValueError: The weights have less precision than float32, so that rounding would change the logits; or the time
-            shifts and scales what the norms give.
+            shifts and scales what the norms give; or another model has the same tensors as weights.
     """
+    require_own_weights(model, "folding the norms")
     if model.cfg.is_told_time:
         raise ValueError(
             f"the norms of {model.cfg.model_name!r} cannot be folded: the time scales and shifts their outputs before "

@@ -36,6 +36,7 @@ from diffusion_lens.model.logit_rows import LogitRows, Rows
 from diffusion_lens.model.modulation import normed
 from diffusion_lens.model.optional_hooks import OptionalHookSettings
 from diffusion_lens.model.reading_head import ReadingHead
+from diffusion_lens.model.shared_weights import sharing
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
@@ -294,5 +295,6 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # torch calls this for .to, .cuda, .half and the like, so the config is updated with the weights here.
         super()._apply(fn, recurse)
-        self.cfg.device, self.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
+        for model in (self, *sharing(self)):
+            model.cfg.device, model.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
         return self

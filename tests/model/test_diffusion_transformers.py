@@ -166,6 +166,11 @@ def test_at_time_tells_every_pass_inside(told):
     with pytest.raises(ValueError, match="is told the time of its canvas: pass time="):
         model(tokens)
     assert not torch.allclose(model(tokens, time=0.9), expected, atol=1e-2)
+    for wrong in (0.0, -0.1, 1.5, float("nan"), torch.tensor([0.5, 2.0])):
+        with pytest.raises(ValueError, match=r"it must be in \(0, 1\]: the share of noise in the canvas"):
+            model(tokens, time=wrong)
+    with pytest.raises(ValueError, match=r"it must be in \(0, 1\]"), model.at_time(1.5):
+        pass
 
 
 def test_a_step_tells_its_noise_level(told):

@@ -63,6 +63,19 @@ def test_attention_received_is_that_of_cached_patterns_at_every_step(several):
     assert (averaged.layers, averaged.steps) == ((model.cfg.n_layers - 1,), (1,))
 
 
+@pytest.mark.parametrize("context", [True, False])
+def test_equal_attention_is_that_of_the_open_block_of_each_step(configs, specimen, context):
+    model = specimen({**configs["nemotron-block"], "causal_context": context}).model
+    run, cache = model.denoise_with_cache(torch.arange(10).reshape(2, 5), names_filter=patterns, max_new_tokens=8)
+    sinks = attention_sinks(model, run)
+    for step in range(len(sinks.canvases)):
+        real = run.canvases[step] != -1
+        seen = cache[step]["blocks.0.attn.hook_pattern"][:, 0].gt(0) & real[:, :, None] & real[:, None, :]
+        shares = seen / seen.sum(dim=2, keepdim=True).clamp(min=1)
+        assert_close(sinks.even[step], shares.sum(dim=1))
+        assert_close(sinks.n_queries[step], seen.sum(dim=1), check_dtype=False)
+
+
 @pytest.mark.parametrize(("small", "guidance"), [("mdm", 0.0), ("mdm", 0.8), ("ar", 0.0)], indirect=["small"])
 def test_padding_guidance_and_the_callers_hooks(small, guidance):
     settings = {"steps": 4, "cfg_scale": guidance} if small.cfg.has_mask else {}
