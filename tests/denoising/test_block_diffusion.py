@@ -20,7 +20,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sdar"
 MASK = 151
-relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @cache
