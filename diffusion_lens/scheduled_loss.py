@@ -58,7 +58,8 @@ def scheduled_batch(
         None if model.cfg.causal_block is None else tokens,
         term=term,
         t=t.float(),
-        sigma=sigma.float(),
+        # The network is told what its schedule says, which may have a largest noise.
+        sigma=schedule.sigma(t).float(),
         tells=model.cfg.is_told_time,
     )
 

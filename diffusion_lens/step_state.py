@@ -85,8 +85,9 @@ class StepState:
             written block after block, those of the open block.
         given: Bool[batch pos], true at the positions of the prompt.
         branch: "conditional", or "unconditional" for the second forward pass of guidance.
-        sigma: Noise level of the canvas by the run's schedule of noise, which a network that is told the time reads;
-            `None` if the schedule is not known, which counts as the log-linear one.
+        sigma: Noise level of the canvas by the run's schedule of noise, which a network that is told the time reads; a
+            tuple with that of each row, where rows differ; `None` if the schedule is not known, which counts as the
+            log-linear one.
         run: Identity of the run, the same object in all its steps, so that a hook with a memory can tell runs apart. By
             default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
         block: The block that each row writes; `None` where the whole canvas is open from the first step on.
@@ -100,7 +101,7 @@ class StepState:
     masked: PosMask
     given: PosMask
     branch: Branch = "conditional"
-    sigma: float | None = None
+    sigma: float | tuple[float, ...] | None = None
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
     block: OpenBlock | None = None
 
@@ -111,7 +112,8 @@ class StepState:
     def repeat(self, copies: int) -> "StepState":
         """The step of a batch that consists of several copies of this step's batch, one after the other."""
         rows = {name: getattr(self, name).repeat(copies, 1) for name in ("tokens", "masked", "given")}
-        return replace(self, **rows, block=None if self.block is None else self.block.repeat(copies))
+        sigma = self.sigma * copies if isinstance(self.sigma, tuple) else self.sigma
+        return replace(self, **rows, sigma=sigma, block=None if self.block is None else self.block.repeat(copies))
 
 
 # Protects the counters of all clocks; it is shared by all models, so that a model can be copied.

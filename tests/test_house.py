@@ -138,7 +138,7 @@ DOORS = {
 IMPORTED = re.compile(r"(?:^\s*(?:from|import) |import_module\(\s*[\"'])([\w.]+)", re.MULTILINE)
 BENCHMARKS = re.compile(r"[\"'](?:[^\"'\n]*/)?benchmarks(?:/[^\"'\n]*)?[\"']")  # a string, as opposed to prose
 # Samplers of other people's code, under its name: part of the public surface.
-PRESETS = {"smdm", "llada", "llada2", "dream", "diffullama", "nemotron", "mdlm", "sedd", "udlm", "radd"}
+PRESETS = {"smdm", "llada", "llada2", "dream", "diffullama", "nemotron", "mdlm", "bd3lm", "sedd", "udlm", "radd"}
 RECIPES = {"smdm_reverse"}
 
 

@@ -145,7 +145,8 @@ Sampler = Annotated[
     str | None,
     typer.Option(
         help="confidence (the default), ancestral, remdm, blocks, posterior, score, smdm, llada, dream, mdlm, sedd "
-        "or radd; block_confidence (the default), sdar or left_to_right for a model that writes block after block; "
+        "or radd; block_confidence (the default), block_posterior, first_hitting, sdar, bd3lm or left_to_right for a "
+        "model that writes block after block; "
         "uniform_posterior (the default), score, udlm or sedd for uniform noise. A causal model supports only "
         "left_to_right."
     ),

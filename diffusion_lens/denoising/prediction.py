@@ -21,7 +21,7 @@ class Prediction:
         present: Int[selected], token or [MASK] at each position.
         head: What the output means.
         schedule: Schedule of noise of the run.
-        sigma: Noise of which the network was told; `None` for a model of next tokens.
+        sigma: Noise of which the network was told, or that of each position; `None` for a model of next tokens.
         temperature: 1 leaves the model's own probabilities; 0 gives all to the likeliest token.
         proposal: Limits of the likeliest tokens that are sampled from.
     """
@@ -30,7 +30,7 @@ class Prediction:
     present: Int[Tensor, "selected"]
     head: Head
     schedule: Schedule
-    sigma: float | None
+    sigma: float | Float[Tensor, "selected"] | None
     temperature: float
     proposal: Proposal
 
@@ -69,6 +69,8 @@ class Prediction:
             return self.head.scores(self.output.double(), self.present, sigma)
         return self.noise.scores(self.p_clean, self.present, sigma)
 
-    def amount(self, sigma: float) -> Float[Tensor, "selected"]:
+    def amount(self, sigma: float | Float[Tensor, "selected"]) -> Float[Tensor, "selected"]:
         """An amount of noise as a number for each position, in float64."""
+        if isinstance(sigma, Tensor):
+            return sigma
         return torch.full(self.present.shape, sigma, dtype=torch.float64, device=self.present.device)

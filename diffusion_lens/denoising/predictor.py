@@ -173,7 +173,8 @@ class Repeating(Predictor):
     Hooks see every step, so a step with hooks is computed again.
     """
 
-    inner: Conditional
+    model: DiffusionTransformer
+    inner: Predictor
 
     def __post_init__(self) -> None:
         self._state: StepState | None = None
@@ -184,7 +185,7 @@ class Repeating(Predictor):
         return self.inner.passes
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        before, model = self._state, self.inner.model
+        before, model = self._state, self.model
         told = model.cfg.time is not None and model.cfg.time.told
         same_time = before is not None and (not told or before.sigma == state.sigma)
         if before is None or model.is_hooked or not same_time or not torch.equal(before.tokens, state.tokens):
@@ -230,8 +231,7 @@ def predictor_for(
     """
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
+    plain: Predictor = Conditional(model, canvas)
     if canvas.reach is not None and model.cfg.final_together is not None:
-        return Cached(Conditional(model, canvas))
-    if may_change_nothing:
-        return Repeating(Conditional(model, canvas))
-    return Conditional(model, canvas)
+        plain = Cached(Conditional(model, canvas))
+    return Repeating(model, plain) if may_change_nothing else plain

@@ -42,7 +42,11 @@ def confidence_of(
 
 
 def likeliest(
-    logits: Float[Tensor, "selected d_vocab_out"], top_p: float | None, top_k: int | None, first: str = "top_p"
+    logits: Float[Tensor, "selected d_vocab_out"],
+    top_p: float | None,
+    top_k: int | None,
+    first: str = "top_p",
+    crosses: bool = True,
 ) -> Bool[Tensor, "selected d_vocab_out"]:
     """The likeliest tokens that together have more than `top_p`, and of these the `top_k` likeliest.
 
@@ -52,6 +56,7 @@ def likeliest(
     Args:
         first: "top_k" takes the `top_k` likeliest tokens first, and of these those that together have more than
             `top_p`, as transformers does.
+        crosses: Whether the token with which they have it is included, too.
     """
     likely = torch.ones_like(logits, dtype=torch.bool)
     for name in ("top_p", "top_k") if first == "top_p" else ("top_k", "top_p"):
@@ -61,7 +66,8 @@ def likeliest(
             ordered, index = remaining.double().sort(dim=-1, descending=True, stable=True)
             mass = ordered.softmax(dim=-1).cumsum(dim=-1)
             mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
-            likely &= torch.zeros_like(likely).scatter_(1, index, mass_before <= top_p)
+            inside = mass_before <= top_p if crosses else (mass <= top_p) | (mass_before == 0)
+            likely &= torch.zeros_like(likely).scatter_(1, index, inside)
         elif name == "top_k" and top_k is not None:
             likely &= remaining >= remaining.topk(min(top_k, remaining.shape[-1]), dim=-1).values[:, -1:]
     return likely
@@ -82,6 +88,8 @@ class Proposal:
         writes_mask: Whether [MASK] may be proposed, where the head has a column for it. A position where it is proposed
             counts as revealed and stays masked, so that masks can remain at the end. Otherwise the best other token is
             proposed there; the probabilities are still the model's own, in which [MASK] has its share.
+        crosses: Whether the token with which the total probability crosses `top_p` is sampled from, too; the likeliest
+            always is.
         first: Limit that is applied first where both are given, "top_p" or "top_k".
     """
 
@@ -91,6 +99,7 @@ class Proposal:
     top_k: SupportsIndex | None = None
     writes_mask: bool = False
     first: str = "top_p"
+    crosses: bool = True
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -155,7 +164,7 @@ class Proposal:
 
     def _likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
         top_k = None if self.top_k is None else whole_number("top_k", self.top_k)
-        return likeliest(logits, self.top_p, top_k, self.first)
+        return likeliest(logits, self.top_p, top_k, self.first, self.crosses)
 
     def _writable(
         self, logits: Float[Tensor, "selected d_vocab_out"], mask_id: int | None

@@ -70,6 +70,10 @@ class PositionNoise:
         uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
         return uniform.gather(1, self._positions)[positions.cpu()].to(positions.device)
 
+    def by_row(self, step: int) -> Float[Tensor, "batch"]:
+        """One number in [0, 1) for each row, on the CPU."""
+        return torch.cat([_uniform(1, seed, step, "row") for seed in self._seeds])
+
     def by_token(self, step: int, positions: PosMask, n_tokens: int) -> Float[Tensor, "selected d_vocab_out"]:
         """`n_tokens` numbers in (0, 1) for each selected position, in reading order."""
         selected = positions.cpu().nonzero().tolist()

@@ -1,5 +1,6 @@
 """`Recording`: what a denoising run wrote, step by step, to be read, saved and drawn."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar
@@ -151,15 +152,24 @@ class Recording(Result):
             **rows,
             canvases=self.canvases.repeat(1, n, 1),
             **{name: getattr(self, name) * n for name in _TEXTS},
-            record={**self.record, "seeds": self.record["seeds"] * n},
+            record=self._record_of([*range(len(self))] * n),
         )
 
     def row(self: R, index: int) -> R:
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
         rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
         texts: dict[str, Any] = {name: [getattr(self, name)[index]] for name in _TEXTS}
-        record = {**self.record, "seeds": [self.record["seeds"][index]]}
-        return replace(self, **rows, **texts, canvases=self.canvases[:, index, None], record=record)
+        canvases = self.canvases[:, index, None]
+        return replace(self, **rows, **texts, canvases=canvases, record=self._record_of([index]))
+
+    def _record_of(self, rows: Sequence[int]) -> dict[str, Any]:
+        """The record of a trajectory with these rows."""
+        record = {**self.record, "seeds": [self.record["seeds"][row] for row in rows]}
+        if any(isinstance(sigma, Sequence) for sigma in record.get("sigmas") or ()):
+            record["sigmas"] = [
+                [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in record["sigmas"]
+            ]
+        return record
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""

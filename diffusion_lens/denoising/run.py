@@ -1,6 +1,6 @@
 """A run in progress: its current canvas, the earlier ones, and the eight parts of a step as methods."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Run:
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
         script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
-        sigmas: Noise at each step, of which the network is told; by default that of the schedule.
+        sigmas: Noise at each step, of which the network is told, or that of each row; by default that of the schedule.
     """
 
     model: DiffusionTransformer
@@ -71,7 +71,7 @@ class Run:
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     script: Int[Tensor, "canvas batch pos"] | None = None
-    sigmas: list[float] | None = None
+    sigmas: list[float | tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
         self.head = self.model.head
@@ -88,6 +88,8 @@ class Run:
             self.model, self.canvas, self.settings.cfg_scale, self.sampler.may_change_nothing
         )
         self.identity = RunIdentity()
+        # Noise of the rows that the last step left as they were, where the sampler keeps it; NaN for the others.
+        self._kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
 
     @property
     def sampler(self) -> Sampler:
@@ -98,12 +100,13 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """The settings and the network, for the record of the trajectory."""
         cfg = self.model.cfg
+        records_sigmas = cfg.is_told_time or cfg.rewrites or self.sampler.has_times_of_rows
         return {
             "sampler": describe_sampler(self.sampler),
             "steps": len(self.times) - 1,
             "times": self.times,
             # Elsewhere the schedule alone gives them, and records of earlier versions lack them.
-            **({"sigmas": self.sigmas, "noise": cfg.noise} if cfg.is_told_time or cfg.rewrites else {}),
+            **({"sigmas": self.sigmas, "noise": cfg.noise} if records_sigmas else {}),
             "cfg_scale": self.settings.cfg_scale,
             "temperature": self.settings.temperature,
             "seeds": self.seeds,
@@ -151,12 +154,16 @@ class Run:
             whole[positions] = logits
             logits = point(whole)[positions]
         require_logits(logits, positions, state)
+        sigma: Any = state.sigma
+        if isinstance(sigma, tuple):
+            of_rows = torch.tensor(sigma, dtype=torch.float64, device=positions.device)
+            sigma = of_rows[positions.nonzero()[:, 0]]
         return Prediction(
             output=logits,
             present=state.tokens[positions],
             head=self.head,
             schedule=self.schedule,
-            sigma=state.sigma,
+            sigma=sigma,
             temperature=self.settings.temperature,
             proposal=self.sampler.proposal,
         )
@@ -231,6 +238,10 @@ class Run:
         """
         if self.script is not None:
             self.tokens = self.script[len(self.canvases)]
+        elif self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
+            now = state.sigma if isinstance(state.sigma, tuple) else (state.sigma,) * len(self.tokens)
+            unchanged = (self.tokens == state.tokens).all(dim=1).cpu()
+            self._kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
         elif self.sampler.keeps_prediction and self.sigmas is not None and torch.equal(self.tokens, state.tokens):
             # The next step, if there is one, is told the same time.
             for index in range(state.index + 1, state.n_steps)[:1]:
@@ -239,7 +250,7 @@ class Run:
         self.canvases.append(self.tokens)
 
     def _state(self, index: int) -> StepState:
-        return StepState(
+        state = StepState(
             index=index,
             n_steps=len(self.times) - 1,
             t=self.times[index],
@@ -251,6 +262,12 @@ class Run:
             run=self.identity,
             block=self.canvas.open_block(self.tokens, self.revealed_at, index),
         )
+        if self.script is not None or self.sigmas is None or not self.sampler.has_times_of_rows:
+            return state
+        sigma = self.schedule.sigma(self.sampler.times_of_rows(state, self.noise)).cpu()
+        of_rows = tuple(torch.where(self._kept.isnan(), sigma, self._kept).tolist())
+        self.sigmas[index] = of_rows[0] if len(set(of_rows)) == 1 else of_rows
+        return replace(state, sigma=self.sigmas[index])
 
 
 def _any_hooked(hooks: LoopHooks) -> bool:

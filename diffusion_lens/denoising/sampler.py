@@ -81,6 +81,7 @@ class Sampler(ABC):
         may_change_nothing: Whether a step that predicts may leave the canvas as it is.
         keeps_prediction: Whether the network is told the time of the last step that changed the canvas, so that a step
             after one that changed nothing predicts the same.
+        has_times_of_rows: Whether each row has a time of its own, that of its open block.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Sampler(ABC):
     schedule: NoiseSchedule | None = None
     may_change_nothing: bool = False
     keeps_prediction: bool = False
+    has_times_of_rows: bool = False
 
     def misfit(self, variant: Variant) -> str | None:
         """Why this sampler cannot write the text of a kind of model; `None` if it can."""
@@ -101,7 +103,8 @@ class Sampler(ABC):
         if variant.opens_blocks:
             return (
                 "shares its steps among all positions of the canvas, and this model writes one block of "
-                f"{variant.block_size} positions after another; use 'block_confidence', 'sdar' or 'left_to_right'"
+                f"{variant.block_size} positions after another; use 'block_confidence', 'block_posterior', "
+                "'first_hitting', 'sdar' or 'left_to_right'"
             )
         return None
 
@@ -131,6 +134,10 @@ class Sampler(ABC):
         """The `n_steps + 1` times of a run, falling from 1."""
         times: list[float] = linear_times(n_steps, self.eps).tolist()
         return times
+
+    def times_of_rows(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch"]:
+        """The time of each row's open block, where `has_times_of_rows`; the schedule gives its noise."""
+        raise NotImplementedError(f"{self.name!r} has one time for all rows")
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"] | None:
         """Probability of each token or [MASK] after the step, up to a factor, at the positions of the plan.

@@ -203,15 +203,15 @@ class Trajectory(Recording):
             revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
             confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
             script=self.canvases.to(device) if forced else None,
-            sigmas=list(self.record["sigmas"]) if forced and self.record.get("sigmas") else None,
+            sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
         )
 
-    def _sigma(self, step: int, architecture: Architecture) -> float | None:
+    def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""
         if architecture.noise is None:
             return None
         if sigmas := self.record.get("sigmas"):
-            return float(sigmas[step])
+            return _plain(sigmas[step])
         described = self.record["sampler"].get("schedule")
         schedule = architecture.schedule if described is None else NoiseSchedule(**described)
         return schedule_of(schedule).sigma_at(self.record["times"][step])
@@ -227,3 +227,8 @@ class Trajectory(Recording):
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")
         return step - self.first_step
+
+
+def _plain(sigma: float | Sequence[float]) -> float | tuple[float, ...]:
+    """The noise of a step, or that of each row, from a record."""
+    return tuple(sigma) if isinstance(sigma, Sequence) else float(sigma)

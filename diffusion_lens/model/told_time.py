@@ -102,6 +102,8 @@ class ToldTime(ABC):
         if not self.cfg.is_told_time:
             return None
         sigma = self.current_sigma() if sigma is None else sigma
+        if self.clock.branches is not None and 1 < len(sigma) < n_batch:
+            sigma = sigma.repeat(n_batch // len(sigma))
         if len(sigma) not in (1, n_batch):
             raise ValueError(
                 f"time has {len(sigma)} entries; it must be a number, or one for each of the {n_batch} rows of the "
@@ -137,8 +139,8 @@ class ToldTime(ABC):
         of_attention, of_mlp = (ones if m is None or m.gate is None else m.gate[0] for m in both)
         return of_attention, of_mlp
 
-    def current_sigma(self) -> Float[Tensor, "1"]:
-        """The noise level of the step or of `at_time`.
+    def current_sigma(self) -> Float[Tensor, "rest"]:
+        """The noise level, or that of each row, of the step or of `at_time`.
 
         Raises:
             ValueError: Nothing says which.
@@ -151,11 +153,11 @@ class ToldTime(ABC):
             )
         return sigma
 
-    def known_sigma(self) -> Float[Tensor, "1"] | None:
+    def known_sigma(self) -> Float[Tensor, "rest"] | None:
         """The noise level of the step or of `at_time`, if one of them says which."""
         step, time = self.clock.step, self.clock.time
         if step is not None and step.sigma is not None:
-            return torch.tensor([step.sigma], dtype=torch.float32)
+            return torch.tensor(step.sigma, dtype=torch.float32).view(-1)
         if step is not None:
             time = step.t
         return None if time is None else sigma_of(torch.tensor([time], dtype=torch.float64))

@@ -112,7 +112,7 @@ class Absorbing(Noise):
 
     def posterior(self, p_clean: Predicted, present: Ids, chance_t: Chance, chance_s: Chance) -> OverTokens:
         p = self._with_mask(p_clean * (chance_t - chance_s))
-        p[..., self.mask] = chance_s
+        p[..., self.mask : self.mask + 1] = chance_s
         return p
 
     def score_entropy(self, log_scores: OverTokens, sigma: Amount, present: Ids, clean: Ids) -> Float[Tensor, "*rest"]:

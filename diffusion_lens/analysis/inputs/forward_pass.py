@@ -39,7 +39,7 @@ class ForwardPass:
     queries: tuple[Query, ...] | None = None
 
     @property
-    def told_sigma(self) -> float | None:
+    def told_sigma(self) -> float | tuple[float, ...] | None:
         """Noise of which a network that is told the time reads; `None` for other networks, and outside the loop."""
         return None if self.step is None or not self.model.cfg.is_told_time else self.step.sigma
 

@@ -9,6 +9,7 @@ from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers.ancestral import Ancestral
 from diffusion_lens.denoising.samplers.block_confidence import BlockConfidence
+from diffusion_lens.denoising.samplers.block_posterior import BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.blocks import Blocks
 from diffusion_lens.denoising.samplers.confidence import Confidence
 from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
@@ -16,7 +17,7 @@ from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPoster
 from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, llada2, nemotron, sdar, smdm
 from diffusion_lens.denoising.samplers.remdm import ReMDM
 from diffusion_lens.denoising.samplers.score import Score
-from diffusion_lens.denoising.samplers.transition_presets import mdlm, radd, sedd, udlm
+from diffusion_lens.denoising.samplers.transition_presets import bd3lm, mdlm, radd, sedd, udlm
 from weight_conversion import NoiseSchedule, Variant
 
 SAMPLERS: dict[str, Sampler] = {
@@ -28,6 +29,8 @@ SAMPLERS: dict[str, Sampler] = {
         ReMDM(),
         Blocks(),
         BlockConfidence(),
+        BlockPosterior(),
+        FirstHitting(),
         Posterior(),
         UniformPosterior(),
         Score(),
@@ -35,16 +38,17 @@ SAMPLERS: dict[str, Sampler] = {
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
-    for preset in (smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, sedd, udlm, radd)
+    for preset in (smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
 }
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     """The name and settings of a sampler, as plain data."""
     settings: dict[str, Any] = asdict(sampler) if is_dataclass(sampler) else {}
-    # Records of earlier versions lack this setting.
-    if "proposal" in settings and settings["proposal"]["first"] == Proposal.first:
-        del settings["proposal"]["first"]
+    # Records of earlier versions lack these settings.
+    for later in ("first", "crosses"):
+        if "proposal" in settings and settings["proposal"][later] == getattr(Proposal, later):
+            del settings["proposal"][later]
     return {"name": sampler.name, **settings}
 
 
@@ -133,8 +137,10 @@ __all__ = [
     "SAMPLERS",
     "Ancestral",
     "BlockConfidence",
+    "BlockPosterior",
     "Blocks",
     "Confidence",
+    "FirstHitting",
     "LeftToRight",
     "Posterior",
     "Proposal",
@@ -142,6 +148,7 @@ __all__ = [
     "Sampler",
     "Score",
     "UniformPosterior",
+    "bd3lm",
     "diffullama",
     "dream",
     "fitting_samplers",

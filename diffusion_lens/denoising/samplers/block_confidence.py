@@ -69,11 +69,8 @@ class BlockConfidence(Sampler):
             )
 
     def misfit(self, variant: Variant) -> str | None:
-        if variant.grows or not variant.opens_blocks:
-            instead = (
-                "'left_to_right'" if variant.grows else "'confidence', or 'blocks', which makes blocks of any size"
-            )
-            return f"reveals positions inside the model's blocks, and this model has none: use {instead}"
+        if problem := without_blocks(variant):
+            return problem
         if self.block_length not in (None, variant.block_size):
             return (
                 f"is for blocks of {self.block_length} positions, and this model has blocks of {variant.block_size}: "
@@ -134,6 +131,14 @@ class BlockConfidence(Sampler):
             positions = torch.where(seeding[:, None], seed, positions)
             counts = torch.where(seeding, 1, counts)
         return Plan(positions, counts, surplus=None if self.threshold is None else Above(self.threshold))
+
+
+def without_blocks(variant: Variant) -> str | None:
+    """Why a sampler that reveals positions inside the model's blocks does not fit a kind of model; `None` if it may."""
+    if not variant.grows and variant.opens_blocks:
+        return None
+    instead = "'left_to_right'" if variant.grows else "'confidence', or 'blocks', which makes blocks of any size"
+    return f"reveals positions inside the model's blocks, and this model has none: use {instead}"
 
 
 def _steps_of(masks: Int[Tensor, "batch block"], size: int, n_steps: int) -> Int[Tensor, "batch block"]:

@@ -7,6 +7,7 @@ the noise counts among `steps=`: the authors' `num_steps` is one less.
 
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.samplers.ancestral import Ancestral
+from diffusion_lens.denoising.samplers.block_posterior import BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPosterior
 from diffusion_lens.denoising.samplers.score import Score
 
@@ -25,6 +26,37 @@ def mdlm(predictor: str = "ddpm_cache", eps: float = 1e-5) -> Posterior | Score:
     if predictor not in chances:
         raise ValueError(f"predictor={predictor!r}; it must be 'ddpm', 'ddpm_cache' or 'analytic'")
     return Posterior(chances[predictor], eps=eps)
+
+
+def bd3lm(
+    num_steps: int | None = None, first_hitting: bool = True, nucleus_p: float | None = None
+) -> BlockPosterior | FirstHitting:
+    """BD3LM's samplers (Arriola et al. 2025, arXiv 2503.09573; kuleshov-group/bd3lms `diffusion.py::_semi_ar_sampler`).
+
+    Differences from the authors' code:
+
+    - Its last step of a block is at time 0, where it writes token 0 at each position still masked. Here that step draws
+      them from p(x_0).
+    - It opens the next block once all rows have filled theirs. Here each row does so by itself. It also predicts again
+      when any row has changed. Here a row is told a new time when it has changed itself.
+    - It stops early by criteria of its own, and reads the last `context_size` positions. Here the network reads the
+      whole canvas.
+
+    Args:
+        num_steps: Number of steps of a block; by default `steps=` is shared among the blocks. Not for first hitting.
+        first_hitting: Whether each step reveals one position at a sampled time.
+        nucleus_p: Sample from the most likely tokens whose total probability is at most `nucleus_p`, and at least from
+            the likeliest.
+    """
+    proposal = Proposal(top_p=nucleus_p, crosses=nucleus_p is None)
+    if not first_hitting:
+        return BlockPosterior(num_steps, keeps_prediction=True, proposal=proposal)
+    if num_steps is not None:
+        raise ValueError(
+            f"num_steps={num_steps}: first hitting takes one step for each position; leave it out, or give "
+            "first_hitting=False"
+        )
+    return FirstHitting(proposal)
 
 
 def sedd(predictor: str = "analytic", eps: float = 1e-5) -> Score:
