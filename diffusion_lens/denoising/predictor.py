@@ -232,6 +232,7 @@ def predictor_for(
     if cfg_scale:
         return Guided(Conditional(model, canvas), cfg_scale)
     plain: Predictor = Conditional(model, canvas)
-    if canvas.reach is not None and model.cfg.final_together is not None:
+    # At another time, a network that is told the time computes other keys and values of filled blocks.
+    if canvas.reach is not None and model.cfg.final_together is not None and not model.cfg.is_told_time:
         plain = Cached(Conditional(model, canvas))
     return Repeating(model, plain) if may_change_nothing else plain

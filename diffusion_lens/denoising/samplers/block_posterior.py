@@ -66,9 +66,9 @@ class BlockPosterior(Sampler):
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         """Number of steps of the run, whose canvas is one block."""
-        return self.n_steps_by_blocks(steps, blanks, torch.zeros_like(blanks, dtype=torch.long))
+        return self.n_steps_by_blocks(steps, blanks, torch.zeros_like(blanks, dtype=torch.long), blanks.shape[1])
 
-    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"]) -> int:
+    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
         """Number of steps of the run, as many as the row with most blocks takes at most.
 
         Raises:
@@ -140,9 +140,9 @@ class FirstHitting(Sampler):
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         """Number of steps of the run, whose canvas is one block."""
-        return self.n_steps_by_blocks(steps, blanks, torch.zeros_like(blanks, dtype=torch.long))
+        return self.n_steps_by_blocks(steps, blanks, torch.zeros_like(blanks, dtype=torch.long), blanks.shape[1])
 
-    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"]) -> int:
+    def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
         """One step for each position to write, of the row with most of them.
 
         Raises:
@@ -176,7 +176,7 @@ class FirstHitting(Sampler):
 def _misfit(variant: Variant) -> str | None:
     if variant.grows:
         return without_blocks(variant)
-    if variant.opens_blocks and variant.causal_prefix:
+    if variant.block_context == "causal":
         return (
             "draws all positions of the open block together, and this model predicts a block's first token from the "
             "row before it: use 'block_confidence'"
@@ -190,4 +190,13 @@ def _block(step: StepState) -> OpenBlock:
         return step.block
     zeros = torch.zeros(len(step.tokens), dtype=torch.long, device=step.tokens.device)
     n_pos = step.tokens.shape[1]
-    return OpenBlock(zeros, zeros, zeros + n_pos, zeros + step.index, zeros, zeros + 1, n_pos)
+    return OpenBlock(
+        index=zeros,
+        origin=zeros,
+        start=zeros,
+        stop=zeros + n_pos,
+        step=zeros + step.index,
+        order=zeros,
+        n_blocks=zeros + 1,
+        size=n_pos,
+    )
