@@ -146,22 +146,36 @@ class TracedTrajectory:
 
     def state(self, step: int, canvases: Tokens) -> StepState:
         """The state of a step with these canvases, one row per sample, as hooks read it."""
-        state = self.trajectory.state_at(step, self.model.cfg.device)
-        tokens = canvases.to(state.tokens.device)
-        masked = self.trajectory.is_open(tokens)
-        return replace(state, tokens=tokens, masked=masked, given=state.given.expand_as(tokens))
+        return self.trajectory.repeat(len(canvases)).state_at(step, self.model.cfg.device, canvases)
+
+    def rows(self, step: int, canvases: Tokens, positions: Sequence[int]) -> list[int]:
+        """The rows of the logits from which the loop reads these positions at a step.
+
+        Raises:
+            ValueError: Samples of a run by blocks write different blocks, and the block decides which row is read.
+        """
+        at = torch.tensor(positions, dtype=torch.long)
+        rows, block = self.model.readout.rows(at), self.state(step, canvases).block
+        if block is None or not block.seeded:
+            return rows.tolist()
+        if len(starts := block.start.unique().tolist()) > 1:
+            raise ValueError(
+                f"at step {step} the samples write different blocks, which begin at the positions {starts}, and the "
+                f"first token of a block of {self.model.cfg.model_name!r} is read in another row: denoise with a "
+                "sampler that reveals as many positions in every run, such as BlockConfidence(threshold=None), or "
+                "give canvas='forced' where there is a choice"
+            )
+        return block.rows(rows, at, torch.zeros_like(at)).tolist()
 
     def reading(self, step: int, canvases: Tokens) -> Answer:
         """The answer as it is read from the canvases of one step, one row per sample.
 
         Under guidance the unconditional logits come from the same canvases with the given positions masked.
         """
-        state = self.state(step, canvases)
-        with self.model.clock.at(state):
+        with self.model.clock.at(self.state(step, canvases)):
             answer, scale = Answer.of(self.model, self.query, canvases), self.trajectory.record["cfg_scale"]
-        if (block := state.block) is not None:
-            positions = torch.tensor(self.query.answer_positions, device=answer.rows.device)
-            answer = replace(answer, rows=block.rows(answer.rows, positions, torch.zeros_like(positions)))
+        rows = self.rows(step, canvases, self.query.answer_positions)
+        answer = replace(answer, rows=torch.tensor(rows, device=answer.rows.device))
         if not scale:
             return answer
         distinct = canvases[:1] if bool((canvases == canvases[:1]).all()) else canvases
@@ -174,7 +188,7 @@ class TracedTrajectory:
         """Logits of the unconditional branch of guidance."""
         given, blank = self.trajectory.given.to(canvases.device), self.trajectory.blank
         with self.model.clock.at(replace(self.state(step, canvases), branch="unconditional")):
-            logits: Tensor = self.model(canvases.masked_fill(given, blank), logits_at=rows)
+            logits: Tensor = self.model(self.model.cfg.readable(canvases.masked_fill(given, blank)), logits_at=rows)
         return logits
 
     def settled(self, canvases: Tokens) -> Float[Tensor, "sample selected"]:

@@ -51,14 +51,15 @@ class Trajectory(Recording):
         remasked = bool((masked[1:] & ~masked[:-1]).any()) or self.record.get("remasked", False)
         return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
 
-    def state_at(self, step: int, device: str | torch.device | None = None) -> StepState:
+    def state_at(self, step: int, device: str | torch.device | None = None, tokens: Tokens | None = None) -> StepState:
         """The value of `hook.step` at a step, in the conditional branch, for forward passes that stand for this step.
 
         Args:
             device: Device of its tensors; by default that of the trajectory.
+            tokens: Canvas in place of the recorded one.
         """
         times: list[float] = self.record["times"]
-        tokens = self.canvases[self._canvas_index(step)].to(device)
+        tokens = (self.canvases[self._canvas_index(step)] if tokens is None else tokens).to(device)
         architecture = Architecture.from_dict(self.record["architecture"])
         canvas = self._canvas(tokens, reach_of(architecture))
         before = (self.revealed_at >= 0) & (self.revealed_at < step)

@@ -272,3 +272,9 @@ def test_an_edit_holds_at_its_time_and_is_gated_at_others(tmp_path):
 def compute_key_at(model, query):
     with model.at_time(0.4):
         return compute_key(model, query, 1)
+
+
+def test_a_run_by_blocks_has_no_time_to_tell(specimen, configs):
+    model = specimen(configs["bd3lm"]).model
+    with pytest.raises(ValueError, match=r"told the time and writes block after block.*model\(tokens, time=...\)"):
+        model.denoise(torch.randint(500, (1, 6)), length=12)

@@ -132,8 +132,9 @@ class FactTracer:
         """Whether the answer is the likeliest on a run's first canvas; hooks see that step, as in the traces."""
         step, answer = run.trajectory.first_step, Answer.of(self.model, run.query)
         canvas = run.canvas(step)[None]
+        rows = run.rows(step, canvas, run.query.answer_positions)
         with self.model.clock.at(run.state(step, canvas)):
-            return answer.is_likeliest(self.model, self.model(run.seen(canvas), logits_at=answer.rows))
+            return answer.is_likeliest(self.model, self.model(run.seen(canvas), logits_at=rows))
 
     @torch.no_grad()
     def _first_canvas(self, run: TracedTrajectory) -> TrajectoryTrace:

@@ -233,7 +233,7 @@ class _Branch:
         masked = run.trajectory.is_open(self.canvases).any(dim=0).nonzero().flatten()
         # On a causal canvas the loop proposes a token for the next position only.
         self.positions: list[int] = (masked[:1] if run.model.cfg.grows else masked).tolist()
-        self.rows: list[int] = run.model.readout.rows(torch.tensor(self.positions)).tolist()
+        self.rows: list[int] = run.rows(step, self.canvases, self.positions)
         self.scale = run.trajectory.record["cfg_scale"]
         self.unconditional = run.unconditional(step, self.canvases, self.rows) if self.scale else None
 

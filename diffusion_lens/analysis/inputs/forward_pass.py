@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from diffusion_lens.config import reached
@@ -64,12 +65,23 @@ class ForwardPass:
         present = self.present
         if not self.model.cfg.grows:
             located = torch.zeros_like(present)
-            located[self.model.readout.locate(self.masked, self.real)] = True
+            located[self.located(self.masked, self.real)] = True
             return located & present
         last = present & (present.flip(1).cumsum(dim=1).flip(1) == 1)
         if self.step is None:
             return last
         return last & self.step.masked.any(dim=1, keepdim=True)
+
+    def located(self, positions: PosMask, real: PosMask) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
+        """Row of the batch and row of the logits that predict each marked position, as the loop reads it.
+
+        Args:
+            positions: Bool[batch pos], true at the positions to predict.
+            real: Bool[batch pos], false at padding.
+        """
+        batch, rows = self.model.readout.locate(positions, real)
+        block = None if self.step is None else self.step.block
+        return batch, rows if block is None else block.rows(rows, positions.nonzero()[:, 1], batch)
 
     @property
     def answer_rows(self) -> PosMask:

@@ -67,8 +67,9 @@ def passes_of(inputs: Inputs, steps: Sequence[int] | None) -> Iterator[SharedPas
 
 
 def _reached_part(canvas: ForwardPass) -> ForwardPass:
-    """One canvas up to the last position that has been reached."""
-    n_shown = int(canvas.present.any(dim=0).nonzero().max()) + 1
+    """One canvas up to the last position that has been reached, with all of its block."""
+    # Wherever blocks begin, that of a position ends before this, and what is behind it is not seen.
+    n_shown = int(canvas.present.any(dim=0).nonzero().max()) + (canvas.model.cfg.block_size or 1)
     return replace(canvas, tokens=canvas.tokens[:, :n_shown], real=canvas.real[:, :n_shown])
 
 

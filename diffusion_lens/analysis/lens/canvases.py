@@ -95,7 +95,7 @@ class Canvases:
         predicted = present.new_zeros(len(present), width)
         # A text that grows is predicted from the tokens before it, all other canvases from the whole canvas.
         predicted[:, selected] = present[:, self.model.readout.rows(selected) if self.model.cfg.grows else selected]
-        _, rows = self.model.readout.locate(predicted, pad(canvas.real, (0, width - present.shape[1])))
+        _, rows = canvas.located(predicted, pad(canvas.real, (0, width - present.shape[1])))
         table = torch.full(predicted.shape, NOTHING, device=present.device)
         table[predicted] = rows
         return table[:, selected]

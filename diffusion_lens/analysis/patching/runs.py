@@ -69,10 +69,11 @@ class Side:
         state = trajectory.state_at(step, model.cfg.device)
         canvas, real = state.tokens, trajectory.real.to(model.cfg.device)
         n_canvas = int((reached(canvas) & real).any(dim=0).nonzero().max()) + 1
-        n_shown, metric = canvas.shape[1] if model.is_hooked else n_canvas, reading.function
+        whole, metric = canvas.shape[1], reading.function
+        n_shown = whole if model.is_hooked else min(whole, _with_block(model, n_canvas))
         if isinstance(metric, AnswerProbability):
             run = metric.traced(model, trajectory)
-            n_shown = max(n_shown, int(metric.rows.max()) + 1)
+            n_shown = min(whole, max(n_shown, _with_block(model, int(metric.rows.max()) + 1)))
             reading = replace(reading, function=replace(metric, answer=run.answer(step, canvas)))
             seen = check_tokens(run.seen(canvas)[:, :n_shown], model.cfg)
             return cls(model, seen, None, reading, n_canvas, step=state)
@@ -128,6 +129,11 @@ class Side:
     def word(self, position: int) -> str:
         """The text at a position of the first row, as a label."""
         return readable(self.model.words([int(self.tokens[0, position])])[0])
+
+
+def _with_block(model: DiffusionTransformer, n_pos: int) -> int:
+    """A number of positions after which nothing changes the first `n_pos`: the block of the last one ends before it."""
+    return n_pos - 1 + (model.cfg.block_size or 1)
 
 
 def stored_points(corrupted: Side, sweeps: Sequence[Sweep], method: str) -> tuple[set[str], set[str]]:

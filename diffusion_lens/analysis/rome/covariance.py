@@ -187,6 +187,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
         "seed": None if model.cfg.grows else seed,
+        **({"time": origin["time"]} if "time" in origin else {}),
     }
     hashed = {**content, "noise": "by own_seed"}  # The rule by which texts get their seeds also affects the numbers.
     key = hashlib.sha256(json.dumps(as_json(hashed), sort_keys=True).encode()).hexdigest()

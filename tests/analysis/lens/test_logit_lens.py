@@ -21,8 +21,10 @@ from diffusion_lens.model.folding import fold_norms
 PROMPT = "Gustav Geisser is the"
 
 
-def row_of(model, position):
-    """The row that predicts a position, written out."""
+def row_of(model, position, block=None, row=0):
+    """The row that predicts a position, written out; the loop reads a seeded block's first token in the row before."""
+    if block is not None and block.seeded and position == block.start[row]:
+        return position - 1
     return position if model.cfg.readout == "in_place" else max(position - 1, 0)
 
 
@@ -76,7 +78,7 @@ def assert_reads(lens, model, states, index, row=0, step=None):
     tables = {name: getattr(lens, name)[index, :, row] for name in TABLES}
     for table in tables.values():
         assert (table[:, absent] == -1).all() if table.dtype == torch.long else table[:, absent].isnan().all()
-    rows = [row_of(model, position) for position in lens.positions]
+    rows = [row_of(model, position, step and step.block, row) for position in lens.positions]
     present = None if step is None else step.tokens[row, rows]
     expected = written_out(model, states[:, rows], lens.targets[row, :, 0].clamp(min=0), present, step=step)
     for name, table in tables.items():

@@ -113,6 +113,17 @@ def test_the_error_is_what_samples_differ_by(tiny):
     assert samples[0].relative_error(4 * samples[0].count) == pytest.approx(samples[0].relative_error() / 2)
 
 
+def test_a_moment_at_another_time_is_another_moment(configs, specimen, corpus, tmp_path):
+    """The keys of a network that is told the time depend on it, so a saved moment is that of one time."""
+    model = specimen(configs["sedd"]).model
+    moments = []
+    for time in (0.6, 0.2):
+        with model.at_time(time):
+            moments.append(second_moment(model, corpus, LAYER, folder=tmp_path))
+            assert moments[-1].record["time"] == time
+    assert not torch.allclose(moments[0].total, moments[1].total, rtol=1e-3)
+
+
 def test_solving():
     generator = torch.Generator().manual_seed(0)
     keys, vector = torch.randn(200, 6, generator=generator).double(), torch.randn(6, generator=generator)
