@@ -311,10 +311,10 @@ def every(request: pytest.FixtureRequest) -> Any:
     return built(request.param)
 
 
-@pytest.fixture(scope="session", params=["lit_gpt-mdm", "dream", "llama", "sdar"])
+@pytest.fixture(scope="session", params=["lit_gpt-mdm", "dream", "llama", "sdar", "uniform"])
 def several(request: pytest.FixtureRequest) -> Any:
-    """Models that predict in place, shifted by one position, and causally: for laws that depend on no other property of
-    a family."""
+    """Models that predict in place, shifted by one position, causally, by blocks, and under uniform noise: for laws
+    that depend on no other property of a family."""
     return built(request.param)
 
 
@@ -392,10 +392,13 @@ def small_model(kind: str) -> Any:
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import Architecture
 
-    bundled = bundled_model(f"tiny-{kind}")
+    bundled = bundled_model("tiny-ar" if kind == "uniform" else f"tiny-{kind}")
     same = ("family", "n_ctx", "d_vocab", "d_vocab_out", "attention_dir", "readout", "mask_token_id")
     sizes = dict(n_layers=2, d_model=32, n_heads=4, n_key_value_heads=2, d_head=8, d_mlp=48)
-    architecture = Architecture(name=f"small-{kind}", **sizes, **{name: getattr(bundled.cfg, name) for name in same})
+    settings = {name: getattr(bundled.cfg, name) for name in same}
+    if kind == "uniform":
+        settings |= {"attention_dir": "bidirectional", "readout": "in_place"}
+    architecture = Architecture(name=f"small-{kind}", **sizes, **settings)
     cfg = DiffusionConfig.from_architecture(
         architecture, device="cpu", trained_length=bundled.cfg.trained_length, default_prepend_bos=False
     )

@@ -71,11 +71,15 @@ def test_a_token_is_read_where_the_model_predicts_it(two_letters):
     ids = [model.to_single_token(token) for token in ("ab", "cd", " ", "w", "as", " ", "ef", "g", ".")]
     # "ab" "cd" " " "w" "as" " " "ef" "g" "." after BOS, and "ef" "g" " " "w" "as" " " "ab" "cd" "." after BOS
     forward, reverse = [0, *ids], [0, *ids[6:8], *ids[2:6], *ids[:2], ids[8]]
+    hidden = not model.cfg.grows
     if model.cfg.has_mask:
         forward[1:3] = reverse[7:9] = [model.cfg.mask_token_id] * 2
+    elif hidden:  # noise, which other tests compare
+        forward[1:3], reverse[7:9] = pair.forward.tokens[1:3].tolist(), pair.reverse.tokens[7:9].tolist()
+        assert forward[1:3] != ids[:2]
     shift = model.cfg.readout == "shifted"
     expected = {
-        "forward": (forward, (2 if model.cfg.has_mask else 8) - shift, ids[1] if model.cfg.has_mask else ids[7], 8),
+        "forward": (forward, (2 if hidden else 8) - shift, ids[1] if hidden else ids[7], 8),
         "reverse": (reverse, 8 - shift, ids[1], 2),
     }
     for name, (tokens, row, answer, source) in expected.items():

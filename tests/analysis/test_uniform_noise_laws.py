@@ -1,4 +1,4 @@
-"""Analyses where nothing is masked: the answer is p(x_0) at noisy positions, and the laws of tracing and ROME hold."""
+"""Analyses where nothing is masked: the answer is p(x_0) at noisy positions, and texts are noised as in training."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -100,18 +100,6 @@ def test_p_of_the_answer_is_that_of_the_clean_tokens(timed: Any) -> None:
     assert causal_trace(timed, known_query(timed), noise=0.1, layers=[0], positions=[0]).known
 
 
-def test_noise_of_zero_has_no_effect_and_restoring_all_is_the_clean_run(timed: Any) -> None:
-    from diffusion_lens.analysis import causal_trace
-
-    still = causal_trace(timed, query_of(), noise=0.0, samples=2)
-    torch.testing.assert_close(still.scores, torch.full_like(still.scores, still.clean), rtol=1e-4, atol=1e-9)
-    moved = causal_trace(timed, query_of(), noise=2.0, samples=3)
-    assert abs(moved.corrupted - moved.clean) > 1e-3 * moved.clean
-    # The states after the last block at the answer's positions are all that is read.
-    last = torch.tensor([[moved.token_scores[6, -1, 0], moved.token_scores[7, -1, 1]]])
-    torch.testing.assert_close(last[0], moved.clean_token_scores, rtol=1e-4, atol=1e-8)
-
-
 def test_patching_an_answer_state_after_the_last_block_gives_the_clean_run(timed: Any) -> None:
     from diffusion_lens import Query
     from diffusion_lens.analysis import answer_probability, patch_grid
@@ -122,21 +110,6 @@ def test_patching_an_answer_state_after_the_last_block_gives_the_clean_run(timed
     grid = patch_grid(timed, clean, other, answer_probability(timed, clean), "resid_post")
     torch.testing.assert_close(grid.scores[-1, 6], grid.clean.to(grid.scores.dtype), rtol=1e-4, atol=1e-8)
     assert not torch.allclose(grid.clean, grid.corrupted, rtol=1e-3)
-
-
-def test_edit_of_one_fact_holds_the_new_value_at_its_key(timed: Any) -> None:
-    from diffusion_lens import Query
-    from diffusion_lens.analysis import RankOneEdit, compute_key, optimize_value
-
-    query, essence = known_query(timed), Query(torch.tensor([6, 7, 20, 21]), (0, 2), (), ())
-    key = compute_key(timed, query, 1)
-    value = optimize_value(timed, query, 1, essence=essence, steps=12, lr=0.1)
-    assert value.delta.norm() > 0
-    with RankOneEdit(timed, 1, key, value):
-        seen: list[torch.Tensor] = []
-        hooks = [("blocks.1.hook_mlp_out", lambda x, hook: seen.append(x))]
-        timed.run_with_hooks(query.tokens[None], fwd_hooks=hooks)
-    torch.testing.assert_close(seen[0][0, 2], value.vector, rtol=1e-4, atol=1e-4)
 
 
 def test_forced_replay_reads_the_recorded_canvases_at_their_times(timed: Any) -> None:
@@ -193,8 +166,55 @@ def test_score_head_says_that_it_needs_a_time() -> None:
         metric(torch.zeros(1, 2, 40))
 
 
-def test_what_needs_mask_is_refused(timed: Any) -> None:
-    from diffusion_lens.analysis import causal_trace
+def test_a_metric_of_the_user_reads_logits_of_the_clean_tokens(timed: Any) -> None:
+    from diffusion_lens import Query
+    from diffusion_lens.analysis import node_attribution, patch_grid
 
-    with pytest.raises(ValueError, match=r"has no \[MASK\]; corrupt with add_noise"):
-        causal_trace(timed, query_of(), corruption="mask", samples=1)
+    clean = query_of()
+    other = Query(torch.tensor([5, 26, 27, 8, 9, 10, 11, 12]), (1, 3), (6, 7), (11, 12))
+
+    def p_of_12(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, -1].softmax(dim=-1)[12]
+
+    expected = [p_of_clean(timed, query)[1, 12] for query in (clean, other)]
+    for rows in (None, [7]):
+        grid = patch_grid(timed, clean, other, p_of_12, "resid_post", logits_at=rows)
+        torch.testing.assert_close(torch.stack([grid.clean, grid.corrupted]).double(), torch.stack(expected))
+        torch.testing.assert_close(grid.scores[-1, 7].double(), expected[0], rtol=1e-4, atol=1e-8)
+    estimate = patch_grid(timed, clean, other, p_of_12, "resid_post", method="attribution")
+    torch.testing.assert_close(estimate.corrupted, grid.corrupted)
+    assert node_attribution(timed, clean.tokens[None], other.tokens[None], p_of_12).scores.abs().max() > 0
+
+
+def test_the_second_moment_is_that_of_noisy_texts(timed: Any) -> None:
+    """Noised as in training: at a time of its own, each token is replaced by one drawn from all 40."""
+    from diffusion_lens.analysis import second_moment
+    from diffusion_lens.seeds import own_seed
+
+    corpus, keys = [torch.arange(3, 15), torch.arange(20, 29)], []
+    moment = second_moment(timed, corpus, 1, seed=20)
+    for i, text in enumerate(corpus):
+        generator = torch.Generator().manual_seed(own_seed(20, i))
+        t = (1 - 1e-3) * torch.rand((), generator=generator) % 1 + 1e-3
+        is_noise = torch.rand((1, len(text)), generator=generator)[0] < (1 - 1e-3) * t
+        noisy = torch.where(is_noise, torch.randint(40, (1, len(text)), generator=generator)[0], text)
+        _, cache = timed.run_with_cache(noisy[None], names_filter="blocks.1.mlp.hook_post")
+        keys.append(cache["blocks.1.mlp.hook_post"][0].double())
+    together = torch.cat(keys)
+    torch.testing.assert_close(moment.matrix, together.T @ together / 21, rtol=1e-4, atol=1e-6)
+
+
+def test_the_time_is_probed_on_noisy_texts_at_all_positions(timed: Any) -> None:
+    from diffusion_lens.analysis import probe_time
+
+    texts = torch.randint(40, (10, 12), generator=torch.Generator().manual_seed(0))
+    probe = probe_time(timed, texts, "blocks.1.hook_resid_post", samples=4)
+    assert sum(probe.record["n_rows"].values()) == 10 * 12 * 4
+    assert probe.r2.isfinite().all()
+
+
+def test_no_embedding_hides_a_token(timed: Any) -> None:
+    from diffusion_lens.interventions import mask_tokens
+
+    with pytest.raises(ValueError, match=r"has no \[MASK\]; corrupt with add_noise, zero_ablate or swap"):
+        mask_tokens(timed)

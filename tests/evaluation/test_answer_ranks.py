@@ -9,6 +9,7 @@ from transformer_lens import utilities
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.evaluation import AnswerRanks, chain_rule_nll, rank_answer
+from diffusion_lens.noise import hidden_tokens
 
 PROMPT, ANSWER = "Gustav Geisser is the", " brave drummer"
 
@@ -24,9 +25,11 @@ def test_each_token_is_read_after_those_before_it(several):
     model = several.model
     prompt, answer = several.tokens[0, :4] % 500, several.tokens[0, 4:7] % 500
     ranks = rank_answer(model, prompt, answer, top_k=3)
+    question = torch.cat([prompt, answer])
+    hidden = torch.tensor([0] * 3 if model.cfg.grows else hidden_tokens(model.cfg, 3, str(question.tolist())))
     for i, token in enumerate(answer.tolist()):
         given = torch.cat([prompt, answer[:i]])
-        tokens = given[None] if model.cfg.grows else torch.cat([given, torch.full((3 - i,), model.cfg.blank)])[None]
+        tokens = given[None] if model.cfg.grows else torch.cat([given, hidden[i:]])[None]
         row = len(given) - (model.cfg.readout == "shifted")
         logits = model(tokens)[0, row]
         assert_close(ranks.probability[i], logits.softmax(-1)[token], rtol=1e-4, atol=1e-7)
@@ -36,7 +39,8 @@ def test_each_token_is_read_after_those_before_it(several):
         assert ranks.top[i] == model.words(ordered[:3])
         assert_close(ranks.top_logit[i], logits[ordered[:3]], rtol=1e-4, atol=1e-5)
         assert_close(ranks.top_probability[i], logits.softmax(-1)[ordered[:3]], rtol=1e-4, atol=1e-7)
-    assert_close(-ranks.probability.log().sum(), chain_rule_nll(model, prompt, answer), rtol=1e-4, atol=1e-5)
+    if not model.cfg.rewrites:
+        assert_close(-ranks.probability.log().sum(), chain_rule_nll(model, prompt, answer), rtol=1e-4, atol=1e-5)
 
 
 def test_both_bundled_models_rank_the_answer_first(tiny):

@@ -1,7 +1,7 @@
 """The positions whose states are read.
 
     all         every position that contains a token or [MASK]
-    masked      positions that contain [MASK]
+    masked      positions that contain [MASK]; under uniform noise those that the step may write
     unmasked    positions that contain a token
     predicting  rows whose logits predict a [MASK]; where the text grows, the row that predicts the next token
     answer      rows whose logits predict the tokens of an answer, for queries and facts

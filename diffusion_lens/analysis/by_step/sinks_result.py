@@ -53,7 +53,7 @@ class AttentionSinks(PicturedResult):
         even: Float[*step batch pos], the same if every query attended equally to all positions that it sees.
         n_queries: Int[*step batch pos], number of queries that see a position.
         canvases: Int[*step batch pos], the tokens that were read; -1 where a growing text has not been reached.
-        masked: Bool[*step batch pos], positions that contain [MASK].
+        masked: Bool[*step batch pos], positions that contain [MASK]; under uniform noise those that the step may write.
         special: Bool[*step batch pos], special tokens of the tokenizer, such as the end token.
         given: Bool[batch pos], positions of the prompt of a run; false without a run.
         final: Int[batch pos], the final canvas of the run; without a run the tokens that were read.
@@ -145,8 +145,9 @@ class AttentionSinks(PicturedResult):
     def kinds(self) -> dict[str, tuple[float, float]]:
         """For each kind of position its share of all sinks, and its share of all positions, for comparison.
 
-        Kinds: "masked" contains [MASK]; "special" is a special token; "prompt" is another given token; "written" is a
-        token that the run has written, or without a run any other token. The first share is NaN without sinks.
+        Kinds: "masked" contains [MASK], or may be noise; "special" is a special token; "prompt" is another given token;
+        "written" is a token that the run has written, or without a run any other token. The first share is NaN without
+        sinks.
         """
         masked, special = self.masked & self.present, self.special & ~self.masked & self.present
         prompt = self.given & ~masked & ~special & self.present

@@ -4,8 +4,8 @@ Masked diffusion models are not told the time, and yet their states encode it (R
 probe the residual stream of LLaDA and Dream). The probe is a ridge regression of t on the state at a hook point. It is
 fitted on some texts or runs, and R² is computed on others, so that no canvas contributes to both.
 
-t is `hook.step.t` on the canvases of trajectories, and the probability with which tokens were masked in texts that are
-masked at random.
+t is `hook.step.t` on the canvases of trajectories, and the probability with which tokens were masked, or replaced under
+uniform noise, in texts that are noised at random.
 
 Two predictors set the scale. The first is the probe itself with t permuted among the canvases (R² of about 0 or below).
 The second knows the position only: the mean t at which this position was selected. Where the position determines the
@@ -45,7 +45,7 @@ from diffusion_lens.hook_names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.scheduled_loss import noised
 from diffusion_lens.settings import Whole, at_least
 
 ROWS = ("position", "canvas")
@@ -71,8 +71,9 @@ def probe_time(
 
     Args:
         model: Model that reads the states; the caller's hooks act.
-        inputs: Trajectories (each of their rows is a unit), or on a model with [MASK], texts, facts or tokens, which
-            are masked at random (each is a unit). If units share most of their words, the test is easier.
+        inputs: Trajectories (each of their rows is a unit), or on a diffusion model, texts, facts or tokens, which are
+            masked at random, or replaced under uniform noise (each is a unit). If units share most of their words, the
+            test is easier.
         names_filter: Hook points; by default the residual stream before the first block and after every block.
         positions: Positions whose states are read, as in `analysis.by_step.positions`.
         rows: "position", where each selected position is a row of the regression, or "canvas", where a row is the mean
@@ -86,7 +87,7 @@ def probe_time(
 
     Raises:
         KeyError: There is no such hook point.
-        ValueError: Texts for a model without [MASK], or with [MASK] in them, fewer than three units, a part of the
+        ValueError: Texts for a model of next tokens, or with [MASK] in them, fewer than three units, a part of the
             split without a row, validation rows of one time only, or a budget that is too small.
     """
     if rows not in ROWS:
@@ -170,7 +171,7 @@ def _passes(
     noise = torch.Generator().manual_seed(seed)
     for unit, row in enumerate(given.tokens):
         # The times of one text are spread evenly, like those of a batch in training, and every position may be masked.
-        noisy, p_mask = hide(row.repeat(samples, 1), model.cfg.blank, generator=noise)
+        noisy, p_mask = noised(model, row.repeat(samples, 1), generator=noise)
         for tokens, times in zip(noisy.split(n_at_once), p_mask[:, 0].clone().split(n_at_once), strict=True):
             tokens = tokens.to(model.cfg.device)
             read = ForwardPass(model, tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -220,10 +221,10 @@ def _samples_at_once(
     """Number of samples of a text in one pass, so that a call takes at most `max_bytes`.
 
     Raises:
-        ValueError: The budget does not suffice for one sample, or texts are given for a model without [MASK].
+        ValueError: The budget does not suffice for one sample, or texts are given for a model of next tokens.
     """
     texts = given.tokens if isinstance(given, CleanTexts) else []
-    if texts and not model.cfg.has_mask:
+    if texts and model.cfg.grows:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK], so texts cannot be masked for it: give trajectories of "
             "model.denoise(...)"

@@ -1,8 +1,9 @@
 """Texts on canvases with known noise levels.
 
-A canvas is a text of which each position is masked with probability t, the noise level of the canvas. Its random
-numbers depend on the seed and on the index of the text only, so the canvases of two calls with one seed are the same,
-whatever the batches are. The canvas of a model without [MASK] that writes from left to right is the text itself, t = 0.
+A canvas is a text of which each position is masked, or under uniform noise replaced by a token drawn from all, with
+probability t, the noise level of the canvas. Its random numbers depend on the seed and on the index of the text only,
+so the canvases of two calls with one seed are the same, whatever the batches are. The canvas of a model of next tokens
+is the text itself, t = 0.
 
 Positions of a prepended BOS, of a fact's prompt and of padding are never masked, and do not count.
 """
@@ -31,7 +32,7 @@ class CanvasBatch:
         noisy: Int[batch pos], the canvases.
         real: Bool[batch pos], false at padding.
         editable: Bool[batch pos], positions that count.
-        masked: Bool[batch pos], positions that are masked.
+        masked: Bool[batch pos], positions that are masked, or replaced by noise.
         t: Float[batch], noise level.
         rows: Int[batch], place of each text among the usable ones; `texts`: its index in the list that was given.
         levels: Int[batch], place of its noise level among the spans.
@@ -82,16 +83,19 @@ class Canvases:
         tokens, real = padded(self.model, [self.texts.tokens[row] for row in rows])
         editable = pad_sequence([self.texts.editable[row] for row in rows], batch_first=True)
         noise = [self._noise(row, level) for row, level in zip(rows, levels, strict=True)]
-        t, masked = torch.stack([t for t, _ in noise]), pad_sequence([mask for _, mask in noise], batch_first=True)
-        noisy = tokens.masked_fill(masked, self.model.cfg.blank)
+        t = torch.stack([of_row[0] for of_row in noise])
+        masked, replaced = (pad_sequence([of_row[i] for of_row in noise], batch_first=True) for i in (1, 2))
+        noisy = torch.where(masked, replaced, tokens)
         device, texts = self.model.cfg.device, [self.texts.indices[row] for row in rows]
         numbers = (torch.tensor(values) for values in (rows, texts, levels))
         return CanvasBatch(*(x.to(device) for x in (tokens, noisy, real, editable, masked, t)), *numbers)
 
-    def _noise(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"]]:
-        """Noise level and masked positions of a canvas."""
+    def _noise(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], Int[Tensor, "_"]]:
+        """Noise level of a canvas, its masked positions, and what stands there."""
         seed, (low, high) = own_seed(self.seed, f"{self.texts.indices[row]}/{level}"), self.spans[level]
         editable = self.texts.editable[row]
-        uniform = torch.rand(1 + len(editable), generator=torch.Generator().manual_seed(seed))
+        generator, tokens, noise = torch.Generator().manual_seed(seed), self.texts.tokens[row], self.model.head.noise
+        uniform = torch.rand(1 + len(editable), generator=generator)
         t = low + (high - low) * uniform[0]
-        return t, (uniform[1:] < t) & editable
+        replaced = tokens if noise is None else noise.replacements(tokens, generator)
+        return t, (uniform[1:] < t) & editable, replaced

@@ -96,7 +96,7 @@ def dictionary_loss(
             "error_term=False))]), or denoise under this hook"
         )
     spans = spans_of(model, t, NoiseRange(samples=4))
-    if model.cfg.has_mask and any(span == (0.0, 0.0) for span in spans):
+    if not model.cfg.grows and any(span == (0.0, 0.0) for span in spans):
         raise ValueError("at the noise level t=0 nothing is masked, so there is no loss; give levels above 0")
     selection, size = check_mask(model, mask, spans), at_least(1, "batch_size", batch_size)
     (point,) = readable_points(model, [name])
@@ -244,7 +244,9 @@ def _losses(
         counted = loss.predicted.sum(dim=1)
     else:
         p_mask = batch.t[:, None].expand(batch.tokens.shape)
-        loss = masked_batch(model, batch.tokens, batch.noisy, p_mask, real=batch.real)
+        # Under uniform noise every position that may be noise is predicted.
+        real = batch.editable if model.cfg.rewrites else batch.real
+        loss = masked_batch(model, batch.tokens, batch.noisy, p_mask, real=real)
         counted = batch.editable.sum(dim=1)
     sums = [_loss_of_rows(model, batch, loss, hooks[state]) for state in STATES]
     return torch.stack(sums, dim=1).cpu(), counted.cpu()

@@ -1,6 +1,7 @@
 """Noise levels of canvases, and the positions that a dictionary is for: masked, unmasked, or all.
 
-The noise level t of a canvas is the probability with which each of its positions was masked.
+The noise level t of a canvas is the probability with which each of its positions was masked. Under uniform noise the
+masked positions are those whose tokens were replaced by noise, which may be the token itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,13 +54,12 @@ def spans_of(model: DiffusionTransformer, t: Noise, default: NoiseRange) -> tupl
     """The noise levels of a text's canvases: one, several, or parts of a range.
 
     Raises:
-        ValueError: A level is not between 0 and 1, there is none, or the model has no [MASK].
+        ValueError: A level is not between 0 and 1, there is none, or the model predicts next tokens.
     """
     if model.cfg.grows:
         if t is not None:
             raise ValueError(f"t={t}: {model.cfg.model_name!r} has no [MASK], so its texts have no noise; leave out t")
         return ((0.0, 0.0),)
-    _ = model.cfg.blank  # raises the error of a model whose noise is not [MASK]
     if t is None or isinstance(t, NoiseRange):
         return (t or default).spans
     plain: Any = t.tolist() if hasattr(t, "tolist") else t

@@ -29,7 +29,7 @@ from diffusion_lens.config import reached
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.scheduled_loss import noised
 from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
 from diffusion_lens.shapes import PosMask, Tokens
 
@@ -63,8 +63,9 @@ def fit_translators(
         texts: Texts, facts (prompt and answer), Int[batch pos] tokens without [MASK], or trajectories, whose canvases
             are read as they were recorded. Use texts like those that the model was trained on.
         layers: Layers to fit, from 0 to `n_layers - 1`; layer l is the state that enters block l. By default all.
-        mask: Positions of a masked diffusion model: "masked", or "all". A causal model is fitted at all positions that
-            it predicts.
+        mask: Positions of a masked diffusion model: "masked", or "all". Under uniform noise "masked" are those that may
+            be noise: all of a text, and of a trajectory those that its steps write. A causal model is fitted at all
+            positions that it predicts.
         iterations: Number of updates.
         batch_size: Number of canvases of an update, sampled with replacement, each under new noise.
         learning_rate: Learning rate of the first update.
@@ -101,7 +102,7 @@ def fit_translators(
     # 2. Descend on new samples in every iteration.
     losses = []
     for iteration in tqdm(range(n_iterations), desc="translators", unit="update", disable=not progress):
-        loss = _gradients(model, *data.sample(n_rows, generator), picked, (weights, biases), budget)
+        loss = _gradients(data.sample(n_rows, generator), picked, (weights, biases), budget)
         if not bool(loss.isfinite().all()):
             raise ValueError(
                 f"a loss is not a finite number at iteration {iteration}: the states or logits of the model are not "
@@ -130,26 +131,23 @@ def fit_translators(
 
 
 def _gradients(
-    model: DiffusionTransformer,
-    network_input: ForwardPass,
-    entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]],
-    layers: list[int],
-    maps: tuple[list[Tensor], list[Tensor]],
-    budget: Budget,
+    sample: "_Sample", layers: list[int], maps: tuple[list[Tensor], list[Tensor]], budget: Budget
 ) -> Float[Tensor, "layer"]:
-    """Set the gradients of the maps at these entries, and return the mean KL of each layer."""
+    """Set the gradients of the maps at the entries of a sample, and return the mean KL of each layer."""
+    network_input, model = sample.network_input, sample.network_input.model
     for parameter in (*maps[0], *maps[1]):
         parameter.grad = torch.zeros_like(parameter)
-    losses, n = torch.zeros(len(layers), dtype=torch.float64), len(entries[0])
+    losses, n = torch.zeros(len(layers), dtype=torch.float64), len(sample.rows)
     for stored in torch.arange(n).split(budget.entries_per_pass):
-        rows = (entries[0][stored], entries[1][stored])
+        rows = (sample.batch[stored], sample.rows[stored])
         states = states_of(network_input, rows, [*layers, model.cfg.n_layers])
         for block in torch.arange(len(stored)).split(budget.entries_at_once):
+            present = sample.present[stored[block]]
             with model.clock.at(network_input.step):
-                last = _log_probabilities(model, states[model.cfg.n_layers][block])
+                last = _log_probabilities(model, states[model.cfg.n_layers][block], present)
             for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
                 with torch.enable_grad(), model.clock.at(network_input.step):
-                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias))
+                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias), present)
                     loss = divergence(last, log_p).sum() / n
                     # Only with respect to the maps: no parameter of the model gets a gradient.
                     gradients = torch.autograd.grad(loss, [weight, bias])
@@ -161,10 +159,26 @@ def _gradients(
 
 
 def _log_probabilities(
-    model: DiffusionTransformer, states: Float[Tensor, "entry d_model"]
+    model: DiffusionTransformer, states: Float[Tensor, "entry d_model"], present: Int[Tensor, "entry"]
 ) -> Float[Tensor, "entry d_vocab_out"]:
-    logits = clean_logits(model, logits_of(model, states))
+    logits = clean_logits(model, logits_of(model, states), present)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A pass on some canvases, and the entries at which they are read.
+
+    Attributes:
+        network_input: The pass.
+        batch, rows: Int[entry], index in the batch and row of each entry.
+        present: Int[entry], token at the position that each entry predicts; -1 after a text that grows.
+    """
+
+    network_input: ForwardPass
+    batch: Int[Tensor, "entry"]
+    rows: Int[Tensor, "entry"]
+    present: Int[Tensor, "entry"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,13 +188,15 @@ class _Data:
     Attributes:
         tokens: Int[batch pos].
         real: Bool[batch pos], false at padding.
-        source: Texts, which are masked at random if the model has [MASK], or trajectories.
-        masked_only: Whether only masked positions are read.
+        open: Bool[batch pos], positions that may be masked, or noise.
+        source: Texts, which are noised at random unless they grow, or trajectories.
+        masked_only: Whether only masked positions, or under uniform noise open ones, are read.
     """
 
     model: DiffusionTransformer
     tokens: Tokens
     real: PosMask
+    open: PosMask
     source: CleanTexts | Inputs
     masked_only: bool
 
@@ -197,43 +213,48 @@ class _Data:
         source = texts_or_runs(model, texts, attention_mask)
         if isinstance(source, CleanTexts):
             tokens, real = (x.to(model.cfg.device) for x in padded(model, source.tokens))
-            return cls(model, tokens, real, source, masked_only)
-        tokens, real = _of_trajectories(source)
-        if masked_only:
+            return cls(model, tokens, real, real, source, masked_only)
+        tokens, real, open_ = _of_trajectories(source)
+        if masked_only and model.cfg.has_mask:
             has_masks = ((tokens == model.cfg.blank) & real).any(dim=1)
-            tokens, real = tokens[has_masks], real[has_masks]
+            tokens, real, open_ = tokens[has_masks], real[has_masks], open_[has_masks]
             if not len(tokens):
                 raise ValueError("no canvas of the trajectories has a masked position")
-        return cls(model, tokens, real, source, masked_only)
+        return cls(model, tokens, real, open_, source, masked_only)
 
-    def sample(
-        self, n_rows: int, generator: torch.Generator
-    ) -> tuple[ForwardPass, tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]]]:
-        """A pass on some canvases, and the entries (index in the batch, row) at which they are read, at least one."""
+    def sample(self, n_rows: int, generator: torch.Generator) -> _Sample:
+        """A pass on some canvases, which are read at one entry at least."""
         cfg = self.model.cfg
         while True:
             chosen = torch.randint(len(self.tokens), (n_rows,), generator=generator).to(self.tokens.device)
             tokens, real = self.tokens[chosen], self.real[chosen]
-            if cfg.has_mask and isinstance(self.source, CleanTexts):
+            if not cfg.grows and isinstance(self.source, CleanTexts):
                 # Every position, as in training, also the prompt of a fact.
-                tokens = torch.where(real, hide(tokens, cfg.blank, generator=generator)[0], tokens)
+                tokens = torch.where(real, noised(self.model, tokens, generator=generator)[0], tokens)
             known = torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.grows else tokens
             canvases = Canvases([ForwardPass(self.model, tokens, real)], None, known)
             positions = canvases.pick_positions(None)
             rows = canvases.rows(0, positions)
             is_read = rows != NOTHING
             if self.masked_only:
-                is_read = is_read & (tokens[:, positions] == cfg.blank)
+                hidden = tokens == cfg.blank if cfg.has_mask else self.open[chosen]
+                is_read = is_read & hidden[:, positions]
             if bool(is_read.any()):
-                return canvases.canvases[0], (is_read.nonzero(as_tuple=True)[0], rows[is_read])
+                batch = is_read.nonzero(as_tuple=True)[0]
+                return _Sample(canvases.canvases[0], batch, rows[is_read], known[:, positions][is_read])
 
 
-def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask]:
-    """The canvases of trajectories, one row each; of a text that grows, only the last canvas."""
-    rows, present, model = [], [], inputs.model
+def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask]:
+    """The canvases of trajectories, one row each; of a text that grows, only the last canvas.
+
+    Their real positions too, and those that were not given."""
+    rows, present, written, model = [], [], [], inputs.model
     for trajectory in inputs.trajectories:
         canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
         canvases = canvases[-1:] if model.cfg.grows else canvases[:-1]
         rows += list(model.cfg.readable(canvases).flatten(0, 1))
-        present += list((real & reached(canvases)).flatten(0, 1))
-    return padded(model, rows)[0], pad_sequence(present, batch_first=True)
+        inside = real & reached(canvases)
+        present += list(inside.flatten(0, 1))
+        written += list((inside & ~trajectory.given.to(real.device)).flatten(0, 1))
+    inside, open_ = (pad_sequence(of_rows, batch_first=True) for of_rows in (present, written))
+    return padded(model, rows)[0], inside, open_

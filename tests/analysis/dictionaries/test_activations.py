@@ -53,7 +53,7 @@ def test_rows_are_those_of_a_cache_of_each_text_alone(small, tmp_path):
     assert store.record["weights_sha256"]
 
 
-@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+@pytest.mark.parametrize("small", ["mdm", "uniform"], indirect=True)
 def test_masked_and_unmasked_rows_are_the_parts_of_all(small, tmp_path):
     stores = {
         mask: activations(small, SENTENCES, RESID, out=tmp_path / mask, mask=mask, seed=3)

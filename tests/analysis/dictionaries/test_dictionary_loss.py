@@ -22,7 +22,7 @@ FACTS = toy_facts.load().facts()[:4]
 TOKENS = torch.randint(3, 500, (3, 17), generator=torch.Generator().manual_seed(0))
 
 # Models whose loss reads a text once.
-once = pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream", "llama"], indirect=True)
+once = pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream", "llama", "uniform"], indirect=True)
 
 
 def canvas_of(tokens, editable, text, level, t):
@@ -32,13 +32,30 @@ def canvas_of(tokens, editable, text, level, t):
     return (uniform[1:] < torch.tensor(t)) & editable
 
 
+def noise_of(model, tokens, text, level):
+    """What stands at the masked positions: [MASK], or tokens that follow the uniform numbers of `canvas_of`."""
+    generator = torch.Generator().manual_seed(own_seed(0, f"{text}/{level}"))
+    torch.rand(1 + len(tokens), generator=generator)
+    drawn = torch.randint(model.cfg.d_vocab_out, (len(tokens),), generator=generator)
+    return torch.full_like(tokens, model.cfg.blank) if model.cfg.has_mask else drawn
+
+
+def uniform_bound(p_clean, clean, noisy, chance):
+    """The bound of Schiff et al. 2024 (arXiv 2412.10193) at one position, where a token is noise with this chance."""
+    n, t = len(p_clean), chance / (1 - 1e-3)
+    kept = 1 - t
+    true, guess = (n * kept * x + t for x in (torch.eye(n, dtype=torch.float64)[clean], p_clean.double()))
+    ratios = (true / true[noisy]) * ((guess[noisy] / guess) * (true / true[noisy])).log()
+    return (n / guess[noisy] - n / true[noisy] + ratios.sum()) / (n * kept)
+
+
 def slow_losses(model, rows, dictionary, levels, mask):
     """Losses [entry level state] and, by level, the positions' activations: one canvas at a time."""
     pieces, xs = [], [[] for _ in levels]
     for text, (tokens, editable) in enumerate(rows):
         for level, t in enumerate(levels):
             masked = canvas_of(tokens, editable, text, level, t)
-            noisy = tokens.masked_fill(masked, model.cfg.mask_token_id) if model.cfg.has_mask else tokens
+            noisy = tokens if model.cfg.grows else torch.where(masked, noise_of(model, tokens, text, level), tokens)
             where = {"all": editable, "masked": masked, "unmasked": editable & ~masked}[mask]
             xs[level].append(model.run_with_cache(noisy[None], names_filter=RESID)[1][RESID][0, where])
             pieces.append((text, level, t, tokens, noisy, masked, editable, where))
@@ -54,6 +71,11 @@ def slow_losses(model, rows, dictionary, levels, mask):
         for state, new in enumerate(replacements):
             hook = lambda x, hook, new=new, where=where: torch.where(where[None, :, None], new(x), x)  # noqa: E731
             log_p = model.run_with_hooks(noisy[None], fwd_hooks=[(RESID, hook)])[0].log_softmax(dim=-1)
+            if model.cfg.rewrites:
+                at = editable.nonzero()[:, 0].tolist()
+                each = [uniform_bound(log_p[i].exp(), int(tokens[i]), int(noisy[i]), t) for i in at]
+                losses[text, level, state] = sum(each) / len(at)
+                continue
             if model.cfg.has_mask:
                 predicted, weight, n_counted = masked, 1 / t, editable.sum()
             else:
@@ -68,8 +90,8 @@ def slow_losses(model, rows, dictionary, levels, mask):
 
 def measured(model, texts, rows, mask="all", **settings):
     dictionary = RandomDictionary(model.cfg.d_model)
-    levels = [0.4, 0.9] if model.cfg.has_mask else [0.0]
-    t = levels if model.cfg.has_mask else None
+    levels = [0.0] if model.cfg.grows else [0.4, 0.9]
+    t = None if model.cfg.grows else levels
     result = dictionary_loss(model, texts, RESID, dictionary, mask=mask, t=t, **settings)
     return result, slow_losses(model, rows, dictionary, levels, mask), dictionary
 
@@ -128,11 +150,12 @@ def test_the_answer_after_a_prompt_is_read_in_the_row_before_it(several):
 @once
 def test_the_clean_loss_is_the_model_s_own(several):
     model, tokens = several.model, TOKENS
-    result = dictionary_loss(model, tokens, RESID, Identity(), t=0.6 if model.cfg.has_mask else None)
-    if model.cfg.has_mask:
+    result = dictionary_loss(model, tokens, RESID, Identity(), t=None if model.cfg.grows else 0.6)
+    if not model.cfg.grows:
         noisy = tokens.clone()
         for text, row in enumerate(tokens):
-            noisy[text, canvas_of(row, torch.ones(len(row), dtype=torch.bool), text, 0, 0.6)] = model.cfg.mask_token_id
+            masked = canvas_of(row, torch.ones(len(row), dtype=torch.bool), text, 0, 0.6)
+            noisy[text, masked] = noise_of(model, row, text, 0)[masked]
         p_mask = torch.full(tokens.shape, 0.6)
         own = model.loss_fn(model(noisy), tokens, noisy=noisy, p_mask=p_mask)
     else:

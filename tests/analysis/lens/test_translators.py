@@ -91,22 +91,22 @@ def test_the_model_stays_as_it_was(several):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream", "llama"], indirect=True)
+@pytest.mark.parametrize("several", ["lit_gpt-mdm", "dream", "llama", "uniform", "sedd-uniform"], indirect=True)
 def test_the_descent_written_out(several):
     """On one canvas that is always the same, against Adam on a loss that is written without blocks."""
     model = several.model
-    if model.cfg.has_mask:
+    if not model.cfg.grows:
         data = model.denoise(several.tokens[:1, :4] % 500, max_new_tokens=3, steps=1)
-        tokens = data.canvases[0]
-        at = (tokens[0] == model.cfg.blank).nonzero()[:, 0]
+        tokens, at = data.canvases[0], torch.arange(4, 7)
         rows = at if model.cfg.readout == "in_place" else at - 1
     else:
         data = tokens = several.tokens[:1, :7] % 500
         rows = torch.arange(7)
     fitted = fit_translators(model, data, layers=[0, 2], iterations=4, batch_size=1, learning_rate=0.01)
+    head = model.head_at(tokens[:, rows])
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens)
-        last = logits[0, rows].log_softmax(-1)
+        last = head.clean_logits(logits[:, rows])[0].log_softmax(-1)
     for i, layer in enumerate([0, 2]):
         state = cache["resid_pre", layer][0, rows]
         weight, bias = torch.zeros(len(state.T), len(state.T)), torch.zeros(len(state.T))
@@ -114,7 +114,8 @@ def test_the_descent_written_out(several):
         for iteration in range(4):
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 * (1 - iteration / 4)
-            log_p = model.unembed(model.ln_final(state + state @ weight + bias)).log_softmax(-1)
+            logits = model.unembed(model.normalized(state + state @ weight + bias))
+            log_p = head.clean_logits(logits[None])[0].log_softmax(-1)
             loss = (last.exp() * (last - log_p)).sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()
