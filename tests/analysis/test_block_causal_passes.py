@@ -131,3 +131,11 @@ def test_samples_in_different_blocks_are_refused_where_rows_depend_on_the_block(
         traced.reading(0, ahead)
     # The network reads each sample with its own block open.
     assert traced.state(0, ahead).block.start.tolist() == [6, 10]
+
+
+@pytest.mark.parametrize("settings", [dict(steps=4), dict(sampler=BlockConfidence(2))])
+def test_too_few_steps_for_blocks_whose_first_token_is_written_alone(settings, configs, specimen):
+    model = specimen(configs["nemotron-block"]).model
+    with pytest.raises(ValueError, match=r"a block of 4 positions has 2 steps.*give 4 steps for each block"):
+        model.denoise(infilled(model)[None, :6], length=14, **settings)
+    assert not (model.denoise(infilled(model)[None, :6], length=14).tokens == model.cfg.mask_token_id).any()
