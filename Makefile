@@ -7,7 +7,7 @@ CLIENTS := $(VENV)/.clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients browser lint check bench tiny pair notebooks docs
+.PHONY: help install demo test clients browser lint check bench tiny kinds pair notebooks docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ bench: $(READY)  ## run every script of benchmarks/
 
 tiny: $(READY)  ## train the tiny pair again (about a quarter of an hour)
 	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
+
+kinds: $(READY)  ## train tiny-block and tiny-uniform again (about an hour)
+	$(BIN)/python -m diffusion_lens.tiny_kinds --out diffusion_lens/assets
 
 pair: $(READY)  ## train the pair with a planted subject site into site/ (about half an hour)
 	$(BIN)/python -m diffusion_lens.site_pair --out site

@@ -18,6 +18,7 @@ QUICKLY = {
     "17_one_layer": ["--positions", "none", "--seeds", "1", "--steps", "90"],
     "18_two_sites": ["--facts", "4", "--samples", "3"],
     "19_edit_facts": ["--edits", "4"],
+    "20_kinds_of_diffusion": ["--questions", "2", "--steps", "4", "8"],
     "reproduce_blog": [
         *["--out", "out", "--limit", "2", "--facts", "1"],
         *["--samples", "2", "--people", "12", "--resamples", "19"],

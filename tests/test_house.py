@@ -73,6 +73,7 @@ ROOMS = (
     "diffusion_lens.evaluation",
     "diffusion_lens.explorer",
     "diffusion_lens.tiny_pair",
+    "diffusion_lens.tiny_kinds",
     "diffusion_lens.site_pair",
     "diffusion_lens.checks",
     "diffusion_lens.demo",

@@ -1,4 +1,5 @@
-"""The bundled models, which are part of the package: two diffusion models, each with its AR baseline."""
+"""The bundled models, which are part of the package: two masked diffusion models, each with its AR baseline, and two
+models of other kinds of diffusion."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,13 +12,17 @@ class BundledModel:
 
     Attributes:
         name: Name for `from_pretrained`.
-        folder: Folder of the pair, with config, tokenizer, card and `results.json`.
+        folder: Folder with config, tokenizer and `results.json`, of a pair or of one model.
+        attention_dir: Its attention pattern, as in the config.
+        family: Family whose format it has.
         trained_length: Tokens of the longest rows in training.
         data: Name of the data set that it was trained on (`diffusion_lens.data.sources`).
     """
 
     name: str
     folder: Path
+    attention_dir: str
+    family: str
     trained_length: int
     data: str
 
@@ -34,7 +39,13 @@ class BundledModel:
 
 _ASSETS = Path(str(files("diffusion_lens") / "assets"))
 BUNDLED: dict[str, BundledModel] = {
-    name: BundledModel(name, _ASSETS / pair, trained_length, data)
-    for pair, trained_length, data in (("site", 32, "site"), ("tiny", 14, "toy"))
-    for name in (f"{pair}-mdm", f"{pair}-ar")
+    model.name: model
+    for model in (
+        BundledModel("site-mdm", _ASSETS / "site", "bidirectional", "lit_gpt", 32, "site"),
+        BundledModel("site-ar", _ASSETS / "site", "causal", "lit_gpt", 32, "site"),
+        BundledModel("tiny-mdm", _ASSETS / "tiny", "bidirectional", "lit_gpt", 14, "toy"),
+        BundledModel("tiny-ar", _ASSETS / "tiny", "causal", "lit_gpt", 14, "toy"),
+        BundledModel("tiny-block", _ASSETS / "tiny-block", "block_causal", "diffusion_lens", 14, "toy"),
+        BundledModel("tiny-uniform", _ASSETS / "tiny-uniform", "bidirectional", "diffusion_lens", 14, "toy"),
+    )
 }

@@ -7,7 +7,6 @@ from difflib import get_close_matches
 
 from diffusion_lens.catalogue.bundled import BUNDLED
 from diffusion_lens.catalogue.published import PUBLISHED
-from diffusion_lens.catalogue.smdm import SMDM
 
 KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
 
@@ -87,10 +86,8 @@ def list_pretrained() -> None:
 
 def _all_models() -> Iterator[ListedModel]:
     for name, model in BUNDLED.items():
-        sees = "causal" if name.endswith("ar") else "bidirectional"
-        family = SMDM[0].architecture.family  # the bundled models have SMDM's format
-        n_bytes = model.path.stat().st_size
-        yield ListedModel(name, n_bytes, sees, family, model.trained_length, "in the package", model.source)
+        n_bytes, place = model.path.stat().st_size, (model.trained_length, "in the package", model.source)
+        yield ListedModel(name, n_bytes, model.attention_dir, model.family, *place)
     for entry in PUBLISHED.values():
         shape = entry.architecture
         sees, family = ("unknown", "unknown") if shape is None else (shape.attention_dir, shape.family)

@@ -14,9 +14,9 @@ from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.checks.texts import Page, Texts
 from diffusion_lens.loss_batch import LossBatch
-from diffusion_lens.losses import next_token_batch
+from diffusion_lens.losses import loss_batch, next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.scheduled_loss import has_schedule, hide
 
 NOISE_SEED = 0
 # Noise samples per row: the times t cover (0, 1) evenly in four parts.
@@ -30,7 +30,14 @@ LEAST_GAIN = 0.5
 # Share of ln(vocabulary) above which a loss is no better than chance. Word frequencies alone reduce it by a fifth.
 CHANCE = 0.9
 # Losses on the page of checkpoints that are known to be correct. Rounding changes them by about 1e-5 of their size.
-KNOWN_LOSS = {"site-mdm": 1.413825, "site-ar": 1.132883, "tiny-mdm": 0.614472, "tiny-ar": 0.506850}
+KNOWN_LOSS = {
+    "site-mdm": 1.413825,
+    "site-ar": 1.132883,
+    "tiny-mdm": 0.614472,
+    "tiny-ar": 0.506850,
+    "tiny-block": 0.641329,
+    "tiny-uniform": 1.087115,
+}
 # Largest deviation of a correct model from its known loss, relative to that loss.
 TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 
@@ -39,9 +46,9 @@ TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "batch pos"]:
     """The contribution of each token of clean text to the training loss, with fixed noise.
 
-    Their sum is the loss in nats per token. For a masked diffusion model, each row of the text has `N_SAMPLES` rows.
+    Their sum is the loss in nats per token. For a diffusion model, each row of the text has `N_SAMPLES` rows.
     """
-    batch = _masked_batch(model, tokens, model.cfg.blank) if model.cfg.has_mask else next_token_batch(model, tokens)
+    batch = _batch(model, tokens)
     n_row, n_pos = batch.tokens.shape
     size = max(1, MAX_POSITIONS // n_pos)
     parts = [batch.part(start, min(start + size, n_row)) for start in range(0, n_row, size)]
@@ -96,6 +103,16 @@ def check_page(
     return Finding(name, "off" if problems else "ok", "; ".join([said, *problems]), numbers=numbers)
 
 
+def _batch(model: DiffusionTransformer, tokens: Tensor) -> LossBatch:
+    """The batch of the model's own loss, under fixed noise."""
+    if model.cfg.grows:
+        return next_token_batch(model, tokens)
+    if has_schedule(model):
+        noise = torch.Generator().manual_seed(NOISE_SEED)
+        return loss_batch(model, tokens.repeat_interleave(N_SAMPLES, dim=0), None, noise)
+    return _masked_batch(model, tokens, model.cfg.blank)
+
+
 def _masked_batch(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossBatch:
     """The batch of the masked diffusion loss. If the id of [MASK] is wrong, the text may contain it."""
     tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
@@ -111,4 +128,6 @@ def _masked_batch(model: DiffusionTransformer, tokens: Tensor, mask: int) -> Los
         weights=1 / (p_mask[scored] * counted),
         predicted=scored,
         n_counted=counted,
+        # Each block is predicted from clean blocks before it.
+        clean=None if model.cfg.causal_block is None else tokens,
     )

@@ -33,6 +33,8 @@ OWN: dict[str, dict[DirectionPair, float]] = {
     "site-ar": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
     "tiny-mdm": {NTD_SAME: 1.0, NTD_REVERSE: 1.0, DTN_SAME: 1.0, DTN_REVERSE: 1.0},
     "tiny-ar": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
+    "tiny-block": {NTD_SAME: 1.0, NTD_REVERSE: 0.0, DTN_SAME: 1.0, DTN_REVERSE: 0.0},
+    "tiny-uniform": {NTD_SAME: 1.0, NTD_REVERSE: 0.77, DTN_SAME: 0.94, DTN_REVERSE: 0.58},
 }
 
 
