@@ -105,7 +105,8 @@ def check_page(
 
 def _batch(model: DiffusionTransformer, tokens: Tensor) -> LossBatch:
     """The batch of the model's own loss, under fixed noise."""
-    if model.cfg.grows:
+    # A causal model stays one of next tokens when the diagnosis tries another attention pattern on it.
+    if model.cfg.grows or (model.cfg.rewrites and model.cfg.readout == "shifted"):
         return next_token_batch(model, tokens)
     if has_schedule(model):
         noise = torch.Generator().manual_seed(NOISE_SEED)

@@ -1,7 +1,6 @@
 """The network: embedding, blocks, norm and unembedding, with a hook point at every tensor worth patching.
 
-`DiffusionTransformer` is abstract. Users work with `diffusion_lens.HookedDiffusionTransformer`, which adds loading, the
-denoising loop and the losses.
+`DiffusionTransformer` is abstract. `diffusion_lens.HookedDiffusionTransformer` adds loading, the loop and the losses.
 """
 
 from abc import ABC
@@ -47,7 +46,7 @@ Input = str | Sequence[str] | Tensor
 
 
 class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews, OptionalHookSettings, Hooking, ABC):
-    """A masked diffusion transformer, or its causal AR baseline, with hook points.
+    """A diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
         cfg: Config of the model, which is copied. If its conditioning on the time is constant, the model is folded:
@@ -55,8 +54,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         tokenizer: Fast Hugging Face tokenizer; `None` for a model that takes token ids only.
         tensors: Weights in our layout; by default random weights.
         seed: Seed of the random weights.
-        weights_of: Model whose weights this one uses, instead of `tensors`: their parameters are the same tensors, so
-            that a change of one model's weights changes the other's.
+        weights_of: Model whose parameters this one shares, instead of `tensors`: a change of one is that of both.
 
     Attributes:
         positions: How the network knows the order of its tokens (`model/positions.py`). `positions.turn(x, positions)`
