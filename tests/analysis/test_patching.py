@@ -16,6 +16,10 @@ from diffusion_lens.hook_names import resid_post, resid_pre
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
+# These and a model under uniform noise. Log scores are read beside the tokens of the corrupted canvas, so that with all
+# of the clean stream they still differ from the clean run where a token that is predicted differs.
+with_noise = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "uniform"], indirect=True)
+every_noise = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "uniform", "sedd-uniform"], indirect=True)
 # Sites that are compared with TransformerLens's tools on one model or on the other.
 COMPARED = {
     "mdm": ("resid_pre", "attn_out", "k", "pattern"),
@@ -45,6 +49,12 @@ BY_HEAD = {
 
 def metric(logits):
     return (logits[:, -1, 3] - logits[:, -1, 5]).mean()
+
+
+def scored(model, tokens):
+    """The metric of a plain pass, which reads logits of p(x_0)."""
+    present = tokens if model.head.needs_canvas else None
+    return metric(model.head_at(present).clean_logits(model(tokens))).detach()
 
 
 def close(actual, expected, name=""):
@@ -118,7 +128,7 @@ def test_whole_heads_are_transformer_lenss(every, runs, clean_cache):
         close(grid.scores, transformer_lenss(every, runs, clean_cache, BY_HEAD[site]), site)
 
 
-@both_variants
+@with_noise
 def test_the_stream_after_a_block_is_the_stream_before_the_next(grids):
     close(grids["resid_post"].scores[:-1], grids["resid_pre"].scores[1:])
     last = grids["resid_post"].scores[-1]
@@ -126,21 +136,21 @@ def test_the_stream_after_a_block_is_the_stream_before_the_next(grids):
     assert (last[:-1] == grids["resid_post"].corrupted).all()
 
 
-@both_variants
+@every_noise
 def test_the_corrupted_run_patched_into_itself_is_itself(every, runs):
-    score = metric(every.model(runs[1])).detach()
+    score = scored(every.model, runs[1])
     for grid in patch_grid(every.model, runs[1], runs[1], metric, list(PATCH_SITES)).values():
         assert (grid.scores == grid.corrupted).all()
         close(grid.clean, score)
 
 
-@both_variants
+@with_noise
 def test_the_whole_stream_patched_is_the_clean_run(every, runs):
     for grid in patch_grid(every.model, *runs, metric, ["resid_pre", "resid_post"], positions="all").values():
         assert grid.axes == ("layer",)
         close(grid.scores, grid.clean.expand(3))
-        close(grid.clean, metric(every.model(runs[0])).detach())
-        close(grid.corrupted, metric(every.model(runs[1])).detach())
+        close(grid.clean, scored(every.model, runs[0]))
+        close(grid.corrupted, scored(every.model, runs[1]))
 
 
 @both_variants
@@ -150,7 +160,7 @@ def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(every, 
     assert effect[:2, 1:].abs().min() > 0
 
 
-@both_variants
+@every_noise
 def test_a_row_of_a_batch_is_patched_as_it_is_alone(every, runs):
     clean, corrupted = runs
     one_layer = dict(sites="z", layers=[1])

@@ -218,3 +218,35 @@ def test_no_embedding_hides_a_token(timed: Any) -> None:
 
     with pytest.raises(ValueError, match=r"has no \[MASK\]; corrupt with add_noise, zero_ablate or swap"):
         mask_tokens(timed)
+
+
+def test_a_fact_of_the_bundled_model_is_traced_and_rewritten() -> None:
+    """The subject's last token carries it early, the noisy position that is read late; after the edit the loop writes
+    the new object."""
+    from dataclasses import replace
+
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.analysis import RankOneEdit, causal_trace, compute_key, noise_scale, optimize_value
+    from diffusion_lens.data import toy_facts
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-uniform", device="cpu")
+    facts = [fact for fact in toy_facts.load(1).facts("both", "p2d") if fact.id.endswith("-held-out-0")]
+    fact, other = facts[0], facts[35]
+    n_prompt = len(model.encode(fact.prompt))
+    query = fact.to_query(model, n_masks=14 - n_prompt, first_tokens=1)
+    trace = causal_trace(model, query, noise=noise_scale(model, [query]), samples=4)
+    assert trace.known
+    assert trace.total_effect > 0.5
+    subject, read = query.subject[1] - 1, query.answer_positions[0]
+    assert trace.indirect_effect[:, 0].argmax() == subject
+    assert trace.indirect_effect[:, -1].argmax() == read
+
+    rewritten = replace(fact, answer=other.answer)
+    query = rewritten.to_query(model, n_masks=14 - n_prompt)
+    value = optimize_value(model, query, 0)
+    assert value.losses[-1, 1] < 0.1 * value.losses[0, 1]
+    with RankOneEdit(model, 0, compute_key(model, query, 0), value):
+        mlp = model.blocks[0].mlp
+        torch.testing.assert_close(mlp.W_out.T @ value.key + mlp.b_out, value.vector, rtol=1e-4, atol=1e-4)
+        assert model.denoise(fact.prompt, length=14, steps=12).completion == [other.answer.strip()]
+    assert model.denoise(fact.prompt, length=14, steps=12).completion == [fact.answer.strip()]

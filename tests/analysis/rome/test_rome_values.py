@@ -49,7 +49,7 @@ both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], 
 # A masked model read in place, one with the shifted readout, and a causal model: with the first and the last layer.
 readouts_and_layers = pytest.mark.parametrize(
     ("every", "layer"),
-    [("lit_gpt-mdm", 0), ("lit_gpt-mdm", 2), ("dream", 0), ("llama", 0), ("lit_gpt-ar", 2)],
+    [("lit_gpt-mdm", 0), ("lit_gpt-mdm", 2), ("dream", 0), ("llama", 0), ("lit_gpt-ar", 2), ("uniform", 0)],
     indirect=["every"],
 )
 
