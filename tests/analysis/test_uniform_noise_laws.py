@@ -250,3 +250,23 @@ def test_a_fact_of_the_bundled_model_is_traced_and_rewritten() -> None:
         torch.testing.assert_close(mlp.W_out.T @ value.key + mlp.b_out, value.vector, rtol=1e-4, atol=1e-4)
         assert model.denoise(fact.prompt, length=14, steps=12).completion == [other.answer.strip()]
     assert model.denoise(fact.prompt, length=14, steps=12).completion == [fact.answer.strip()]
+
+
+def test_averages_and_recall_are_those_of_single_facts() -> None:
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.analysis import average_indirect_effect
+    from diffusion_lens.data import toy_facts
+    from diffusion_lens.evaluation import recall_by_steps
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-uniform", device="cpu")
+    facts = [fact for fact in toy_facts.load(1).facts("both", "p2d") if fact.id.endswith("-held-out-0")][:20:10]
+    result = average_indirect_effect(model, facts, noise=0.5, samples=1, known="all", roles=["subject_last"])
+    for clean, fact in zip(result.clean.tolist(), facts, strict=True):
+        query = fact.to_query(model, n_masks=14 - len(model.encode(fact.prompt)))
+        positions = list(query.answer_positions)
+        p = model(query.tokens[None])[0, positions].softmax(dim=-1)
+        assert clean == pytest.approx(p[range(len(positions)), list(query.answer_tokens)].prod().item(), rel=1e-3)
+    recall = recall_by_steps(model, facts, [8], length=14)
+    written = [model.denoise(fact.prompt, length=14, steps=8).text[0] for fact in facts]
+    found = [fact.answer in text for fact, text in zip(facts, written, strict=True)]
+    assert recall.contained[:, 0].bool().tolist() == found
