@@ -11,7 +11,8 @@ is masked with probability p,
 
     ∫ dp E[Σ_masked -log p(a_i | prompt, what is not masked) / p]
 
-Both are computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer.
+Both are computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer. Models that
+give scores, and models under uniform noise, have bounds of their own (`evaluation/bound_terms.py`).
 """
 
 import math
@@ -22,18 +23,19 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.randomness import row_seeds
 from diffusion_lens.denoising.refusals import require_logits
 from diffusion_lens.display import Result, Table
+from diffusion_lens.evaluation.bound_terms import NoisyCanvases, bound_term, sigma_of_chance, told
 from diffusion_lens.evaluation.question import Question, Text, answer_canvases, question_of
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.noise import CleanCrossEntropy, LossTerm, Noise
 from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.scheduled_loss import NOWHERE, hide
 from diffusion_lens.settings import at_least, naming_the_nearest, not_negative
 from diffusion_lens.shapes import PosMask
 
@@ -81,6 +83,8 @@ def chain_rule_nll(
 
     On a masked diffusion model each answer token is scored on its own canvas, where this token and all that follow are
     masked. Hooks see these canvases as rows of one batch. On a causal model one teacher-forced pass scores all tokens.
+    A network that is told the time is told, for each canvas, that at which the share of the answer that is masked there
+    is the chance of a mask: 1 for the first token, 1/n for the last of n.
 
     Args:
         prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or contain [MASK]s. Padding that
@@ -99,7 +103,7 @@ def chain_rule_nll(
     if model.cfg.rewrites:
         raise ValueError(
             f"the noise of {model.cfg.model_name!r} is uniform, so none of its tokens can be hidden while others are "
-            "revealed, and there is no chain rule: model(tokens, return_type='loss', samples=) estimates its bound"
+            "revealed, and there is no chain rule: monte_carlo_nll estimates the bound under uniform noise"
         )
     question = question_of(model, prompt, answer)
     if model.cfg.grows and cfg_scale:
@@ -108,7 +112,9 @@ def chain_rule_nll(
             "use cfg_scale=0 for an autoregressive model"
         )
     canvases, scored = answer_canvases(model, question)
-    return _surprisals(model, question, canvases, scored, cfg_scale, max_batch).sum()
+    n = len(question.answer)
+    shares = torch.linspace(1, 1 / n, n, device=canvases.device)[: len(canvases)]
+    return _surprisals(model, question, NoisyCanvases(canvases, scored, shares), cfg_scale, max_batch).sum()
 
 
 @begins_run
@@ -127,19 +133,22 @@ def monte_carlo_nll(
     max_batch: int = 32,
     progress: bool = False,
 ) -> NLLEstimate:
-    """The diffusion bound on the answer's NLL, from random masks on the answer.
+    """The diffusion bound on the answer's NLL, from random noise on the answer.
 
-    p is uniform between 0.001 and 1, as in training, which changes the value by about a thousandth. Surprisals are
-    weighted by 1/p, so rare samples have large weights, and a standard error from few samples tends to be too small.
+    A network that is told the time is told that of each sample's p, which is uniform between 0.001 and 1, as in
+    training; this changes the value by about a thousandth. Losses are weighted by functions of p such as 1/p, so rare
+    samples have large weights, and a standard error from few samples tends to be too small.
 
     Args:
         prompt, answer, cfg_scale, max_batch: The same as in `chain_rule_nll`.
         samples: Number of samples; each is one forward pass of one row (two with guidance).
         batch_size: Number of samples that cover the range of p evenly (see `scheduled_loss.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
-        noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked.
+        noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked, or
+            under uniform noise replaced.
             Their rows count as independent samples; `samples`, `batch_size` and `seed` are then ignored.
-        p_mask: Probability with which each position of `noisy` was masked.
+        p_mask: Probability with which each position of `noisy` was masked or replaced. The network is told that of the
+            answer's first.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -150,28 +159,37 @@ def monte_carlo_nll(
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    if model.cfg.rewrites:
+    if model.cfg.rewrites and cfg_scale:
         raise ValueError(
-            f"the noise of {model.cfg.model_name!r} is uniform, and this bound is that of [MASK]: "
-            "model(tokens, return_type='loss', samples=) estimates the bound under uniform noise"
+            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]: use "
+            "cfg_scale=0 under uniform noise"
         )
-    mask, question = model.cfg.blank, question_of(model, prompt, answer)
+    question, noise = question_of(model, prompt, answer), model.head.noise
+    assert noise is not None
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask go together: pass both, or neither to sample the noise")
     if noisy is not None and p_mask is not None:
         noisy, p_mask = noisy.to(model.cfg.device), p_mask.to(model.cfg.device)
-        scored = _check_noise(question, mask, noisy, p_mask)
+        scored = _check_noise(question, model, noisy, p_mask)
         batches, record = torch.arange(len(noisy)), record | {"noise": "given"}
     else:
         noise_seed = row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
-        noisy, p_mask = _sample_noise(question, mask, samples, batch_size, noise_seed)
+        noisy, p_mask = _sample_noise(question, noise, samples, batch_size, noise_seed)
         scored = noisy != question.tokens
         batches = torch.arange(samples) // batch_size
         record |= {"noise": "sampled", "seed": noise_seed, "batch_size": batch_size}
-    surprisals = _surprisals(model, question, noisy, scored, cfg_scale, max_batch, progress=progress)
+    if model.cfg.rewrites:
+        scored = (torch.arange(len(question.tokens), device=noisy.device) >= len(question.prompt)).expand_as(noisy)
+    chances, term = p_mask[:, len(question.prompt)], bound_term(model)
+    canvases = NoisyCanvases(noisy, scored, chances)
+    losses = _surprisals(model, question, canvases, cfg_scale, max_batch, term.term, progress)
     estimates = torch.zeros(len(noisy), dtype=torch.float64)
-    estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), surprisals.cpu().double() / p_mask[scored].cpu())
+    weighted = losses.cpu().double() * term.weight(p_mask[scored].cpu().double())
+    estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), weighted)
+    if term.reconstructs:
+        clean = NoisyCanvases(question.tokens[None], scored[:1], torch.zeros_like(chances[:1]))
+        estimates += _surprisals(model, question, clean, cfg_scale, max_batch).sum().cpu().double()
     return NLLEstimate(
         value=estimates.mean().item(),
         standard_error=_standard_error(estimates, batches),
@@ -183,15 +201,15 @@ def monte_carlo_nll(
 def _surprisals(
     model: DiffusionTransformer,
     question: Question,
-    canvases: Int[Tensor, "sample pos"],
-    scored: PosMask,
+    noisy: NoisyCanvases,
     cfg_scale: float,
     max_batch: int,
+    term: LossTerm | None = None,
     progress: bool = False,
 ) -> Float[Tensor, "selected"]:
-    """-log p of the question's own token at every scored position of the canvases, in reading order."""
-    scored_rows = scored.any(dim=1)
-    canvases, scored = canvases[scored_rows], scored[scored_rows]
+    """-log p of the question's own token, or another loss, at every scored position, in reading order."""
+    noisy = noisy.rows(noisy.scored.any(dim=1))
+    canvases, scored, chances = noisy.tokens, noisy.scored, noisy.chances
     targets = question.tokens.expand_as(canvases)
     dtype = torch.promote_types(model.cfg.dtype, torch.float32)
     surprisals = [torch.zeros(0, device=canvases.device, dtype=dtype)]
@@ -200,29 +218,35 @@ def _surprisals(
         logits_at, attention_mask = model.readout.locate(scored[rows]), model.all_real(canvases[rows])
         # Each block is scored given clean blocks before it.
         beside: dict[str, Any] = {} if model.cfg.causal_block is None else {"clean": targets[rows]}
+        beside |= told(model, chances[rows])
         logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
         if cfg_scale and model.cfg.has_mask:
             unprompted = canvases[rows].clone()
             unprompted[:, : len(question.prompt)] = model.cfg.blank
-            if beside:
+            if "clean" in beside:
                 beside["clean"] = beside["clean"].clone()
                 beside["clean"][:, : len(question.prompt)] = model.cfg.blank
             unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
             logits = guide(logits, unconditional, cfg_scale)
-        logits = model.head_at().head.clean_logits(logits)
         require_logits(logits, scored[rows])
-        surprisals.append(F.cross_entropy(logits, targets[rows][scored[rows]], reduction="none"))
+        p = chances[rows, None].expand_as(scored[rows])[scored[rows]].double()
+        at = (targets[rows][scored[rows]], canvases[rows][scored[rows]], p, sigma_of_chance(p))
+        if term is None:
+            surprisals.append(CleanCrossEntropy(model.head)(logits, *at))
+        else:
+            surprisals.append(term(logits.double(), *at).to(dtype))
     return torch.cat(surprisals)
 
 
 def _sample_noise(
-    question: Question, mask: int, samples: int, batch_size: int, seed: int
+    question: Question, noise: Noise, samples: int, batch_size: int, seed: int
 ) -> tuple[Int[Tensor, "sample pos"], Float[Tensor, "sample pos"]]:
-    """Canvases with part of the answer masked, and the probability of masking; stratified within each batch."""
+    """Canvases with noise on a part of the answer, and its probability; stratified within each batch."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
-    batches = [hide(question.answer.repeat(size, 1), mask, generator=generator) for size in sizes]
+    batches = [hide(question.answer.repeat(size, 1), NOWHERE, generator=generator) for size in sizes]
     answers, p = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    answers = torch.where(answers == NOWHERE, noise.replacements(answers, generator), answers)
     return torch.cat([question.prompt.expand(samples, -1), answers], dim=1), p[:, :1].expand(-1, len(question.tokens))
 
 
@@ -241,9 +265,12 @@ def _check_settings(cfg_scale: float, **counts: int) -> None:
 
 
 def _check_noise(
-    question: Question, mask: int, noisy: Int[Tensor, "sample pos"], p_mask: Float[Tensor, "sample pos"]
+    question: Question,
+    model: DiffusionTransformer,
+    noisy: Int[Tensor, "sample pos"],
+    p_mask: Float[Tensor, "sample pos"],
 ) -> PosMask:
-    """The scored positions of noise that the caller gives: those that it masks."""
+    """The positions that noise of the caller's changes."""
     n_prompt, n_pos = len(question.prompt), len(question.tokens)
     if noisy.shape != p_mask.shape or noisy.dim() != 2 or noisy.shape[1] != n_pos or not len(noisy):
         raise ValueError(
@@ -251,12 +278,14 @@ def _check_noise(
             f"pos={n_pos}, prompt and answer together"
         )
     changed = noisy != question.tokens
-    allowed = (noisy == mask) & (torch.arange(n_pos, device=noisy.device) >= n_prompt)
+    hides = model.cfg.writable(noisy) if model.cfg.rewrites else noisy == model.cfg.blank
+    allowed = hides & (torch.arange(n_pos, device=noisy.device) >= n_prompt)
     if bool((wrong := changed & ~allowed).any()):
         sample, position = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"noisy[{sample}, {position}] is {int(noisy[sample, position])} and not "
-            f"{int(question.tokens[position])}; noise may only mask positions of the answer ({n_prompt} to {n_pos - 1})"
+            f"{int(question.tokens[position])}; noise may only {'replace' if model.cfg.rewrites else 'mask'} positions "
+            f"of the answer ({n_prompt} to {n_pos - 1})"
         )
     if not bool(((p_mask > 0) & (p_mask <= 1))[changed].all()):
         raise ValueError("p_mask must be above 0 and at most 1 wherever noisy is masked")

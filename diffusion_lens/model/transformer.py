@@ -244,12 +244,11 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
                 attention_mask = self.real_positions(tokens)
             followed = tokens if clean is None else torch.cat([tokens, check_clean(clean, tokens, self.cfg)], dim=1)
             resid = self.hook_embed(self.embed(followed))
-        alone = tokens if clean is None else None
         if attention_mask is None:
-            return resid, None, alone
+            return resid, None, tokens
         copies = 1 if clean is None else 2
         real = check_attention_mask(attention_mask, resid.shape[0], resid.shape[1] // copies, resid.device)
-        return resid, None if real is None else real.repeat(1, copies), alone
+        return resid, None if real is None else real.repeat(1, copies), tokens
 
     def _position_vectors(self, n_batch: int, n_pos: int, positions: Tokens | None, n_past: int) -> Resid:
         """The learned vectors of the positions of a pass."""
