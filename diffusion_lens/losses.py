@@ -170,7 +170,7 @@ def noise_of(model: DiffusionTransformer, generator: torch.Generator | None) -> 
 def own_loss(
     model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None = None
 ) -> Float[Tensor, ""]:
-    """The loss that the model is trained on: masked diffusion where there is a [MASK], else next token."""
+    """The loss that the model is trained on: that of its noise, and of a causal model next token."""
     batch = loss_batch(model, tokens, None, generator)
     return batch.loss(_logits(model, batch))
 

@@ -6,7 +6,9 @@ At time t a token is noised with probability p = 1 - exp(-sigma(t)). The loss of
     log scores             Σ score entropy · sigma'(t)                           Lou et al. 2023, arXiv 2310.16834
     logits, uniform        Σ bound of `noise.UniformBound`                       Schiff et al. 2024, arXiv 2412.10193
 
-The first is that of masked diffusion with the weight 1/t in place of 1/p, which is 1/t under a linear schedule.
+The last bounds the likelihood together with the surprisal of the clean text at time 0, which training leaves out and
+`evaluation.monte_carlo_nll` adds. The first is that of masked diffusion with the weight 1/t in place of 1/p, which is
+1/t under a linear schedule.
 """
 
 import torch

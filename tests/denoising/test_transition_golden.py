@@ -69,3 +69,48 @@ def test_losses_equal_the_authors(name: str, key: str) -> None:
     actual = by_position.sum(dim=1) if key == "value" else by_position
     expected = g[f"loss.{key}"]
     torch.testing.assert_close(actual, expected, rtol=3e-5, atol=3e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("run", ["direct_tweedie_prefix", "top_p_tweedie"])
+def test_canvases_under_absorbing_noise_equal_the_authors(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their probabilities are float16, ours float64: the recorded draws are far from a tie."""
+    from diffusion_lens.denoising.canvas import Canvas
+    from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+    from diffusion_lens.denoising.prepare import denoise
+    from diffusion_lens.denoising.randomness import PositionNoise
+    from diffusion_lens.denoising.samplers import radd
+
+    recorded = load_file(GOLDEN / "radd" / "trajectories.safetensors")
+    g = {key.split("/")[1]: value for key, value in recorded.items() if key.startswith(f"{run}/")}
+
+    def by_token(self: Any, step: int, positions: torch.Tensor, n: int) -> torch.Tensor:
+        return g["token_draws"][step][: int(positions.sum()), :n].double()
+
+    monkeypatch.setattr(PositionNoise, "by_token", by_token)
+    monkeypatch.setattr(
+        PositionNoise, "by_position", lambda self, step, positions: g["update_uniforms"][step][positions].double()
+    )
+    start = torch.full((2, 12), 90)
+    if "prefix" in g:
+        start[:, : len(g["prefix"])] = g["prefix"].long()
+    sampler = radd() if run.startswith("direct") else radd("sampled", top_p=0.8)
+    settings = DenoiseSettings(len(g["x_steps"]), sampler, temperature=1.0)
+    written = denoise(load("radd"), Canvas(start, start != 90, None, 90), settings)
+    assert torch.equal(written.canvases[1:], g["x_steps"].long())
+
+
+@pytest.mark.parametrize("name", ["t_DCE", "t_DSE"])
+def test_losses_of_the_time_free_model_equal_the_authors(name: str) -> None:
+    """The own loss is the score entropy of its own scores; the authors' cross-entropy has other constants."""
+    from diffusion_lens.noise import LogLinear
+    from diffusion_lens.scheduled_loss import scheduled_batch
+
+    g, model, schedule = load_file(GOLDEN / "radd" / "noise.safetensors"), load("radd"), LogLinear()
+    t, noisy = g[f"loss.{name}.t"].double()[:, None], g[f"loss.{name}.xt"]
+    batch = scheduled_batch(model, g["x0"], noisy, schedule.chance(t).expand(noisy.shape), None)
+    with torch.no_grad():
+        by_position = batch.by_position(model.run_layers(batch.tokens, logits_at=batch.rows))
+    ratio = torch.expm1(schedule.sigma(t))
+    constant = 0.0 if name == "t_DSE" else ((noisy == 90) * schedule.rate(t) * ratio.log() / ratio).sum(dim=1)
+    actual = by_position.double().sum(dim=1) + constant
+    torch.testing.assert_close(actual, g[f"loss.{name}.value"].double(), rtol=1e-5, atol=0)

@@ -87,6 +87,58 @@ def test_a_stopped_training_gives_the_same_weights(kind, precision, new_model, t
     assert_same(weights(model), weights(whole))
 
 
+@pytest.mark.parametrize("noise", ["uniform", "told"])
+def test_fine_tuning_under_other_noise_lowers_the_loss_and_resumes(noise, tokens, tokenizer, tmp_path):
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from weight_conversion import Architecture, NoiseSchedule, TimeConditioning
+
+    n = len(tokenizer) + (noise == "told")
+    sizes = dict(n_layers=1, d_model=16, n_heads=4, n_key_value_heads=4, d_head=4, d_mlp=24, n_ctx=64)
+    architecture = Architecture(
+        family="diffusion_lens",
+        name=noise,
+        **sizes,
+        d_vocab=n,
+        d_vocab_out=n,
+        attention_dir="bidirectional",
+        readout="in_place",
+        mask_token_id=None if noise == "uniform" else n - 1,
+        head="logits" if noise == "uniform" else "subs",
+        norm="layer",
+        mlp="plain",
+        act_fn="gelu_new",
+        time=TimeConditioning(8, told=True),
+        schedule=NoiseSchedule(),
+    )
+
+    def make():
+        cfg = DiffusionConfig.from_architecture(architecture, device="cpu", default_prepend_bos=False)
+        return HookedDiffusionTransformer(cfg, tokenizer, seed=1)
+
+    def loss(model):
+        with torch.no_grad():
+            return float(model(tokens[:64], return_type="loss"))
+
+    config, calls = replace(CONFIG, steps=24, lr=0.01), []
+
+    def stop_once(model):
+        calls.append(model)
+        if len(calls) == 3:
+            raise Stop
+        return {}
+
+    whole = make()
+    before = loss(whole)
+    train(whole, tokens, config, progress=False)
+    assert loss(whole) < 0.95 * before
+    every = dict(checkpoint_every=4, evaluate_every=5, progress=False)
+    with pytest.raises(Stop):
+        train(make(), tokens, config, folder=tmp_path, evaluate=stop_once, **every)
+    resumed = make()
+    train(resumed, tokens, config, folder=tmp_path, evaluate=stop_once, **every)
+    assert_same(weights(resumed), weights(whole))
+
+
 def test_a_complete_training_is_read_not_repeated(new_model, toy, tmp_path):
     model, again = new_model("ar"), new_model("ar")
     first = finetune(model, toy.facts()[:20], CONFIG, tmp_path, progress=False)
