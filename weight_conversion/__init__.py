@@ -6,7 +6,7 @@
 
 from weight_conversion.architecture import Architecture, PositionKind
 from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
-from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant
+from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant, unfolded_architecture
 from weight_conversion.convert import Checkpoint, check_export, export, export_size, open_checkpoint, require_config
 from weight_conversion.experts import Experts
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
@@ -56,6 +56,7 @@ __all__ = [
     "sha256_of_file",
     "tensor_shapes",
     "to_json",
+    "unfolded_architecture",
     "write_json",
     "write_safetensors",
 ]

@@ -1,22 +1,31 @@
 """Alternatives, each of which undoes one likely mistake by a cheap change of architecture or tensors.
 
 A checkpoint that was read wrongly becomes right under the alternative that undoes the mistake: its loss falls, or its
-logits become those of a reference. A change returns only the tensors that it changes, in our layout
-(`weight_conversion.tensor_shapes`).
+logits become those of a reference.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from diffusion_lens.checks.changes import (
+    Change,
+    Tensors,
+    by_dimension,
+    by_head,
+    gate_with_up,
+    grouped,
+    moved_along,
+    rolled,
+    stacked,
+    swap_key_with_first_query,
+    swap_norms_too,
+)
 from weight_conversion import Architecture
-from weight_conversion.layouts import GroupMajorQKV
 
-Tensors = Mapping[str, Tensor]
-Change = Callable[[Tensors, Architecture], dict[str, Tensor]]
 # Rotary bases of published models, and some between them.
 BASES = (1_000.0, 10_000.0, 20_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 BLOCK_SIZES = (4, 8, 16, 32, 64)
@@ -74,10 +83,18 @@ def without(a: Architecture, block: int, part: str | None = None) -> Alternative
     return Alternative(f"without {what}", cause, a, change)
 
 
-def exchanged_in(a: Architecture, block: int) -> Alternative:
-    """The network with the gate and up projections of one block exchanged."""
-    cause = f"gate and up projections of block {block} were read as each other"
-    return Alternative(f"with gate and up of block {block} exchanged", cause, a, _gate_with_up(block))
+def exchanged_in_each(a: Architecture) -> list[Alternative]:
+    """The network with gate and up projections of one block exchanged, for each block; none if MLPs have no gate."""
+    return [
+        Alternative(
+            f"with gate and up of block {block} exchanged",
+            f"gate and up projections of block {block} were read as each other",
+            a,
+            gate_with_up(block),
+        )
+        for block in range(a.n_layers)
+        if a.mlp == "gated"
+    ]
 
 
 def vocabulary_ends(a: Architecture) -> dict[str, str]:
@@ -99,7 +116,7 @@ def moved_from(a: Architecture, end: str, shift: int, first: int, round_the_end:
     cause = (
         f"the rows of the {word} are one too {WAYS[shift]} from about id {first} on: an off-by-one in the vocabulary"
     )
-    change = _rolled((end,), shift, first) if round_the_end else _moved_along(end, shift, first)
+    change = rolled((end,), shift, first) if round_the_end else moved_along(end, shift, first)
     way = " round the end" if round_the_end else ""
     return Alternative(f"with {word} rows from {first} on moved by {shift:+d}{way}", cause, a, change)
 
@@ -114,10 +131,14 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
         f"the config reads tokens {reads}, and the weights predict them {readout}: the readout is off by one"
     )
     other = replace(a, attention_dir=direction, causal_block=None, block_context="blocks")
-    yield Alternative(f"with {direction} attention", wrong_direction, other)
-    yield Alternative(f"with readout {readout}", wrong_readout, replace(a, readout=readout))
     both = f"{wrong_direction}; {wrong_readout}"
-    yield Alternative(f"with {direction} attention, readout {readout}", both, replace(other, readout=readout))
+    for name, cause, reading in (
+        (f"with {direction} attention", wrong_direction, other),
+        (f"with readout {readout}", wrong_readout, replace(a, readout=readout)),
+        (f"with {direction} attention, readout {readout}", both, replace(other, readout=readout)),
+    ):
+        if not _sees_what_it_predicts(reading):
+            yield Alternative(name, cause, reading)
     for mask in dict.fromkeys(mask_ids):
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
             cause = f"the mask id is wrong: the config says {a.mask_token_id}, and the weights use {mask} as [MASK]"
@@ -134,40 +155,47 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
             yield Alternative(f"with {words} {value:g}", cause, replace(a, **changed))
 
 
+def _sees_what_it_predicts(a: Architecture) -> bool:
+    """Whether clean text is predicted in the rows that read it: then the loss tells nothing, because it is copied."""
+    return a.grows and a.readout == "in_place"
+
+
 def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:
-    halves = torch.arange(a.d_head).view(2, -1).T.flatten()
+    n_turned = a.rotary_dim or a.d_head
+    halves = torch.cat([torch.arange(n_turned).view(2, -1).T.flatten(), torch.arange(n_turned, a.d_head)])
     pairs = "rotary positions rotate other pairs of dimensions than in training"
     interleaved = f"{pairs}: the weights are for half-split rotation, and their rows were interleaved in a conversion"
     half_split = f"{pairs}: the weights are for interleaved rotation, and their rows were not rearranged for it"
-    yield Alternative("with rotary rows de-interleaved", interleaved, a, _by_dimension(halves.argsort()))
-    yield Alternative("with rotary rows interleaved", half_split, a, _by_dimension(halves))
+    yield Alternative("with rotary rows de-interleaved", interleaved, a, by_dimension(halves.argsort()))
+    yield Alternative("with rotary rows interleaved", half_split, a, by_dimension(halves))
 
 
 def _layouts(a: Architecture) -> Iterator[Alternative]:
     """Other orders of the rows in a block's matrices, and exchanged matrices."""
     if a.positional_embedding_type == "rotary":
         yield from _layouts_of_rotation(a)
-    gate = "gate and up projections of the MLP were read as each other"
-    yield Alternative("with gate and up exchanged", gate, a, _gate_with_up())
+    if a.mlp == "gated":
+        gate = "gate and up projections of the MLP were read as each other"
+        yield Alternative("with gate and up exchanged", gate, a, gate_with_up())
     keys = "query and key heads were read as each other"
-    yield Alternative("with query and key heads swapped", keys, a, _swap_key_with_first_query)
+    yield Alternative("with query and key heads swapped", keys, a, swap_key_with_first_query)
     if a.qk_norm:
-        yield Alternative("with query and key heads swapped, and their norms", keys, a, _swap_norms_too)
+        yield Alternative("with query and key heads swapped, and their norms", keys, a, swap_norms_too)
     if a.n_heads > 1:
         order = "the query heads are in another order than the output projection and the keys expect"
         reversed_order = torch.arange(a.n_heads).flip(0)
         neighbours = torch.arange(a.n_heads - a.n_heads % 2).view(-1, 2).flip(1).flatten()
         neighbours = torch.cat([neighbours, torch.arange(len(neighbours), a.n_heads)])
-        yield Alternative("with query heads reversed", order, a, _by_head(reversed_order, ("q",)))
-        yield Alternative("with neighbouring query heads swapped", order, a, _by_head(neighbours, ("q",)))
+        yield Alternative("with query heads reversed", order, a, by_head(reversed_order, ("q",)))
+        yield Alternative("with neighbouring query heads swapped", order, a, by_head(neighbours, ("q",)))
     if 1 < a.n_key_value_heads < a.n_heads:
         tiled = torch.arange(a.n_heads).view(a.n_key_value_heads, -1).T.flatten()
         shared = "query heads use other key/value heads than in training: tiled where they should be grouped"
-        yield Alternative("with query heads regrouped", shared, a, _by_head(tiled, ("q", "o")))
-        yield Alternative("with query heads tiled", shared, a, _by_head(tiled.argsort(), ("q", "o")))
+        yield Alternative("with query heads regrouped", shared, a, by_head(tiled, ("q", "o")))
+        yield Alternative("with query heads tiled", shared, a, by_head(tiled.argsort(), ("q", "o")))
     fused = "the fused projection of queries, keys and values was split in the wrong order of rows"
-    yield Alternative("with the fused projection read as stacked", fused, a, _stacked)
-    yield Alternative("with the fused projection read group by group", fused, a, _grouped)
+    yield Alternative("with the fused projection read as stacked", fused, a, stacked)
+    yield Alternative("with the fused projection read group by group", fused, a, grouped)
 
 
 def _vocabularies(a: Architecture) -> Iterator[Alternative]:
@@ -176,125 +204,8 @@ def _vocabularies(a: Architecture) -> Iterator[Alternative]:
     for end, word in ends.items():
         for shift, way in WAYS.items():
             cause = f"the rows of the {word} are one too {way}: an off-by-one in the vocabulary"
-            yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, _rolled((end,), shift))
+            yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, rolled((end,), shift))
     if not a.tied:
         for shift in WAYS:
             cause = "the rows of the embedding and of the head are off by one, both alike"
-            yield Alternative(f"with embedding and head rows moved by {shift:+d}", cause, a, _rolled(ends, shift))
-
-
-def _blocks(tensors: Tensors, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of some parts of every block, such as "attn.q"."""
-    for name, tensor in tensors.items():
-        if name.startswith("blocks.") and name.split(".", 2)[2].rpartition(".")[0] in parts:
-            yield name, tensor
-
-
-def _by_dimension(order: Tensor) -> Change:
-    """Reorders the rows of queries and keys, and of their norms, in each head."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        parts = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
-        return {
-            name: tensor.unflatten(0, (-1, a.d_head))[:, order.to(tensor.device)].flatten(0, 1)
-            for name, tensor in _blocks(tensors, parts)
-        }
-
-    return change
-
-
-def _by_head(order: Tensor, parts: Sequence[str]) -> Change:
-    """Reorders heads: rows of the queries, columns of the output projection."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        changed = {}
-        for name, tensor in _blocks(tensors, [f"attn.{part}" for part in parts]):
-            heads = order.to(tensor.device)
-            if ".attn.q." in name:
-                changed[name] = tensor.unflatten(0, (-1, a.d_head))[heads].flatten(0, 1)
-            elif name.endswith("weight"):
-                changed[name] = tensor.unflatten(1, (-1, a.d_head))[:, heads].flatten(1, 2)
-        return changed
-
-    return change
-
-
-def _gate_with_up(only: int | None = None) -> Change:
-    """Exchanges gate and up projections of the MLPs and experts of every block, or of one block."""
-    blocks = "blocks." if only is None else f"blocks.{only}.mlp."
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        gates = [name for name in tensors if name.startswith(blocks) and ".mlp." in name and ".gate." in name]
-        pairs = [(gate, gate.replace(".gate.", ".up.")) for gate in gates]
-        return {name: tensors[other] for gate, up in pairs for name, other in ((gate, up), (up, gate))}
-
-    return change
-
-
-def _swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Exchange each key head with the first query head of its group; without groups, all keys with all queries."""
-    changed = {}
-    for name, query in _blocks(tensors, ("attn.q",)):
-        key_name = name.replace("attn.q", "attn.k")
-        queries = query.unflatten(0, (a.n_key_value_heads, -1, a.d_head)).clone()
-        keys = tensors[key_name].unflatten(0, (a.n_key_value_heads, a.d_head))
-        changed[key_name] = queries[:, 0].clone().flatten(0, 1)
-        queries[:, 0] = keys
-        changed[name] = queries.flatten(0, 2)
-    return changed
-
-
-def _swap_norms_too(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Exchange key and query heads, and also their norms."""
-    norms = {"q_norm": "k_norm", "k_norm": "q_norm"}
-    exchanged = {name: tensors[name.replace(of, norms[of])] for name in tensors for of in norms if f".{of}." in name}
-    return {**_swap_key_with_first_query(tensors, a), **exchanged}
-
-
-def _stacked(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Split the fused projection into all queries, all keys, all values, instead of group by group."""
-    return _resplit(tensors, a, lambda parts: GroupMajorQKV().join(parts, a), lambda fused, sizes: fused.split(sizes))
-
-
-def _grouped(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Split the fused projection group by group, instead of into all queries, all keys, all values."""
-    return _resplit(tensors, a, torch.cat, lambda fused, sizes: GroupMajorQKV().split(fused, a))
-
-
-def _resplit(
-    tensors: Tensors,
-    a: Architecture,
-    join: Callable[[list[Tensor]], Tensor],
-    split: Callable[[Tensor, list[int]], Sequence[Tensor]],
-) -> dict[str, Tensor]:
-    changed: dict[str, Tensor] = {}
-    for name, _ in _blocks(tensors, ("attn.q",)):
-        names = [name.replace("attn.q", f"attn.{part}") for part in "qkv"]
-        parts = [tensors[part_name] for part_name in names]
-        changed |= dict(zip(names, split(join(parts), [len(part) for part in parts]), strict=True))
-    return changed
-
-
-def _rolled(ends: Iterable[str], shift: int, first: int = 0) -> Change:
-    """Shifts the rows from `first` on cyclically."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        names = [f"{end}.weight" for end in ends]
-        return {name: torch.cat([tensors[name][:first], tensors[name][first:].roll(shift, dims=0)]) for name in names}
-
-    return change
-
-
-def _moved_along(end: str, shift: int, first: int) -> Change:
-    """Shifts the rows from `first` on by one, except the last row (often [MASK]'s); the row left over stays."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        rows = tensors[f"{end}.weight"]
-        moved = rows.clone()
-        if shift < 0:
-            moved[first:-2] = rows[first + 1 : -1]
-        else:
-            moved[first + 1 : -1] = rows[first:-2]
-        return {f"{end}.weight": moved}
-
-    return change
+            yield Alternative(f"with embedding and head rows moved by {shift:+d}", cause, a, rolled(ends, shift))

@@ -18,7 +18,7 @@ from torch import Tensor
 from diffusion_lens.checks.alternatives import (
     Alternative,
     alternatives,
-    exchanged_in,
+    exchanged_in_each,
     moved_from,
     vocabulary_ends,
     without,
@@ -66,7 +66,7 @@ def diagnose(
     #    them may improve more.
     something_off = something_off or any(trial.verdict == "explains" for trial in trials)
     if something_off and not measure.found(trials):
-        trials += _try(model, measure, before, [exchanged_in(a, block) for block in range(a.n_layers)])
+        trials += _try(model, measure, before, exchanged_in_each(a))
         for try_parts in (_shifted, _without_each):
             if not measure.found(trials):
                 trials += try_parts(model, measure, before)

@@ -1,7 +1,8 @@
 """Checks ten common facts in two ways: in one forward pass, and by the denoising loop.
 
 In one pass a fact is known if the first token of its answer is likelier than the first tokens of the nine other
-answers: a model that prefers " a" to " Paris" can still distinguish the capitals. A guess is right for one in ten. By
+answers: a model that prefers " a" to " Paris" can still distinguish the capitals. A guess is right for one in ten. On
+the canvas the answer is hidden by the model's noise, [MASK] or random tokens. By
 the loop a fact is known if the text that the model writes contains the answer, which small base models may fail.
 """
 
@@ -13,6 +14,7 @@ from diffusion_lens.checks.texts import Texts
 from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.noise import hidden_tokens
 from weight_conversion import n_params
 
 # By guessing, five or more of ten are right once in 600 checks.
@@ -83,8 +85,11 @@ def _chosen(model: HookedDiffusionTransformer, facts: list[Fact], texts: Texts) 
     chosen = []
     for fact, (prompt, answer) in zip(facts, tokenized, strict=True):
         canvas = torch.tensor(_canvas(model, fact, prompt, answer, texts), device=model.cfg.device)
-        row = model.readout.rows(torch.tensor([len(prompt)], device=model.cfg.device))
-        logits: Tensor = model(canvas[None], logits_at=row)[0, 0]
+        at_answer = torch.tensor([len(prompt)], device=model.cfg.device)
+        output: Tensor = model(canvas[None], logits_at=model.readout.rows(at_answer))
+        # The next token of a text that grows is not on the canvas.
+        present = None if model.cfg.grows else canvas[at_answer][None]
+        logits = model.head_at(present).clean_logits(output)[0, 0]
         chosen.append(bool(logits[first_tokens].max() == logits[answer[0]]))
     return chosen
 
@@ -92,12 +97,12 @@ def _chosen(model: HookedDiffusionTransformer, facts: list[Fact], texts: Texts) 
 def _canvas(
     model: HookedDiffusionTransformer, fact: Fact, prompt: list[int], answer: list[int], texts: Texts
 ) -> list[int]:
-    """The prompt; for a masked diffusion model followed by the masked answer and the rest of the text."""
+    """The prompt; for a diffusion model followed by the answer, hidden by noise, and the rest of the text."""
     if model.cfg.grows:
         return prompt
     tokens = [int(token) for token in model.to_tokens(fact.prompt + fact.answer + texts.ending)[0]]
     rest = tokens[len(prompt) + len(answer) :]
-    canvas = prompt + [model.cfg.blank] * len(answer) + rest
+    canvas = prompt + hidden_tokens(model.cfg, len(answer), fact.prompt) + rest
     n_end = 0 if texts.length is None else texts.length - len(canvas)
     return canvas + [int(model.tokenizer.eos_token_id)] * n_end if n_end > 0 else canvas
 

@@ -14,9 +14,9 @@ from diffusion_lens.checks.expected import Expected
 from diffusion_lens.checks.finding import Finding
 from diffusion_lens.checks.texts import Page, Texts
 from diffusion_lens.loss_batch import LossBatch
-from diffusion_lens.losses import loss_batch, next_token_batch
+from diffusion_lens.losses import next_token_batch
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.scheduled_loss import has_schedule, hide
+from diffusion_lens.scheduled_loss import has_schedule, hide, noised, scheduled_batch
 
 NOISE_SEED = 0
 # Noise samples per row: the times t cover (0, 1) evenly in four parts.
@@ -46,7 +46,8 @@ TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "batch pos"]:
     """The contribution of each token of clean text to the training loss, with fixed noise.
 
-    Their sum is the loss in nats per token. For a diffusion model, each row of the text has `N_SAMPLES` rows.
+    Their sum is the loss in nats per token. That of a diffusion model is a bound, the mean of `N_SAMPLES` samples of
+    noise. It bounds what the loss of next tokens is, so losses of different kinds of models can be compared.
     """
     batch = _batch(model, tokens)
     n_row, n_pos = batch.tokens.shape
@@ -58,7 +59,9 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "b
         )
         for part in parts
     ]
-    return torch.cat(losses).cpu() / batch.n_counted
+    by_token = torch.cat(losses).unflatten(0, (len(tokens), -1)).sum(dim=1)
+    mean: Tensor = by_token.cpu() / batch.n_counted
+    return mean
 
 
 def page_loss(model: DiffusionTransformer, tokens: Tensor) -> float:
@@ -104,26 +107,25 @@ def check_page(
 
 
 def _batch(model: DiffusionTransformer, tokens: Tensor) -> LossBatch:
-    """The batch of the model's own loss, under fixed noise."""
-    # A causal model stays one of next tokens when the diagnosis tries another attention pattern on it.
-    if model.cfg.grows or (model.cfg.rewrites and model.cfg.readout == "shifted"):
+    """The batch of the model's own loss. If the id of [MASK] is wrong, the text may contain it."""
+    if model.cfg.grows:
         return next_token_batch(model, tokens)
-    if has_schedule(model):
-        noise = torch.Generator().manual_seed(NOISE_SEED)
-        return loss_batch(model, tokens.repeat_interleave(N_SAMPLES, dim=0), None, noise)
-    return _masked_batch(model, tokens, model.cfg.blank)
-
-
-def _masked_batch(model: DiffusionTransformer, tokens: Tensor, mask: int) -> LossBatch:
-    """The batch of the masked diffusion loss. If the id of [MASK] is wrong, the text may contain it."""
     tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
-    noisy, p_mask = hide(tokens, HIDDEN, generator=torch.Generator().manual_seed(NOISE_SEED))
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+    if not has_schedule(model):
+        return _masked_batch(model, tokens, generator)
+    noisy, p = noised(model, tokens, generator=generator)
+    return scheduled_batch(model, tokens, noisy, p, model.cfg.writable(tokens))
+
+
+def _masked_batch(model: DiffusionTransformer, tokens: Tensor, generator: torch.Generator) -> LossBatch:
+    noisy, p_mask = hide(tokens, HIDDEN, generator=generator)
     hidden = noisy == HIDDEN
     # The head has no column for tokens that are never predicted.
     scored = hidden & (tokens < model.cfg.d_vocab_out)
     counted = tokens.numel()
     return LossBatch(
-        tokens=noisy.masked_fill(hidden, mask),
+        tokens=noisy.masked_fill(hidden, model.cfg.blank),
         rows=model.readout.locate(scored),
         targets=tokens[scored],
         weights=1 / (p_mask[scored] * counted),

@@ -5,8 +5,10 @@ A reference is a safetensors file with
     tokens          Int[batch pos], including [MASK] tokens
     logits          Float[batch pos d_vocab_out], as the network returns them, before any shift
     attention_mask  optional, 0 at padding
+    time            Float[batch], for a network that is told the time: that of each row, as in `model(tokens, time=...)`
     before, after   optional, Int[batch pos]: the canvas before and after a step of greedy denoising without guidance;
-                    for a causal model, the prompt followed by -1, and the text after its continuation
+                    for a causal model, the prompt followed by -1, and the text after its continuation; not under
+                    uniform noise, nor of a network that is told the time
 
 Logits depend neither on the id of [MASK] nor on the readout; `before` and `after` depend on both.
 """
@@ -20,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diffusion_lens.checks.finding import Finding
+from diffusion_lens.config import reached
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import Architecture
 
@@ -28,7 +31,7 @@ from weight_conversion import Architecture
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Least share of equal tokens among those that a step revealed. In half precision some are near ties.
 LEAST_SAME = {torch.float32: 0.99, torch.bfloat16: 0.8, torch.float16: 0.9}
-NAMES = ("tokens", "logits", "attention_mask", "before", "after")
+NAMES = ("tokens", "logits", "attention_mask", "before", "after", "time")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Reference:
     attention_mask: Tensor | None = None
     before: Tensor | None = None
     after: Tensor | None = None
+    time: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or self.logits.dim() != 3 or self.logits.shape[:2] != self.tokens.shape:
@@ -96,7 +100,8 @@ class Reference:
         return cls(**tensors)
 
     def check_fits(self, a: Architecture) -> None:
-        """Raise a `ValueError` if the reference has another vocabulary, or texts longer than the context."""
+        """Raise a `ValueError` if the reference does not fit a model: by its vocabulary, length or times, or by a step
+        that a model of this kind does not make."""
         n_logits, n_pos = self.logits.shape[-1], self.tokens.shape[1]
         if n_logits != a.d_vocab_out or n_pos > a.n_ctx or int(self.tokens.max()) >= a.d_vocab:
             raise ValueError(
@@ -104,13 +109,28 @@ class Reference:
                 f"{int(self.tokens.max())}; {a.name!r} predicts {a.d_vocab_out} tokens, embeds {a.d_vocab}, and has a "
                 f"context of {a.n_ctx}"
             )
+        if a.is_told_time != (self.time is not None):
+            raise ValueError(
+                f"{a.name!r} is told the time of its canvas, and the reference does not say it: add a tensor time, a "
+                "number in (0, 1] for each row"
+                if a.is_told_time
+                else f"the reference has times, and {a.name!r} is not told the time: leave the tensor time out"
+            )
+        if self.before is None:
+            return
+        if a.is_told_time or (a.rewrites and bool(reached(self.before).all())):
+            why = "is told the time" if a.is_told_time else "has no [MASK] to reveal them at"
+            raise ValueError(
+                "before and after are a step that reveals the likeliest tokens, whatever the time, and "
+                f"{a.name!r} {why}: leave both out"
+            )
 
     @torch.no_grad()
     def distance(self, model: DiffusionTransformer) -> Distance:
         """The distance of the model in its current state."""
         mask = self.attention_mask
         real = torch.ones_like(self.tokens, dtype=torch.bool) if mask is None else mask.bool()
-        ours = model(self.tokens, attention_mask=mask).float().cpu()[real]
+        ours = model(self.tokens, attention_mask=mask, time=self.time).float().cpu()[real]
         theirs = self.logits.float()[real]
         apart = float((ours - theirs).square().mean().sqrt() / theirs.std())
         same, hidden = self._revealed(model)

@@ -21,7 +21,9 @@ from diffusion_lens.checks.page import check_page, page_losses, right_loss
 from diffusion_lens.checks.recall import check_recall, open_questions, require_known_words
 from diffusion_lens.checks.reference import Reference, check_reference
 from diffusion_lens.checks.texts import read_page, texts_for
+from diffusion_lens.checks.told_time import at_check_time
 from diffusion_lens.checks.weights import check_weights
+from diffusion_lens.data.sources import FactSource
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.records import provenance
 
@@ -65,23 +67,11 @@ def check_model(
     if questions is not None and model.tokenizer is not None:
         require_known_words(model, questions)
     run = _CheckRun(model, expected, only)
-    run.guard("hash", lambda: [check_hash(expected, file)])
-    run.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
-    run.guard("weights", lambda: [check_weights(model, run.compositions)])
-    if reference is not None:
-        run.guard("reference", lambda: run.compare(reference))
-    if model.tokenizer is None:
-        requested = [check for check in ("page loss", "facts", "recall") if check in only]
-        run.findings += [Finding(check, "not run", NO_TOKENIZER) for check in requested]
-    else:
-        run.guard("page loss", run.read)
-        run.guard("facts", lambda: check_facts(model, texts_for(model)))
-        run.guard("recall", lambda: [check_recall(model, expected, questions, recall)])
-    run.guard("padding", lambda: [check_padding(model, run.rows()[0])])
-    run.guard("bfloat16", lambda: [check_half_precision(model, run.rows()[:2])])
-    run.guard("diagnosis", run.diagnose)
+    with at_check_time(model):
+        run.run_all(file, reference, questions, recall)
+        described = provenance(model, model.cfg)
     model_name = name or (expected.name if expected else model.cfg.model_name)
-    record = {**provenance(model, model.cfg), "seconds": run.seconds, "memory_bytes": peak_memory(model)}
+    record = {**described, "seconds": run.seconds, "memory_bytes": peak_memory(model)}
     return CheckReport(model_name, expected.name if expected else None, tuple(run.findings), record)
 
 
@@ -113,6 +103,27 @@ class _CheckRun:
     def compositions(self) -> list[Composition]:
         """The composition scores, computed once; for a large network this takes a while."""
         return compositions(self.model)
+
+    def run_all(
+        self, file: Path | None, reference: Reference | None, questions: FactSource | None, recall: bool | None
+    ) -> None:
+        """Run the checks in order; the arguments are those of `check_model`."""
+        model, expected = self.model, self.expected
+        self.guard("hash", lambda: [check_hash(expected, file)])
+        self.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
+        self.guard("weights", lambda: [check_weights(model, self.compositions)])
+        if reference is not None:
+            self.guard("reference", lambda: self.compare(reference))
+        if model.tokenizer is None:
+            requested = [check for check in ("page loss", "facts", "recall") if check in self.only]
+            self.findings += [Finding(check, "not run", NO_TOKENIZER) for check in requested]
+        else:
+            self.guard("page loss", self.read)
+            self.guard("facts", lambda: check_facts(model, texts_for(model)))
+            self.guard("recall", lambda: [check_recall(model, expected, questions, recall)])
+        self.guard("padding", lambda: [check_padding(model, self.rows()[0])])
+        self.guard("bfloat16", lambda: [check_half_precision(model, self.rows()[:2])])
+        self.guard("diagnosis", self.diagnose)
 
     def guard(self, check: str, function: Callable[[], list[Finding]]) -> None:
         """Run a check. If it raises an error, it has failed, and the other checks continue."""
