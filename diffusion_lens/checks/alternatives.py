@@ -43,12 +43,15 @@ class Alternative:
         cause: Mistake that the change undoes.
         architecture: Architecture after the change.
         change: Function (tensors, architecture) that returns the changed tensors.
+        sees_more: Whether tokens are predicted from more of the clean text, which may lower the loss of a correct model
+            too: only an exact measure tells whether it undoes a mistake.
     """
 
     name: str
     cause: str
     architecture: Architecture
     change: Change = lambda tensors, architecture: {}
+    sees_more: bool = False
 
 
 def alternatives(a: Architecture, mask_ids: Sequence[int] = ()) -> list[Alternative]:
@@ -152,7 +155,8 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
         for value in (value for value in values if value != getattr(a, name)):
             cause = f"the {what} is wrong: the config says {getattr(a, name):g}, and the weights fit {value:g}"
             changed: dict[str, Any] = {name: value}
-            yield Alternative(f"with {words} {value:g}", cause, replace(a, **changed))
+            sees_more = name == "causal_block" and value < getattr(a, name)
+            yield Alternative(f"with {words} {value:g}", cause, replace(a, **changed), sees_more=sees_more)
 
 
 def _sees_what_it_predicts(a: Architecture) -> bool:

@@ -58,7 +58,8 @@ def diagnose(
     """
     # 1. Alternatives of the whole model.
     a = model.cfg.architecture
-    trials = _try(model, measure, before, alternatives(a, mask_ids))
+    candidates = [one for one in alternatives(a, mask_ids) if measure.exact or not one.sees_more]
+    trials = _try(model, measure, before, candidates)
     # 2. Parts that are foreign by their weights.
     if not measure.found(trials):
         trials += _without_foreign(model, measure, before, foreign)

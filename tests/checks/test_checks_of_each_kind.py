@@ -1,5 +1,5 @@
-"""Blocks, uniform noise, networks that are told the time, experts, folded conditioning: every check ends on each kind of
-model, and mistakes are named."""
+"""Blocks, uniform noise, networks that are told the time, experts, folded conditioning: every check ends on each of these
+kinds, and mistakes are named."""
 
 from dataclasses import replace
 
@@ -172,6 +172,19 @@ def test_alternatives_fit_the_kind(of_kind):
         tried = alternatives(a)
         assert any("gate" in one.name for one in tried) == (a.mlp == "gated")
         assert not any(one.architecture.grows and one.architecture.readout == "in_place" for one in tried)
+
+
+def test_smaller_blocks_lower_the_loss_of_a_right_model_too_so_only_an_exact_measure_tries_them(of_kind):
+    model = with_changes(of_kind("sdar"), replace(of_kind("sdar").cfg.architecture, causal_block=8), {})
+    only = ("reference", "diagnosis")
+    wrong_by_text = check_model(model, only=("page loss", "diagnosis"))
+    with torch.no_grad():
+        reference = Reference(ROWS, of_kind("sdar")(ROWS))
+    wrong_by_logits = check_model(model, reference=reference, only=only)
+    tried = [trial["name"] for trial in wrong_by_text.findings[-1].numbers["trials"]]
+    assert "with blocks of 16" in tried
+    assert "with blocks of 4" not in tried
+    assert wrong_by_logits.likely == ("the block size is wrong: the config says 8, and the weights fit 4",)
 
 
 def test_tiny_uniform_passes_every_check():
