@@ -78,7 +78,7 @@ class Measure(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PageMeasure(Measure):
-    """The loss on rows of clean text; its parts are the losses of the tokens.
+    """The loss on rows of clean text; its parts are the losses of the tokens, in each sample of noise.
 
     Attributes:
         rows: Int[batch pos], clean text.
@@ -109,6 +109,8 @@ class PageMeasure(Measure):
         if no_better_than_chance(loss_after, self.vocabulary):
             return "same" if no_better_than_chance(loss_before, self.vocabulary) else "worse"
         # 2. A loss that rises by more than the noise is worse.
+        if before.shape != after.shape:  # one of them without noise: next tokens
+            before, after = (x.unflatten(0, (len(self.rows), -1)).sum(dim=1) for x in (before, after))
         difference = before - after
         noise = LEAST_Z * float(difference.std()) * difference.numel() ** 0.5
         if gain < -max(noise, ROUNDING * loss_before):

@@ -46,8 +46,8 @@ TOLERANCE = {torch.float32: 0.001, torch.bfloat16: 0.05, torch.float16: 0.05}
 def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "batch pos"]:
     """The contribution of each token of clean text to the training loss, with fixed noise.
 
-    Their sum is the loss in nats per token. That of a diffusion model is a bound, the mean of `N_SAMPLES` samples of
-    noise. It bounds what the loss of next tokens is, so losses of different kinds of models can be compared.
+    Their sum is the loss in nats per token. That of a diffusion model is a bound, for which each row of the text has
+    `N_SAMPLES` rows, one after the other. It bounds what the loss of next tokens is, so both can be compared.
     """
     batch = _batch(model, tokens)
     n_row, n_pos = batch.tokens.shape
@@ -59,9 +59,7 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "b
         )
         for part in parts
     ]
-    by_token = torch.cat(losses).unflatten(0, (len(tokens), -1)).sum(dim=1)
-    mean: Tensor = by_token.cpu() / batch.n_counted
-    return mean
+    return torch.cat(losses).cpu() / batch.n_counted
 
 
 def page_loss(model: DiffusionTransformer, tokens: Tensor) -> float:

@@ -1,5 +1,5 @@
-"""Blocks, uniform noise, networks that are told the time, experts, folded conditioning: every check ends on each of these
-kinds, and mistakes are named."""
+"""Blocks, uniform noise, networks that are told the time, experts, folded conditioning: every check ends on each of them,
+and mistakes are named."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_the_page_loss_is_the_training_loss(of_kind, kind):
     with torch.no_grad():
         own = masked_diffusion_loss(model, copies, generator=torch.Generator().manual_seed(NOISE_SEED))
     assert page_loss(model, ROWS) == pytest.approx(float(own), rel=1e-5)
-    assert page_losses(model, ROWS).shape == ROWS.shape
+    assert page_losses(model, ROWS).shape == copies.shape
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,8 @@ def test_alternatives_fit_the_kind(of_kind):
         assert not any(one.architecture.grows and one.architecture.readout == "in_place" for one in tried)
 
 
+@on_short_page
+@without_search_of_parts
 def test_smaller_blocks_lower_the_loss_of_a_right_model_too_so_only_an_exact_measure_tries_them(of_kind):
     model = with_changes(of_kind("sdar"), replace(of_kind("sdar").cfg.architecture, causal_block=8), {})
     only = ("reference", "diagnosis")
