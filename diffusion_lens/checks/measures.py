@@ -33,7 +33,8 @@ EXACT = 3 * ROUNDING
 # rises if a correct one is.
 NEARER = 0.02
 
-Parts = Float[Tensor, "*rest"]
+# Losses of one text have another shape where there is no noise, so the shape is not named.
+Parts = Float[Tensor, "..."]
 
 
 @dataclass(frozen=True)

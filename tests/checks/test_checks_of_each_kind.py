@@ -1,5 +1,5 @@
-"""Blocks, uniform noise, networks that are told the time, experts, folded conditioning: every check ends on each of them,
-and mistakes are named."""
+"""Blocks, uniform noise, times, experts and folded conditioning: every check ends on models of each kind, and mistakes in
+them are named."""
 
 from dataclasses import replace
 
