@@ -1,5 +1,5 @@
-"""Blocks, uniform noise, times, experts and folded conditioning: every check ends on models of each kind, and mistakes in
-them are named."""
+"""Blocks, uniform noise, times, experts and folded conditioning: every check ends on models of each kind, and
+mistakes in them are named."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from diffusion_lens.checks.told_time import TIME, at_check_time
 from diffusion_lens.losses import masked_diffusion_loss
 from weight_conversion import unfolded_architecture
 
-KINDS = ("llada_moe", "llada2", "sdar", "nemotron-prompt", "mdlm", "bd3lm", "udlm", "sedd", "sedd-uniform")
+KINDS = ("llada2", "sdar", "nemotron-prompt", "mdlm", "bd3lm", "udlm", "sedd", "sedd-uniform")
 ROWS = torch.randint(430, (3, 12), generator=torch.Generator().manual_seed(1))
 
 
