@@ -45,7 +45,11 @@ def print_trace(trace: CausalTrace, read_at: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="The default models are small and bundled, and the questions are about their fictional people, so that "
+        "published models such as smdm-1028m do not know the answers.",
+    )
     parser.add_argument("--model", nargs="+", default=["tiny-mdm", "tiny-block", "tiny-uniform"], help="names or paths")
     parser.add_argument("--steps", type=int, nargs="+", default=[4, 8, 16], help="numbers of denoising steps")
     parser.add_argument("--questions", type=int, default=20, help="questions for each direction (default 20)")

@@ -500,6 +500,29 @@ def trains_a_dictionary(printed: str) -> None:
     assert by_step[-1] < 0.65 * clean
 
 
+def compares_kinds_of_diffusion(printed: str) -> None:
+    """All three know the facts; in reverse the masked model does and the block model does not. Where a fact is read."""
+    for part in re.split(r"^(?=tiny-)", printed, flags=re.MULTILINE)[1:]:
+        name = part.split(":")[0]
+        assert "Gustav Geisser is the brave drummer of Rolsen." in part
+        recall = {way: list(map(float, re.findall(r"steps (\d\.\d+)", line))) for way, line in ways_of(part)}
+        assert min(recall["forward"]) == 1
+        assert {"tiny-mdm": min(recall["reverse"]) == 1, "tiny-block": max(recall["reverse"]) == 0}.get(name, True)
+        subject, read = (
+            list(map(float, re.findall(r"\d\.\d+", part.split(place)[1].splitlines()[0])))
+            for place in ("last token of the subject", "where the answer is read")
+        )
+        early = {"tiny-mdm": subject[2] < 0.5 < read[2], "tiny-uniform": read[2] < 0.5 < subject[2]}
+        assert early.get(name, True)
+        assert read[3] > 0.9
+
+
+def ways_of(part: str) -> list[tuple[str, str]]:
+    """The lines of recall, all of one direction together."""
+    lines = re.findall(r"trained \w+, (\w+): (.*)", part)
+    return [(way, " ".join(line for other, line in lines if other == way)) for way in ("forward", "reverse")]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_watch_a_fact": watches_a_fact,
     "02_cache_by_step": caches_by_step,
@@ -520,6 +543,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "17_one_layer": trains_one_layer,
     "18_two_sites": finds_two_sites,
     "19_edit_facts": edits_facts,
+    "20_kinds_of_diffusion": compares_kinds_of_diffusion,
     "reproduce_blog": reproduces_the_study,
 }
 FILES = {
@@ -542,6 +566,7 @@ FILES = {
     "17_one_layer": 2,
     "18_two_sites": 2,
     "19_edit_facts": 2,
+    "20_kinds_of_diffusion": 2,
     "reproduce_blog": 17,
 }
 SAVED = {

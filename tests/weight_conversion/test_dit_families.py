@@ -85,7 +85,7 @@ def test_what_the_configs_say(configs):
     assert (mdlm.time, udlm.time) == (TimeConditioning(8, told=False), TimeConditioning(8, told=True))
     assert radd.time is None
     assert (radd.norm_bias, mdlm.norm_bias) == (True, False)
-    assert (sedd.head, uniform.head, radd.head) == ("log_scores", "log_scores", "logits")
+    assert (sedd.head, uniform.head, radd.head) == ("log_scores", "log_scores", "subs")
     assert [a.schedule.kind for a in (mdlm, bd3lm, sedd, uniform)] == [
         "log_linear",
         "linear",
