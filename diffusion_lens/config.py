@@ -166,11 +166,6 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         )
 
     @property
-    def is_told_time(self) -> bool:
-        """Whether the network reads the time of its canvas (`model(tokens, time=...)`)."""
-        return self.time is not None and self.time.told
-
-    @property
     def n_params(self) -> int:
         """Number of weights in attention and MLPs, as TransformerLens counts: no embeddings, head, norms or biases."""
         return sum(

@@ -16,10 +16,10 @@ PACKAGES = ("weight_conversion", "diffusion_lens")
 # that is in it unless a longer name in the list says otherwise.
 ROOMS = (
     "weight_conversion.checks",
-    "weight_conversion.variant",
     "weight_conversion.rotary_scaling",
     "weight_conversion.experts",
     "weight_conversion.conditioning",
+    "weight_conversion.variant",
     "weight_conversion.architecture",
     "weight_conversion.tensor_shapes",
     "weight_conversion.layouts",

@@ -219,11 +219,6 @@ class Architecture(Variant):
             raise ValueError(f"block_context={self.block_context!r} needs attention_dir='block_causal'")
 
     @property
-    def is_told_time(self) -> bool:
-        """Whether the network reads the time of its canvas."""
-        return self.time is not None and self.time.told
-
-    @property
     def norms_shift(self) -> bool:
         """Whether the norms have biases, their own or folded shifts."""
         return self.norm_bias or (self.time is not None and self.time.folded)

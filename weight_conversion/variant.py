@@ -1,8 +1,10 @@
-"""`Variant`, the kind of a model: who sees whom, and what noise is."""
+"""`Variant`, the kind of a model: who sees whom, what noise is, and whether the network is told the time."""
 
 from __future__ import annotations
 
 from typing import Literal
+
+from weight_conversion.conditioning import TimeConditioning
 
 Direction = Literal["bidirectional", "causal", "block_causal"]
 Context = Literal["blocks", "causal", "prompt"]
@@ -15,6 +17,7 @@ class Variant:
     causal_block: int | None
     block_context: Context
     mask_token_id: int | None
+    time: TimeConditioning | None
 
     @property
     def block_size(self) -> int | None:
@@ -33,6 +36,11 @@ class Variant:
     def counts_from_prompt(self) -> bool:
         """Whether blocks are counted from the end of the prompt, so that a canvas has to say where they begin."""
         return self.block_context != "blocks"
+
+    @property
+    def is_told_time(self) -> bool:
+        """Whether the network is told the time of its canvas (`model(tokens, time=...)`)."""
+        return self.time is not None and self.time.told
 
     @property
     def noise(self) -> Literal["absorbing", "uniform"] | None:

@@ -79,12 +79,6 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
     """
     settings = settings.on(model.cfg, model.cfg.model_name)
     assert settings.sampler is not None
-    if model.cfg.is_told_time and canvas.reach is not None and not settings.sampler.has_times_of_rows:
-        raise ValueError(
-            f"{model.cfg.model_name!r} is told the time and writes block after block: each row is at its own time in "
-            f"its own block, and {settings.sampler.name!r} gives a step one time, that of the run. Use "
-            "sampler='block_posterior' or 'first_hitting'"
-        )
     seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
     canvas = canvas.started(seeds, model.cfg.d_vocab_out)
     blanks = canvas.blanks(canvas.tokens)

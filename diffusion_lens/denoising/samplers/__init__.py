@@ -98,12 +98,14 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
     """
     if sampler is None:
         defaults = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}
-        sampler = "block_confidence" if variant.has_mask and variant.opens_blocks else defaults[variant.noise]
+        sampler = defaults[variant.noise]
+        if variant.has_mask and variant.opens_blocks:
+            sampler = "block_posterior" if variant.is_told_time else "block_confidence"
     sampler = named_sampler(sampler)
     if problem := _undoes_other_noise(sampler, variant):
         fitting = [name for name in fitting_samplers(variant) if name in SAMPLERS]
         raise ValueError(f"the sampler {sampler.name!r} {problem}; use {', '.join(map(repr, fitting))}")
-    if problem := sampler.misfit(variant):
+    if problem := sampler.misfit(variant) or _gives_one_time(sampler, variant):
         raise ValueError(f"the sampler {sampler.name!r} {problem}")
     return sampler.settled(steps, variant)
 
@@ -114,8 +116,20 @@ def fitting_samplers(variant: Variant) -> list[str]:
     return [
         name
         for name, sampler in known.items()
-        if not _undoes_other_noise(sampler, variant) and not sampler.misfit(variant)
+        if not _undoes_other_noise(sampler, variant)
+        if not sampler.misfit(variant)
+        if not _gives_one_time(sampler, variant)
     ]
+
+
+def _gives_one_time(sampler: Sampler, variant: Variant) -> str | None:
+    """Why a sampler whose rows share a time cannot write blocks of a network that is told it; `None` if it can."""
+    if not variant.is_told_time or not variant.opens_blocks or sampler.has_times_of_rows:
+        return None
+    return (
+        "gives a step one time, that of the run, and this model is told the time and writes block after block: each "
+        "row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
+    )
 
 
 def _undoes_other_noise(sampler: Sampler, variant: Variant) -> str | None:
