@@ -10,7 +10,7 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import compute_key, edge_attribution
-from diffusion_lens.checks.alternatives import exchanged_in, without
+from diffusion_lens.checks.alternatives import exchanged_in_each, without
 from diffusion_lens.denoising.activation_shapes import activation_shape
 from weight_conversion import Architecture, Experts, tensor_shapes
 
@@ -262,7 +262,7 @@ def test_checks_change_the_matrices_of_every_expert(model):
     silenced = without(architecture, 1, "MLP").change(tensors, architecture)
     assert len(silenced) == 5  # four experts and the shared one
     assert all(".down." in name and not bool(tensor.any()) for name, tensor in silenced.items())
-    swapped = exchanged_in(architecture, 1).change(tensors, architecture)
+    swapped = exchanged_in_each(architecture)[1].change(tensors, architecture)
     assert len(swapped) == 10
     gate = f"{MLP}.experts.2.gate.weight"
     assert torch.equal(swapped[gate], tensors[gate.replace("gate", "up")])
