@@ -10,13 +10,19 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 
 
 def clean_logits(
-    model: DiffusionTransformer, logits: Float[Tensor, "entry d_vocab_out"], present: Int[Tensor, "entry"] | None = None
+    model: DiffusionTransformer,
+    logits: Float[Tensor, "entry d_vocab_out"],
+    present: Int[Tensor, "entry"] | None = None,
+    sigma: Float[Tensor, "entry"] | None = None,
 ) -> Float[Tensor, "entry d_vocab_out"]:
-    """Logits whose softmax is p(x_0), in the time of the current step or of `model.at_time`.
+    """Logits whose softmax is p(x_0).
 
     Args:
         present: Token on the canvas at each position that the logits predict, for a head that needs it.
+        sigma: Noise of the canvas, for the same head; by default that of the current step or of `model.at_time`.
     """
+    if sigma is not None:
+        return model.head.clean_logits(logits, present, sigma.to(logits.device))
     at = None if present is None else present[:, None]
     return model.head_at(at).clean_logits(logits[:, None])[:, 0]
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.noise import CleanCrossEntropy, LossTerm, ScoreEntropy, Uniform, UniformBound, schedule_of
+from diffusion_lens.noise import CleanCrossEntropy, LossTerm, ScoreEntropy, Uniform, UniformBound
 from diffusion_lens.shapes import PosMask
 
 # At p = 1 nothing is left of the text, and its noise level is infinite.
@@ -70,12 +70,9 @@ def bound_term(model: DiffusionTransformer) -> BoundTerm:
 
 
 def told(model: DiffusionTransformer, p: Float[Tensor, "batch"]) -> dict[str, Float[Tensor, "batch"]]:
-    """The noise level that a network is told, as an argument: that of its schedule at its time for p."""
-    if not model.cfg.is_told_time:
-        return {}
-    schedule = schedule_of(model.cfg.schedule)
-    time = schedule.time(sigma_of_chance(p)).clamp(0, 1)
-    return {"sigma": schedule.sigma(time).float()}
+    """The noise level that a network is told, as an argument; see `model.sigma_told_of`."""
+    sigma = model.sigma_told_of(p)
+    return {} if sigma is None else {"sigma": sigma}
 
 
 def sigma_of_chance(p: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:

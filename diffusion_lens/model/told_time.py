@@ -14,6 +14,7 @@ from diffusion_lens.model import build
 from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint
 from diffusion_lens.model.modulation import Modulation, TimeEmbedding, normed, sigma_of
 from diffusion_lens.model.norm import Norm
+from diffusion_lens.noise import schedule_of
 from diffusion_lens.settings import plain_number
 from diffusion_lens.shapes import Resid
 from diffusion_lens.step_state import StepClock
@@ -53,8 +54,9 @@ class ToldTime(ABC):
             with model.at_time(0.5):
                 result = causal_trace(model, query)
 
-        A `time=` of a call, and inside the denoising loop the time of the step, come first. Results record the time.
-        Inside, no other thread may use the model.
+        A `time=` of a call, inside the denoising loop the time of the step, and the noise that a loss draws come first.
+        Results record the time. Analyses that noise texts tell the network the noise of each text; inside, where the
+        time is another one, they are refused (`require_own_times`). Inside, no other thread may use the model.
 
         Args:
             time: Time in (0, 1], as in `model(tokens, time=...)`.
@@ -86,6 +88,26 @@ class ToldTime(ABC):
             raise ValueError(f"time has shape {list(time.shape)}; it must be a number, or one for each row, [batch]")
         check_times(time)
         return sigma_of(time.view(-1))
+
+    def sigma_told_of(self, p: Float[Tensor, "batch"]) -> Float[Tensor, "batch"] | None:
+        """The noise level that the network is told of rows whose tokens were noised with probability p.
+
+        It is that of the model's schedule at its time for p; `None` for a network that is not told the time.
+        """
+        if not self.cfg.is_told_time:
+            return None
+        schedule = schedule_of(self.cfg.schedule)
+        # At p = 1 nothing is left of the text, and the time is 1.
+        sigma = -torch.log1p(-p.double().clamp(max=1 - 1e-12))
+        return schedule.sigma(schedule.time(sigma).clamp(0, 1)).float()
+
+    def require_own_times(self, what: str) -> None:
+        """Raise a `ValueError` inside `at_time`, for an analysis `what` that noises texts at times of their own."""
+        if self.clock.time is not None:
+            raise ValueError(
+                f"{what} noises texts, each with a probability of its own, and tells {self.cfg.model_name!r} the noise "
+                f"of each, but `model.at_time({self.clock.time})` says one time for all: call it outside"
+            )
 
     def condition_at(
         self, sigma: Float[Tensor, "rest"] | None, n_batch: int, device: torch.device
@@ -119,9 +141,11 @@ class ToldTime(ABC):
         shift, scale = self.hook_final_modulation(self.final_modulation(condition).unflatten(-1, (2, -1))).unbind(1)
         return Modulation(shift, scale)
 
-    def normalized(self, resid: Resid | Float[Tensor, "entry d_model"]) -> Tensor:
-        """The input of the unembedding for a residual stream, at the time of the step or of `at_time`."""
-        final = self.final_modulation_at(self.condition_at(None, len(resid), resid.device))
+    def normalized(
+        self, resid: Resid | Float[Tensor, "entry d_model"], sigma: Float[Tensor, "rest"] | None = None
+    ) -> Tensor:
+        """The input of the unembedding for a residual stream; `sigma` is as in `condition_at`."""
+        final = self.final_modulation_at(self.condition_at(sigma, len(resid), resid.device))
         return normed(self.ln_final, resid, final)
 
     def final_weight(self) -> Float[Tensor, "d_model"]:

@@ -186,29 +186,30 @@ def test_a_metric_of_the_user_reads_logits_of_the_clean_tokens(timed: Any) -> No
     assert node_attribution(timed, clean.tokens[None], other.tokens[None], p_of_12).scores.abs().max() > 0
 
 
-def test_the_second_moment_is_that_of_noisy_texts(timed: Any) -> None:
+def test_the_second_moment_is_that_of_noisy_texts() -> None:
     """Noised as in training: at a time of its own, each token is replaced by one drawn from all 40."""
     from diffusion_lens.analysis import second_moment
     from diffusion_lens.seeds import own_seed
 
-    corpus, keys = [torch.arange(3, 15), torch.arange(20, 29)], []
-    moment = second_moment(timed, corpus, 1, seed=20)
+    model, corpus, keys = model_of("logits"), [torch.arange(3, 15), torch.arange(20, 29)], []
+    moment = second_moment(model, corpus, 1, seed=20)
     for i, text in enumerate(corpus):
         generator = torch.Generator().manual_seed(own_seed(20, i))
         t = (1 - 1e-3) * torch.rand((), generator=generator) % 1 + 1e-3
         is_noise = torch.rand((1, len(text)), generator=generator)[0] < (1 - 1e-3) * t
         noisy = torch.where(is_noise, torch.randint(40, (1, len(text)), generator=generator)[0], text)
-        _, cache = timed.run_with_cache(noisy[None], names_filter="blocks.1.mlp.hook_post")
+        _, cache = model.run_with_cache(noisy[None], names_filter="blocks.1.mlp.hook_post")
         keys.append(cache["blocks.1.mlp.hook_post"][0].double())
     together = torch.cat(keys)
     torch.testing.assert_close(moment.matrix, together.T @ together / 21, rtol=1e-4, atol=1e-6)
 
 
-def test_the_time_is_probed_on_noisy_texts_at_all_positions(timed: Any) -> None:
+@pytest.mark.parametrize("head", KINDS)
+def test_the_time_is_probed_on_noisy_texts_at_all_positions(head: str) -> None:
     from diffusion_lens.analysis import probe_time
 
     texts = torch.randint(40, (10, 12), generator=torch.Generator().manual_seed(0))
-    probe = probe_time(timed, texts, "blocks.1.hook_resid_post", samples=4)
+    probe = probe_time(model_of(head), texts, "blocks.1.hook_resid_post", samples=4)
     assert sum(probe.record["n_rows"].values()) == 10 * 12 * 4
     assert probe.r2.isfinite().all()
 

@@ -5,7 +5,7 @@ probe the residual stream of LLaDA and Dream). The probe is a ridge regression o
 fitted on some texts or runs, and R² is computed on others, so that no canvas contributes to both.
 
 t is `hook.step.t` on the canvases of trajectories, and the probability with which tokens were masked, or replaced under
-uniform noise, in texts that are noised at random.
+uniform noise, in texts that are noised at random. A network that is told the time is told that of each canvas.
 
 Two predictors set the scale. The first is the probe itself with t permuted among the canvases (R² of about 0 or below).
 The second knows the position only: the mean t at which this position was selected. Where the position determines the
@@ -88,7 +88,8 @@ def probe_time(
     Raises:
         KeyError: There is no such hook point.
         ValueError: Texts for a model of next tokens, or with [MASK] in them, fewer than three units, a part of the
-            split without a row, validation rows of one time only, or a budget that is too small.
+            split without a row, validation rows of one time only, a budget that is too small, or texts inside
+            `model.at_time`.
     """
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}; it must be 'position' or 'canvas'")
@@ -96,6 +97,8 @@ def probe_time(
     blocks = range(model.cfg.n_layers)
     names = readable_points(model, [resid_pre(0), *map(resid_post, blocks)] if names_filter is None else names_filter)
     given, n_samples = texts_or_runs(model, inputs, attention_mask), at_least(1, "samples", samples)
+    if isinstance(given, CleanTexts):
+        model.require_own_times("probe_time")
     n_at_once = _samples_at_once(model, names, given, n_samples, max_bytes)
     passes = list(_passes(model, given, n_samples, n_at_once, settings.seed))
 
@@ -174,7 +177,8 @@ def _passes(
         noisy, p_mask = noised(model, row.repeat(samples, 1), generator=noise)
         for tokens, times in zip(noisy.split(n_at_once), p_mask[:, 0].clone().split(n_at_once), strict=True):
             tokens = tokens.to(model.cfg.device)
-            read = ForwardPass(model, tokens, torch.ones_like(tokens, dtype=torch.bool))
+            real = torch.ones_like(tokens, dtype=torch.bool)
+            read = ForwardPass.under_noise(model, row.to(tokens.device).expand_as(tokens), tokens, real, times)
             yield _Pass(SharedPass(read, {0: read}), times[None], (unit,) * len(tokens))
 
 
@@ -233,7 +237,8 @@ def _samples_at_once(
     matrix, n_pos = 8 * max(widths) ** 2, max(map(len, texts), default=0)
     # Tokens and flags of all samples are kept, because times are permuted before anything is read.
     kept = sum(len(PARTS) * 8 * width * width for width in widths) + 16 * samples * sum(map(len, texts))
-    one_sample = row_bytes(model.cfg, n_pos, 0) + n_pos * max(widths) * (8 + model.cfg.dtype.itemsize)
+    n_read = n_pos if model.cfg.causal_block is None else 2 * n_pos
+    one_sample = row_bytes(model.cfg, n_read, 0) + n_pos * max(widths) * (8 + model.cfg.dtype.itemsize)
     needed = kept + max(_REGRESSION_MATRICES * matrix, 2 * matrix + one_sample)
     if needed > max_bytes:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 On a masked diffusion model an activation depends on how much of the text is masked. Each text is therefore masked at a
 random noise level t, and every stored vector comes with the t of its canvas, as in DLM-Scope (arXiv 2602.05859), which
-trains one sparse autoencoder on masked positions and one on unmasked positions.
+trains one sparse autoencoder on masked positions and one on unmasked positions. The text is read as in training: a
+network that is told the time is told that of t, and one that attends by blocks reads the clean text beside it.
 
 The folder contains `run.json`, which describes the call, and numbered files, each with the vectors of some consecutive
 canvases. A file is written as a whole or not at all, so a call that was interrupted continues after the last file. It
@@ -74,9 +75,11 @@ def activations(
     Raises:
         KeyError: There is no such hook point.
         ValueError: A hook point has no vector for each position, a setting is out of range or does not fit the model,
-            no position is selected, a vector is too large for `dtype`, or the folder belongs to another call.
+            no position is selected, a vector is too large for `dtype`, the folder belongs to another call, or the call
+            is inside `model.at_time`.
     """
     # 1. Settings.
+    model.require_own_times("activations")
     spans = spans_of(model, t, NoiseRange())
     selection = check_mask(model, mask, spans)
     points = readable_points(model, names)
@@ -113,7 +116,7 @@ def activations(
 
 def run_to(model: DiffusionTransformer, batch: CanvasBatch, names: Sequence[str]) -> Mapping[str, Tensor]:
     """The activations of a batch at some hook points; the network runs no further than to the last of them."""
-    states = ForwardPass(model, batch.noisy, batch.real).states(names)
+    states = ForwardPass.under_noise(model, batch.tokens, batch.noisy, batch.real, batch.t).states(names)
     return {name: vectors(states[name], model.hook_dict[name]) for name in names}
 
 

@@ -84,10 +84,11 @@ def dictionary_loss(
         KeyError: There is no such hook point.
         TypeError: The dictionary lacks `encode` or `decode`.
         ValueError: The dictionary does not fit the hook point, a setting is out of range or does not fit the model, no
-            position is selected, the model predicts no token of a text (an AR baseline that of a single token), or it
-            attends by blocks, so that its loss reads every text twice.
+            position is selected, the model predicts no token of a text (an AR baseline that of a single token), it
+            attends by blocks, so that its loss reads every text twice, or the call is inside `model.at_time`.
     """
     check_dictionary(dictionary)
+    model.require_own_times("dictionary_loss")
     if model.cfg.causal_block is not None:
         raise ValueError(
             f"{model.cfg.model_name!r} attends by blocks, and its loss reads the noisy and the clean text in one pass, "
@@ -257,7 +258,7 @@ def _loss_of_rows(
 ) -> Float[Tensor, "batch"]:
     with model.hooks(fwd_hooks=hooks):
         if not len(loss.targets):  # nothing is masked here; the hooks still measure the reconstruction
-            model(loss.tokens, return_type=None, attention_mask=batch.real)
+            model(loss.tokens, return_type=None, attention_mask=batch.real, **loss.beside)
             return torch.zeros(len(loss.tokens), dtype=torch.float64)
         logits = model(loss.tokens, attention_mask=batch.real, logits_at=loss.rows, **loss.beside)
     return loss.by_position(logits).cpu().double().sum(dim=1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.config import reached
@@ -31,6 +31,9 @@ class ForwardPass:
         real: Bool[batch pos], false at padding.
         step: The denoising step that hooks read; `None` outside the loop.
         queries: The query of each row, where the inputs are queries or facts.
+        clean: Int[batch pos], the clean text that a model which attends by blocks reads beside a text under noise.
+        sigma: Noise of each row, of which a network that is told the time reads; by default that of the step, then that
+            of `model.at_time(t)`.
     """
 
     model: DiffusionTransformer
@@ -38,6 +41,25 @@ class ForwardPass:
     real: PosMask
     step: StepState | None = None
     queries: tuple[Query, ...] | None = None
+    clean: Tokens | None = None
+    sigma: Float[Tensor, "batch"] | None = None
+
+    @classmethod
+    def under_noise(
+        cls, model: DiffusionTransformer, text: Tokens, noisy: Tokens, real: PosMask, p: Float[Tensor, "batch"]
+    ) -> "ForwardPass":
+        """The pass on texts under noise, as in training.
+
+        Each row is told its own noise, and a model that attends by blocks reads each block after the clean ones.
+
+        Args:
+            text: The clean texts.
+            noisy: The texts under noise.
+            real: False at padding.
+            p: Probability with which the tokens of each row were noised.
+        """
+        clean = None if model.cfg.causal_block is None else text
+        return cls(model, noisy, real, clean=clean, sigma=model.sigma_told_of(p))
 
     @property
     def told_sigma(self) -> float | tuple[float, ...] | None:
@@ -110,16 +132,24 @@ class ForwardPass:
         """Compute the pass as far as to the last hook point that is read.
 
         Args:
-            readers: Hooks that read states, after those of the caller.
+            readers: Hooks that read states, after those of the caller; beside a clean text, states of the other one.
             fwd_hooks: The caller's hooks, in addition to those that are attached to the model.
         """
+        n_pos = self.tokens.shape[1]
+
+        def of_noisy(read: Hook) -> Hook:
+            return lambda activation, hook: read(activation[:, :n_pos], hook)
+
+        attached = readers if self.clean is None else [(name, of_noisy(read)) for name, read in readers]
         with self.model.clock.at(self.step):
             self.model.run_with_hooks(
                 self.model.cfg.readable(self.tokens),
                 return_type=None,
                 # Always a mask: a token that only pads is text where the caller's mask or a run's canvas says so.
                 attention_mask=self.real,
-                fwd_hooks=[*fwd_hooks, *readers],
+                fwd_hooks=[*fwd_hooks, *attached],
+                clean=self.clean,
+                sigma=self.sigma,
                 stop_at_layer=_last_layer(name for name, _ in readers),
             )
 

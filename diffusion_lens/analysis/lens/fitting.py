@@ -7,8 +7,9 @@ what the network predicts. The loss is the mean of
 
 over positions that the network predicts; norm and unembedding are frozen. The paper fits causal models on texts. A
 masked diffusion model is fitted on texts whose tokens are masked at random, at noise levels that cover (0, 1] evenly as
-in its training, and by default at the masked positions only. Unlike the paper, which uses SGD with momentum, the maps
-are fitted by Adam, with a learning rate that falls linearly to 0.
+in its training, and by default at the masked positions only. A network that is told the time is told that of each
+canvas. Unlike the paper, which uses SGD with momentum, the maps are fitted by Adam, with a learning rate that falls
+linearly to 0.
 """
 
 from collections.abc import Iterable
@@ -76,7 +77,8 @@ def fit_translators(
 
     Raises:
         ValueError: There is nothing to fit on, the tokens contain [MASK], a setting is out of range, a hook is attached
-            to the last norm or the unembedding, the budget is too small, or a loss is not a finite number.
+            to the last norm or the unembedding, the budget is too small, a loss is not a finite number, or texts are
+            given inside `model.at_time`.
     """
     cfg = model.cfg
     if mask not in ("masked", "all"):
@@ -97,7 +99,9 @@ def fit_translators(
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, n_iterations)
     # The maps, their gradients, and two moments of Adam.
     left = max_bytes - 4 * sum(x.nbytes for x in parameters)
-    budget = Budget.of(cfg, len(picked) + 1, (n_rows, data.tokens.shape[1]), left, VOCABULARY_TENSORS)
+    beside_clean = isinstance(data.source, CleanTexts) and cfg.causal_block is not None
+    n_read = data.tokens.shape[1] * (2 if beside_clean else 1)
+    budget = Budget.of(cfg, len(picked) + 1, (n_rows, n_read), left, VOCABULARY_TENSORS)
 
     # 2. Descend on new samples in every iteration.
     losses = []
@@ -142,12 +146,12 @@ def _gradients(
         rows = (sample.batch[stored], sample.rows[stored])
         states = states_of(network_input, rows, [*layers, model.cfg.n_layers])
         for block in torch.arange(len(stored)).split(budget.entries_at_once):
-            present = sample.present[stored[block]]
-            with model.clock.at(network_input.step):
-                last = _log_probabilities(model, states[model.cfg.n_layers][block], present)
+            present, batch = sample.present[stored[block]], sample.batch[stored[block]]
+            sigma = None if network_input.sigma is None else network_input.sigma[batch]
+            last = _log_probabilities(model, states[model.cfg.n_layers][block], present, sigma)
             for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
-                with torch.enable_grad(), model.clock.at(network_input.step):
-                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias), present)
+                with torch.enable_grad():
+                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias), present, sigma)
                     loss = divergence(last, log_p).sum() / n
                     # Only with respect to the maps: no parameter of the model gets a gradient.
                     gradients = torch.autograd.grad(loss, [weight, bias])
@@ -159,9 +163,12 @@ def _gradients(
 
 
 def _log_probabilities(
-    model: DiffusionTransformer, states: Float[Tensor, "entry d_model"], present: Int[Tensor, "entry"]
+    model: DiffusionTransformer,
+    states: Float[Tensor, "entry d_model"],
+    present: Int[Tensor, "entry"],
+    sigma: Float[Tensor, "entry"] | None,
 ) -> Float[Tensor, "entry d_vocab_out"]:
-    logits = clean_logits(model, logits_of(model, states), present)
+    logits = clean_logits(model, logits_of(model, states, sigma), present, sigma)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
@@ -191,6 +198,7 @@ class _Data:
         open: Bool[batch pos], positions that may be masked, or noise.
         source: Texts, which are noised at random unless they grow, or trajectories.
         masked_only: Whether only masked positions, or under uniform noise open ones, are read.
+        sigma: Float[batch], noise of each canvas of trajectories, where the network is told the time.
     """
 
     model: DiffusionTransformer
@@ -199,6 +207,7 @@ class _Data:
     open: PosMask
     source: CleanTexts | Inputs
     masked_only: bool
+    sigma: Float[Tensor, "batch"] | None = None
 
     @classmethod
     def of(
@@ -212,15 +221,18 @@ class _Data:
         masked_only = masked_only and not model.cfg.grows
         source = texts_or_runs(model, texts, attention_mask)
         if isinstance(source, CleanTexts):
+            model.require_own_times("fit_translators")
             tokens, real = (x.to(model.cfg.device) for x in padded(model, source.tokens))
             return cls(model, tokens, real, real, source, masked_only)
         tokens, real, open_ = _of_trajectories(source)
+        sigma = _sigma_of_canvases(source)
         if masked_only and model.cfg.has_mask:
             has_masks = ((tokens == model.cfg.blank) & real).any(dim=1)
             tokens, real, open_ = tokens[has_masks], real[has_masks], open_[has_masks]
+            sigma = None if sigma is None else sigma[has_masks]
             if not len(tokens):
                 raise ValueError("no canvas of the trajectories has a masked position")
-        return cls(model, tokens, real, open_, source, masked_only)
+        return cls(model, tokens, real, open_, source, masked_only, sigma)
 
     def sample(self, n_rows: int, generator: torch.Generator) -> _Sample:
         """A pass on some canvases, which are read at one entry at least."""
@@ -228,11 +240,14 @@ class _Data:
         while True:
             chosen = torch.randint(len(self.tokens), (n_rows,), generator=generator).to(self.tokens.device)
             tokens, real = self.tokens[chosen], self.real[chosen]
+            read = ForwardPass(self.model, tokens, real, sigma=None if self.sigma is None else self.sigma[chosen])
             if not cfg.grows and isinstance(self.source, CleanTexts):
                 # Every position, as in training, also the prompt of a fact.
-                tokens = torch.where(real, noised(self.model, tokens, generator=generator)[0], tokens)
+                noisy, p = noised(self.model, tokens, generator=generator)
+                read = ForwardPass.under_noise(self.model, tokens, torch.where(real, noisy, tokens), real, p[:, 0])
+                tokens = read.tokens
             known = torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.grows else tokens
-            canvases = Canvases([ForwardPass(self.model, tokens, real)], None, known)
+            canvases = Canvases([read], None, known)
             positions = canvases.pick_positions(None)
             rows = canvases.rows(0, positions)
             is_read = rows != NOTHING
@@ -258,3 +273,15 @@ def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask]:
         written += list((inside & ~trajectory.given.to(real.device)).flatten(0, 1))
     inside, open_ = (pad_sequence(of_rows, batch_first=True) for of_rows in (present, written))
     return padded(model, rows)[0], inside, open_
+
+
+def _sigma_of_canvases(inputs: Inputs) -> Float[Tensor, "batch"] | None:
+    """The noise of each canvas of `_of_trajectories`; `None` if the network is not told the time."""
+    model, sigmas = inputs.model, []
+    if not model.cfg.is_told_time:
+        return None
+    for trajectory in inputs.trajectories:
+        for step in range(trajectory.first_step, trajectory.first_step + trajectory.n_steps):
+            sigma = trajectory.state_at(step).sigma
+            sigmas.append(torch.tensor(sigma).view(-1).expand(trajectory.canvases.shape[1]))
+    return torch.cat(sigmas).to(model.cfg.device)

@@ -102,10 +102,15 @@ def states_of(
     return {layer: states[name] for layer, name in names.items()}
 
 
-def logits_of(model: DiffusionTransformer, states: Float[Tensor, "entry d_model"]) -> Tensor:
-    """Float[entry d_vocab_out], logits of states that are read as if the network ended there, at the time of the step
-    or of `model.at_time(t)` if it is told the time."""
-    logits: Tensor = model.unembed(model.normalized(states))
+def logits_of(
+    model: DiffusionTransformer, states: Float[Tensor, "entry d_model"], sigma: Float[Tensor, "entry"] | None = None
+) -> Tensor:
+    """Float[entry d_vocab_out], logits of states that are read as if the network ended there.
+
+    Args:
+        sigma: Noise of which a network that is told the time hears; by default that of the step or of `at_time`.
+    """
+    logits: Tensor = model.unembed(model.normalized(states, sigma))
     return logits
 
 

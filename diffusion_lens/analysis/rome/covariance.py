@@ -5,8 +5,9 @@ corpus' keys least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix
 
 Keys are taken at every position of a corpus that is not padding. A masked diffusion model sees the corpus as in
 training: each text samples t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps
-(`hide`). So keys of masked and of unmasked positions have the same proportions as in training. The noise does
-not depend on the batch: text i has its own seed, derived from the given seed and i.
+(`hide`). So keys of masked and of unmasked positions have the same proportions as in training. A network that is told
+the time is told that of each text, and one that attends by blocks reads each block after the clean ones before it. The
+noise does not depend on the batch: text i has its own seed, derived from the given seed and i.
 
 Keys of one text are similar, so texts are the independent units of the error. With T texts, n keys, and S_t = Σ k kᵀ
 over the m_t keys of text t,
@@ -29,9 +30,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.inputs import ForwardPass, padded
 from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
-from diffusion_lens.analysis.rome.keys import keys_everywhere
-from diffusion_lens.analysis.rome.prompts import PromptBatch
+from diffusion_lens.analysis.rome.keys import key_site
 from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import begins_run, require_identified
 from diffusion_lens.model.inputs import check_tokens
@@ -124,8 +125,10 @@ def second_moment(
     Raises:
         TypeError: The corpus is one text instead of several.
         ValueError: The layer is out of range, the corpus is empty or contains [MASK], the padding of Int[batch pos] is
-            ambiguous, or a file in the folder is truncated or belongs to another corpus, network or seed.
+            ambiguous, a file in the folder is truncated or belongs to another corpus, network or seed, or the call is
+            inside `model.at_time`.
     """
+    model.require_own_times("second_moment")
     layer, seed = pick_edited_layer(model, layer), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
     rows = _rows(model, corpus)
@@ -187,7 +190,6 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
         "seed": None if model.cfg.grows else seed,
-        **({"time": origin["time"]} if "time" in origin else {}),
     }
     hashed = {**content, "noise": "by own_seed"}  # The rule by which texts get their seeds also affects the numbers.
     key = hashlib.sha256(json.dumps(as_json(hashed), sort_keys=True).encode()).hexdigest()
@@ -212,8 +214,9 @@ def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) ->
 
 def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tensor], seed: int) -> SecondMoment:
     """The moment with one more batch of texts."""
-    inputs = [_as_in_training(model, row, own_seed(seed, so_far.texts + i)) for i, row in enumerate(rows)]
-    keys = keys_everywhere(model, PromptBatch.of(model, inputs), so_far.layer)
+    seeds = [own_seed(seed, so_far.texts + i) for i in range(len(rows))]
+    site = key_site(so_far.layer)
+    keys = _as_in_training(model, rows, seeds).states([site])[site]
     keys_by_text = [_widest(text_keys[: len(row)]) for text_keys, row in zip(keys, rows, strict=True)]
     all_keys = torch.cat(keys_by_text)
     return SecondMoment(
@@ -227,11 +230,16 @@ def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tenso
     )
 
 
-def _as_in_training(model: DiffusionTransformer, row: Tensor, seed: int) -> Tensor:
-    """A text as in training: partly noise on a diffusion model."""
+def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: Sequence[int]) -> ForwardPass:
+    """The pass on texts as in training: partly noise on a diffusion model."""
+    text, real = (x.to(model.cfg.device) for x in padded(model, rows))
     if model.cfg.grows:
-        return row
-    return noised(model, row[None], generator=torch.Generator().manual_seed(seed))[0][0]
+        return ForwardPass(model, text, real)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    noised_rows = [noised(model, row[None], generator=noise) for row, noise in zip(rows, generators, strict=True)]
+    noisy, _ = padded(model, [noisy[0] for noisy, _ in noised_rows])
+    p = torch.stack([p[0, 0] for _, p in noised_rows])
+    return ForwardPass.under_noise(model, text, noisy.to(text.device), real, p)
 
 
 def _widest(keys: Tensor) -> Tensor:

@@ -137,11 +137,6 @@ def states_at(
     return torch.cat(states[1:] or states)
 
 
-def keys_everywhere(model: DiffusionTransformer, batch: PromptBatch, layer: int) -> Float[Tensor, "batch pos d_mlp"]:
-    """The input of the down-projection of `layer` at every position, padding included."""
-    return states_everywhere(model, batch, key_site(layer), layer)
-
-
 def states_everywhere(
     model: DiffusionTransformer, batch: PromptBatch, site: str, layer: int
 ) -> Float[Tensor, "batch pos d"]:

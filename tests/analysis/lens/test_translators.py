@@ -103,8 +103,9 @@ def test_the_descent_written_out(several):
         data = tokens = several.tokens[:1, :7] % 500
         rows = torch.arange(7)
     fitted = fit_translators(model, data, layers=[0, 2], iterations=4, batch_size=1, learning_rate=0.01)
-    head = model.head_at(tokens[:, rows])
-    with torch.no_grad():
+    step = None if model.cfg.grows else data.state_at(0)
+    with torch.no_grad(), model.clock.at(step):
+        head = model.head_at(tokens[:, rows])
         logits, cache = model.run_with_cache(tokens)
         last = head.clean_logits(logits[:, rows])[0].log_softmax(-1)
     for i, layer in enumerate([0, 2]):
@@ -114,7 +115,8 @@ def test_the_descent_written_out(several):
         for iteration in range(4):
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 * (1 - iteration / 4)
-            logits = model.unembed(model.normalized(state + state @ weight + bias))
+            with model.clock.at(step):
+                logits = model.unembed(model.normalized(state + state @ weight + bias))
             log_p = head.clean_logits(logits[None])[0].log_softmax(-1)
             loss = (last.exp() * (last - log_p)).sum(-1).mean()
             optimizer.zero_grad()

@@ -8,7 +8,6 @@ import torch
 
 from diffusion_lens.analysis.rome import SecondMoment, covariance, second_moment
 from diffusion_lens.analysis.rome.inverse_moment import RIDGE, InverseMoment
-from diffusion_lens.analysis.rome.keys import keys_everywhere
 from diffusion_lens.data import toy_facts
 from diffusion_lens.scheduled_loss import hide
 from diffusion_lens.seeds import own_seed
@@ -62,15 +61,15 @@ def test_batches_and_padding_change_nothing(either, corpus):
 def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monkeypatch):
     model = either.model
     whole = second_moment(model, corpus, LAYER, batch_size=2)
-    passed = []
+    passed, read = [], covariance._as_in_training
 
     def give_out(*request):
         passed.append(1)
         if len(passed) == 3:
             raise KeyboardInterrupt
-        return keys_everywhere(*request)
+        return read(*request)
 
-    monkeypatch.setattr(covariance, "keys_everywhere", give_out)
+    monkeypatch.setattr(covariance, "_as_in_training", give_out)
     with pytest.raises(KeyboardInterrupt):
         second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path, save_every=1)
     monkeypatch.undo()
@@ -89,7 +88,7 @@ def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
     def refuse(*request):
         raise AssertionError("the network ran")
 
-    monkeypatch.setattr(covariance, "keys_everywhere", refuse)
+    monkeypatch.setattr(covariance, "_as_in_training", refuse)
     again = second_moment(either.model, corpus, LAYER, folder=tmp_path)
     monkeypatch.undo()
     assert torch.equal(again.total, saved.total)
@@ -111,17 +110,6 @@ def test_the_error_is_what_samples_differ_by(tiny):
     estimate = sum(sample.relative_error() for sample in samples) / 12
     assert estimate == pytest.approx(scatter.item(), rel=0.2)
     assert samples[0].relative_error(4 * samples[0].count) == pytest.approx(samples[0].relative_error() / 2)
-
-
-def test_a_moment_at_another_time_is_another_moment(configs, specimen, corpus, tmp_path):
-    """The keys of a network that is told the time depend on it, so a saved moment is that of one time."""
-    model = specimen(configs["sedd"]).model
-    moments = []
-    for time in (0.6, 0.2):
-        with model.at_time(time):
-            moments.append(second_moment(model, corpus, LAYER, folder=tmp_path))
-            assert moments[-1].record["time"] == time
-    assert not torch.allclose(moments[0].total, moments[1].total, rtol=1e-3)
 
 
 def test_solving():
