@@ -9,7 +9,7 @@ from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
 import weight_conversion
-from diffusion_lens.catalogue import PUBLISHED
+from diffusion_lens.catalogue import PUBLISHED, Repository
 from diffusion_lens.pairs import PAIRS
 from weight_conversion.registry import FAMILIES
 
@@ -29,7 +29,8 @@ def family_rows() -> list[tuple[str, str, str, str]]:
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for name, entry in PUBLISHED.items():
         shape = entry.architecture
-        kind = (shape.family, SEES[shape.attention_dir], READS[shape.readout]) if shape else ("", UNKNOWN, UNKNOWN)
+        family = (entry.family if isinstance(entry, Repository) else None) or ""
+        kind = (shape.family, SEES[shape.attention_dir], READS[shape.readout]) if shape else (family, UNKNOWN, UNKNOWN)
         kinds.setdefault(kind, []).append(name)
     order = [*FAMILIES, ""]
     rows = sorted(kinds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))

@@ -61,7 +61,7 @@ def test_a_notebook_shows_what_its_cells_give(name: str) -> None:
 
 def test_every_example_has_a_card_and_a_page() -> None:
     gallery = page("gallery.html")
-    assert len(EXAMPLES) == 20
+    assert len(EXAMPLES) == 21
     for name in EXAMPLES:
         assert f'href="examples/{name}.html"' in gallery
         assert f'src="_images/{name}.png"' in gallery

@@ -125,6 +125,7 @@ class Repository(Published):
             missing in the file.
         weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
         options: What its config leaves out and must be told: "mode", "block_size" or "mask_token_id".
+        family: Its family, where `config` is empty; `None` if that is not known either.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Repository(Published):
     weight_bytes: int = 2
     trained_length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    family: str | None = None
 
     @property
     def known(self) -> dict[str, Any]:

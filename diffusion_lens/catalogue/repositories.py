@@ -167,13 +167,18 @@ REPOSITORIES: tuple[Repository, ...] = (
         options={"block_size": 32},
     ),
     Repository(
-        "llada-moe-7b-a1b-base", "inclusionAI/LLaDA-MoE-7B-A1B-Base", "name seen", options={"mask_token_id": 156895}
+        "llada-moe-7b-a1b-base",
+        "inclusionAI/LLaDA-MoE-7B-A1B-Base",
+        "name seen",
+        options={"mask_token_id": 156895},
+        family="llada_moe",
     ),
     Repository(
         "llada-moe-7b-a1b-instruct",
         "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
         "name seen",
         options={"mask_token_id": 156895},
+        family="llada_moe",
     ),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     Repository(
