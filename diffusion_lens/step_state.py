@@ -64,6 +64,11 @@ class OpenBlock:
         first = positions == self.start[batch % len(self.start)]
         return torch.where(first, rows - 1, rows).clamp(min=0)
 
+    def steps_of(self, n_steps: int) -> Int[Tensor, "batch"]:
+        """Number of steps that each row's block has, where the steps of a run are shared evenly among its blocks."""
+        n_blocks = self.n_blocks.clamp(min=1)
+        return (self.order + 1) * n_steps // n_blocks - self.order * n_steps // n_blocks
+
     def repeat(self, copies: int) -> "OpenBlock":
         """The blocks of a batch that consists of several copies of this one."""
         rows = {name: x.repeat(copies) for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -104,10 +109,6 @@ class StepState:
     sigma: float | tuple[float, ...] | None = None
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
     block: OpenBlock | None = None
-
-    def has_time_of(self, other: "StepState") -> bool:
-        """Whether a network that is told the time is told the same at another step."""
-        return (self.t, self.sigma) == (other.t, other.sigma)
 
     def repeat(self, copies: int) -> "StepState":
         """The step of a batch that consists of several copies of this step's batch, one after the other."""

@@ -133,7 +133,7 @@ class Run:
         after = self.script[len(self.canvases)]
         revealed = state.masked & (after != self.canvas.blank)
         remasked = ~self.canvas.blanks(state.tokens) & (after == self.canvas.blank)
-        return Plan(revealed, revealed.sum(dim=1), remasked)
+        return Plan.of_all(revealed, remasked)
 
     def open_positions(self, state: StepState, plan: Plan) -> PosMask | None:
         """Positions at which tokens are proposed, or `None` where the step needs no forward pass.

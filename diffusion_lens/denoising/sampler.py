@@ -68,6 +68,11 @@ class Plan:
     jitter: Float[Tensor, "batch pos"] | None = None
     surplus: Surplus | None = None
 
+    @classmethod
+    def of_all(cls, positions: PosMask, remask: PosMask | None = None) -> "Plan":
+        """The plan that reveals all of these positions."""
+        return cls(positions, positions.sum(dim=1), remask)
+
 
 class Sampler(ABC):
     """Chooses positions; a sampler of transitions also gives the probabilities of their tokens.
@@ -136,8 +141,11 @@ class Sampler(ABC):
         return times
 
     def times_of_rows(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch"]:
-        """The time of each row's open block, where `has_times_of_rows`; the schedule gives its noise."""
-        raise NotImplementedError(f"{self.name!r} has one time for all rows")
+        """The time of each row, by default that of the run; with `has_times_of_rows`, that of its open block.
+
+        The schedule gives its noise.
+        """
+        return torch.full((len(step.tokens),), step.t, dtype=torch.float64, device=step.tokens.device)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"] | None:
         """Probability of each token or [MASK] after the step, up to a factor, at the positions of the plan.

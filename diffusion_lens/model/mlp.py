@@ -1,5 +1,6 @@
 """The MLPs: gated, down(silu(gate x) · up x) (SwiGLU, Shazeer 2020, arXiv 2002.05202), or plain, down(gelu(up x))."""
 
+from abc import ABC
 from dataclasses import dataclass
 
 from jaxtyping import Float, Int
@@ -32,7 +33,35 @@ class SelectedPositions:
         return hooked.flatten(0, 1)[self.index]
 
 
-class GatedMLP(nn.Module):
+class MLP(nn.Module, ABC):
+    """What all MLPs have: a projection `up` that reads the stream, and a projection `down` that writes into it."""
+
+    up: nn.Linear
+    down: nn.Linear
+
+    @property
+    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
+        return self.up.weight.T
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
+        return self.down.weight.T
+
+    @property
+    def b_in(self) -> Float[Tensor, "d_mlp"]:
+        return bias_of(self.up)
+
+    @property
+    def b_out(self) -> Float[Tensor, "d_model"]:
+        return bias_of(self.down)
+
+    @property
+    def writers(self) -> tuple[nn.Linear, ...]:
+        """The projections that write into the stream."""
+        return (self.down,)
+
+
+class GatedMLP(MLP):
     """`hook_pre` is the gate before silu, `hook_pre_linear` the up-projection, `hook_post` the product (ROME's key)."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
@@ -49,34 +78,13 @@ class GatedMLP(nn.Module):
         return self.gate.weight.T
 
     @property
-    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
-        return self.up.weight.T
-
-    @property
-    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        return self.down.weight.T
-
-    @property
     def b_gate(self) -> Float[Tensor, "d_mlp"]:
         return bias_of(self.gate)
-
-    @property
-    def b_in(self) -> Float[Tensor, "d_mlp"]:
-        return bias_of(self.up)
-
-    @property
-    def b_out(self) -> Float[Tensor, "d_model"]:
-        return bias_of(self.down)
 
     @property
     def readers(self) -> tuple[nn.Linear, ...]:
         """The projections that read the normalised stream."""
         return self.gate, self.up
-
-    @property
-    def writers(self) -> tuple[nn.Linear, ...]:
-        """The projections that write into the stream."""
-        return (self.down,)
 
     def tl_parameters(self) -> dict[str, Tensor]:
         """The matrices under TransformerLens's names."""
@@ -97,7 +105,7 @@ def _all_positions(point: nn.Module, x: Resid) -> Resid:
     return activation
 
 
-class PlainMLP(nn.Module):
+class PlainMLP(MLP):
     """`hook_pre` is the up-projection before GELU (by tanh), `hook_post` is after it (ROME's key)."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
@@ -108,30 +116,9 @@ class PlainMLP(nn.Module):
         self.hook_post = StepHookPoint()
 
     @property
-    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
-        return self.up.weight.T
-
-    @property
-    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        return self.down.weight.T
-
-    @property
-    def b_in(self) -> Float[Tensor, "d_mlp"]:
-        return bias_of(self.up)
-
-    @property
-    def b_out(self) -> Float[Tensor, "d_model"]:
-        return bias_of(self.down)
-
-    @property
     def readers(self) -> tuple[nn.Linear, ...]:
         """The projections that read the normalised stream."""
         return (self.up,)
-
-    @property
-    def writers(self) -> tuple[nn.Linear, ...]:
-        """The projections that write into the stream."""
-        return (self.down,)
 
     def tl_parameters(self) -> dict[str, Tensor]:
         """The matrices under TransformerLens's names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,3 +55,23 @@ def require_count(key: str, count: object, family: str) -> None:
     """Raise a `ValueError` unless `count` is an int, at least 1; a bool is refused."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{key}={count!r} in the {family} config must be a whole number, at least 1")
+
+
+def require_keys(config: Config, required: Sequence[str], known: Collection[str], family: str) -> None:
+    """Raise a `ValueError` that names the required keys that a config lacks, or its keys that are not known."""
+    if missing := [key for key in required if key not in config]:
+        raise ValueError(f"the {family} config lacks {missing}; add them")
+    if unknown := sorted(map(str, set(config) - set(known))):
+        raise ValueError(
+            f"the {family} config has keys that are not understood: {unknown}; remove them only if they change nothing "
+            "in the network"
+        )
+
+
+def require_fixed(config: Config, fixed: Mapping[str, Sequence[Any]], family: str) -> None:
+    """Raise a `ValueError` that names a key whose value is not one of those that our network supports."""
+    for key, allowed in fixed.items():
+        if key in config and config[key] not in allowed:
+            raise ValueError(
+                f"{key}={config[key]!r} is not supported in the {family} family: it must be {allowed[0]!r}"
+            )

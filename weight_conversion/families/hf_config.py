@@ -11,7 +11,7 @@ from typing import Any
 
 from weight_conversion.architecture import Architecture
 from weight_conversion.checks import LARGEST
-from weight_conversion.families.family import Config, require_count
+from weight_conversion.families.family import Config, require_count, require_fixed, require_keys
 from weight_conversion.rotary_scaling import SCALINGS, Scaling, scaling_data, scaling_from
 
 # Ignored keys: they concern code, files and training, or token ids that the tokenizer contains, but not the network.
@@ -70,14 +70,8 @@ class ConfigKeys:
 
     def check(self, config: Config) -> None:
         """Raise a `ValueError` that names keys that are missing, unknown, or have a value that is not supported."""
-        if missing := [key for key in self.counts if key not in config]:
-            raise ValueError(f"the {self.family} config lacks {missing}; add them")
         known = {*self.counts, *self.optional, *self.flags, *self.read, *self.fixed, *self.ignored, *SILENT}
-        if unknown := sorted(map(str, set(config) - known)):
-            raise ValueError(
-                f"the {self.family} config has keys that are not understood: {unknown}; remove them only if they "
-                "change nothing in the network"
-            )
+        require_keys(config, self.counts, known, self.family)
         if config.get("block_size") is not None and "block_size" not in self.read:
             raise ValueError(
                 f"block_size={config['block_size']!r}: models of the {self.family} family that were trained by blocks "
@@ -95,11 +89,7 @@ class ConfigKeys:
             )
         if other := sorted({str(layer_type) for layer_type in layer_types} - {"full_attention"}):
             raise ValueError(f"layer_types in the {self.family} config names {other}; only full_attention is supported")
-        for key, allowed in self.fixed.items():
-            if key in config and config[key] not in allowed:
-                raise ValueError(
-                    f"{key}={config[key]!r} is not supported in the {self.family} family: it must be {allowed[0]!r}"
-                )
+        require_fixed(config, self.fixed, self.family)
 
 
 def may_lack_mask(config: Config) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weight_conversion.families.family import Config, require_count
+from weight_conversion.families.family import Config, require_count, require_fixed, require_keys
 
 _OF_TRAINING = {"data", "eval", "gpt_dir", "ngpus", "optim", "outdir", "sampling", "training", "hydra", "work_dir"}
 
@@ -43,19 +43,9 @@ class NestedKeys:
                 values |= {f"{key}.{name}": inner for name, inner in value.items()}
             else:
                 values[key] = value
-        if missing := [key for key in self.counts if key not in values]:
-            raise ValueError(f"the {self.family} config lacks {missing}; add them")
         known = {*self.counts, *self.read, *self.fixed, *self.ignored}
-        if unknown := sorted(map(str, set(values) - known)):
-            raise ValueError(
-                f"the {self.family} config has keys that are not understood: {unknown}; remove them only if they "
-                "change nothing in the network"
-            )
+        require_keys(values, self.counts, known, self.family)
         for key in self.counts:
             require_count(key, values[key], self.family)
-        for key, allowed in self.fixed.items():
-            if key in values and values[key] not in allowed:
-                raise ValueError(
-                    f"{key}={values[key]!r} is not supported in the {self.family} family: it must be {allowed[0]!r}"
-                )
+        require_fixed(values, self.fixed, self.family)
         return values

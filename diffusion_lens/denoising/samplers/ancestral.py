@@ -36,4 +36,4 @@ class Ancestral(Sampler):
         if step.index < step.n_steps - 1:
             positions = step.masked.clone()
             positions[step.masked] = noise.by_position(step.index, step.masked) < revealed_share(step.t, step.s)
-        return Plan(positions, positions.sum(dim=1))
+        return Plan.of_all(positions)

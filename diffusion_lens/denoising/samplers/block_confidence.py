@@ -89,18 +89,10 @@ class BlockConfidence(Sampler):
             ValueError: `steps` are fewer than the blocks of a row, or contradict `steps_per_block`.
         """
         masks = (F.one_hot(blocks) * blanks[..., None]).sum(dim=1)
+        most = None
         if self.steps_per_block is not None:
             most = int(_steps_of(masks, size, self.steps_per_block).sum(dim=1).max())
-            if steps not in (None, most):
-                raise ValueError(
-                    f"steps={steps}, and with steps_per_block={self.steps_per_block} this canvas takes {most}: leave "
-                    "one of them out"
-                )
-            return max(1, most)
-        assert steps is not None, "a sampler without either was settled for the model"
-        if steps < (n_blocks := int((masks > 0).sum(dim=1).max())):
-            raise ValueError(f"steps={steps} for {n_blocks} blocks: a block takes at least one step; give {n_blocks}")
-        return steps
+        return steps_of_run(steps, most, self.steps_per_block, int((masks > 0).sum(dim=1).max()))
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         block = step.block
@@ -113,8 +105,7 @@ class BlockConfidence(Sampler):
         if self.steps_per_block is not None:
             n_steps = torch.full_like(n_masked, self.steps_per_block)
         else:
-            n_blocks = block.n_blocks.clamp(min=1)
-            n_steps = (block.order + 1) * step.n_steps // n_blocks - block.order * step.n_steps // n_blocks
+            n_steps = block.steps_of(step.n_steps)
 
         # 2. The number that this one reveals. After the block's last step, which only a hook can cause, all.
         counts = block.size // n_steps + (block.step < block.size % n_steps).long()
@@ -145,6 +136,28 @@ def without_blocks(variant: Variant) -> str | None:
         return None
     instead = "'left_to_right'" if variant.grows else "'confidence', or 'blocks', which makes blocks of any size"
     return f"reveals positions inside the model's blocks, and this model has none: use {instead}"
+
+
+def steps_of_run(steps: int | None, most: int | None, steps_per_block: int | None, n_blocks: int) -> int:
+    """The number of steps of a run, from `steps` or from `steps_per_block`, by which the canvas takes `most`.
+
+    Args:
+        n_blocks: Number of blocks of the row that has most of them.
+
+    Raises:
+        ValueError: The two contradict each other, or there are fewer steps than blocks.
+    """
+    if most is not None:
+        if steps not in (None, most):
+            raise ValueError(
+                f"steps={steps}, and with steps_per_block={steps_per_block} this canvas takes {most}: leave one of "
+                "them out"
+            )
+        return max(1, most)
+    assert steps is not None, "a sampler without either was settled for the model"
+    if steps < n_blocks:
+        raise ValueError(f"steps={steps} for {n_blocks} blocks: a block takes at least one step; give {n_blocks}")
+    return steps
 
 
 def _steps_of(masks: Int[Tensor, "batch block"], size: int, n_steps: int) -> Int[Tensor, "batch block"]:

@@ -19,7 +19,7 @@ from diffusion_lens.denoising.prediction import Prediction
 from diffusion_lens.denoising.proposal import Proposal
 from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
-from diffusion_lens.denoising.samplers.block_confidence import without_blocks
+from diffusion_lens.denoising.samplers.block_confidence import steps_of_run, without_blocks
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import PosMask
 from diffusion_lens.step_state import OpenBlock, StepState
@@ -76,20 +76,10 @@ class BlockPosterior(Sampler):
         """
         n_blocks = max(len(row[blank].unique()) for row, blank in zip(blocks, blanks, strict=True))
         most = None if self.steps_per_block is None else n_blocks * self.steps_per_block
-        if steps is None:
-            assert most is not None, "a sampler without either was settled for the model"
-            return max(1, most)
-        if most not in (None, steps):
-            raise ValueError(
-                f"steps={steps}, and with steps_per_block={self.steps_per_block} this canvas takes {most}: leave one "
-                "of them out"
-            )
-        if steps < n_blocks:
-            raise ValueError(f"steps={steps} for {n_blocks} blocks: a block takes at least one step; give {n_blocks}")
-        return steps
+        return steps_of_run(steps, most, self.steps_per_block, n_blocks)
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        return Plan(step.masked, step.masked.sum(dim=1))
+        return Plan.of_all(step.masked)
 
     def times_of_rows(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch"]:
         block = _block(step)
@@ -109,8 +99,7 @@ class BlockPosterior(Sampler):
         """Number of steps of the block of each row."""
         if self.steps_per_block is not None:
             return torch.full_like(block.step, self.steps_per_block)
-        n_blocks = block.n_blocks.clamp(min=1)
-        return (block.order + 1) * step.n_steps // n_blocks - block.order * step.n_steps // n_blocks
+        return block.steps_of(step.n_steps)
 
     def _share(self, step: StepState, block: OpenBlock) -> Float[Tensor, "batch"]:
         """The share of its block's time that each row has behind it."""
@@ -157,7 +146,7 @@ class FirstHitting(Sampler):
         order = torch.full(step.masked.shape, 2.0, dtype=torch.float64, device=step.masked.device)
         order[step.masked] = noise.by_position(step.index, step.masked)
         chosen = torch.zeros_like(step.masked).scatter_(1, order.argmin(dim=1, keepdim=True), True) & step.masked
-        return Plan(chosen, chosen.sum(dim=1))
+        return Plan.of_all(chosen)
 
     def times_of_rows(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch"]:
         block, masked = _block(step), step.masked.sum(dim=1)

@@ -26,4 +26,4 @@ class LeftToRight(Sampler):
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         first = step.masked & (step.masked.cumsum(dim=1) == 1)
-        return Plan(first, first.sum(dim=1))
+        return Plan.of_all(first)

@@ -62,7 +62,7 @@ class Posterior(Sampler):
         return ending_times(n_steps, self.eps, self.removes_rest)
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        return Plan(step.masked, step.masked.sum(dim=1))
+        return Plan.of_all(step.masked)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
         p = prediction.p_clean
@@ -98,7 +98,7 @@ class UniformPosterior(Sampler):
         check_eps(self.eps)
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        return Plan(step.masked, step.masked.sum(dim=1))
+        return Plan.of_all(step.masked)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
         t, s = (float(prediction.schedule.chance(torch.tensor(x, dtype=torch.float64))) for x in (step.t, step.s))

@@ -55,7 +55,7 @@ class ReMDM(Sampler):
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         if step.index == step.n_steps - 1:
-            return Plan(step.masked, step.masked.sum(dim=1))
+            return Plan.of_all(step.masked)
         alpha_t, alpha_s = self._alpha(step.t), self._alpha(step.s)
         revealed = ~confidence.isnan()
         sigma = self._sigma(step, alpha_t, alpha_s)
@@ -70,7 +70,7 @@ class ReMDM(Sampler):
         positions, remask = step.masked.clone(), revealed.clone()
         positions[step.masked] = noise.by_position(step.index, step.masked) < reveal
         remask[revealed] = noise.by_position(step.index, revealed) < share[revealed]
-        return Plan(positions, positions.sum(dim=1), remask)
+        return Plan.of_all(positions, remask)
 
     def _alpha(self, t: float) -> float:
         """The share revealed at time t."""

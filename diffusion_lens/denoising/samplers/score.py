@@ -59,7 +59,7 @@ class Score(Sampler):
         return ending_times(n_steps, self.eps, removes_rest=True)
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        return Plan(step.masked, step.masked.sum(dim=1))
+        return Plan.of_all(step.masked)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
         schedule, noise, present = prediction.schedule, prediction.noise, prediction.present
