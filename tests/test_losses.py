@@ -2,24 +2,16 @@
 
 import pytest
 import torch
+from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss, own_loss
 from diffusion_lens.scheduled_loss import hide
-from weight_conversion import Architecture
 
 
 def small(attention_dir="bidirectional", readout="in_place"):
     masked = attention_dir == "bidirectional"
-    architecture = Architecture(
-        family="diffusion_lens",
-        name="small",
-        n_layers=2,
-        d_model=16,
-        n_heads=2,
-        n_key_value_heads=2,
-        d_head=8,
-        d_mlp=24,
+    architecture = small_architecture(
         d_vocab=11 + masked,
         d_vocab_out=11,
         n_ctx=16,

@@ -76,6 +76,16 @@ class Positions(ABC):
         lengths = torch.floor(positions / self.query_scale.original_max_position_embeddings)
         return (1 + self.query_scale.beta * torch.log(1 + lengths))[:, :, None, None]
 
+    def query_factors_of_pass(
+        self, n_pos: int, device: torch.device, positions: Int[Tensor, "batch pos"] | None, n_past: int
+    ) -> Float[Tensor, "#batch pos 1 1"] | None:
+        """`query_factors` of a pass; the arguments are those of `of_pass`."""
+        if self.query_scale is None:
+            return None
+        if positions is None:
+            positions = torch.arange(n_past, n_past + n_pos, device=device)[None]
+        return self.query_factors(positions)
+
     def score_bias(self, queries: Int[Tensor, "#batch query"], keys: Int[Tensor, "#batch key"]) -> ScoreBias | None:
         """What is added to the scores of queries and keys at these positions; `None` if nothing is."""
         check_positions(queries)

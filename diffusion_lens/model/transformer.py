@@ -276,8 +276,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         rotary, bias = self.positions.of_pass(n_pos, device, positions, n_past, self.cfg.dtype)
         if bias is not None:
             bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
-        at = torch.arange(n_past, n_past + n_pos, device=device)[None] if positions is None else positions
-        factors = self.positions.query_factors(at)
+        factors = self.positions.query_factors_of_pass(n_pos, device, positions, n_past)
         return AttentionContext(visibility, rotary, factors, bias, self.optional_hooks_of_pass())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import small_architecture, told_the_time
 
 KINDS = ["logits", "log_scores"]
 
@@ -12,31 +13,10 @@ KINDS = ["logits", "log_scores"]
 def model_of(head: str) -> Any:
     """A small random model under uniform noise; with log scores it is told the time."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-    from weight_conversion import Architecture, TimeConditioning, tensor_shapes
+    from weight_conversion import tensor_shapes
 
-    told = (
-        {"time": TimeConditioning(8, told=True), "norm": "layer", "mlp": "plain", "act_fn": "gelu_new"}
-        if head == "log_scores"
-        else {}
-    )
-    architecture = Architecture(
-        family="diffusion_lens",
-        name=f"uniform-{head}",
-        n_layers=3,
-        d_model=16,
-        n_heads=2,
-        n_key_value_heads=2,
-        d_head=8,
-        d_mlp=24,
-        d_vocab=40,
-        d_vocab_out=40,
-        n_ctx=32,
-        attention_dir="bidirectional",
-        readout="in_place",
-        mask_token_id=None,
-        head=head,
-        **told,
-    )
+    told = told_the_time() if head == "log_scores" else {}
+    architecture = small_architecture(n_layers=3, head=head, **told)
     # Weights under which attention and conditioning are felt, and scores are not far from 1, where nearly every
     # probability would be 0.
     generator, tensors = torch.Generator().manual_seed(0), []

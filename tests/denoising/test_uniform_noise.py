@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import small_architecture
 
 SAMPLERS = ["uniform_posterior", "score", "sedd"]
 
@@ -12,25 +13,10 @@ SAMPLERS = ["uniform_posterior", "score", "sedd"]
 def uniform() -> Any:
     """A small random model whose noise is other tokens."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-    from weight_conversion import Architecture
 
-    architecture = Architecture(
-        family="diffusion_lens",
-        name="small-uniform",
-        n_layers=2,
-        d_model=16,
-        n_heads=2,
-        n_key_value_heads=2,
-        d_head=8,
-        d_mlp=24,
-        d_vocab=40,
-        d_vocab_out=40,
-        n_ctx=32,
-        attention_dir="bidirectional",
-        readout="in_place",
-        mask_token_id=None,
+    return HookedDiffusionTransformer(
+        DiffusionConfig.from_architecture(small_architecture(name="small-uniform"), device="cpu")
     )
-    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])

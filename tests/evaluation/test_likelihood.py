@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.polynomial import Polynomial
+from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import NLLEstimate, chain_rule_nll, monte_carlo_nll
 from diffusion_lens.scheduled_loss import hide
-from weight_conversion import Architecture
 
 MASK = 11
 PROMPT, ANSWER = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6, 5])
@@ -25,15 +25,7 @@ mdm = pytest.mark.parametrize("golden", [("gqa", "mdm"), ("mha", "mdm")], indire
 def small(attention_dir="bidirectional", readout="in_place"):
     """A random model whose predictions depend much on what it sees."""
     masked = attention_dir == "bidirectional"
-    architecture = Architecture(
-        family="diffusion_lens",
-        name="small",
-        n_layers=2,
-        d_model=16,
-        n_heads=2,
-        n_key_value_heads=2,
-        d_head=8,
-        d_mlp=24,
+    architecture = small_architecture(
         d_vocab=MASK + masked,
         d_vocab_out=MASK,
         n_ctx=16,

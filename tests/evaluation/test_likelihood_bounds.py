@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_networks import small_architecture, told_the_time
 from torch.nn import functional as F
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -19,29 +20,18 @@ KINDS = [("subs", 3), ("logits", 3), ("log_scores", 3), ("logits", None), ("log_
 def small(head: str, mask: int | None, told: bool = True) -> Any:
     """A random model of texts of three tokens."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-    from weight_conversion import Architecture, NoiseSchedule, TimeConditioning
+    from weight_conversion import NoiseSchedule
 
-    architecture = Architecture(
-        family="diffusion_lens",
-        name=f"small-{head}",
-        n_layers=2,
-        d_model=16,
-        n_heads=2,
-        n_key_value_heads=2,
-        d_head=8,
-        d_mlp=24,
-        d_vocab=3 if mask is None else 4,
-        d_vocab_out=3 if mask is None else 4,
+    told_parts = told_the_time() if told else {**told_the_time(), "time": None}
+    n_tokens = 3 if mask is None else 4
+    architecture = small_architecture(
+        d_vocab=n_tokens,
+        d_vocab_out=n_tokens,
         n_ctx=8,
-        attention_dir="bidirectional",
-        readout="in_place",
         mask_token_id=mask,
         head=head,
-        norm="layer",
-        mlp="plain",
-        act_fn="gelu_new",
-        time=TimeConditioning(8, told=True) if told else None,
         schedule=NoiseSchedule(),
+        **told_parts,
     )
     model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=3)
     generator = torch.Generator().manual_seed(1)

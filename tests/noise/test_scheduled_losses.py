@@ -4,36 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import small_architecture, told_the_time
 
 HEADS = [("subs", 39), ("log_scores", 39), ("logits", None), ("log_scores", None)]
 
 
 def small(head: str, mask: int | None, told: bool = True) -> Any:
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-    from weight_conversion import Architecture, NoiseSchedule, TimeConditioning
+    from weight_conversion import NoiseSchedule
 
-    architecture = Architecture(
-        family="diffusion_lens",
-        name=f"small-{head}",
-        n_layers=2,
-        d_model=16,
-        n_heads=2,
-        n_key_value_heads=2,
-        d_head=8,
-        d_mlp=24,
-        d_vocab=40,
-        d_vocab_out=40,
-        n_ctx=32,
-        attention_dir="bidirectional",
-        readout="in_place",
-        mask_token_id=mask,
-        head=head,
-        norm="layer",
-        mlp="plain",
-        act_fn="gelu_new",
-        time=TimeConditioning(8, told=True) if told else None,
-        schedule=NoiseSchedule(),
-    )
+    told_parts = told_the_time() if told else {**told_the_time(), "time": None}
+    architecture = small_architecture(mask_token_id=mask, head=head, schedule=NoiseSchedule(), **told_parts)
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
