@@ -17,9 +17,10 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.generation import Generation
 from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.loading.given_options import given_options
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
-from diffusion_lens.settings import naming_the_nearest, whole_number
+from diffusion_lens.settings import naming_the_nearest
 
 
 class HookedDiffusionTransformer(Generation):
@@ -88,11 +89,7 @@ class HookedDiffusionTransformer(Generation):
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
-            options={
-                name: value if isinstance(value, str) else whole_number(name, value)
-                for name, value in (("block_size", block_size), ("mode", mode), ("mask_token_id", mask_token_id))
-                if value is not None
-            },
+            options=given_options(mode, block_size, mask_token_id),
         )
         model = cls(cfg, loaded, tensors=checkpoint.pieces())
         check_folded(model)

@@ -5,17 +5,20 @@ closest pairs are two modes of one checkpoint, which share every weight; then th
 compute. LLaDA and Llama share neither weights nor data.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 
 from diffusion_lens.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading import open_pretrained
+from diffusion_lens.loading.given_options import MODES, given_options
 from diffusion_lens.settings import naming_the_nearest
+from weight_conversion import family_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ PAIRS: dict[str, ModelPair] = {
 def load_pair(
     name: str | Path,
     *,
-    mode: Literal["bidirectional", "block"] = "bidirectional",
+    mode: Literal["bidirectional", "block"] | None = None,
+    block_size: SupportsIndex | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     cache_dir: str | Path | None = None,
@@ -119,11 +123,13 @@ def load_pair(
     Args:
         name: Name of the diffusion model, such as "smdm-1028m"; a key of `PAIRS`. Or the file or folder of a checkpoint
             that is both.
-        mode: Mode of the diffusion model, where one checkpoint is both.
+        mode: Mode of the diffusion model, where one checkpoint is both; by default "bidirectional".
+        block_size: Positions in a block of the diffusion model in mode "block", as in `from_pretrained`.
         device, dtype, cache_dir, token, local_files_only: Arguments of `from_pretrained`, for both models.
 
     Raises:
-        ValueError: No pair has this name; the message lists the names. Or the checkpoint at this path is one model.
+        ValueError: No pair has this name; the message lists the names. Or the checkpoint at this path has one mode, or
+            the pair is two checkpoints, of which no mode can be chosen.
     """
     settings: dict[str, Any] = {
         "device": device,
@@ -134,9 +140,14 @@ def load_pair(
     }
     pair = PAIRS.get(str(name).lower())
     if Path(name).expanduser().exists() or (pair is not None and pair.diffusion == pair.causal):
-        return _two_modes(name, mode, settings)
+        return _two_modes(name, given_options(mode or "bidirectional", block_size), settings)
     if pair is None:
         raise _no_pair(str(name))
+    if given := given_options(mode, block_size):
+        raise ValueError(
+            f"{', '.join(f'{key}={value!r}' for key, value in given.items())} does not apply to a pair of two "
+            f"checkpoints, {pair.diffusion!r} and {pair.causal!r}, each of which is one model: leave it out"
+        )
     diffusion, causal = (
         HookedDiffusionTransformer.from_pretrained(model_name, **settings)
         for model_name in (pair.diffusion, pair.causal)
@@ -145,10 +156,26 @@ def load_pair(
 
 
 def _two_modes(
-    name: str | Path, mode: Literal["bidirectional", "block"], settings: dict[str, Any]
+    name: str | Path, options: Mapping[str, Any], settings: dict[str, Any]
 ) -> tuple[HookedDiffusionTransformer, HookedDiffusionTransformer]:
-    """Both modes of one checkpoint, whose weights are read once."""
-    diffusion = HookedDiffusionTransformer.from_pretrained(name, mode=mode, **settings)
+    """Both modes of one checkpoint, whose weights are read once.
+
+    Args:
+        options: Mode and block size of the diffusion model.
+    """
+    path = Path(name).expanduser()
+    if path.exists() and "mode" not in (family := family_of(path, {"mode": "ar"})).options:
+        raise ValueError(
+            f"{name} has one mode only, as all checkpoints of the family {family.name!r}, so that it is one model of a "
+            "pair. Load both models by from_pretrained, each from its own checkpoint, and pass the two wherever a pair "
+            "is taken; load_pair needs a name, or a checkpoint that is both"
+        )
+    if options["mode"] not in MODES[:-1]:
+        raise ValueError(
+            f"mode={options['mode']!r} is not a mode of the diffusion model of a pair: it is "
+            f"{' or '.join(map(repr, MODES[:-1]))}, and the other model is the causal one, mode {MODES[-1]!r}"
+        )
+    diffusion = HookedDiffusionTransformer.from_pretrained(name, **options, **settings)
     cfg, _, tokenizer = open_pretrained(
         name, config=None, tokenizer=None, options={"mode": "ar"}, revision=None, **settings
     )

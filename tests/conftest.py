@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 import typer.testing
@@ -322,6 +323,14 @@ def several(request: pytest.FixtureRequest) -> Any:
 def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A small config of each family that has a config.json."""
     return dict(CONFIGS[request.param])
+
+
+@pytest.fixture
+def annotations_unchecked() -> Iterator[None]:
+    """As for users: the refusals are the package's own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -130,9 +130,25 @@ def test_a_state_of_one_mode_is_patched_into_the_other():
     assert torch.equal(*seen)
 
 
-def test_a_checkpoint_that_is_one_model_is_no_pair():
-    with pytest.raises(ValueError, match=r"mode='bidirectional': the family 'lit_gpt' takes none of these options"):
+def test_a_checkpoint_with_one_mode_is_no_pair():
+    with pytest.raises(ValueError, match=r"has one mode only, .* 'lit_gpt', .* Load both models by from_pretrained"):
         load_pair(BUNDLED["tiny-mdm"].path, device="cpu")
+
+
+def test_the_block_size_of_a_pair_is_that_of_its_diffusion_model():
+    diffusion, causal = load_pair(ONE_CHECKPOINT, mode="block", block_size=8, device="cpu")
+    assert (diffusion.cfg.block_size, causal.cfg.block_size) == (8, 1)
+    with pytest.raises(ValueError, match=r"block_size=8 is not used: .* bidirectional .* pass mode='block'"):
+        load_pair(ONE_CHECKPOINT, block_size=8, device="cpu")
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_the_mode_of_a_pair_is_one_of_diffusion():
+    with pytest.raises(ValueError, match="mode='ar' is not a mode of the diffusion model of a pair"):
+        load_pair(ONE_CHECKPOINT, mode="ar", device="cpu")
+    for given, words in (({"mode": "block"}, "mode='block'"), ({"block_size": 4}, "block_size=4")):
+        with pytest.raises(ValueError, match=f"{words} does not apply to a pair of two checkpoints, 'tiny-mdm'"):
+            load_pair("tiny-mdm", **given, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "illada-8b-base"])

@@ -7,7 +7,15 @@
 from weight_conversion.architecture import Architecture, PositionKind
 from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
 from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant, unfolded_architecture
-from weight_conversion.convert import Checkpoint, check_export, export, export_size, open_checkpoint, require_config
+from weight_conversion.convert import (
+    Checkpoint,
+    check_export,
+    export,
+    export_size,
+    family_of,
+    open_checkpoint,
+    require_config,
+)
 from weight_conversion.experts import Experts
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
@@ -39,6 +47,7 @@ __all__ = [
     "decode_json",
     "export",
     "export_size",
+    "family_of",
     "fold",
     "folded_architecture",
     "from_json",

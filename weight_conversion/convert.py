@@ -90,6 +90,7 @@ def open_checkpoint(
         warn_if_silent(settings, str(path), config_path)
     try:
         architecture = family.read_architecture(settings, shapes)
+        family.check_used(options or {}, architecture)
         # Before the table is written out for each layer, the number of layers is compared with the file.
         if architecture.n_layers > len(shapes):
             raise ValueError(
@@ -101,6 +102,17 @@ def open_checkpoint(
     except ValueError as error:
         raise ValueError(f"{error} [config: {read_from}]") from error
     return Checkpoint(architecture, source, key_map)
+
+
+def family_of(path: str | Path, options: Mapping[str, Any] | None = None) -> Family:
+    """The family of a checkpoint, by the config beside it or its tensors; the arguments are those of `open_checkpoint`.
+
+    Raises:
+        FileNotFoundError, ValueError: As by `open_checkpoint`. Whether the tensors fit is not checked.
+    """
+    source = open_tensors(Path(path))
+    settings, _ = _find_config(source.path.parent, source.shapes())
+    return recognise({**(settings or {}), **options} if options else settings, source.shapes(), str(path))
 
 
 def export(

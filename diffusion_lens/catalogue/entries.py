@@ -148,7 +148,9 @@ class Repository(Published):
         config = {**self.known, **options, "_name_or_path": self.repo}
         family = recognise(config, {}, self.name)
         family.check_options(options)
-        return family.read_architecture(config, {})
+        architecture = family.read_architecture(config, {})
+        family.check_used(options, architecture)
+        return architecture
 
     @property
     def n_bytes(self) -> int | None:

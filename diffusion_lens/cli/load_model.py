@@ -170,8 +170,9 @@ class ModelChoice:
 
 def reading(mode: str | None, block_size: int | None, mask_token_id: int | None) -> dict[str, str | int]:
     """The options of a checkpoint that are given, by their Python argument."""
-    given = {"mode": mode, "block_size": block_size, "mask_token_id": mask_token_id}
-    return {name: value for name, value in given.items() if value is not None}
+    from diffusion_lens.loading.given_options import given_options
+
+    return given_options(mode, block_size, mask_token_id)
 
 
 def bytes_per_weight(dtype: str) -> int:

@@ -1,7 +1,7 @@
 """The time that a network is told: an argument, the step of the loop, or that of `model.at_time(t)`."""
 
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, SupportsFloat
 
@@ -65,7 +65,7 @@ class ToldTime(ABC):
             ValueError: The time is out of range, or the network is not told the time.
         """
         self._require_told("at_time")
-        number = plain_number("time", time)
+        number = _one_time(time, "a number in (0, 1], the same for all rows")
         check_times(torch.tensor([number], dtype=torch.float64))
         with self.clock.telling(number):
             yield self
@@ -81,11 +81,18 @@ class ToldTime(ABC):
             return None
         self._require_told("time=")
         if not isinstance(time, Tensor):
-            time = torch.tensor(plain_number("time", time), dtype=torch.float64)
+            number = _one_time(time, "a number in (0, 1], or a tensor of one for each row")
+            time = torch.tensor(number, dtype=torch.float64)
         if not time.is_floating_point():
-            raise TypeError(f"time is {time.dtype}; it must be floating-point numbers in (0, 1]")
+            raise TypeError(
+                f"time is a tensor of {time.dtype}; it must be of floating-point numbers in (0, 1]: time.float(), if "
+                "its numbers are in this range"
+            )
         if time.dim() > 1:
-            raise ValueError(f"time has shape {list(time.shape)}; it must be a number, or one for each row, [batch]")
+            raise ValueError(
+                f"time has shape {list(time.shape)}; it must be a number, or a tensor of one axis with one for each "
+                "row, [batch]"
+            )
         check_times(time)
         return sigma_of(time.view(-1))
 
@@ -192,6 +199,16 @@ class ToldTime(ABC):
                 f"{what} was given, and {self.cfg.model_name!r} is not told the time: it computes the same at every "
                 "time, so leave it out"
             )
+
+
+def _one_time(time: Any, fits: str) -> float:
+    """A time as a float; a `TypeError` that says what fits, if it is not one number."""
+    try:
+        return plain_number("time", time)
+    except TypeError:
+        several = isinstance(time, Sequence | Tensor) and not isinstance(time, str | bytes)
+        advice = "; to give each row its own, pass torch.tensor([...]) as time= of the call" if several else ""
+        raise TypeError(f"time={time!r} is of type {type(time).__name__}; it must be {fits}{advice}") from None
 
 
 def check_times(time: Float[Tensor, "*rest"]) -> None:

@@ -66,10 +66,15 @@ def test_a_choice_loads_what_it_describes() -> None:
 def test_published_names_are_read_in_the_same_way() -> None:
     assert shape_of("nemotron-labs-diffusion-3b", options={"mode": "ar"}).attention_dir == "causal"
     for command, message in (
-        (["info", "smdm-1028m", "--mode", "ar"], "--mode 'ar': the family 'lit_gpt' takes none of these options"),
-        (["info", "tiny-mdm", "--mask-token-id", "4"], "--mask-token-id 4: the family 'lit_gpt' takes none"),
+        (["info", "smdm-1028m", "--mode", "ar"], "--mode 'ar' does not apply to a checkpoint of the family 'lit_gpt'"),
+        (
+            ["info", "tiny-mdm", "--mask-token-id", "4"],
+            "the family 'lit_gpt', whose config says whether there is a [MASK]",
+        ),
         (["info", str(NEMOTRON), "--mode", "causal"], "'bidirectional', 'block', 'ar': pass one of them as --mode"),
-        (["info", "dream-7b-base", "--block-size", "4"], "--block-size 4: the family 'dream' takes"),
+        (["info", "dream-7b-base", "--block-size", "4"], "--block-size 4 does not apply to a checkpoint of the family"),
+        (["info", "nemotron-labs-diffusion-3b", "--block-size", "4"], "Leave --block-size out, or pass --mode 'block'"),
+        (["info", str(NEMOTRON), "--mode", "ar", "--mask-token-id", "4"], "it is causal and has no [MASK]"),
     ):
         result = invoke(*command)
         assert result.exit_code == 2

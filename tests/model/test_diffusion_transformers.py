@@ -202,8 +202,22 @@ def test_times_that_do_not_fit(time, words):
     if isinstance(time, float):
         with pytest.raises(ValueError, match=words), authors.model.at_time(time):
             pass
-    with pytest.raises(TypeError, match=r"time is torch.int64"):
+    with pytest.raises(TypeError, match=r"time is a tensor of torch.int64; it must be of floating-point numbers"):
         authors.model(authors.tokens, time=torch.tensor(1))
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_a_time_that_is_no_number_is_refused():
+    authors = built("udlm")
+    for time in ([0.5, 0.6], "0.5", True):
+        with pytest.raises(
+            TypeError, match=r"it must be a number in \(0, 1\], or a tensor of one for each row"
+        ) as caught:
+            authors.model(authors.tokens, time=time)
+        assert f"time={time!r} is of type {type(time).__name__}" in str(caught.value)
+        assert ("torch.tensor([...])" in str(caught.value)) == isinstance(time, list)
+        with pytest.raises(TypeError, match="the same for all rows"), authors.model.at_time(time):
+            pass
 
 
 def test_gradients_reach_the_parts_of_the_time():

@@ -3,7 +3,6 @@
 import copy
 import re
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -60,14 +59,6 @@ def test_tensors_without_plain_values_are_refused(either, tokens, bad, message):
         either.model(bad(either.model(tokens, stop_at_layer=1).detach()), start_at_layer=1)
     with pytest.raises(TypeError, match=f"attention_mask: .*{message}"):
         either.model(tokens, attention_mask=bad(torch.ones_like(tokens)))
-
-
-@pytest.fixture
-def annotations_unchecked():
-    """As for users: the refusals are the package's own."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")

@@ -47,7 +47,8 @@ def test_a_model_made_from_a_causal_one_may_see_its_canvas_by_blocks(a2d, tmp_pa
     denied = open_checkpoint(folder, {**config, "block_size": None}).architecture
     assert (denied.attention_dir, denied.causal_block) == ("bidirectional", None)
     for wrong in (0, True, 2.5, "4"):
-        refused(ValueError, "block_size", path=folder, config={**config, "block_size": wrong})
+        words = (f"block_size is {wrong!r}", "a block has at least one position")
+        refused(ValueError, *words, path=folder, config={**config, "block_size": wrong})
 
     model = HookedDiffusionTransformer.from_pretrained(folder, block_size=8, device="cpu")
     assert (model.cfg.attention_dir, model.cfg.block_size, model.cfg.has_mask) == ("block_causal", 8, True)

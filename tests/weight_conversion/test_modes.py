@@ -79,5 +79,7 @@ def test_modes_that_do_not_fit_are_refused(configs, refused):
     wrong = {"mode": "causal"}
     refused(ValueError, "mode is 'causal'", "'bidirectional', 'block', 'ar'", path=NEMOTRON, options=wrong)
     refused(ValueError, "mode is 'block'", "'ar', 'bidirectional'", do=load(DIFFULLAMA, mode="block"))
-    refused(ValueError, "causal model's config", "or pass mode=", do=load(DIFFULLAMA))
+    refused(
+        ValueError, "causal model's config", "does not say how to read it", "if it is, pass mode=", do=load(DIFFULLAMA)
+    )
     refused(ValueError, "mask_token_id is None", "mask_token_id=", do=load(DIFFULLAMA, mode="bidirectional"))

@@ -48,7 +48,7 @@ def with_block_size(
     Raises:
         ValueError: The checkpoint is a block-diffusion model, and nothing says how many positions a block has.
     """
-    if config.get("block_size"):
+    if config.get("block_size") is not None:
         return config
     names = names_of(config, source, config_path)
     evidence = BY_BLOCKS.evidence(config, {}, names, beside or {})
@@ -74,7 +74,10 @@ def block_size(config: Config, *, required: bool = False) -> dict[str, Any]:
     """
     size = config.get("block_size")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"block_size is {size!r}; it must be the number of positions in a block, at least 1, or null")
+        raise ValueError(
+            f"block_size is {size!r}; it must be a whole number, at least 1, because a block has at least one "
+            "position, or null for a model that sees its whole canvas"
+        )
     if size is None and required:
         raise ValueError(
             f"model_type={config['model_type']!r} is {BY_BLOCKS.what}, and its config does not say how many positions "

@@ -11,6 +11,13 @@ from weight_conversion.key_map import Rule
 
 Config = Mapping[str, Any]
 
+# Why a family does not take an option, in the words that follow its name.
+_NOT_OPEN = {
+    "block_size": "whose config already says which positions see each other",
+    "mode": "which is read in one mode only",
+    "mask_token_id": "whose config says whether there is a [MASK], and which token it is",
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -42,12 +49,28 @@ class Family:
     classes: Mapping[str, str] = field(default_factory=dict)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` that names the options that models of this family do not have."""
+        """Raise a `ValueError` that names the options that models of this family do not have, and why."""
         if unknown := sorted(set(options) - set(self.options)):
-            possible = f"only {', '.join(self.options)}" if self.options else "none of these options"
+            given = ", ".join(f"{name}={options[name]!r}" for name in unknown)
+            reasons = " and ".join(_NOT_OPEN[name] for name in unknown)
             raise ValueError(
-                f"{', '.join(f'{name}={options[name]!r}' for name in unknown)}: the family {self.name!r} takes "
-                f"{possible}; leave the others out"
+                f"{given} does not apply to a checkpoint of the family {self.name!r}, {reasons}. Leave out "
+                f"{', '.join(f'{name}=' for name in unknown)}"
+            )
+
+    def check_used(self, options: Mapping[str, Any], architecture: Architecture) -> None:
+        """Raise a `ValueError` that names an option that the model does not have in the mode in which it is read."""
+        size = options.get("block_size")
+        if size is not None and size < architecture.n_ctx and architecture.causal_block != size:
+            raise ValueError(
+                f"block_size={size} is not used: in the mode in which this checkpoint is read, its attention is "
+                f"{architecture.attention_dir} and has no blocks. Leave block_size= out, or pass mode='block'"
+            )
+        mask = options.get("mask_token_id")
+        if mask is not None and architecture.mask_token_id != mask:
+            raise ValueError(
+                f"mask_token_id={mask} is not used: in the mode in which this checkpoint is read, it is causal and has "
+                "no [MASK]. Leave mask_token_id= out, or pass another mode="
             )
 
 

@@ -157,12 +157,13 @@ def refuse_unsupported(
     if any(evidence.startswith("its name") for _, evidence in matches):
         remedy = ". If it is not of this kind, give its folder another name"
         remedy += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in matches if kind.keys)
-        remedy += "".join(f", or pass {kind.settled_by[0]}=" for kind, _ in matches if kind.settled_by)
+        remedy += "".join(f"; if it is, pass {kind.settled_by[0]}=" for kind, _ in matches if kind.settled_by)
     elif keys := [kind.keys[0] for kind, evidence in matches if kind.keys and evidence.startswith("the config.json")]:
         remedy = f'. If it is not of this kind, let the config that you pass say "{keys[0]}": null'
+    named_only = all(kind.settled_by and evidence.startswith("its name") for kind, evidence in matches)
+    verdict = "Its config does not say how to read it" if named_only else "This is not supported"
     raise ValueError(
-        f"{source} is {kinds}. This is not supported, and read as another kind it would give wrong numbers: "
-        f"{differences}{remedy}"
+        f"{source} is {kinds}. {verdict}, and read as another kind it would give wrong numbers: {differences}{remedy}"
     )
 
 
