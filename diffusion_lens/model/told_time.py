@@ -56,7 +56,8 @@ class ToldTime(ABC):
 
         A `time=` of a call, inside the denoising loop the time of the step, and the noise that a loss draws come first.
         Results record the time. Analyses that noise texts tell the network the noise of each text; inside, where the
-        time is another one, they are refused (`require_own_times`). Inside, no other thread may use the model.
+        time is another one, they are refused (`require_own_times`). Inside, no other thread may use the model. A copy
+        that is made of the model inside (`copy.deepcopy`) is told no time.
 
         Args:
             time: Time in (0, 1], as in `model(tokens, time=...)`.
@@ -166,9 +167,19 @@ class ToldTime(ABC):
         Ones in a network that is not told the time.
         """
         ones = torch.ones_like(self.ln_final.w)
-        both = self.blocks[layer].modulations(self.condition_at(None, 1, ones.device))
-        of_attention, of_mlp = (ones if m is None or m.gate is None else m.gate[0] for m in both)
+        of_attention, of_mlp = (ones if m is None or m.gate is None else m.gate[0] for m in self._modulations_at(layer))
         return of_attention, of_mlp
+
+    def attention_factors_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
+        """By what the output of a block's first norm and that of its attention are multiplied, as in `gates_at`."""
+        modulation = self._modulations_at(layer)[0]
+        read = torch.ones_like(self.ln_final.w) if modulation is None else 1 + modulation.scale[0]
+        return read, self.gates_at(layer)[0]
+
+    def _modulations_at(self, layer: int) -> tuple[Modulation | None, Modulation | None]:
+        both: tuple[Modulation | None, Modulation | None]
+        both = self.blocks[layer].modulations(self.condition_at(None, 1, self.ln_final.w.device))
+        return both
 
     def current_sigma(self) -> Float[Tensor, "rest"]:
         """The noise level, or that of each row, of the step or of `at_time`.

@@ -148,7 +148,9 @@ class WeightViews(ABC):
         """How much each head reads of what each head of an earlier layer writes, by weights alone.
 
         ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖) in Frobenius norms (Elhage et al. 2021, A Mathematical Framework for Transformer
-        Circuits), as in TransformerLens. The weights of the norms count only in a model with folded norms.
+        Circuits), as in TransformerLens. The weights of the norms count only in a model with folded norms. In a network
+        that is told the time, what the time multiplies counts too: what a head reads by the scale of its norm, and what
+        it writes by the gate, at the time of `model.at_time(t)`.
 
         Args:
             mode: What the later head composes: "Q", "K" or "V".
@@ -159,11 +161,14 @@ class WeightViews(ABC):
         # It imports all of TransformerLens's bridges, which would take a third of the time of importing this library.
         from transformer_lens.model_bridge.composition_scores import CompositionScores
 
-        later = {"Q": self.QK, "K": self.QK.T, "V": self.OV}
+        layers = list(range(self.cfg.n_layers))
+        scales, gates = (torch.stack(x)[:, None] for x in zip(*map(self.attention_factors_at, layers), strict=True))
+        W_Q, W_K, W_V = (scales[..., None] * self._for_each_head(weights) for weights in (self.W_Q, self.W_K, self.W_V))
+        QK, OV = FactoredMatrix(W_Q, W_K.transpose(-2, -1)), FactoredMatrix(W_V, self.W_O * gates[..., None, :])
+        later = {"Q": QK, "K": QK.T, "V": OV}
         if mode not in later:
             raise ValueError(f"mode={mode!r}; it must be 'Q', 'K' or 'V'")
-        layers = list(range(self.cfg.n_layers))
-        scores = composition_scores(self.OV, later[mode], broadcast_dims=True)
+        scores = composition_scores(OV, later[mode], broadcast_dims=True)
         index = torch.tensor(layers, device=scores.device)
         earlier = index[:, None, None, None] < index[None, None, :, None]
         return CompositionScores(scores * earlier, layers, self.all_head_labels)
@@ -225,6 +230,10 @@ class WeightViews(ABC):
     @abstractmethod
     def gates_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
         """By what the outputs of a block's attention and MLP are multiplied."""
+
+    @abstractmethod
+    def attention_factors_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
+        """By what a block's time multiplies what its attention reads and what it writes."""
 
     @abstractmethod
     def to_single_token(self, string: str) -> int:

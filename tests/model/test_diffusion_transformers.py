@@ -1,6 +1,7 @@
 """Diffusion transformers equal the authors' code, with the time told, folded into the weights, or without any."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import compute_key
 from diffusion_lens.analysis.rome.values import optimize_value
 from diffusion_lens.facts import Query
+from diffusion_lens.model.folding import fold_norms
 from diffusion_lens.records import provenance
 from diffusion_lens.step_state import StepState
 from weight_conversion import export, open_checkpoint
@@ -101,6 +103,36 @@ def test_a_constant_time_is_folded_into_the_weights_that_the_network_applies():
         model(authors.tokens, time=0.5)
     with pytest.raises(ValueError, match="at_time was given"), model.at_time(0.5):
         pass
+
+
+def test_composition_scores_are_those_of_the_network_whose_time_is_folded_into_its_weights():
+    """At time 0, which a time cannot be, the noise level is 0; the norms' weights count where they are folded too."""
+    authors = built("mdlm")
+    constant, told = (
+        HookedDiffusionTransformer.from_pretrained(authors.folder, config=config, device="cpu")
+        for config in (untold(authors.folder), None)
+    )
+    fold_norms(constant)
+    with torch.no_grad():
+        for block in told.blocks:
+            for reader in (block.attn.q, block.attn.k, block.attn.v):
+                reader.weight.mul_(block.ln1.w)
+    for mode in "QKV":
+        expected = constant.all_composition_scores(mode).scores
+        with told.at_time(1e-12):
+            assert_close(told.all_composition_scores(mode).scores, expected, rtol=1e-4, atol=1e-6)
+        with told.at_time(0.9):
+            assert (told.all_composition_scores(mode).scores - expected).abs().max() > 0.01
+    with pytest.raises(ValueError, match="is told the time of its canvas"):
+        told.all_composition_scores("Q")
+
+
+def test_a_copy_made_at_a_time_must_be_told_its_own(told):
+    with told.model.at_time(0.3):
+        copy = deepcopy(told.model)
+        with pytest.raises(ValueError, match="is told the time of its canvas: pass time="):
+            copy(told.tokens)
+        assert torch.equal(copy(told.tokens, time=0.3), told.model(told.tokens))
 
 
 def test_a_folded_model_there_and_back(tmp_path):
