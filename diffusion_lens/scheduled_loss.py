@@ -37,12 +37,14 @@ def scheduled_batch(
     Args:
         tokens: The clean text.
         noisy: The text under noise.
-        p: Probability with which each token was noised. The network is told that of the first token.
+        p: Probability with which each token was noised, at most that of the schedule's time 1: no network was trained
+            with more. The network is told that of the first token.
         real: Bool[batch pos], positions that may be noised and that count; by default all.
     """
     noisy, schedule = noisy.to(tokens.device), schedule_of(model.cfg.schedule)
-    # At p = 1 nothing is left of the text, and sigma is infinite.
-    sigma = -torch.log1p(-p.to(tokens.device).double().clamp(max=1 - 1e-9))
+    # Where the schedule ends with p = 1, nothing is left of the text, and sigma is infinite.
+    highest = min(float(schedule.chance(torch.ones((), dtype=torch.float64))), 1 - 1e-9)
+    sigma = -torch.log1p(-p.to(tokens.device).double().clamp(max=highest))
     t = schedule.time(sigma)
     counted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
     noisy = torch.where(counted, noisy, tokens)

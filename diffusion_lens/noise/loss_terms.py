@@ -57,6 +57,8 @@ class UniformBound(LossTerm):
     """The bound under uniform noise, of which a token is left with probability 1 - t (Schiff et al. 2024,
     arXiv 2412.10193, eq. 18); with -log p of clean text at time 0 added, it bounds the likelihood.
 
+    At time 1 it is 0/0, whose limit is 0; times after 1 - 1e-5 count as this one.
+
     Attributes:
         head: A head whose p(x_0) is read.
         noise: The noise.
@@ -76,7 +78,7 @@ class UniformBound(LossTerm):
             chances = end[:, None], (end - 1 / self.steps)[:, None]
             true, model = (self.noise.posterior(x, present, *chances) for x in (exact, p))
             return self.steps * (true * (true.clamp(min=1e-12).log() - model.clamp(min=1e-12).log())).sum(dim=-1)
-        n, alpha = self.noise.n, (1 - t)[:, None]
+        n, alpha = self.noise.n, (1 - t).clamp(min=1e-5)[:, None]
         true, model = (n * alpha * x + 1 - alpha for x in (exact, p))
         true_here, model_here = (x.gather(-1, present[:, None]) for x in (true, model))
         ratio = true / true_here * (model_here.log() - model.log() + true.log() - true_here.log())

@@ -65,6 +65,43 @@ def test_time_is_told_to_the_network_by_row() -> None:
     assert not torch.allclose(seen[0][0], seen[0][1])
 
 
+@pytest.mark.parametrize(("head", "mask"), HEADS)
+def test_a_loss_is_told_no_more_noise_than_its_schedule_has(head: str, mask: int | None) -> None:
+    """At p = 1 as at the schedule's last time, whose p is 0.999."""
+    from diffusion_lens.noise import LogLinear
+    from diffusion_lens.scheduled_loss import scheduled_batch
+
+    model, noise = small(head, mask), torch.randint(39, TEXT.shape, generator=torch.Generator().manual_seed(3))
+    noisy, losses = noise if mask is None else torch.full_like(TEXT, mask), []
+    for p in (0.999, 0.9995, 1.0):
+        batch = scheduled_batch(model, TEXT, noisy, torch.full(TEXT.shape, p, dtype=torch.float64), None)
+        assert float(batch.sigma.max()) == pytest.approx(LogLinear().sigma_at(1.0))
+        losses.append(batch.loss(model(batch.tokens, logits_at=batch.rows, **batch.beside)).detach())
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(3))
+    assert losses[0].isfinite()
+    assert losses[0] > 0
+
+
+@pytest.mark.parametrize("t", [0.9, 0.99, 0.999, 1.0])
+def test_the_bound_under_uniform_noise_vanishes_at_time_1(t: float) -> None:
+    """Against the formula written out in double precision, at 1 against its limit."""
+    from diffusion_lens.noise import Uniform, UniformBound
+    from diffusion_lens.noise.heads import PlainLogits
+
+    noise, generator = Uniform(40), torch.Generator().manual_seed(0)
+    output, clean, present = torch.randn(9, 40, generator=generator), TEXT[0], TEXT[1]
+    bound = UniformBound(PlainLogits(noise), noise)(output, clean, present, torch.full((9,), t), torch.full((9,), 1.0))
+    alpha = max(1 - t, 1e-8)
+    true = 40 * alpha * torch.nn.functional.one_hot(clean, 40).double() + 1 - alpha
+    model = 40 * alpha * output.double().softmax(dim=-1) + 1 - alpha
+    here = torch.arange(9), present
+    ratio = true / true[here][:, None]
+    terms = ratio * (model[here].log()[:, None] - model.log() + true.log() - true[here].log()[:, None])
+    expected = (40 / model[here] - 40 / true[here] + terms.sum(dim=1)) / (40 * alpha)
+    torch.testing.assert_close(bound.double(), expected, rtol=1e-3, atol=0.02)
+    assert (bound > -0.02).all()
+
+
 @pytest.mark.parametrize("eps", [1e-3, 1e-2])
 def test_schedules_are_undone_by_their_inverse(eps: float) -> None:
     from diffusion_lens.noise import Geometric, Linear, LogLinear
