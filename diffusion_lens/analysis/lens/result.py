@@ -55,7 +55,9 @@ class LogitLens(PicturedResult):
         target_probabilities: Float[*step layer batch selected target], probability of each target.
         targets: Int[batch selected target], the target tokens; -1 where there is none.
         tokens: Int[*step batch selected], the token on the canvas at each position; -1 where there is none.
-        rows: Int[batch selected], row of the network at which each position is read; -1 where none is at any step.
+        rows: Int[*step batch selected], row of the network at which each position is read; -1 where none is. It is the
+            same at all steps at which the position is read, except where blocks are seeded: while such a block is open,
+            its first position is read in the row before.
         positions: Position of each entry of `selected`.
         layers: Number of each layer: l is the state that enters block l, the highest that after the last block.
         labels: Name of each layer, "0_pre" to "final_post".
@@ -73,7 +75,7 @@ class LogitLens(PicturedResult):
     target_probabilities: Float[Tensor, "*step layer batch selected target"]
     targets: Int[Tensor, "batch selected target"]
     tokens: Int[Tensor, "*step batch selected"]
-    rows: Int[Tensor, "batch selected"]
+    rows: Int[Tensor, "*step batch selected"]
     positions: list[int]
     layers: list[int]
     labels: list[str]
@@ -97,7 +99,7 @@ class LogitLens(PicturedResult):
         if self.steps is None or step not in self.steps:
             raise ValueError(f"step {step} was not read; the steps are {self.steps}")
         index = self.steps.index(step)
-        tables = {name: getattr(self, name)[index] for name in (*TABLES, "tokens")}
+        tables = {name: getattr(self, name)[index] for name in (*TABLES, "tokens", "rows")}
         return replace(self, **tables, steps=None, record={**self.record, "steps": None, "step": step})
 
     def first_layer(self, rank: Whole = 0) -> Int[Tensor, "*step batch selected target"]:
@@ -243,5 +245,5 @@ class LogitLens(PicturedResult):
 
     def __repr__(self) -> str:
         steps = "" if self.steps is None else f"{len(self.steps)} steps, "
-        size = f"{steps}{len(self.layers)} layers, {len(self.rows)} x {len(self.positions)} positions"
+        size = f"{steps}{len(self.layers)} layers, {len(self.targets)} x {len(self.positions)} positions"
         return f"LogitLens({self.record['model']}, {size}, top {self.top_tokens.shape[-1]})"

@@ -99,16 +99,16 @@ class Tables:
         """The finished result."""
         canvases, model = self.canvases, self.canvases.model
         tables, tokens = self.tables, canvases.on_canvas(self.positions).cpu()
-        rows = torch.stack([canvases.rows(index, self.positions) for index in range(len(canvases.canvases))])
+        rows = torch.stack([canvases.rows(index, self.positions) for index in range(len(canvases.canvases))]).cpu()
         if canvases.steps is None:
-            tables, tokens = {name: table[0] for name, table in tables.items()}, tokens[0]
+            tables, tokens, rows = {name: table[0] for name, table in tables.items()}, tokens[0], rows[0]
         ids = torch.cat([x.flatten().cpu() for x in (tables["top_tokens"], tokens, self.targets)]).unique().tolist()
         n_layers = model.cfg.n_layers
         return LogitLens(
             **tables,
             targets=self.targets.cpu(),
             tokens=tokens,
-            rows=rows.amax(dim=0).cpu(),
+            rows=rows,
             positions=self.positions,
             layers=self.layers,
             labels=[f"{layer}_pre" if layer < n_layers else "final_post" for layer in self.layers],

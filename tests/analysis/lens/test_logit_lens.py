@@ -79,6 +79,7 @@ def assert_reads(lens, model, states, index, row=0, step=None):
     for table in tables.values():
         assert (table[:, absent] == -1).all() if table.dtype == torch.long else table[:, absent].isnan().all()
     rows = [row_of(model, position, step and step.block, row) for position in lens.positions]
+    assert torch.equal(lens.rows[index, row], torch.tensor(rows).masked_fill(absent, -1))
     present = None if step is None else step.tokens[row, rows]
     expected = written_out(model, states[:, rows], lens.targets[row, :, 0].clamp(min=0), present, step=step)
     for name, table in tables.items():
@@ -136,6 +137,7 @@ def test_a_trajectory_is_read_as_the_loop_computes_it(every):
     assert lens.steps == [*range(trajectory.n_steps)]
     for step in lens.steps:
         assert_reads(lens, model, states[step][:, step % 2], step, step % 2, trajectory.state_at(step))
+    assert torch.equal(lens.at_step(1).rows, lens.rows[1])
     final = trajectory.tokens[:, lens.positions]
     assert torch.equal(lens.targets[..., 0], torch.where(model.cfg.writable(final), final, -1))
     n_distinct = trajectory.n_steps if model.cfg.is_told_time else len(trajectory.canvases[:-1].unique(dim=0))
