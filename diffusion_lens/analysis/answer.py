@@ -57,9 +57,12 @@ class Answer:
         return cls(tokens, model.readout.rows(positions), model.head_at(present))
 
     def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]) -> bool:
-        """Whether each of its tokens is the likeliest of those that the model can write; [MASK] does not count."""
+        """Whether each of its tokens is the likeliest of those that the model can write; [MASK] does not count.
+
+        Under guidance, by the guided logits.
+        """
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
-        logits = self.head.clean_logits(logits)
+        logits = self._clean_logits(logits, 1)
         return bool((logits.masked_fill(~writable, float("-inf")).argmax(dim=-1) == self.tokens).all())
 
     def probabilities(
@@ -76,13 +79,22 @@ class Answer:
             indices: Indices of the answer's tokens that the logits predict; by default all.
         """
         indices = torch.arange(len(self.tokens), device=self.tokens.device) if indices is None else indices
-        if self.unconditional is not None:
-            by_cell = logits.unflatten(0, (-1, samples))
-            unconditional = self.unconditional[:, indices].expand_as(by_cell)
-            logits = guide(by_cell, unconditional, self.cfg_scale).flatten(0, 1)
-        logits = self.head.clean_logits(logits, indices)
+        logits = self._clean_logits(logits, samples, indices)
         probabilities: Tensor = token_probabilities(logits, self.tokens[indices]).unflatten(0, (-1, samples))
         return self.settle(probabilities, indices)
+
+    def _clean_logits(
+        self,
+        logits: Float[Tensor, "batch selected d_vocab_out"],
+        samples: int,
+        indices: Int[Tensor, "selected"] | None = None,
+    ) -> Float[Tensor, "batch selected d_vocab_out"]:
+        """Logits of p(x_0), guided where there is guidance; the arguments are those of `probabilities`."""
+        if self.unconditional is not None:
+            by_cell = logits.unflatten(0, (-1, samples))
+            unconditional = self.unconditional if indices is None else self.unconditional[:, indices]
+            logits = guide(by_cell, unconditional.expand_as(by_cell), self.cfg_scale).flatten(0, 1)
+        return self.head.clean_logits(logits, indices)
 
     def settle(
         self, probabilities: Float[Tensor, "*cell sample selected"], indices: Int[Tensor, "selected"] | None = None

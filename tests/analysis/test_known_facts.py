@@ -122,6 +122,23 @@ def all_likeliest(model, query):
     return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
 
 
+@on_the_masked_model
+def test_on_one_canvas_of_a_guided_run_the_guided_prediction_decides(tiny):
+    """Guidance, written out, changes which of these facts are known."""
+    known, facts = {"plain": set(), "guided": set()}, load().facts(trained="d2p", asked="d2p")[2:4]
+    for fact in facts:
+        query = laid_out(tiny, fact)
+        canvas = query.tokens[None]
+        with_prompt, without = tiny(canvas), tiny(torch.full_like(canvas, tiny.cfg.mask_token_id))
+        for rule, logits in {"plain": with_prompt, "guided": without + 5.0 * (with_prompt - without)}.items():
+            if logits[0, list(query.answer_positions)].argmax(-1).tolist() == list(query.answer_tokens):
+                known[rule].add(fact.id)
+    assert known["guided"] < known["plain"]
+    loop = LoopSettings(steps=2, cfg_scale=4.0)
+    averaged = average_trajectory_effect(tiny, facts, known="one_canvas", loop=loop, **QUICK)
+    assert set(averaged.ids) == known["guided"]
+
+
 @on_the_causal_model
 @over_nothing
 def test_a_first_token_alone_is_read_from_one_canvas_by_default(tiny):

@@ -202,7 +202,7 @@ def average_trajectory_effect(
         roles: Roles to trace, "answer_revealed" among them; by default all.
         known: The same as in `average_indirect_effect`; by default the facts whose answer the traced run itself writes.
             For the others p(answer) is 0 once a wrong token is revealed in the answer. "one_canvas" reads the canvas of
-            the run's first step, and hooks see that step, as in the traces.
+            the run's first step as the traces do: hooks see that step, and under guidance the logits are guided.
         loop: Settings of the loop that writes the traced runs; by default those of `denoise`.
         out: Folder for one file per fact, which `TrajectoryTrace.load` reads.
 

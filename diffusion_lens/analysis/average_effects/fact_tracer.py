@@ -129,12 +129,13 @@ class FactTracer:
 
     @torch.no_grad()
     def _knows(self, run: TracedTrajectory) -> bool:
-        """Whether the answer is the likeliest on a run's first canvas; hooks see that step, as in the traces."""
-        step, answer = run.trajectory.first_step, Answer.of(self.model, run.query)
+        """Whether the answer is the likeliest on a run's first canvas, as the run reads it: hooks see that step, and
+        under guidance the logits are guided."""
+        step = run.trajectory.first_step
         canvas = run.canvas(step)[None]
-        rows = run.rows(step, canvas, run.query.answer_positions)
+        answer = run.reading(step, canvas)
         with self.model.clock.at(run.state(step, canvas)):
-            return answer.is_likeliest(self.model, self.model(run.seen(canvas), logits_at=rows))
+            return answer.is_likeliest(self.model, self.model(run.seen(canvas), logits_at=answer.rows))
 
     @torch.no_grad()
     def _first_canvas(self, run: TracedTrajectory) -> TrajectoryTrace:

@@ -191,7 +191,10 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "corpus_texts": len(rows),
         "seed": None if model.cfg.grows else seed,
     }
-    hashed = {**content, "noise": "by own_seed"}  # The rule by which texts get their seeds also affects the numbers.
+    # The rules by which texts get their seeds and are read also affect the numbers.
+    hashed = {**content, "noise": "by own_seed"}
+    if model.cfg.causal_block is not None:
+        hashed["read"] = "each block after clean ones"
     key = hashlib.sha256(json.dumps(as_json(hashed), sort_keys=True).encode()).hexdigest()
     return {"key": key, **content, **origin}
 

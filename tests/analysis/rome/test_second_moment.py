@@ -1,5 +1,7 @@
 """C = E[k kᵀ]: the mean over a corpus by hand, masked as in training, resumed as if uninterrupted, solved with."""
 
+import hashlib
+import json
 import random
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from diffusion_lens.analysis.rome.inverse_moment import RIDGE, InverseMoment
 from diffusion_lens.data import toy_facts
 from diffusion_lens.scheduled_loss import hide
 from diffusion_lens.seeds import own_seed
+from weight_conversion import as_json
 
 LAYER = 1
 
@@ -97,6 +100,20 @@ def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
     second_moment(either.model, corpus[:5], LAYER, folder=tmp_path)
     second_moment(either.model, corpus, LAYER, folder=tmp_path, seed=1)
     assert len(list(tmp_path.iterdir())) == (4 if either.kind == "mdm" else 3)
+
+
+def test_files_from_before_blocks_were_read_beside_clean_ones_have_other_names(specimen, configs, corpus):
+    """The other models' files, which that did not change, are still read."""
+
+    def key_of(record):
+        """The hash that named every file then."""
+        names = ["architecture", "weights_sha256", "hooks", "modules", "layer", "corpus_sha256", "corpus_texts", "seed"]
+        content = {name: record[name] for name in names} | {"noise": "by own_seed"}
+        return hashlib.sha256(json.dumps(as_json(content), sort_keys=True).encode()).hexdigest()
+
+    for name in ("sdar", "llada"):
+        record = second_moment(specimen(configs[name]).model, corpus[:2], LAYER).record
+        assert (record["key"] == key_of(record)) == (name == "llada")
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
