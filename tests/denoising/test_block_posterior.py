@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from authors_networks import GOLDEN, authors_network
 from safetensors.torch import load_file
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "bd3lm"
 MASK = 65
-
-
-def load() -> Any:
-    from diffusion_lens import HookedDiffusionTransformer
-
-    return HookedDiffusionTransformer.from_pretrained(str(GOLDEN), device="cpu", dtype=torch.float32)
 
 
 def distinct(canvases: torch.Tensor) -> torch.Tensor:
@@ -28,23 +22,36 @@ def distinct(canvases: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "passes"), [("ancestral", 22), ("ancestral_nucleus", 13), ("first_hitting_nucleus", 15)]
+    ("variant", "name", "passes"),
+    [
+        ("bd3lm", "ancestral", 22),
+        ("bd3lm", "ancestral_nucleus", 13),
+        ("bd3lm", "first_hitting_nucleus", 15),
+        ("bd3lm/b4_sigma", "ancestral_nucleus", 13),
+        ("bd3lm/b4_sigma", "first_hitting", 15),
+        ("bd3lm/full", "ancestral_nucleus", 10),
+        ("bd3lm/full", "first_hitting", 15),
+    ],
 )
-def test_canvases_equal_the_authors(name: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row opens its next block by itself, where the authors' rows wait for one another: the draws are by block."""
+def test_canvases_equal_the_authors(variant: str, name: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row opens its next block by itself, where the authors' rows wait for one another: the draws are by block.
+
+    For one row, the passes are the authors' steps that predicted again.
+    """
     from diffusion_lens.denoising.randomness import PositionNoise
     from diffusion_lens.denoising.samplers import bd3lm
 
-    case = json.loads((GOLDEN / "noise.json").read_text())[name]
-    g = {
-        key.split("/")[1]: x for key, x in load_file(GOLDEN / "noise.safetensors").items() if key.startswith(f"{name}/")
-    }
-    model, size = load(), case["block_size"]
+    case = json.loads((GOLDEN / variant / "noise.json").read_text())[name]
+    tensors = load_file(GOLDEN / variant / "noise.safetensors")
+    g = {key.split("/")[1]: x for key, x in tensors.items() if key.startswith(f"{name}/")}
+    model, size = authors_network(variant), case["block_size"]
     begins = [case["canvas_length_per_step"].index(n) for n in range(size, 17, size)]
 
     def by_token(self: Any, step: int, positions: torch.Tensor, n: int) -> torch.Tensor:
-        block = model.clock.step.block
-        steps = [begins[index] + within for index, within in zip(block.index, block.step, strict=True)]
+        block = model.clock.step.block  # of no use where the whole canvas is one block
+        steps = [step]
+        if block is not None:
+            steps = [begins[index] + within for index, within in zip(block.index, block.step, strict=True)]
         drawn = [g["draws"][steps[row], row, pos % size, :n] for row, pos in positions.nonzero().tolist()]
         return torch.stack(drawn).double()
 
@@ -67,19 +74,21 @@ def test_canvases_equal_the_authors(name: str, passes: int, monkeypatch: pytest.
         assert torch.equal(distinct(written.masked_fill(written < 0, MASK)), distinct(torch.cat([before, steps])))
 
 
-def test_loss_equals_the_authors() -> None:
+@pytest.mark.parametrize("variant", ["bd3lm", "bd3lm/b4_sigma", "bd3lm/full"])
+def test_loss_equals_the_authors(variant: str) -> None:
     """Each token is masked with probability t, weighted by 1/t, and predicted from clean blocks before its own."""
     from diffusion_lens.losses import masked_batch
 
-    g, model = load_file(GOLDEN / "noise.safetensors"), load()
+    g, model = load_file(GOLDEN / variant / "noise.safetensors"), authors_network(variant)
     text, noisy = g["x0"].long(), g["loss.xt"].long()
     real = torch.ones_like(text, dtype=torch.bool)
     real[:, 0] = False  # the authors leave out the first position
-    batch = masked_batch(model, text, noisy, g["loss.p"], real=real)
+    batch = masked_batch(model, text, noisy, g["loss.p"].expand(text.shape), real=real)
+    told = {"time": -torch.expm1(-g["sigma"][1].double()).item() / (1 - 1e-3)} if model.cfg.is_told_time else {}
     with torch.no_grad():
         rows = dict(attention_mask=model.all_real(batch.tokens), logits_at=batch.rows)
         logits = model(batch.tokens, **rows, **batch.beside)
-        clean = model.head_at().head.clean_logits(model(g["tokens"][1:2].long())).log_softmax(dim=-1)
+        clean = model.head_at().head.clean_logits(model(g["tokens"][1:2].long(), **told)).log_softmax(dim=-1)
     torch.testing.assert_close(batch.loss(logits), g["loss.value"][0], rtol=1e-5, atol=0)
     torch.testing.assert_close(batch.by_position(logits), g["loss.nlls"].abs(), rtol=1e-5, atol=0)
     masked = g["tokens"][1:2] == MASK
@@ -91,7 +100,7 @@ def test_a_row_is_told_the_largest_noise_of_its_schedule() -> None:
     from diffusion_lens.noise import Linear
     from diffusion_lens.scheduled_loss import scheduled_batch
 
-    model, text = load(), torch.randint(60, (1, 8), generator=torch.Generator().manual_seed(0))
+    model, text = authors_network("bd3lm"), torch.randint(60, (1, 8), generator=torch.Generator().manual_seed(0))
     batch = scheduled_batch(model, text, torch.full_like(text, MASK), torch.ones(1, 8), None)
     torch.testing.assert_close(batch.sigma[0, 0].double(), Linear().sigma(torch.ones((), dtype=torch.float64)))
 

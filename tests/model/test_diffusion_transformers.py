@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from authors_networks import authors_network
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -21,8 +22,8 @@ from diffusion_lens.step_state import StepState
 from weight_conversion import export, open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("mdlm", "bd3lm", "udlm", "sedd_uniform", "radd")
-TOLD = ("mdlm", "udlm", "sedd_uniform")
+FAMILIES = ("mdlm", "bd3lm", "bd3lm/b4_sigma", "bd3lm/full", "udlm", "sedd", "sedd_uniform", "radd")
+TOLD = ("mdlm", "bd3lm/b4_sigma", "udlm", "sedd", "sedd_uniform")
 # Wrong activations (GELU without tanh) move the logits by 5e-4.
 CLOSE = dict(rtol=1e-5, atol=3e-5)
 
@@ -33,7 +34,7 @@ class Authors:
     def __init__(self, name):
         self.folder = GOLDEN / name
         self.numbers = load_file(self.folder / "forward.safetensors")
-        self.model = HookedDiffusionTransformer.from_pretrained(self.folder, device="cpu")
+        self.model = authors_network(name)
         self.tokens = self.numbers["tokens"]
         self.logits = self.numbers["raw_logits" if "raw_logits" in self.numbers else "logits"]
         told = self.model.cfg.is_told_time
