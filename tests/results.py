@@ -119,7 +119,7 @@ def _by_step() -> Iterator[Any]:
         target_probabilities=rand(*shape, 2),
         targets=torch.full((1, POS, 2), 2),
         tokens=torch.full((STEPS, 1, POS), 3),
-        rows=torch.arange(POS)[None],
+        rows=torch.arange(POS).expand(STEPS, 1, POS),
         positions=list(range(POS)),
         layers=list(range(LAYERS)),
         labels=[f"{layer}_pre" for layer in range(LAYERS)],
