@@ -208,23 +208,40 @@ DIFFUSION_TRANSFORMERS = {
 }
 # Architectures that no published family has.
 NATIVE = {"uniform": uniform_noise()}
-# Between them: both directions, both readouts, every bias, norms of heads, tied and untied heads, queries scaled by
-# their position, experts, attention by blocks, LayerNorms, plain MLPs, a network that is told the time, uniform noise
-# and log scores under it.
+# Between them: both directions, both readouts, every bias, norms of heads, clipped projections, tied and untied heads,
+# queries scaled by their position, experts with and without groups and a shared one, attention by blocks, LayerNorms,
+# plain MLPs, networks that are told the time, log scores, and uniform noise.
 UNDER_LAW = (
-    *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "a2d-qwen3", "nemotron", "nemotron-ar"),
-    *("nemotron-block", "nemotron-prompt", "llada_moe", "llada2-unshared", "sdar", "mdlm", "sedd"),
-    *("uniform", "sedd-uniform"),
+    *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "llada_moe"),
+    *("llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd", "uniform", "udlm", "sedd-uniform"),
 )
 TIME = 0.6  # which a network that is told the time hears outside the loop
 
 
-def dense_layers(model: Any) -> list[int]:
-    experts = model.cfg.experts
-    return [i for i in range(model.cfg.n_layers) if experts is None or not experts.layers[i]]
+class OneModel:
+    """A small model for tests."""
+
+    model: Any
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """The layers with one MLP."""
+        experts = self.model.cfg.experts
+        return [i for i in range(self.model.cfg.n_layers) if experts is None or not experts.layers[i]]
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether some block has an expert that reads every token, beside those that a router chooses."""
+        experts = self.model.cfg.experts
+        return experts is not None and bool(experts.d_shared)
+
+    def tell(self, other: Any) -> Any:
+        """Another model, such as a copy, told the time that this one is told."""
+        other.clock.time = self.model.clock.time
+        return other
 
 
-class Golden:
+class Golden(OneModel):
     """One golden checkpoint: the authors' numbers beside the model loaded from its file."""
 
     def __init__(self, variant: str, kind: str) -> None:
@@ -235,11 +252,6 @@ class Golden:
         self.checkpoint = self.folder / "model.safetensors"
         self.config = self.folder / "lit_config.json"
         self.model = HookedDiffusionTransformer.from_pretrained(self.checkpoint, config=self.config, device="cpu")
-
-    @property
-    def dense_layers(self) -> list[int]:
-        """The layers with one MLP."""
-        return dense_layers(self.model)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -254,7 +266,7 @@ class Golden:
         return cases
 
 
-class Specimen:
+class Specimen(OneModel):
     """A small random model, as a family's config or a native architecture describes it."""
 
     def __init__(self, config: dict[str, Any], seed: int = 0) -> None:
@@ -272,11 +284,6 @@ class Specimen:
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
         # As inside `model.at_time(TIME)`, but for all tests that share the model.
         self.model.clock.time = TIME if self.model.cfg.is_told_time else None
-
-    @property
-    def dense_layers(self) -> list[int]:
-        """The layers with one MLP."""
-        return dense_layers(self.model)
 
 
 def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -312,10 +319,10 @@ def every(request: pytest.FixtureRequest) -> Any:
     return built(request.param)
 
 
-@pytest.fixture(scope="session", params=["lit_gpt-mdm", "dream", "llama", "sdar", "uniform"])
+@pytest.fixture(scope="session", params=["llada_moe-options", "dream", "llama", "bd3lm", "uniform"])
 def several(request: pytest.FixtureRequest) -> Any:
-    """Models that predict in place, shifted by one position, causally, by blocks, and under uniform noise: for laws
-    that depend on no other property of a family."""
+    """Models that predict in place (with experts), shifted by one position, causally, by blocks (and told the time),
+    and under uniform noise: for laws that depend on no other property of a family."""
     return built(request.param)
 
 

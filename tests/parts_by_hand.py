@@ -25,6 +25,12 @@ def gate(model, cache, layer, part):
     return cache[f"blocks.{layer}.hook_modulation"][:, {"attn": 2, "mlp": 5}[part], None]
 
 
+def clipped(model, x):
+    """Queries, keys or values within the bound of the network, if it has one."""
+    bound = model.cfg.architecture.qkv_clip
+    return x if bound is None else x.clamp(-bound, bound)
+
+
 def mlp_post(mlp, normed):
     """The input of the down-projection of a dense MLP."""
     up = normed @ mlp.W_in + mlp.b_in

@@ -179,7 +179,8 @@ def test_masks_are_read_by_their_rows_whatever_the_readout(several):
     if model.cfg.has_mask:
         assert torch.equal(tokens, run.canvases[0])
     assert_close(model.cfg.writable(run.tokens).float().mean().item(), 1.0)
-    logits = model(tokens)[:, rows]
+    with model.clock.at(run.state_at(0)):
+        logits = model(tokens)[:, rows]
     if model.cfg.has_mask and model.cfg.mask_token_id < model.cfg.d_vocab_out:
         logits[..., model.cfg.mask_token_id] = -float("inf")
     assert torch.equal(logits.argmax(-1), run.tokens[:, 5:])

@@ -21,6 +21,11 @@ def activation_shape(
     tail = name.rsplit(".", 1)[-1]
     if tail in ("hook_attn_scores", "hook_pattern"):
         return (batch, cfg.n_heads, n_pos, pos)
+    if tail in ("hook_modulation", "hook_final_modulation"):
+        return (batch, 6 if tail == "hook_modulation" else 2, cfg.d_model)
+    if tail == "hook_time":
+        assert cfg.architecture.time is not None
+        return (batch, cfg.architecture.time.d_cond)
     of_heads = {"q_norm": cfg.n_heads, "k_norm": kv_heads}
     if (normed := name.split(".")[-2:][0]) in of_heads:
         return (batch, n_pos, of_heads[normed], 1 if tail == "hook_scale" else cfg.d_head)

@@ -134,7 +134,8 @@ def test_states_are_those_of_a_cache_at_the_step(several):
     counting = [("hook_embed", lambda activation, hook: seen.append(hook.step.index))]
     for chosen in (names, names[:3], names[:1]):
         states = one.states(chosen, fwd_hooks=counting)
-        _, cache = model.run_with_cache(run.canvases[2].clamp(min=0), names_filter=chosen)
+        with model.clock.at(run.state_at(2)):
+            _, cache = model.run_with_cache(run.canvases[2].clamp(min=0), names_filter=chosen)
         for name in chosen:
             assert_close(states[name], cache[name])
     assert seen == [2, 2, 2]

@@ -54,6 +54,8 @@ def test_the_hook_points_are_transformer_lens_names(every):
     model = every.model
     n_experts = 0 if model.cfg.experts is None else model.cfg.experts.n_experts
     routed |= {f"experts.{expert}.{name}" for expert in range(n_experts) for name in of_mlp}
+    if every.has_shared_expert:
+        routed |= {f"shared.{name}" for name in of_mlp}
     if not model.cfg.gated_mlp:
         of_mlp.remove("hook_pre_linear")
     if model.cfg.is_told_time:
@@ -63,6 +65,8 @@ def test_the_hook_points_are_transformer_lens_names(every):
     expected = {f"blocks.{i}.{name}" for i in range(model.cfg.n_layers) for name in per_block}
     for i in range(model.cfg.n_layers):
         expected |= {f"blocks.{i}.mlp.{name}" for name in (of_mlp if i in every.dense_layers else routed)}
+        if every.has_shared_expert and i not in every.dense_layers:
+            expected.add(f"blocks.{i}.hook_shared_out")
     expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
     if model.cfg.is_told_time:
         expected |= {"hook_time", "hook_final_modulation"}

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parts_by_hand import normed
+from parts_by_hand import clipped, normed
 from torch.testing import assert_close
 from transformer_lens.hook_points import HookPoint
 
@@ -120,10 +120,12 @@ def test_the_same_change_of_all_copies_is_a_change_of_what_attention_reads(every
 
 
 def test_a_change_of_the_mlps_copy_is_a_change_of_what_it_reads(every, tokens, change):
-    model, mlp_out = every.model, f"{BLOCK}.hook_mlp_out"
+    model = every.model
+    outputs = [name for name in (f"{BLOCK}.hook_mlp_out", f"{BLOCK}.hook_shared_out") if name in model.hook_dict]
     with model.hooks(fwd_hooks=[(f"{BLOCK}.hook_resid_mid", lambda activation, hook: activation + change)]):
-        _, cache = model.run_with_cache(tokens, names_filter=mlp_out)
-    expected = model.run_with_hooks(tokens, fwd_hooks=[(mlp_out, lambda activation, hook: cache[mlp_out])])
+        _, cache = model.run_with_cache(tokens, names_filter=outputs)
+    hooks = [(name, lambda activation, hook: cache[hook.name]) for name in outputs]
+    expected = model.run_with_hooks(tokens, fwd_hooks=hooks)
     with model.optional_hooks(use_hook_mlp_in=True):
         hook = (f"{BLOCK}.hook_mlp_in", lambda activation, hook: activation.add_(change))
         assert_close(model.run_with_hooks(tokens, fwd_hooks=[hook]), expected, **CLOSE)
@@ -146,6 +148,8 @@ def test_the_copy_of_one_head_changes_the_projection_of_that_head(every, tokens,
     scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + model.cfg.eps).sqrt()
     normalized = normed(model, plain, "blocks.1.ln1", scaled)
     projected = normalized @ getattr(attn, f"W_{of.upper()}")[1] + getattr(attn, f"b_{of.upper()}")[1]
+    if of == "v":  # queries and keys are clipped after their hook points
+        projected = clipped(model, projected)
     assert_close(cache[of, 1][:, :, 1], projected, **CLOSE)
     for other in "qkv":
         kept = [head for head in range(plain[other, 1].shape[2]) if head != 1 or other != of]

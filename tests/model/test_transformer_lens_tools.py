@@ -92,6 +92,8 @@ def test_accumulated_bias_is_what_no_head_and_no_neuron_wrote(every, tokens):
             written = written + cache["post", layer] @ mlp.W_out * gate(model, cache, layer, "mlp")
         else:
             written = written + cache["mlp_out", layer]
+        if every.has_shared_expert and layer not in every.dense_layers:
+            written = written + cache[f"blocks.{layer}.hook_shared_out"]
     assert (bias != 0).any() == (model.cfg.o_bias or model.cfg.mlp_bias)
 
 

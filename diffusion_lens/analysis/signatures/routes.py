@@ -89,9 +89,9 @@ def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact laye
     at_rows, at_sources = at.rows[:, None], at.sources[:, None]
     bias = model.positions.score_bias(at_rows, at_sources)
     for block, q, k in zip(model.blocks, reading.queries, reading.keys, strict=True):
-        turned_q = model.positions.turn(_normed(block.attn.q_norm, q)[:, None], at_rows)
+        turned_q = model.positions.turn(block.attn.clipped(_normed(block.attn.q_norm, q)[:, None]), at_rows)
         turned_q = model.positions.scale_queries(turned_q, at_rows)[:, 0]
-        turned_k = model.positions.turn(_normed(block.attn.k_norm, k)[:, None], at_sources)[:, 0]
+        turned_k = model.positions.turn(block.attn.clipped(_normed(block.attn.k_norm, k)[:, None]), at_sources)[:, 0]
         by_query_head = turned_k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         score = (turned_q * by_query_head).float().sum(dim=-1) / model.cfg.d_head**0.5
         scores.append(score if bias is None else score + bias[:, :, 0, 0])

@@ -21,7 +21,7 @@ def width_at(model, name):
 
 
 @pytest.mark.parametrize(
-    "name", [RESID, "hook_embed", "blocks.0.attn.hook_z", "blocks.2.attn.hook_k", "blocks.1.mlp.hook_post"]
+    "name", [RESID, "hook_embed", "blocks.0.attn.hook_z", "blocks.2.attn.hook_k", "blocks.0.mlp.hook_post"]
 )
 def test_with_the_error_term_no_bit_changes(several, name):
     model, tokens = several.model, several.tokens
@@ -67,7 +67,7 @@ def test_an_edit_with_the_error_term_adds_the_decoded_difference(several, writes
 
 
 def test_gradients_of_features_are_those_of_small_edits(several):
-    model, tokens = copy.deepcopy(several.model).double(), several.tokens[:1]
+    model, tokens = several.tell(copy.deepcopy(several.model).double()), several.tokens[:1]
     dictionary, kept = RandomDictionary(model.cfg.d_model).double(), []
 
     def keep(features, hook):
@@ -164,7 +164,7 @@ def test_runs_with_guidance_and_remasking_are_unchanged_too(tiny, sampler):
 
 
 def test_a_model_in_bf16_takes_a_dictionary_in_float32(several):
-    model = copy.deepcopy(several.model).to("bfloat16")
+    model = several.tell(copy.deepcopy(several.model).to("bfloat16"))
     dictionary, tokens = RandomDictionary(model.cfg.d_model), several.tokens
     assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=[(RESID, splice(dictionary))]), model(tokens))
     _, cache = model.run_with_cache(tokens, names_filter=RESID)

@@ -158,6 +158,8 @@ def test_the_last_layer_is_what_the_loop_proposes(several):
         if not written.any():
             continue
         logits = proposed[step][:, lens.positions][written]
+        if model.cfg.head != "logits" and model.cfg.has_mask:  # [MASK] takes no part in the softmax
+            logits[..., model.cfg.mask_token_id] = -1e6
         assert torch.equal(lens.top_tokens[index, 0][written][:, 0], logits.argmax(-1))
         entropy = torch.distributions.Categorical(logits=logits.float()).entropy()
         assert_close(lens.entropy[index, 0][written], entropy, rtol=1e-4, atol=1e-5)
@@ -176,7 +178,7 @@ def test_hooks_change_the_lens_as_they_change_the_loop(several):
     lens, plain = logit_lens(model, trajectory, fwd_hooks=hooks), logit_lens(model, trajectory)
     states = states_in_the_loop(model, trajectory, hooks)
     for step in lens.steps:
-        assert_reads(lens, model, states[step][:, 0], step)
+        assert_reads(lens, model, states[step][:, 0], step, step=trajectory.state_at(step))
         is_read = ~lens.entropy[step].isnan()
         # Passes of other batches may round otherwise.
         changed = (lens.entropy[step, 2:] - plain.entropy[step, 2:])[is_read[2:]].abs() > 1e-4
@@ -222,10 +224,12 @@ def test_steps_with_the_same_canvas_share_a_pass(several):
     trajectory = model.denoise(several.tokens[:1, :4] % 500, max_new_tokens=3, steps=8)
     distinct = len(trajectory.canvases[:-1].unique(dim=0))
     lens = logit_lens(model, trajectory)
-    assert lens.record["forward_passes"] == distinct < 8
+    assert distinct < 8
+    # A network that is told the time reads the same canvas otherwise at another step.
+    assert lens.record["forward_passes"] == (8 if model.cfg.is_told_time else distinct)
     states = states_in_the_loop(model, trajectory)
     for step in lens.steps:
-        assert_reads(lens, model, states[step][:, 0], step)
+        assert_reads(lens, model, states[step][:, 0], step, step=trajectory.state_at(step))
 
 
 def test_some_steps_layers_and_positions(several):
@@ -284,8 +288,8 @@ def test_padding_on_the_left_is_not_read(own_pad):
 def test_a_bidirectional_model_without_masks(several):
     if several.model.cfg.grows:
         return
-    architecture = replace(several.model.cfg.architecture, mask_token_id=None)
-    model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+    architecture = replace(several.model.cfg.architecture, mask_token_id=None, head="logits")
+    model = several.tell(HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu")))
     lens = logit_lens(model, several.tokens[:1, :5] % 500)
     assert not lens.masked.any()
     assert lens.entropy.isfinite().all()
@@ -311,13 +315,19 @@ def test_targets(tiny):
 def test_less_precision_and_folded_norms(several):
     model, tokens = several.model, several.tokens[:2, :6] % 500
     copy = HookedDiffusionTransformer(model.cfg, tensors=model.state_dict().items())
-    fold_norms(copy)
-    plain, folded = logit_lens(model, tokens), logit_lens(copy, tokens)
-    assert_close(folded.kl, plain.kl, rtol=1e-3, atol=1e-4)
-    assert torch.equal(folded.top_tokens[..., 0], plain.top_tokens[..., 0])
-    half = HookedDiffusionTransformer(model.cfg, tensors=model.state_dict().items()).to("bfloat16")
+    if model.cfg.is_told_time:
+        with pytest.raises(ValueError, match="cannot be folded"):
+            fold_norms(copy)
+    else:
+        fold_norms(copy)
+        plain, folded = logit_lens(model, tokens), logit_lens(copy, tokens)
+        assert_close(folded.kl, plain.kl, rtol=1e-3, atol=1e-4)
+        assert torch.equal(folded.top_tokens[..., 0], plain.top_tokens[..., 0])
+    half = several.tell(HookedDiffusionTransformer(model.cfg, tensors=model.state_dict().items()).to("bfloat16"))
     lens = logit_lens(half, tokens)
     logits = half(tokens)[:, lens.rows[0]].float()
+    if model.cfg.head != "logits":  # [MASK] takes no part in the softmax
+        logits[..., model.cfg.mask_token_id] = -1e6
     assert lens.entropy.dtype == torch.float32
     assert_close(lens.entropy[-1], torch.distributions.Categorical(logits=logits).entropy(), rtol=1e-2, atol=1e-2)
     assert (lens.kl[-1] == 0).all()
