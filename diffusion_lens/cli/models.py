@@ -83,7 +83,8 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            help="Format: diffusion_lens, lit_gpt, llada, dream, llama, qwen2 or qwen3. Default: the source's."
+            help="Format: diffusion_lens, lit_gpt, llada, llada_moe, llada2, dream, llama, qwen2, qwen3, sdar, "
+            "nemotron_labs, mdlm, udlm, bd3lm, radd or sedd. Default: the source's."
         ),
     ] = None,
     config: options.Config = None,

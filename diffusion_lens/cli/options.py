@@ -144,11 +144,12 @@ Canvas = Annotated[
 Sampler = Annotated[
     str | None,
     typer.Option(
-        help="confidence (the default), ancestral, remdm, blocks, posterior, score, smdm, llada, dream, mdlm, sedd "
-        "or radd; block_confidence (the default), block_posterior, first_hitting, sdar, bd3lm or left_to_right for a "
-        "model that writes block after block; "
-        "uniform_posterior (the default), score, udlm or sedd for uniform noise. A causal model supports only "
-        "left_to_right."
+        help="For a masked model: confidence (the default), ancestral, remdm, blocks, posterior, score, "
+        "block_posterior, first_hitting, left_to_right, or the preset smdm, llada, dream, diffullama, mdlm, "
+        "bd3lm, sedd or radd. For one that writes block after block: block_confidence (the default), "
+        "block_posterior (the default of a network that is told the time), first_hitting, left_to_right, or the "
+        "preset sdar, llada2, nemotron or bd3lm. For uniform noise: uniform_posterior (the default), score, or "
+        "the preset udlm or sedd. A causal model supports only left_to_right."
     ),
 ]
 CfgScale = Annotated[

@@ -1,0 +1,43 @@
+"""Help texts are written by hand, because a table would import torch; they list what the tables have."""
+
+import re
+from typing import get_type_hints
+
+import pytest
+
+from diffusion_lens.cli.models import convert
+from diffusion_lens.cli.trace import trace
+from diffusion_lens.denoising.samplers import PRESETS, SAMPLERS, fitting_samplers
+from weight_conversion.registry import FAMILIES
+
+
+def help_of(command, option):
+    return get_type_hints(command, include_extras=True)[option].__metadata__[0].help
+
+
+def names(text):
+    return re.findall(r"\w+", text)
+
+
+def test_formats_are_the_families():
+    listed = re.fullmatch(r"Format: (.+)\. Default: the source's\.", help_of(convert, "to"))
+    assert [name for name in names(listed[1]) if name != "or"] == list(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "config"),
+    [
+        ("For a masked model: ", "llada"),
+        ("For one that writes block after block: ", "sdar"),
+        ("For uniform noise: ", "udlm"),
+        ("A causal model supports only ", "llama"),
+    ],
+)
+def test_samplers_are_those_that_fit(sentence, config, specimen, configs):
+    _, _, listed = help_of(trace, "sampler").partition(sentence)
+    named = {name for name in names(listed.partition(".")[0]) if name in {*SAMPLERS, *PRESETS}}
+    assert named == set(fitting_samplers(specimen(configs[config]).model.cfg))
+
+
+def test_every_sampler_is_listed():
+    assert {*SAMPLERS, *PRESETS} <= set(names(help_of(trace, "sampler")))
