@@ -109,7 +109,7 @@ class Sampler(ABC):
             return (
                 "shares its steps among all positions of the canvas, and this model writes one block of "
                 f"{variant.block_size} positions after another; use 'block_confidence', 'block_posterior', "
-                "'first_hitting', 'sdar' or 'left_to_right'"
+                "'first_hitting' or 'left_to_right'"
             )
         return None
 

@@ -153,8 +153,8 @@ class Server:
     """
 
     def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        version = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.socket(version, socket.SOCK_STREAM)
         if os.name == "posix":  # A port that was used a moment ago is free; elsewhere the option means another thing.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
