@@ -17,6 +17,7 @@ from weight_conversion import (
     TimeConditioning,
     Variant,
     YarnScaling,
+    mode_read,
     tensor_shapes,
 )
 
@@ -166,6 +167,16 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         )
 
     @property
+    def mode(self) -> str | None:
+        """The mode of `from_pretrained(mode=)` in which a checkpoint was read that is several models, else `None`."""
+        return mode_read(self.family, self.attention_dir)
+
+    @property
+    def name_and_mode(self) -> str:
+        """The name under which results and pages show the model: `model_name`, or `model_name@mode`."""
+        return name_with_mode(self.model_name, self.mode)
+
+    @property
     def n_params(self) -> int:
         """Number of weights in attention and MLPs, as TransformerLens counts: no embeddings, head, norms or biases."""
         return sum(
@@ -227,6 +238,11 @@ def reached(tokens: Tensor) -> Tensor: ...
 def reached(tokens: int | Tensor) -> bool | Tensor:
     """Whether a position of a canvas contains a token or [MASK]; false where the text has not reached the position."""
     return tokens != UNREACHED
+
+
+def name_with_mode(name: str, mode: str | None) -> str:
+    """`name@mode`, or the name alone where a checkpoint is one model."""
+    return name if mode is None else f"{name}@{mode}"
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

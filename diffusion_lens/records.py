@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.config import DiffusionConfig, name_with_mode
 from diffusion_lens.identity import identity_of, require_identified
 from diffusion_lens.identity import weights_sha256 as weights_sha256
 from weight_conversion import as_json, from_json, read_json, restore_numbers, to_json, write_safetensors
@@ -45,6 +45,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
     identity, clock = identity_of(model), getattr(model, "clock", None)
     return {
         "model": cfg.model_name,
+        **({} if cfg.mode is None else {"mode": cfg.mode}),
         "architecture": cfg.architecture.to_dict(),
         "weights_sha256": identity.weights_sha256,
         "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
@@ -65,9 +66,15 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
     }
 
 
+def shown_model(record: Mapping[str, Any]) -> str:
+    """The name of the model of a record, with its mode, `name@mode`, where one checkpoint is several models."""
+    return name_with_mode(str(record["model"]), record.get("mode"))
+
+
 def network_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a record that identify its network, for the record of a result that builds on this one."""
-    return {name: record.get(name) for name in NETWORK}
+    mode = {"mode": record["mode"]} if "mode" in record else {}
+    return {**{name: record.get(name) for name in NETWORK}, **mode}
 
 
 def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:
@@ -271,8 +278,8 @@ def _hooks(attached: Any) -> str:
 
 def one_line(result: Any) -> str:
     """A result in one line, for `__repr__`: its class, model, numbers, and tensors by axis and size."""
-    model = getattr(result, "record", {}).get("model")  # The results of one fact have no record.
-    shown = [str(model)] if model else []
+    record = getattr(result, "record", {})  # The results of one fact have no record.
+    shown = [shown_model(record)] if record.get("model") else []
     for field in fields(result):
         value = getattr(result, field.name)
         if isinstance(value, Tensor):

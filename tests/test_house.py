@@ -129,6 +129,7 @@ DOORS = {
     "diffusion_lens.analysis.patching.grid.patch_grid",
     "diffusion_lens.analysis.representations.forward_reverse.compare",
     "diffusion_lens.analysis.rome.study.key_value_study",
+    "diffusion_lens.checks.load.check_checkpoint",
     "diffusion_lens.evaluation.likelihood.monte_carlo_nll",
     "diffusion_lens.evaluation.recall_by_steps.recall_by_steps",
     "diffusion_lens.forward.Forward.forward",

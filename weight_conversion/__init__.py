@@ -21,6 +21,7 @@ from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_archit
 from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
 from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
 from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
+from weight_conversion.registry import mode_read
 from weight_conversion.rotary_scaling import QueryScale, RotaryScaling, YarnScaling
 from weight_conversion.tensor_shapes import N_FREQUENCIES, n_params, tensor_shapes
 from weight_conversion.variant import Context, Variant
@@ -52,6 +53,7 @@ __all__ = [
     "folded_architecture",
     "from_json",
     "is_constant",
+    "mode_read",
     "n_params",
     "open_checkpoint",
     "parse_json",

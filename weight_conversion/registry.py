@@ -65,6 +65,11 @@ def recognise(
     )
 
 
+def mode_read(family: str, attention_dir: str) -> str | None:
+    """The mode in which a model of this family was read; `None` where each checkpoint is one model."""
+    return FAMILIES[family].modes.get(attention_dir) if family in FAMILIES else None
+
+
 def _check_classes(config: Config, source: str) -> None:
     """Raise a `ValueError` if a config names a class that belongs to another model type than its own."""
     model_type, classes = config.get("model_type"), config.get("architectures")

@@ -42,25 +42,30 @@ class Expected:
     tuned_on_reversals: bool = False
 
     @classmethod
-    def of(cls, name: str) -> "Expected":
+    def of(cls, name: str, mode: str | None = None) -> "Expected":
         """Look up a name.
 
+        Args:
+            mode: Mode in which the checkpoint is read, as in `from_pretrained`.
+
         Raises:
-            ValueError: The name is not in the catalogue; the message gives the nearest names.
+            ValueError: The name is not in the catalogue; the message gives the nearest names. Or its checkpoint has one
+                mode only.
         """
         lower = name.lower()
+        options = {} if mode is None else {"mode": mode}
         if bundled := BUNDLED.get(lower):
             file = bundled.path
             record = read_json(bundled.folder / "results.json")["models"][lower]
-            architecture = open_checkpoint(file).architecture
+            architecture = open_checkpoint(file, options=options).architecture
             return cls(lower, architecture, "in the package", record["sha256"], file.stat().st_size, True)
         if lower not in PUBLISHED:
             raise unknown_name(name)
         entry = PUBLISHED[lower]
         if isinstance(entry, PublishedFile):
             tuned = entry.tuned_on == "reverse"
-            return cls(lower, entry.architecture, entry.evidence, entry.sha256, entry.n_bytes, tuned)
-        return cls(lower, entry.architecture, entry.evidence)
+            return cls(lower, entry.read(options), entry.evidence, entry.sha256, entry.n_bytes, tuned)
+        return cls(lower, entry.read(options), entry.evidence)
 
 
 def check_hash(expected: Expected | None, path: Path | None) -> Finding:

@@ -16,6 +16,7 @@ from diffusion_lens.checks.run import check_model
 from diffusion_lens.config import as_device
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading import TOKENIZER_FILES
+from diffusion_lens.loading.given_options import given_options
 from diffusion_lens.loading.hub import fetch_file, fetch_tokenizer
 from weight_conversion.files import WHOLE
 
@@ -32,6 +33,9 @@ def check_checkpoint(
     tokenizer: Path | None = None,
     device: str | None = None,
     dtype: str = "float32",
+    mode: str | None = None,
+    block_size: int | None = None,
+    mask_token_id: int | None = None,
 ) -> CheckReport:
     """Load a checkpoint and check whether it is what it claims to be.
 
@@ -42,6 +46,7 @@ def check_checkpoint(
         data: Data set or file with facts of the reversal curse.
         config, tokenizer, device, dtype: Arguments of `from_pretrained`. The tokenizer of the claimed model is used if
             there is none beside the checkpoint.
+        mode, block_size, mask_token_id: Arguments of `from_pretrained`. The catalogue's config is that of the mode.
 
     Raises:
         ValueError: The name, the dtype or the device is unknown; the reference is not one; or the data contain no fact
@@ -55,7 +60,7 @@ def check_checkpoint(
     known = {entry.repo: entry.name for entry in REPOSITORIES}.get(name_or_path, name_or_path.lower())
     if claimed is None and not path.exists() and (known in PUBLISHED or known in BUNDLED):
         claimed = known
-    expected = None if claimed is None else Expected.of(claimed)
+    expected = None if claimed is None else Expected.of(claimed, mode)
     loaded_reference = None if reference is None else Reference.load(reference)
     if data is not None:
         open_questions(data)  # so that unusable data are refused before a download
@@ -70,6 +75,7 @@ def check_checkpoint(
             tokenizer=tokenizer or _tokenizer(path, expected),
             device=resolved_device,
             dtype=DTYPES[dtype],
+            **given_options(mode, block_size, mask_token_id),
         )
     except ValueError as error:
         if not path.exists() and expected is None:

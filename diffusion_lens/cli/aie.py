@@ -96,10 +96,10 @@ def aie(
     from diffusion_lens.analysis.usable_facts import say_set_aside
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
     from diffusion_lens.data.sources import default_source, open_source
-    from diffusion_lens.records import require_same_settings
+    from diffusion_lens.records import require_same_settings, shown_model
 
     # 1. Read the facts, and check the settings before the model is loaded.
-    out = out or default_folder("aie", [model])
+    out = out or default_folder("aie", [chosen.label])
     source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
     length = chosen.length(length, source.length)
@@ -147,7 +147,7 @@ def aie(
         report.part_done(shard, len(average.ids) + len(average.unknown), out)
 
     # 4. Show the average effects, and write the files.
-    report.say(f"{average.record['model']}, the average over {average.rule}")
+    report.say(f"{shown_model(average.record)}, the average over {average.rule}")
     if average.set_aside:
         report.say(say_set_aside(average.set_aside))
     files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}

@@ -7,6 +7,7 @@ import typer
 
 from diffusion_lens.cli import options
 from diffusion_lens.cli.app import app
+from diffusion_lens.cli.load_model import name_and_mode
 
 
 @app.command()
@@ -29,6 +30,9 @@ def check(
     ] = None,
     config: options.Config = None,
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = None,
+    block_size: options.BlockSize = None,
+    mask_token_id: options.MaskTokenId = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the report, to attach to a bug report.")] = None,
     device: options.Device = None,
     dtype: options.Dtype = "float32",
@@ -46,8 +50,9 @@ def check(
     from diffusion_lens.checks.load import check_checkpoint
     from weight_conversion import to_json
 
+    name, mode = name_and_mode(model, mode)
     report = check_checkpoint(
-        model,
+        name,
         claimed=claimed,
         reference=reference,
         data=data,
@@ -55,6 +60,9 @@ def check(
         tokenizer=tokenizer,
         device=device,
         dtype=dtype,
+        mode=mode,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
     )
     if out is not None:
         report.save(out)

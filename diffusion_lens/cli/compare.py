@@ -9,7 +9,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, default_folder
+from diffusion_lens.cli.load_model import ModelChoice, default_folder, different_labels, name_and_mode
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 
@@ -71,8 +71,13 @@ def compare(
     from diffusion_lens.records import require_same_settings
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
-    chosen = [ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id) for model in models]
-    out = out or default_folder("compare", models)
+    chosen = []
+    for name, own_mode in map(name_and_mode, models):
+        # Beside another mode, the causal one takes neither option.
+        given = (None, None) if own_mode == "ar" and len(models) > 1 else (block_size, mask_token_id)
+        chosen.append(ModelChoice(name, config, tokenizer, device, dtype, own_mode or mode, *given))
+    names = different_labels(chosen)
+    out = out or default_folder("compare", names)
     for name in (vectors, against or vectors):
         check_vectors(name)
     available = statistics(rank=2, one_space=(against or vectors) == vectors)
@@ -82,9 +87,6 @@ def compare(
         )
     for model in chosen:
         cost.check_layers(model, layers or [])
-    names = [model.label for model in chosen]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{' '.join(models)}: each model has a folder of its name in OUT, so the names must differ")
 
     # 2. Read the facts, and lay out the study of each model.
     source = open_source(data or default_source(models[0]), outline_only=dry_run)

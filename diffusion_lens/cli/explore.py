@@ -10,7 +10,7 @@ import typer
 from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, model_label, reading
+from diffusion_lens.cli.load_model import ModelChoice, model_label, name_and_mode, reading
 
 if TYPE_CHECKING:
     from diffusion_lens.facts import Fact
@@ -26,7 +26,7 @@ def explore(
         typer.Option(
             metavar="MODEL",
             help='Second model to show beside the first. "pair" is the AR baseline of a published pair, and of a '
-            "checkpoint that is both, its causal mode.",
+            "checkpoint that is both, its causal mode; NAME@MODE is any mode of a checkpoint.",
         ),
     ] = None,
     prompt: Annotated[
@@ -88,22 +88,24 @@ def explore(
         raise ValueError("subject= is traced together with answer=; give both")
     if prompt is None and (subject or answer):
         raise ValueError("subject= and answer= belong to a prompt; give prompt= too")
-    names = (
-        [model]
-        if against is None
-        else [model, _second(model, against, config, reading(mode, block_size, mask_token_id))]
-    )
-    if shared := len(set(names)) < len(names) and against == PAIR:
+    model, mode = name_and_mode(model, mode)
+    names, second_mode = [model], None
+    if against is not None:
+        second, second_mode = name_and_mode(against)
+        names.append(_second(model, second, config, reading(mode, block_size, mask_token_id)))
+    if shared := len(set(names)) < len(names) and (against == PAIR or second_mode is not None):
         mode = mode or "bidirectional"
+        second_mode = second_mode or "ar"
     asked: Fact | str
     asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
     if prompt is not None and subject is not None and answer is not None:
         asked = Fact(prompt, subject, answer)
     choices = [ModelChoice(names[0], config, tokenizer, device, dtype, mode, block_size, mask_token_id)]
     if shared:
-        choices.append(replace(choices[0], mode="ar", block_size=None, mask_token_id=None))
+        sizes = (None, None) if second_mode == "ar" else (block_size, mask_token_id)
+        choices.append(replace(choices[0], mode=second_mode, block_size=sizes[0], mask_token_id=sizes[1]))
     else:
-        choices += [ModelChoice(name, None, tokenizer, device, dtype) for name in names[1:]]
+        choices += [ModelChoice(name, None, tokenizer, device, dtype, second_mode) for name in names[1:]]
     lengths = [choice.length(length, of_data) for choice in choices]
     length = min((known for known in lengths if known is not None), default=None)
 

@@ -16,11 +16,13 @@ LONGEST_WORD = 12  # characters
 
 def tables(lens: "LogitLens") -> Iterator[str]:
     """The lines of a table of the likeliest tokens, or of the states at which tokens become the likeliest."""
+    from diffusion_lens.records import shown_model
+
     words, targets = _likeliest(lens), lens.targets[0, :, 0].tolist()
     probabilities = lens.top_probabilities[..., 0, :, 0].tolist()
     labels = [f"{place} {_word(lens, token)}".rstrip() for place, token in zip(lens.positions, targets, strict=True)]
     if lens.steps is None:
-        yield f"{lens.record['model']}: the likeliest token and its probability, by state and position"
+        yield f"{shown_model(lens.record)}: the likeliest token and its probability, by state and position"
         cells = [
             [f"{word} {p:.2f}" if word else "-" for word, p in zip(*of_layer, strict=True)]
             for of_layer in zip(words, probabilities, strict=True)
@@ -31,7 +33,7 @@ def tables(lens: "LogitLens") -> Iterator[str]:
             if token >= 0:
                 yield f"position {label}: {f'the likeliest from {since} on' if since else 'never the likeliest'}"
     elif len(lens.positions) == 1:
-        place = f"{lens.record['model']}, position {labels[0]}"
+        place = f"{shown_model(lens.record)}, position {labels[0]}"
         yield f"{place}: the likeliest token and its probability, by state and step"
         cells = [
             [
@@ -43,8 +45,8 @@ def tables(lens: "LogitLens") -> Iterator[str]:
         yield from _table(["state", *_steps(lens)], lens.labels, cells)
     else:
         yield (
-            f"{lens.record['model']}: the first state from which on the token at a position is the likeliest, by step; "
-            "- once it is revealed, and where nothing is read"
+            f"{shown_model(lens.record)}: the first state from which on the token at a position is the likeliest, "
+            "by step; - once it is revealed, and where nothing is read"
         )
         shown = lens.masked[:, 0] & (lens.top_tokens[:, 0, 0, :, 0] >= 0)
         layers = lens.first_layer()[:, 0, :, 0].T.tolist()

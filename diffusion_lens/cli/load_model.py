@@ -18,7 +18,7 @@ class ModelChoice:
     """A model by name or path, with its loading options. Invalid options are refused without loading the model.
 
     Attributes:
-        name: Published name, repository, file or folder.
+        name: Published name, repository, file or folder. `NAME@MODE` gives the mode too.
         config, tokenizer: Paths of the config and the tokenizer, if they are not next to the checkpoint.
         device: Name of the device. `None` means the best available device.
         dtype: Dtype of the weights, "float32", "bfloat16" or "float16".
@@ -40,6 +40,9 @@ class ModelChoice:
     mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        name, mode = name_and_mode(self.name, self.mode)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "mode", mode)
         bytes_per_weight(self.dtype)
         if self.device is not None:
             from diffusion_lens.config import device_named
@@ -63,8 +66,10 @@ class ModelChoice:
 
     @property
     def label(self) -> str:
-        """Last part of the name or path."""
-        return model_label(self.name)
+        """Last part of the name or path, with the mode if one is chosen: no other model of a command has it."""
+        from diffusion_lens.config import name_with_mode
+
+        return name_with_mode(model_label(self.name), self.mode)
 
     def shape(self) -> "Architecture":
         """Architecture of the model, without a download.
@@ -166,6 +171,37 @@ class ModelChoice:
         return HookedDiffusionTransformer.from_pretrained(
             self.name, **files, device=device, dtype=self.dtype, **options
         )
+
+
+def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]:
+    """The name of a model and its mode, from `NAME@MODE` or the option --mode.
+
+    Raises:
+        ValueError: The two are different modes.
+    """
+    from diffusion_lens.loading.given_options import MODES
+
+    name, _, said = given.rpartition("@")
+    if not name or said not in MODES or Path(given).expanduser().exists():
+        return given, mode
+    if mode not in (None, said):
+        raise ValueError(f"{given} names the mode {said!r}, and --mode is {mode!r}: give one of them")
+    return name, said
+
+
+def different_labels(models: Sequence[ModelChoice]) -> list[str]:
+    """The labels of the models of a command.
+
+    Raises:
+        ValueError: Two models have the same.
+    """
+    labels = [model.label for model in models]
+    if len(set(labels)) < len(labels):
+        raise ValueError(
+            f"{' '.join(labels)}: each model has a folder of its name in OUT, so the names must differ. Two modes of "
+            "one checkpoint are NAME@block and NAME@ar"
+        )
+    return labels
 
 
 def reading(mode: str | None, block_size: int | None, mask_token_id: int | None) -> dict[str, str | int]:

@@ -12,7 +12,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A published name (see `diffusion-lens models`), a checkpoint file, a folder, or a hub repository "
-        "(owner/name).",
+        "(owner/name). NAME@MODE is one mode of a checkpoint that is several models, as --mode.",
     ),
 ]
 Models = Annotated[
@@ -20,7 +20,7 @@ Models = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="One or several models: published names (see `diffusion-lens models`), files, folders, or hub "
-        "repositories.",
+        "repositories. NAME@block and NAME@ar are two modes of one checkpoint.",
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps. Default: the best available device.")]

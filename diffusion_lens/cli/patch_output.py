@@ -45,6 +45,8 @@ def results_of(grids: "Mapping[str, PatchGrid]") -> dict[str, Any]:
 
 def save(grids: "Mapping[str, PatchGrid]", out: Path) -> dict[str, Path]:
     """Write each grid, and the figure of the step and head with its largest effect."""
+    from diffusion_lens.records import shown_model
+
     files = {}
     for site, grid in grids.items():
         files[site] = grid.save(out / f"{site}.safetensors")
@@ -53,7 +55,7 @@ def save(grids: "Mapping[str, PatchGrid]", out: Path) -> dict[str, Path]:
         drawn = {axis: chosen[axis] for axis in ("step", "head") if axis in chosen}
         if "pos" not in chosen:
             drawn.pop("head", None)  # The heads are the rows of the figure.
-        title = ", ".join([grid.record["model"], *(f"{axis} {number}" for axis, number in drawn.items())])
+        title = ", ".join([shown_model(grid.record), *(f"{axis} {number}" for axis, number in drawn.items())])
         files[f"{site}_picture"] = save_figure(grid.plot(**drawn, title=title), out / f"{site}.png")
     return files
 

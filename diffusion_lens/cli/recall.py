@@ -73,7 +73,7 @@ def recall(
 
     # 1. Read the facts, and check the settings before the model is loaded.
     check_score(score)
-    out = out or default_folder("recall", [model])
+    out = out or default_folder("recall", [chosen.label])
     source = open_source(data or default_source(model), outline_only=dry_run)
     facts = source.pick(trained, asked, limit)
     length = chosen.length(length, source.length) or STUDY_LENGTH

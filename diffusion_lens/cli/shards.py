@@ -7,8 +7,11 @@ from typing import Any
 from diffusion_lens.analysis.resumable import pick_shard
 from diffusion_lens.analysis.usable_facts import UsableFacts
 from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.config import name_with_mode
 from diffusion_lens.facts import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.records import shown_model
+from weight_conversion import mode_read
 
 
 def share_of_work(n_facts: int, shard: str | None, merge: Sequence[Path] | None) -> int:
@@ -61,6 +64,10 @@ def require_model(model: ModelChoice, record: Mapping[str, Any]) -> None:
     here = Path(model.name).expanduser().exists()
     if not here and "/" in model.name:
         return
-    name = model.shape().name if here else model.name.lower()
-    if name != record["model"]:
-        raise ValueError(f"the parts to merge were made by {record['model']!r}, not by {model.name!r}")
+    shape = model.known_shape()
+    name = shape.name if here and shape is not None else model.name.lower()
+    mode = None if shape is None else mode_read(shape.family, shape.attention_dir)
+    if name != record["model"] or mode not in (None, record.get("mode")):
+        raise ValueError(
+            f"the parts to merge were made by {shown_model(record)!r}, not by {name_with_mode(model.name, mode)!r}"
+        )

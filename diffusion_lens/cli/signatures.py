@@ -9,7 +9,7 @@ import typer
 from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, default_folder
+from diffusion_lens.cli.load_model import ModelChoice, default_folder, different_labels
 from diffusion_lens.cli.report import Report, progress, save_figure
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def signatures(
     model: options.Model,
     against: Annotated[
         str | None,
-        typer.Option(help="Another model to measure on the same facts, such as the AR baseline: a name or a path."),
+        typer.Option(
+            help="Another model for the same facts, such as the AR baseline: a name, a path, or another mode, NAME@ar."
+        ),
     ] = None,
     out: options.OutNeeded = None,
     data: options.Data = None,
@@ -110,9 +112,7 @@ def signatures(
     # 1. Read the facts, and check the options that need no model.
     if trained not in OPPOSITE:
         raise ValueError(f"--trained {trained!r}; it must be {' or '.join(OPPOSITE)}, the one direction of training")
-    names = [each.label for each in chosen]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{model} {against}: each model has a folder of its name in OUT, so the names must differ")
+    names = different_labels(chosen)
     out = out or default_folder("signatures", names)
     source = open_source(data or default_source(model), outline_only=dry_run)
     fact_pairs = source.fact_pairs(trained, per_person=per_person, limit=limit)
@@ -217,9 +217,11 @@ def _work(
 
 def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
     """The means over pairs, with a row for each layer."""
+    from diffusion_lens.records import shown_model
+
     forward, reverse = study.probability.tolist()
     n_pairs = f"{len(study.ids)} pair{'s' if len(study.ids) > 1 else ''}"
-    yield f"{study.record['model']}: {n_pairs} trained {trained}, {len(study.candidates)} candidates"
+    yield f"{shown_model(study.record)}: {n_pairs} trained {trained}, {len(study.candidates)} candidates"
     yield f"  p(answer): {forward:.3f} forward, {reverse:.3f} reverse"
     yield "         percentile                edge cut (nats)  route correlation  cosine of gradients (shuffled pairs)"
     yield (

@@ -37,6 +37,8 @@ def load_statement(record: Mapping[str, Any]) -> str:
         "HookedDiffusionTransformer.from_pretrained",
         repr(record["model"]),
         dtype=None if dtype == "float32" else dtype,
+        mode=record.get("mode"),
+        block_size=record["architecture"]["causal_block"] if record.get("mode") == "block" else None,
     )
     weights = record.get("weights_sha256")
     check = f"{WEIGHTS[1]}(model).startswith({str(weights)[:_SHOWN]!r}), 'the run was made with other weights'"

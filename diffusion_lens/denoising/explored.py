@@ -26,6 +26,7 @@ from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
 from diffusion_lens.pages.views import Lens, View
 from diffusion_lens.pages.words import Words
+from diffusion_lens.records import shown_model
 
 MISSING = {
     "alternatives": "Pass logits=cache, where trajectory, cache = model.denoise_with_cache(prompt, "
@@ -49,7 +50,7 @@ def page_of(trajectory: Recording, results: Results, row: int = 0) -> Page:
         raise ValueError(f"row={row}, but the trajectory has {len(trajectory)} rows")
     row %= len(trajectory)
     record = trajectory.record
-    title = f"{record['model']}: {trajectory.text[row] or 'a run'}"
+    title = f"{shown_model(record)}: {trajectory.text[row] or 'a run'}"
     return Page(title, [model_info(record)], [page_run(trajectory, results, row)])
 
 
@@ -95,7 +96,7 @@ def model_info(record: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest's entry of the model that a record names."""
     architecture = record["architecture"]
     return {
-        "name": record["model"],
+        "name": shown_model(record),
         "n_layers": architecture["n_layers"],
         "n_heads": architecture["n_heads"],
         "grows": record["blank"] < 0,
@@ -117,7 +118,7 @@ def canvas_entry(trajectory: Recording, row: int, words: Words) -> dict[str, Any
     return {
         "id": "run",
         "model": 0,
-        "label": record["model"],
+        "label": shown_model(record),
         "prompt": prompt,
         "text": trajectory.text[row],
         "spec": None,

@@ -13,7 +13,7 @@ from diffusion_lens import plots
 from diffusion_lens.config import reached
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.display import Result, Table, texts_of
-from diffusion_lens.records import as_dataclass, load_result, save_result
+from diffusion_lens.records import as_dataclass, load_result, save_result, shown_model
 from diffusion_lens.settings import whole_number
 from diffusion_lens.shapes import PosMask, Tokens
 
@@ -196,7 +196,7 @@ class Recording(Result):
 
     def to_html(self, row: int = 0) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
-        return plots.canvas_table(f"{self.record['model']}: {self.text[row] or 'a run'}", *self._drawn(row))
+        return plots.canvas_table(f"{shown_model(self.record)}: {self.text[row] or 'a run'}", *self._drawn(row))
 
     def _table(self) -> Table:
         batch, n_pos = self.tokens.shape

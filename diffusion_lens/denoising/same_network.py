@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import NETWORK, differences, network_of, provenance
+from diffusion_lens.records import NETWORK, differences, network_of, provenance, shown_model
 from diffusion_lens.user_warnings import warn_user
 
 COMPARED = tuple(name for name in NETWORK if name != "tokenizer_sha256")
@@ -39,8 +39,8 @@ def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransfo
     recorded, current = record["architecture"], model.cfg.architecture.to_dict()
     if {**recorded, "name": None} != {**current, "name": None}:
         raise ValueError(
-            f"the trajectory was written by {record['model']!r}, whose architecture differs from that of "
-            f"{model.cfg.model_name!r}, so it cannot read its tokens and steps. Load the model that wrote it, or "
+            f"the trajectory was written by {shown_model(record)!r}, whose architecture differs from that of "
+            f"{model.cfg.name_and_mode!r}, so it cannot read its tokens and steps. Load the model that wrote it, or "
             "denoise the prompt again"
         )
 

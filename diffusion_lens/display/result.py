@@ -12,7 +12,7 @@ from typing import Any
 
 from diffusion_lens import plots
 from diffusion_lens.display.table import Table
-from diffusion_lens.records import one_line
+from diffusion_lens.records import one_line, shown_model
 
 _SHOWN_SETTINGS = 10
 _LONGEST = 40  # characters of a setting that is shown
@@ -85,7 +85,7 @@ class PicturedResult(Result):
 
 def say_settings(record: Mapping[str, Any]) -> str:
     """Model, settings and hash of the weights in one line, from a record; empty for an empty record."""
-    model = [str(record["model"])] if record.get("model") else []
+    model = [shown_model(record)] if record.get("model") else []
     shown = {name: value for name, value in record.items() if name not in _NOT_SHOWN and _is_short(value)}
     settings = [
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()

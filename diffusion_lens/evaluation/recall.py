@@ -28,7 +28,7 @@ from diffusion_lens.evaluation.scores import (
     word_bleu,
 )
 from diffusion_lens.facts import Fact
-from diffusion_lens.records import load_fields, one_line, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields, shown_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +207,7 @@ class Recall(StudyResult[Reply]):
             self.steps,
             score,
             ax=ax,
-            title=title or f"{self.record['model']}: recall by steps",
+            title=title or f"{shown_model(self.record)}: recall by steps",
         )
 
 

@@ -8,6 +8,7 @@ from diffusion_lens.analysis.usable_facts import say_set_aside
 from diffusion_lens.evaluation.naming import DirectionPair, cell_meaning, cell_name
 from diffusion_lens.evaluation.published import MARKS, SOURCES, PublishedNumber, published_rows
 from diffusion_lens.evaluation.scores import SCORES
+from diffusion_lens.records import shown_model
 
 LEFT_TO_RIGHT = "left to right"
 _WIDTH = 15
@@ -41,7 +42,7 @@ def recall_table(
 ) -> str:
     """The result of `Recall.table` as text, in percent, with the settings of the study."""
     lines = [
-        f"{record['model']}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
+        f"{shown_model(record)}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
         f"length {record['length']}, sampler {record['sampler']['name']}, guidance {record['cfg_scale']:g}, "
         f"temperature {record['temperature']:g}, seed {record['seed']}, {record['dtype']}, "
         f"weights {record['weights_sha256'][:12]}",
@@ -57,7 +58,7 @@ def recall_table(
         meaning = f" ({cell_meaning(*cell)})" if cell_meaning(*cell) else ""
         lines += ["", f"{cell_name(*cell)}{meaning}, {counted}"]
         lines.append(_line("", [steps_label(column) for column in steps]))
-        lines.append(_line(record["model"], [f"{100 * shares[column].mean:.1f}" for column in steps]))
+        lines.append(_line(shown_model(record), [f"{100 * shares[column].mean:.1f}" for column in steps]))
         lines.append(_line("", [_interval(shares[column]) for column in steps]))
         for label, row in published_rows(cell, score).items():
             if any(column in row for column in steps):

@@ -28,7 +28,7 @@ def described(plan: Plan, run: Trajectory, words: Words, asked: Asked, alternati
     return {
         "id": spec.id,
         "model": spec.model,
-        "label": ", ".join([str(model.cfg.model_name), *map(str, spec.interventions)]),
+        "label": ", ".join([model.cfg.name_and_mode, *map(str, spec.interventions)]),
         "prompt": spec.prompt,
         "spec": spec.to_json(),
         "base": spec.base,

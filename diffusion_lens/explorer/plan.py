@@ -111,7 +111,8 @@ class Plan:
         """Imports, the model, the caches of other runs, and the hooks."""
         cfg = self.model.cfg
         dtype = str(cfg.dtype).removeprefix("torch.")
-        loaded = load_statement({"model": cfg.model_name, "dtype": dtype, "weights_sha256": self.weights})
+        described = {"model": cfg.model_name, "mode": cfg.mode, "architecture": cfg.architecture.to_dict()}
+        loaded = load_statement({**described, "dtype": dtype, "weights_sha256": self.weights})
         needed = {("torch", ""), ("diffusion_lens", "HookedDiffusionTransformer"), *self.imports}
         needed |= {WEIGHTS} if self.weights else set()
         lines = [import_lines(needed), loaded, *self.statements]

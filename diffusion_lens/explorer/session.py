@@ -41,7 +41,7 @@ class Session:
         if not models:
             raise ValueError("a session needs a model")
         self.models = list(models)
-        self.title = title or " and ".join(str(model.cfg.model_name) for model in models)
+        self.title = title or " and ".join(model.cfg.name_and_mode for model in models)
         self._specs: dict[str, Spec] = {}
         self._shown: dict[str, None] = {}
         self._memory = Memory(max_bytes)
@@ -141,7 +141,7 @@ class Session:
             return replace(spec, interventions=(), base=None)
         source = self._spec(one.source)
         if source.model != spec.model:
-            names = [self.models[index].cfg.model_name for index in (source.model, spec.model)]
+            names = [self.models[index].cfg.name_and_mode for index in (source.model, spec.model)]
             raise ValueError(
                 f"the run {one.source} is of {names[0]!r}, whose activations do not fit {names[1]!r}: name a run of "
                 "the same model"
@@ -182,7 +182,7 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
     """The manifest's entry of a model."""
     cfg = model.cfg
     return {
-        "name": cfg.model_name,
+        "name": cfg.name_and_mode,
         "n_layers": cfg.n_layers,
         "n_heads": cfg.n_heads,
         "grows": cfg.grows,

@@ -19,6 +19,7 @@ ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--an
 NEEDS = {
     "models": [],
     "info": ["tiny-mdm"],
+    "check": ["tiny-mdm"],
     "convert": ["one.safetensors", "other.safetensors"],
     "denoise": ["tiny-mdm", "Gustav"],
     "explore": ["tiny-mdm", "--out", "page.html"],

@@ -9,8 +9,11 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import ReversalSignatures
+from diffusion_lens.checks.expected import Expected
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.cli.shards import require_model
 from diffusion_lens.loading import shape_of
 from weight_conversion import export
 
@@ -37,7 +40,7 @@ def folder(configs: dict, specimen: type, tmp_path: Path) -> Path:
 def test_every_command_that_takes_a_config_takes_them() -> None:
     commands = get_command(app).commands
     takers = {name for name, command in commands.items() if "config" in {each.name for each in command.params}}
-    assert {name for name in takers if NAMES - {each.name for each in commands[name].params}} == {"check"}
+    assert {name for name in takers if NAMES - {each.name for each in commands[name].params}} == set()
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,56 @@ def test_the_explorer_shows_both_modes_of_a_checkpoint(folder: Path, tmp_path: P
     assert result.exit_code == 0, result.output
     models = PageFile(out.read_text(encoding="utf-8")).manifest["models"]
     assert [model["grows"] for model in models] == [False, True]
+    name = HookedDiffusionTransformer.from_pretrained(folder, device="cpu").cfg.model_name
+    assert [model["name"] for model in models] == [f"{name}@bidirectional", f"{name}@ar"]
+    assert f"from_pretrained('{name}', mode='ar')" in json.dumps(PageFile(out.read_text(encoding="utf-8")).manifest)
+
+
+def test_two_modes_of_a_checkpoint_are_two_models_of_a_study(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["signatures", f"{folder}@block", "--block-size", "4", "--against", f"{folder}@ar", "--limit", "2"]
+    facts = ["--data", "toy", "--length", "14", "--device", "cpu", "--out", str(out)]
+    result = invoke(*asked, *facts)
+    assert result.exit_code == 0, result.output
+    studies = {mode: ReversalSignatures.load(out / f"both@{mode}.safetensors") for mode in ("block", "ar")}
+    name = studies["ar"].record["model"]
+    for mode, direction in (("block", "block_causal"), ("ar", "causal")):
+        record = studies[mode].record
+        assert (record["model"], record["mode"], record["architecture"]["attention_dir"]) == (name, mode, direction)
+        assert repr(studies[mode]).startswith(f"ReversalSignatures({name}@{mode}, ")
+    record = json.loads((out / "command.json").read_text())["record"]
+    assert (record["mode"], record["against"]["mode"]) == ("block", "ar")
+    require_model(ModelChoice(f"{folder}@ar"), studies["ar"].record)
+    with pytest.raises(ValueError, match=f"made by '{name}@block', not by '.*both@ar'"):
+        require_model(ModelChoice(f"{folder}@ar"), studies["block"].record)
+
+
+def test_compare_takes_two_modes_of_a_checkpoint(folder: Path) -> None:
+    modes = [f"{folder}@block", f"{folder}@ar"]
+    asked = ["--data", "toy", "--length", "14", "--block-size", "4", "--dry-run"]
+    result = invoke("compare", *modes, *asked)
+    assert result.exit_code == 0, result.output
+    result = invoke("compare", modes[1], modes[1], *asked[:4], "--dry-run")
+    assert result.exit_code == 2
+    assert "the names must differ. Two modes of one checkpoint are NAME@block and NAME@ar" in result.output
+    result = invoke("info", modes[0], "--mode", "ar")
+    assert "names the mode 'block', and --mode is 'ar': give one of them" in result.output
+
+
+def test_a_folder_whose_name_ends_like_a_mode_is_that_folder(folder: Path) -> None:
+    other = folder.rename(folder.with_name("both@ar"))
+    choice = ModelChoice(str(other))
+    assert (choice.name, choice.mode, choice.shape().attention_dir) == (str(other), None, "bidirectional")
+
+
+def test_the_check_reads_the_checkpoint_in_a_mode(tmp_path: Path) -> None:
+    for asked in (("--mode", "ar"), ()):
+        result = invoke("check", f"{NEMOTRON}{'' if asked else '@ar'}", *asked, "--device", "cpu", "--json")
+        findings = {each["check"]: each for each in json.loads(result.stdout)["findings"]}
+        assert findings["config"]["numbers"]["architecture"]["attention_dir"] == "causal"
+    assert Expected.of("nemotron-labs-diffusion-3b", "ar").architecture.attention_dir == "causal"
+    with pytest.raises(ValueError, match="mode='ar' does not apply"):
+        Expected.of("tiny-mdm", "ar")
 
 
 def test_a_dry_run_counts_the_model_that_is_asked_for(folder: Path) -> None:

@@ -34,6 +34,7 @@ class Family:
         ignored: Patterns of the names of tensors that are not needed.
         options: The arguments of `open_checkpoint` that its config may be completed with, of "block_size", "mode" and
             "mask_token_id"; `read_architecture` finds them under these keys of the config.
+        modes: The names of its modes by direction of attention, where each of its checkpoints is several models.
         classes: Model types of the family, each with a pattern of the class names that its configs list under
             `architectures`.
     """
@@ -46,6 +47,7 @@ class Family:
     config_file: str
     ignored: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    modes: Mapping[str, str] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
 
     def check_options(self, options: Mapping[str, Any]) -> None:

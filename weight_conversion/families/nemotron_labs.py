@@ -24,6 +24,7 @@ from weight_conversion.variant import Context
 MODEL_TYPE = "nemotron_labs_diffusion"
 # The value of dlm_paradigm under which the authors' code computes each mode.
 PARADIGMS = {"bidirectional": "bidirectional", "block": "block_diff", "ar": "autoregressive"}
+MODES = {"bidirectional": "bidirectional", "block_causal": "block", "causal": "ar"}
 QUERY_SCALE = "llama_4_scaling_beta"
 CAUSAL_CONTEXT = "causal_context"
 
@@ -90,14 +91,13 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
     if a.query_scale is not None:
         rotary[QUERY_SCALE] = a.query_scale.beta
         rotary["original_max_position_embeddings"] = a.query_scale.original_max_position_embeddings
-    mode = {"bidirectional": "bidirectional", "block_causal": "block", "causal": "ar"}[a.attention_dir]
     for key in ROPE:
         written.pop(key, None)
     return {
         **written,
         "model_type": MODEL_TYPE,
         "rope_parameters": {**rotary, "rope_theta": a.rotary_base},
-        "dlm_paradigm": PARADIGMS[mode],
+        "dlm_paradigm": PARADIGMS[MODES[a.attention_dir]],
         "block_size": a.causal_block,
         "mask_token_id": a.mask_token_id,
         **({CAUSAL_CONTEXT: False} if a.block_context == "prompt" else {}),
@@ -112,5 +112,6 @@ FAMILY = Family(
     write_config=write_config,
     config_file="config.json",
     options=("mode", "block_size", "mask_token_id"),
+    modes=MODES,
     classes={MODEL_TYPE: r"NemotronLabsDiffusion\w*"},
 )

@@ -38,6 +38,7 @@ from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import shown_model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,10 +92,10 @@ class AverageEffect(FactAverage):
         """
         if not self.ids:
             raise ValueError(
-                f"there is no average to plot: {self.record['model']} knows none of the {len(self.unknown)} facts that "
-                "it was queried for"
+                f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
+                "that it was queried for"
             )
-        title = title or f"{self.record['model']}: {self.rule}\naverage total effect {self.ate:.2f}"
+        title = title or f"{shown_model(self.record)}: {self.rule}\naverage total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)
         return plots.effect_curves(
             self.aie, low, high, self.roles, self.layers, self.record["kind"], ax=ax, title=title

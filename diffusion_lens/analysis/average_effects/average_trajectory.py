@@ -40,6 +40,7 @@ from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records import shown_model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,7 +143,7 @@ class AverageTrajectoryEffect(FactAverage):
             hue=plots.HUES[kind],
             limits=(0.0, highest),
             bar="AIE",
-            title=title or f"{self.record['model']}, {drawn}\n{self.rule}",
+            title=title or f"{shown_model(self.record)}, {drawn}\n{self.rule}",
             ax=ax,
         )
 
@@ -151,7 +152,7 @@ class AverageTrajectoryEffect(FactAverage):
         self._require_facts()
         average = self.at(offset)
         counts = f"{len(average.ids)} of them have this step, average total effect {average.ate:.2f}"
-        default = f"{self.record['model']}, {_step_label(offset)}: {self.rule}\n{counts}"
+        default = f"{shown_model(self.record)}, {_step_label(offset)}: {self.rule}\n{counts}"
         return average.plot(level, ax=ax, title=title or default)
 
     def _column(self, offset: int) -> int:
@@ -164,7 +165,7 @@ class AverageTrajectoryEffect(FactAverage):
 
     def _require_facts(self) -> None:
         if not self.ids:
-            raise ValueError(f"there is no average to plot: {self.record['model']} has {self.rule}")
+            raise ValueError(f"there is no average to plot: {shown_model(self.record)} has {self.rule}")
 
 
 @begins_run

@@ -36,7 +36,7 @@ from diffusion_lens.display import PicturedResult, Table, shaped
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
+from diffusion_lens.records import load_fields, provenance, save_fields, shown_model
 from diffusion_lens.settings import Real, Whole, naming_the_nearest
 
 
@@ -135,7 +135,7 @@ class CausalTrace(PicturedResult):
             kind=self.record["kind"],
             answer=self.record["answer"],
             limits=limits or (self.corrupted, float(self.scores.nan_to_num().max())),
-            title=title or f"{self.record['model']}\nclean {self.clean:.2f}, corrupted {self.corrupted:.2f}",
+            title=title or f"{shown_model(self.record)}\nclean {self.clean:.2f}, corrupted {self.corrupted:.2f}",
             ax=ax,
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.display import PicturedResult, Table, shaped
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, save_fields, shown_model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +124,7 @@ class TrajectoryTrace(PicturedResult):
             answer=self.record["answer"],
             clean=self.clean,
             corrupted=self.corrupted,
-            title=title or f"{self.record['model']}: {' '.join(map(plots.readable, self.str_canvases[-1]))}",
+            title=title or f"{shown_model(self.record)}: {' '.join(map(plots.readable, self.str_canvases[-1]))}",
         )
 
     def save(self, path: str | Path) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.display import PicturedResult, Table
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, save_fields, shown_model
 from diffusion_lens.settings import Whole, whole_number
 
 STATES = ("clean", "spliced", "zero_ablated", "mean_ablated")
@@ -131,7 +131,7 @@ class DictionaryLoss(PicturedResult):
     def __repr__(self) -> str:
         clean, spliced, recovered = self.loss(), self.loss("spliced"), self.recovered()
         return (
-            f"DictionaryLoss({self.record['name']} of {self.record['model']}, {len(self.losses)} texts: loss "
+            f"DictionaryLoss({self.record['name']} of {shown_model(self.record)}, {len(self.losses)} texts: loss "
             f"{clean.value:.3f}, spliced {spliced.value:.3f}; recovered {recovered.value:.3f} ± "
             f"{recovered.standard_error:.3f}, variance explained {self.overall_variance_explained:.3f}, "
             f"L0 {(self.l0 * self.n_rows).nansum().item() / self.n_rows.sum().item():.1f})"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.display import PicturedResult, Table, shaped, texts_of
-from diffusion_lens.records import as_dataclass, load_result, save_result, split_fields
+from diffusion_lens.records import as_dataclass, load_result, save_result, shown_model, split_fields
 from diffusion_lens.settings import Whole, whole_number
 
 # Name of each table, its last axis if it has one after [step layer batch selected], and whether it contains integers.
@@ -186,7 +186,7 @@ class LogitLens(PicturedResult):
             hue=hue,
             limits=(0.0, highest),
             bar=bar,
-            title=title or (f"{self.record['model']}" if position is None else f"position {position}"),
+            title=title or (f"{shown_model(self.record)}" if position is None else f"position {position}"),
             ax=ax,
         )
 
@@ -222,7 +222,7 @@ class LogitLens(PicturedResult):
     def _picture(self) -> Any:
         """All positions, of the first step where there are several; without the tokens of many, which take long."""
         lens = self if self.steps is None else self.at_step(self.steps[0])
-        title = str(self.record["model"]) if self.steps is None else f"step {self.steps[0]}"
+        title = shown_model(self.record) if self.steps is None else f"step {self.steps[0]}"
         if len(self.positions) <= _MOST_WRITTEN:
             return lens.plot(title=title)
         values, (bar, hue) = lens.entropy[:, 0].T, SHOWN["entropy"]
@@ -246,4 +246,4 @@ class LogitLens(PicturedResult):
     def __repr__(self) -> str:
         steps = "" if self.steps is None else f"{len(self.steps)} steps, "
         size = f"{steps}{len(self.layers)} layers, {len(self.targets)} x {len(self.positions)} positions"
-        return f"LogitLens({self.record['model']}, {size}, top {self.top_tokens.shape[-1]})"
+        return f"LogitLens({shown_model(self.record)}, {size}, top {self.top_tokens.shape[-1]})"

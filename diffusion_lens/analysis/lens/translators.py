@@ -12,7 +12,7 @@ from torch import Tensor
 from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import identity_of
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.records import load_fields, save_fields, shown_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Translators(Result):
         return Table.of_cells({"iteration": range(len(self.losses)), "layer": self.layers}, {"loss": self.losses})
 
     def __repr__(self) -> str:
-        return f"Translators({self.record['model']}, layers {self.layers}, {len(self.losses)} iterations)"
+        return f"Translators({shown_model(self.record)}, layers {self.layers}, {len(self.losses)} iterations)"
 
 
 def translated(

@@ -18,6 +18,7 @@ from diffusion_lens.records import (
     load_result,
     save_fields,
     save_result,
+    shown_model,
     split_fields,
 )
 
@@ -127,7 +128,7 @@ class Comparison(PicturedResult):
 
     def _title(self) -> str:
         source = self.record["source"]
-        parts = [str(source["model"])] if "model" in source else []
+        parts = [shown_model(source)] if "model" in source else []
         parts += [f"{axis} {source[axis]}" for axis in ("layer", "step") if axis in source]
         return ", ".join([*parts, f"{len(self.ids)} facts"])
 

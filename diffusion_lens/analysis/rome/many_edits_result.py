@@ -15,7 +15,7 @@ from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.rome.success import GROUPS, by_probe, edited_layers
 from diffusion_lens.analysis.rome.weight_edit import say_layers
 from diffusion_lens.display import Table
-from diffusion_lens.records import load_fields, one_line, save_fields
+from diffusion_lens.records import load_fields, one_line, save_fields, shown_model
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")
 
@@ -215,7 +215,8 @@ class EditStudy(StudyResult[EditOutcome]):
                 for state in states
             },
             ax=ax,
-            title=title or f"{self.record['model']}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}",
+            title=title
+            or f"{shown_model(self.record)}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}",
         )
 
     def _table(self) -> Table:

@@ -15,7 +15,7 @@ from diffusion_lens.analysis.over_facts import StudyResult
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.display import Table
 from diffusion_lens.facts import Direction
-from diffusion_lens.records import load_fields, network_of, one_line, save_fields
+from diffusion_lens.records import load_fields, network_of, one_line, save_fields, shown_model
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
@@ -162,7 +162,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
             self._by_layer(reverse),
             names=[f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)],
             source={
-                "model": self.record["model"],
+                "model": shown_model(self.record),
                 "networks": [network_of(self.record)] * 2,
                 "vectors": list(kinds),
             },
@@ -195,7 +195,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
             ValueError: `by_person` refuses an argument, or the studies share no layer or person.
         """
         mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
-        models = [self.record["model"], other.record["model"]]
+        models = [shown_model(study.record) for study in (self, other)]
         if not mine.keys() & theirs.keys():
             raise ValueError(
                 f"the studies have no layer in common: {models[0]} has the layers {self.layers}, {models[1]} has "
@@ -247,7 +247,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
             {way: self.before[own].mean().item() for way, own in rows.items()},
             self.layers,
             ax=ax,
-            title=title or f"{self.record['model']}: {len(self.ids)} facts",
+            title=title or f"{shown_model(self.record)}: {len(self.ids)} facts",
         )
 
 

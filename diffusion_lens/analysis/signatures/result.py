@@ -15,6 +15,7 @@ from diffusion_lens.analysis.signatures.fact_result import TENSORS, FactSignatur
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.analysis.signatures.routes import correlation
 from diffusion_lens.display import Table
+from diffusion_lens.records import shown_model
 
 CANVASES = ("forward", "reverse")
 
@@ -198,7 +199,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         baseline = self.shuffled_percentile.mean(dim=0)
         cut, cut_ends = self.edge_cut, self.interval("edge_cut", level)
         return plots.SignaturePanels(
-            name=str(self.record["model"]),
+            name=shown_model(self.record),
             evidence={
                 **{
                     f"percentile, {name}": plots.Curve(mean[i], ends[0][i], ends[1][i])
@@ -249,7 +250,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     def __repr__(self) -> str:
         n_layers = self.reuses.shape[1]
-        return f"ReversalSignatures({self.record['model']}, {len(self.ids)} facts, {n_layers} layers)"
+        return f"ReversalSignatures({shown_model(self.record)}, {len(self.ids)} facts, {n_layers} layers)"
 
     @property
     def _sees_nothing(self) -> bool:
