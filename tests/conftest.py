@@ -430,10 +430,12 @@ def in_words() -> Any:
     @cache
     def build(family: str) -> Any:
         tokenizer = bundled_model("tiny-mdm").tokenizer
-        config = {**CONFIGS, **DIFFUSION_TRANSFORMERS}[family] | {"vocab_size": len(tokenizer)}
-        if "mask_token_id" in config:
-            config["mask_token_id"] = tokenizer.mask_token_id
-        model = Specimen(config).model
+        n_tokens, config = len(tokenizer), {**CONFIGS, **DIFFUSION_TRANSFORMERS, **NATIVE}[family]
+        # SEDD and RADD do not count [MASK], the last token.
+        sizes = {"vocab_size": n_tokens, "tokens": n_tokens - 1, "d_vocab": n_tokens, "d_vocab_out": n_tokens}
+        if config.get("mask_token_id") is not None:
+            sizes["mask_token_id"] = tokenizer.mask_token_id
+        model = Specimen(config | {name: size for name, size in sizes.items() if name in config}).model
         model.clock.time = None
         model.set_tokenizer(tokenizer, default_prepend_bos=False)
         return model
