@@ -9,6 +9,7 @@ import torch
 from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.analysis.rome import compute_key, optimize_value
+from diffusion_lens.denoising.trajectory import Trajectory
 
 RUNS = [
     dict(steps=4, sampler="confidence", cfg_scale=0.8, temperature=0.0, seed=1),
@@ -16,7 +17,11 @@ RUNS = [
 ]
 PROMPT, LENGTH = 5, 11
 # Of each readout and direction one; the lit-gpt pair is under the same laws in test_loop_laws.py, over more settings.
-others = pytest.mark.parametrize("every", ["llada", "dream", "llama", "a2d-qwen3"], indirect=True)
+others = pytest.mark.parametrize(
+    "every",
+    ["llada", "dream", "llama", "a2d-qwen3", "sdar", "llada_moe", "llada2", "diffullama", "radd"],
+    indirect=True,
+)
 DREAM = {
     "model_type": "Dream",
     "hidden_size": 32,
@@ -31,10 +36,15 @@ DREAM = {
 }
 
 
-# Readouts in place and shifted, guided and not, the causal model at a temperature, and uniform noise.
+# Readouts in place and shifted, guided and not, the causal model at a temperature; uniform noise, blocks, with a first
+# token that the row before predicts too, networks that are told the time, and experts.
 others_and_runs = pytest.mark.parametrize(
     ("every", "run"),
-    [("llada", 1), ("dream", 0), ("dream", 1), ("llama", 1), ("a2d-qwen3", 0), ("uniform", 0), ("sedd-uniform", 1)],
+    [
+        *(("llada", 1), ("dream", 0), ("dream", 1), ("llama", 1), ("a2d-qwen3", 0), ("diffullama", 0), ("radd", 1)),
+        *(("uniform", 0), ("udlm", 1), ("sedd-uniform", 1), ("sedd", 1), ("llada_moe", 1)),
+        *(("sdar", 0), ("nemotron-block", 1), ("nemotron-prompt", 1), ("bd3lm", 1), ("llada2", 0)),
+    ],
     indirect=True,
 )
 
@@ -46,9 +56,11 @@ def prompt_of(every):
 @pytest.fixture(scope="module")
 def run(request, every):
     """A prompt of three rows, settings that the model understands, and the run."""
-    # Without [MASK] the default sampler of the noise, and no guidance.
-    plain = {} if every.model.cfg.has_mask else {"sampler": None, "cfg_scale": 0.0}
-    prompt, options = prompt_of(every), {**RUNS[request.param], "length": LENGTH, **plain}
+    cfg = every.model.cfg
+    # Without [MASK] the default sampler of the noise, and no guidance; by blocks the default sampler and its steps.
+    plain = {} if cfg.has_mask else {"sampler": None, "cfg_scale": 0.0}
+    by_blocks = {"sampler": None, "steps": None} if cfg.opens_blocks else {}
+    prompt, options = prompt_of(every), {**RUNS[request.param], "length": LENGTH, **plain, **by_blocks}
     return prompt, options, every.model.denoise(prompt, **options)
 
 
@@ -68,18 +80,27 @@ def test_a_run_fills_the_blanks_and_nothing_else(every, run):
         assert torch.equal(trajectory.revealed_at[:, PROMPT:], last[:, PROMPT:])
         assert (trajectory.revealed_at[:, :PROMPT] == -1).all()
         return
-    blank = -1 if cfg.grows else cfg.blank
-    assert (trajectory.canvases[0, :, PROMPT:] == blank).all()
+    blanks = torch.tensor([-1] if cfg.grows else [-1, cfg.blank] if cfg.opens_blocks else [cfg.blank])
+    assert torch.isin(trajectory.canvases[0, :, PROMPT:], blanks).all()
     for step, (before, after) in enumerate(pairwise(trajectory.canvases)):
-        assert torch.equal(after[before != blank], before[before != blank])
-        assert torch.equal(trajectory.revealed_at == step, (before == blank) & (after != blank))
+        was_blank, is_blank = torch.isin(before, blanks), torch.isin(after, blanks)
+        assert torch.equal(after[~was_blank], before[~was_blank])
+        assert torch.equal(trajectory.revealed_at == step, was_blank & ~is_blank)
 
 
 @others_and_runs
 def test_a_row_runs_as_it_runs_alone(every, run):
     prompt, options, together = run
     alone = every.model.denoise(prompt[1:2], **{**options, "seed": [together.record["seeds"][1]]})
-    assert torch.equal(alone.canvases[:, 0], together.canvases[:, 1])
+    assert_runs_as_alone(together.canvases[:, 1], alone)
+    torch.testing.assert_close(together.confidence[1], alone.confidence[0], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def assert_runs_as_alone(canvases, alone):
+    """The canvases of a row of a batch, which may take more steps by blocks than the row takes alone."""
+    n = len(alone.canvases)
+    assert torch.equal(alone.canvases[:, 0], canvases[:n])
+    assert (canvases[n:] == alone.tokens[0]).all()
 
 
 @others_and_runs
@@ -97,20 +118,60 @@ def test_padded_prompts_give_what_they_give_alone(every, run):
     real[0, :3] = 0
     together = every.model.denoise(prompt, attention_mask=real, **options)
     alone = every.model.denoise(prompt[:1, 3:], **{**options, "length": LENGTH - 3})
-    assert torch.equal(together.canvases[:, 0, 3:], alone.canvases[:, 0])
+    assert_runs_as_alone(together.canvases[:, 0, 3:], alone)
 
 
-@pytest.mark.parametrize("every", ["llada", "dream", "llama", "a2d-qwen3", "uniform", "sedd-uniform"], indirect=True)
+@others_and_runs
+def test_a_replay_and_a_branch_are_the_run(every, run, tmp_path):
+    _, _, trajectory = run
+    saved = Trajectory.load(trajectory.save(tmp_path / "run.safetensors"))
+    for again in (saved.replay(every.model), saved.replay(every.model, canvas="free")):
+        assert torch.equal(again.canvases, trajectory.canvases)
+        torch.testing.assert_close(again.confidence, trajectory.confidence, rtol=1e-4, atol=1e-6, equal_nan=True)
+    branch = saved.from_step(2).replay(every.model, canvas="free")
+    assert torch.equal(branch.canvases, trajectory.canvases[2:])
+
+
+@others_and_runs
+def test_a_hook_at_a_step_changes_nothing_before_it(every, run):
+    """Activations are those that the network computes at that step outside the loop."""
+    prompt, options, plain = run
+    name, seen = "blocks.1.hook_resid_post", {}
+
+    def shift(activation, hook):
+        if hook.step.branch == "conditional":
+            seen[hook.step.index] = activation.clone()
+        return activation + 3.0 if hook.step.index == 2 else None
+
+    hooked = every.model.denoise(prompt, **options, fwd_hooks=[(name, shift)])
+    assert torch.equal(hooked.canvases[:3], plain.canvases[:3])
+    for step in (0, 1):
+        with every.model.clock.at(plain.state_at(step)):
+            _, cache = every.model.run_with_cache(every.model.cfg.readable(plain.canvases[step]), names_filter=name)
+        torch.testing.assert_close(seen[step], cache[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "every",
+    [
+        *("llada", "dream", "llama", "a2d-qwen3", "uniform", "sedd-uniform", "udlm", "mdlm"),
+        *("sdar", "nemotron-block", "bd3lm", "llada_moe", "llada2", "diffullama", "radd"),
+    ],
+    indirect=True,
+)
 def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
     """Read where the network predicts: by hand, the row before in a shifted model."""
     model = every.model
-    trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=4)
+    steps = None if model.cfg.opens_blocks else 4
+    trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=steps)
     for position in range(PROMPT, LENGTH, 2):
         # Under uniform noise the last step writes every position.
         step = trajectory.n_steps - 1 if model.cfg.rewrites else int(trajectory.revealed_at[0, position])
-        with model.clock.at(trajectory.state_at(step)):
-            canvas = trajectory.canvases[step].clamp(min=0)
-            row = position - (model.cfg.readout == "shifted")
+        state = trajectory.state_at(step)
+        with model.clock.at(state):
+            canvas = model.cfg.readable(trajectory.canvases[step])
+            is_seeded = state.block is not None and state.block.seeded and position == state.block.start[0]
+            row = position - int(model.cfg.readout == "shifted" or is_seeded)
             logits = model.head_at(canvas[:, [position]]).clean_logits(model(canvas, logits_at=[row]))
         odds = logits[0, 0].softmax(-1)
         torch.testing.assert_close(
@@ -126,12 +187,17 @@ def test_guidance_is_the_formula(every):
         return
     model, seen = every.model, []
     look = ("denoise.hook_logits", lambda a, hook: seen.append(a))
-    trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=1, cfg_scale=0.8, fwd_hooks=[look])
+    steps = None if model.cfg.opens_blocks else 1
+    trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=steps, cfg_scale=0.8, fwd_hooks=[look])
     canvas = trajectory.canvases[0]
+    n_open = int((canvas >= 0).sum())
+    canvas = canvas[:, :n_open]
     conditional, unconditional = model(canvas), model(torch.full_like(canvas, model.cfg.mask_token_id))
     guided = unconditional + 1.8 * (conditional - unconditional)
     shift = int(model.cfg.readout == "shifted")
-    torch.testing.assert_close(seen[0][:, PROMPT:], guided[:, PROMPT - shift : LENGTH - shift], rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(
+        seen[0][:, PROMPT:n_open], guided[:, PROMPT - shift : n_open - shift], rtol=1e-5, atol=5e-5
+    )
 
 
 @pytest.fixture(scope="module")
