@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.loss_batch import LossBatch
 from diffusion_lens.training import TrainingConfig, TrainingRecord, TrainingRows, finetune, train
 from diffusion_lens.training.completions import encode_completions, read_completions
-from weight_conversion import open_checkpoint
+from weight_conversion import NoiseSchedule, TimeConditioning, open_checkpoint
 
 CONFIG = TrainingConfig(steps=4, batch_size=4, warmup=1)
 WORDS = ["<unk>", "<s>", "</s>", "Daphne", "was", "once", "the", "director", "of", "plays", "."]
@@ -32,7 +33,7 @@ def with_bos(new_model):
     def make(kind="mdm", **changes):
         n = len(WORDS)
         mask = {"mask_token_id": n} if kind == "mdm" else {}
-        model = new_model(kind, d_vocab=n + (kind == "mdm"), d_vocab_out=n, **mask, **changes)
+        model = new_model(kind, **{"d_vocab": n + (kind == "mdm"), "d_vocab_out": n, **mask, **changes})
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         fast = PreTrainedTokenizerFast(
@@ -192,25 +193,86 @@ def test_there_must_be_rows(new_model):
         train(new_model(), torch.zeros(0, 3, dtype=torch.long), CONFIG, progress=False)
 
 
-def test_blocks_are_trained_beside_the_clean_text(with_bos, tmp_path, monkeypatch):
+@pytest.fixture
+def first_loss(tmp_path, monkeypatch):
+    """Fine-tunes a model by one step; returns the batch of its loss, and the loss."""
+
+    def measure(model):
+        seen = []
+
+        def watch(self, logits):
+            seen.append((self, loss(self, logits)))
+            return seen[-1][1]
+
+        loss = LossBatch.loss
+        monkeypatch.setattr(LossBatch, "loss", watch)
+        record = finetune(model, ROWS, replace(CONFIG, steps=1), tmp_path / "out", progress=False)
+        monkeypatch.setattr(LossBatch, "loss", loss)
+        batch, measured = seen[0][0], float(seen[0][1].detach())
+        assert record.losses[0] == pytest.approx(measured, rel=1e-5)
+        return batch, measured
+
+    return measure
+
+
+def masked_term(probabilities, clean, present, t):
+    """-log p(x_0) / t at a masked position, with the linear schedule."""
+    return -math.log(probabilities[clean]) / t if present == len(probabilities) else 0.0
+
+
+def uniform_term(probabilities, clean, present, t):
+    """Eq. 18 of arXiv 2412.10193 token by token, with alpha = 1 - t."""
+    n, alpha = len(probabilities), 1 - t
+    true = [n * alpha * (j == clean) + 1 - alpha for j in range(n)]
+    model = [n * alpha * p + 1 - alpha for p in probabilities]
+    inner = n / true[present] - n / model[present]
+    for j in range(n):
+        inner -= true[j] / true[present] * math.log(model[present] * true[j] / (model[j] * true[present]))
+    return -inner / (n * alpha)
+
+
+@pytest.mark.parametrize("noise", ["absorbing", "uniform"])
+def test_each_row_is_trained_at_the_time_of_its_noise(noise, with_bos, first_loss):
+    """The first loss is the loss of each row alone, read by a network that is told its time."""
+    term, mask = (masked_term, {}) if noise == "absorbing" else (uniform_term, {"d_vocab": 11, "mask_token_id": None})
+    parts = dict(norm="layer", mlp="plain", act_fn="gelu_new", time=TimeConditioning(8, told=True))
+    model = with_bos(family="diffusion_lens", schedule=NoiseSchedule(), **parts, **mask)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.3 * torch.randn(weight.shape, generator=generator)
+    first = copy.deepcopy(model)
+    batch, measured = first_loss(model)
+    times = -torch.expm1(-batch.sigma[:, 0].double()) / (1 - 1e-3)
+    assert len(set(times.tolist())) == len(times) > 1
+
+    clean = batch.tokens.clone()
+    clean[batch.predicted] = batch.targets
+
+    def slow(told):
+        total = 0.0
+        for row, at in enumerate(told):
+            with torch.no_grad():
+                logits = first(batch.tokens[row : row + 1], time=at, attention_mask=torch.ones_like(clean[:1]))[0]
+            for pos in batch.predicted[row].nonzero()[:, 0].tolist():
+                present, t = int(batch.tokens[row, pos]), float(times[row])
+                total += term(logits[pos].double().softmax(-1).tolist(), int(clean[row, pos]), present, t)
+        return total / batch.n_counted
+
+    assert measured == pytest.approx(slow(times.tolist()), rel=1e-4)
+    assert measured != pytest.approx(slow([0.5] * len(times)), rel=1e-3)
+
+
+def test_blocks_are_trained_beside_the_clean_text(with_bos, first_loss):
     """The first loss is that of each noisy block after clean blocks, one block at a time."""
     model, size = with_bos(family="diffusion_lens", attention_dir="block_causal", causal_block=4), 4
-    first, seen = copy.deepcopy(model), []
-
-    def watch(self, logits):
-        seen.append((self, loss(self, logits)))
-        return seen[-1][1]
-
-    loss = LossBatch.loss
-    monkeypatch.setattr(LossBatch, "loss", watch)
-    record = finetune(model, ROWS, replace(CONFIG, steps=1), tmp_path / "out", progress=False)
-    batch, measured = seen[0][0], float(seen[0][1].detach())
-    assert record.losses[0] == pytest.approx(measured, rel=1e-5)
+    first = copy.deepcopy(model)
+    batch, measured = first_loss(model)
     logits = torch.zeros(*batch.tokens.shape, model.cfg.d_vocab_out)
     with torch.no_grad():
         for start in range(0, batch.tokens.shape[1], size):
             canvas = torch.cat([batch.clean[:, :start], batch.tokens[:, start : start + size]], dim=1)
             logits[:, start : start + size] = first(canvas, attention_mask=torch.ones_like(canvas))[:, start:]
-        in_one_pass = loss(batch, first(batch.tokens, attention_mask=torch.ones_like(canvas), logits_at=batch.rows))
-    assert measured == pytest.approx(float(loss(batch, logits[batch.rows])), rel=1e-5)
+        in_one_pass = batch.loss(first(batch.tokens, attention_mask=torch.ones_like(canvas), logits_at=batch.rows))
+    assert measured == pytest.approx(float(batch.loss(logits[batch.rows])), rel=1e-5)
     assert abs(float(in_one_pass) - measured) > 1e-4
