@@ -36,7 +36,8 @@ class OpenBlock:
         order: Int[batch], number of blocks that the run fills before it; the prompt may fill others.
         n_blocks: Int[batch], number of blocks that the run fills in the row.
         size: Number of positions in a block.
-        seeded: Whether the row before the block, which is finished, predicts its first token, which is written first.
+        first_shifted: Whether its first token is read in the row before it, which is finished: it is written first, and
+            the other tokens are read in place.
     """
 
     index: Int[Tensor, "batch"]
@@ -47,19 +48,19 @@ class OpenBlock:
     order: Int[Tensor, "batch"]
     n_blocks: Int[Tensor, "batch"]
     size: int
-    seeded: bool = False
+    first_shifted: bool = False
 
     def rows(
         self, rows: Int[Tensor, "selected"], positions: Int[Tensor, "selected"], batch: Int[Tensor, "selected"]
     ) -> Int[Tensor, "selected"]:
-        """The rows of the logits that predict tokens: of a seeded block's first one, the row before it.
+        """The rows of the logits that predict tokens: of a block's first one the row before it, if it is shifted.
 
         Args:
             rows: The rows by the model's readout.
             positions: Position of each token.
             batch: Row of the batch of each token, of copies of this batch, one after the other.
         """
-        if not self.seeded:
+        if not self.first_shifted:
             return rows
         first = positions == self.start[batch % len(self.start)]
         return torch.where(first, rows - 1, rows).clamp(min=0)
@@ -72,7 +73,7 @@ class OpenBlock:
     def repeat(self, copies: int) -> "OpenBlock":
         """The blocks of a batch that consists of several copies of this one."""
         rows = {name: x.repeat(copies) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return OpenBlock(**rows, size=self.size, seeded=self.seeded)
+        return OpenBlock(**rows, size=self.size, first_shifted=self.first_shifted)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class TracedTrajectory:
         """
         at = torch.tensor(positions, dtype=torch.long)
         rows, block = self.model.readout.rows(at), self.state(step, canvases).block
-        if block is None or not block.seeded:
+        if block is None or not block.first_shifted:
             return rows.tolist()
         if len(starts := block.start.unique().tolist()) > 1:
             raise ValueError(

@@ -110,7 +110,7 @@ class Canvas:
             order=(written & (numbers < index[:, None])).sum(dim=1),
             n_blocks=written.sum(dim=1),
             size=self.reach.size,
-            seeded=self.reach.seeded,
+            first_shifted=self.reach.first_shifted,
         )
 
     def extent(self, rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]) -> int:

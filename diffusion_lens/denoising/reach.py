@@ -23,11 +23,12 @@ class Reach(ABC):
 
     Attributes:
         size: Number of positions in a block.
-        seeded: Whether the row before a block, which is finished, predicts its first token, which is written first.
+        first_shifted: Whether the first token of a block is read in the row before it, which is finished: it is written
+            first, and the other tokens are read in place.
     """
 
     size: int
-    seeded: ClassVar[bool] = False
+    first_shifted: ClassVar[bool] = False
 
     @abstractmethod
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
@@ -63,7 +64,7 @@ class FromStart(Reach):
 class AfterPrompt(Reach):
     """Blocks are counted from the end of the prompt, in both directions. What comes before the open one is causal."""
 
-    seeded: ClassVar[bool] = True
+    first_shifted: ClassVar[bool] = True
 
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
         end = _end_of_prompt(positions, given)

@@ -56,8 +56,8 @@ class LogitLens(PicturedResult):
         targets: Int[batch selected target], the target tokens; -1 where there is none.
         tokens: Int[*step batch selected], the token on the canvas at each position; -1 where there is none.
         rows: Int[*step batch selected], row of the network at which each position is read; -1 where none is. It is the
-            same at all steps at which the position is read, except where blocks are seeded: while such a block is open,
-            its first position is read in the row before.
+            same at all steps at which the position is read, except in blocks whose first token is read in the row
+            before while they are open (`OpenBlock.first_shifted`).
         positions: Position of each entry of `selected`.
         layers: Number of each layer: l is the state that enters block l, the highest that after the last block.
         labels: Name of each layer, "0_pre" to "final_post".

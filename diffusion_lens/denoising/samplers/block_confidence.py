@@ -115,7 +115,7 @@ class BlockConfidence(Sampler):
             positions = step.masked & (step.masked.cumsum(dim=1) <= counts[:, None])
 
         # 3. The first step of a block may be its first token's alone.
-        if block.seeded:
+        if block.first_shifted:
             places = torch.arange(positions.shape[1], device=positions.device)
             seed = step.masked & (places == block.start[:, None])
             seeding = seed.any(dim=1) & (block.step == 0)

@@ -22,8 +22,8 @@ PROMPT = "Gustav Geisser is the"
 
 
 def row_of(model, position, block=None, row=0):
-    """The row that predicts a position, written out; the loop reads a seeded block's first token in the row before."""
-    if block is not None and block.seeded and position == block.start[row]:
+    """The row that predicts a position, written out; the loop may read a block's first token in the row before."""
+    if block is not None and block.first_shifted and position == block.start[row]:
         return position - 1
     return position if model.cfg.readout == "in_place" else max(position - 1, 0)
 
