@@ -11,7 +11,7 @@ from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.prepare import prepare
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import Confidence, LeftToRight, resolve_sampler
+from diffusion_lens.denoising.samplers import LeftToRight, resolve_sampler
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, whole_number
@@ -27,7 +27,8 @@ class LoopSettings:
         cfg_scale: Weight of guidance; it is left out on a causal model.
         seed: Seed of the study; each fact has its own seed, made of this one and its id.
         batch_size: Largest number of facts in one batch. Only facts whose prompts are equally long share one, as do
-            their canvases, and a sampler that ranks a batch as one pool gets one fact at a time.
+            their canvases. A sampler by which the runs of a batch depend on one another gets one fact at a time: one
+            that ranks a batch as one pool, or tells the network the time of the last change to any of its rows.
     """
 
     steps: int | None = None
@@ -58,8 +59,7 @@ class LoopSettings:
 
     def facts_together(self, variant: Variant) -> int:
         """The largest number of facts in one batch on a model of this variant."""
-        sampler = resolve_sampler(self.denoise.sampler, variant)
-        return 1 if isinstance(sampler, Confidence) and sampler.scope != "row" else self.batch_size
+        return 1 if resolve_sampler(self.denoise.sampler, variant).couples_rows(variant) else self.batch_size
 
     def describe(self, variant: Variant) -> dict[str, Any]:
         """The settings for a record."""

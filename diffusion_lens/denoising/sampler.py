@@ -113,6 +113,10 @@ class Sampler(ABC):
             )
         return None
 
+    def couples_rows(self, variant: Variant) -> bool:
+        """Whether the run of a row depends on the other rows of its batch."""
+        return self.keeps_prediction and not self.has_times_of_rows and variant.is_told_time
+
     def settled(self, steps: int | None, variant: Variant) -> "Sampler":
         """This sampler with the settings that it leaves to the number of steps and to the kind of model."""
         return self

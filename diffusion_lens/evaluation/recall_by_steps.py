@@ -114,7 +114,7 @@ def recall_by_steps(
         cfg_scale, sampler, temperature: The same as in `model.denoise`.
         seed: Seed of the study; each fact has its own seed, made of this one and its id, the same for all steps.
         batch_size: Largest number of prompts in one batch; on a causal model only prompts of equal length share one. A
-            sampler that ranks a batch as one pool gets one prompt at a time.
+            sampler by which the runs of a batch depend on one another gets one prompt at a time, as in `LoopSettings`.
         out: Folder for one file per fact, which `Reply.load` reads. A call that finds facts there computes only the
             others. By default nothing is written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `Recall.merge` joins the shards.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import LoopSettings, average_indirect_effect, average_trajectory_effect, recalled_facts
+from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.data.toy_facts import load
 
@@ -75,6 +76,19 @@ def test_known_on_one_canvas_is_the_likeliest_token(in_words, name):
         averaged = average_indirect_effect(model, facts, known="one_canvas", **QUICK)
     assert averaged.ids == [fact.id for fact in facts[:3]]
     assert set(averaged.unknown) == {"untrue"}
+
+
+def test_facts_run_alone_where_a_sampler_tells_all_rows_of_a_batch_one_time(in_words):
+    """UDLM's tells the network the time of the last step that changed any row."""
+    model, loop = in_words("udlm"), LoopSettings(steps=16, sampler="udlm", temperature=0.5, seed=SEED)
+    runs = LoopRuns(model, {fact.id: fact.to_query(model, n_masks=6) for fact in ASKED[:6]}, loop)
+    for fact in ASKED[:6]:
+        prompt, _ = tokens_after(fact, model)
+        seed = [fact_seed(SEED, fact.id)]
+        alone = model.denoise(prompt, length=prompt.shape[1] + 6, steps=16, sampler="udlm", temperature=0.5, seed=seed)
+        assert torch.equal(runs[fact.id].canvases, alone.canvases)
+        assert runs[fact.id].record["sigmas"] == alone.record["sigmas"]
+    assert loop.facts_together(in_words("uniform").cfg) == 32
 
 
 def first_proposed(model, fact, steps):

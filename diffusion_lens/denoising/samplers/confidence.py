@@ -12,6 +12,7 @@ from diffusion_lens.denoising.randomness import PositionNoise
 from diffusion_lens.denoising.sampler import Plan, Sampler
 from diffusion_lens.denoising.schedule import check_eps, revealed_share
 from diffusion_lens.step_state import StepState
+from weight_conversion import Variant
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Confidence(Sampler):
                 f"choice_temperature={self.choice_temperature}; it must be a finite number, 0 (no sampling) or more"
             )
         check_eps(self.eps)
+
+    def couples_rows(self, variant: Variant) -> bool:
+        return self.scope != "row"
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         n_masked = step.masked.sum(dim=1).float()
