@@ -1,6 +1,8 @@
 """Grids equal TransformerLens's own, and the laws of patching hold."""
 
 import copy
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,10 +18,14 @@ from diffusion_lens.hook_names import resid_post, resid_pre
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-# These and a model under uniform noise. Log scores are read beside the tokens of the corrupted canvas, so that with all
-# of the clean stream they still differ from the clean run where a token that is predicted differs.
-with_noise = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "uniform"], indirect=True)
-every_noise = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "uniform", "sedd-uniform"], indirect=True)
+# These; one under uniform noise and one by blocks, which are told the time; and one with experts. Log scores are read
+# beside the tokens of the corrupted canvas, so that with all of the clean stream they still differ from the clean run
+# where a token that is predicted differs.
+WITH_NOISE = ["lit_gpt-mdm", "lit_gpt-ar", "udlm", "bd3lm", "llada_moe-options"]
+with_noise = pytest.mark.parametrize("every", WITH_NOISE, indirect=True)
+every_noise = pytest.mark.parametrize("every", [*WITH_NOISE, "sedd-uniform"], indirect=True)
+# Models of each order in which a run writes its canvas, with steps of their own where the network is told the time.
+every_loop = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "udlm", "bd3lm", "llada2"], indirect=True)
 # Sites that are compared with TransformerLens's tools on one model or on the other.
 COMPARED = {
     "mdm": ("resid_pre", "attn_out", "k", "pattern"),
@@ -90,42 +96,54 @@ def patched(model, tokens, name, positions, states):
 
 
 @pytest.fixture(scope="module")
-def grids(every, runs):
-    """The grids of every site, by position."""
-    return patch_grid(every.model, *runs, metric, list(PATCH_SITES))
+def pair(every, runs):
+    """The two runs; by blocks of four with as many tokens after them, so that the row that is read is in the second."""
+    if every.model.cfg.block_size is None:
+        return runs
+    same = torch.tensor([[44, 45, 46, 47]]).repeat(2, 1)
+    return tuple(torch.cat([run, same], dim=1) for run in runs)
 
 
 @pytest.fixture(scope="module")
-def clean_cache(every, runs):
-    return every.model.run_with_cache(runs[0])[1]
+def grids(every, pair):
+    """The grids of every site, by position."""
+    return patch_grid(every.model, *pair, metric, list(PATCH_SITES))
 
 
-def transformer_lenss(every, runs, clean_cache, name):
+@pytest.fixture(scope="module")
+def clean_cache(every, pair):
+    return every.model.run_with_cache(pair[0])[1]
+
+
+def transformer_lenss(every, pair, clean_cache, name):
     with torch.no_grad():
-        return getattr(patching, f"get_act_patch_{name}")(every.model, runs[1], clean_cache, metric)
+        return getattr(patching, f"get_act_patch_{name}")(every.model, pair[1], clean_cache, metric)
 
 
 @both_variants
-def test_grids_are_transformer_lenss(every, runs, grids, clean_cache):
+def test_grids_are_transformer_lenss(every, pair, grids, clean_cache):
     for site in COMPARED[every.kind]:
-        grid, theirs = grids[site], transformer_lenss(every, runs, clean_cache, BY_POSITION[site])
+        grid, theirs = grids[site], transformer_lenss(every, pair, clean_cache, BY_POSITION[site])
         assert grid.axes == ("layer", "pos", "head")[: grid.scores.dim()]
         close(grid.scores, theirs.transpose(1, 2) if site == "pattern" else theirs, site)
         assert grid.effect.abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("every", "site"), [("dream", "mlp_out"), ("llama", "k")], indirect=["every"])
-def test_grids_are_transformer_lenss_in_other_families(every, runs, clean_cache, site):
-    grid = patch_grid(every.model, *runs, metric, site)
-    close(grid.scores, transformer_lenss(every, runs, clean_cache, BY_POSITION[site]))
+OTHERS = [("dream", "mlp_out"), ("llama", "k"), ("bd3lm", "z"), ("udlm", "mlp_out"), ("llada2", "mlp_out")]
+
+
+@pytest.mark.parametrize(("every", "site"), OTHERS, indirect=["every"])
+def test_grids_are_transformer_lenss_in_other_families(every, pair, clean_cache, site):
+    grid = patch_grid(every.model, *pair, metric, site)
+    close(grid.scores, transformer_lenss(every, pair, clean_cache, BY_POSITION[site]))
 
 
 @both_variants
-def test_whole_heads_are_transformer_lenss(every, runs, clean_cache):
+def test_whole_heads_are_transformer_lenss(every, pair, clean_cache):
     sites = [site for site in COMPARED[every.kind] if site in BY_HEAD]
-    for site, grid in patch_grid(every.model, *runs, metric, sites, positions="all").items():
+    for site, grid in patch_grid(every.model, *pair, metric, sites, positions="all").items():
         assert grid.axes == ("layer", "head")
-        close(grid.scores, transformer_lenss(every, runs, clean_cache, BY_HEAD[site]), site)
+        close(grid.scores, transformer_lenss(every, pair, clean_cache, BY_HEAD[site]), site)
 
 
 @with_noise
@@ -137,32 +155,43 @@ def test_the_stream_after_a_block_is_the_stream_before_the_next(grids):
 
 
 @every_noise
-def test_the_corrupted_run_patched_into_itself_is_itself(every, runs):
-    score = scored(every.model, runs[1])
-    for grid in patch_grid(every.model, runs[1], runs[1], metric, list(PATCH_SITES)).values():
+def test_the_corrupted_run_patched_into_itself_is_itself(every, pair):
+    score = scored(every.model, pair[1])
+    for grid in patch_grid(every.model, pair[1], pair[1], metric, list(PATCH_SITES)).values():
         assert (grid.scores == grid.corrupted).all()
         close(grid.clean, score)
 
 
 @with_noise
-def test_the_whole_stream_patched_is_the_clean_run(every, runs):
-    for grid in patch_grid(every.model, *runs, metric, ["resid_pre", "resid_post"], positions="all").values():
+def test_the_whole_stream_patched_is_the_clean_run(every, pair):
+    for grid in patch_grid(every.model, *pair, metric, ["resid_pre", "resid_post"], positions="all").values():
         assert grid.axes == ("layer",)
         close(grid.scores, grid.clean.expand(3))
-        close(grid.clean, scored(every.model, runs[0]))
-        close(grid.corrupted, scored(every.model, runs[1]))
+        close(grid.clean, scored(every.model, pair[0]))
+        close(grid.corrupted, scored(every.model, pair[1]))
 
 
-@both_variants
+@with_noise
 def test_before_the_first_difference_a_causal_model_has_nothing_to_patch(every, grids):
     effect = grids["resid_mid"].effect
     assert bool((effect[:, 0] == 0).all()) == (every.kind == "ar")
     assert effect[:2, 1:].abs().min() > 0
 
 
+@pytest.mark.parametrize("every", ["bd3lm", "llada2"], indirect=True)
+def test_by_blocks_a_difference_is_patched_from_its_own_block_on(every, pair):
+    """The other way round, the tokens that differ in the second block, and the row that is read in either."""
+    clean, corrupted = (run[:, [3, 4, 5, 6, 0, 1, 2]] for run in pair)
+    for row in (2, 6):
+        grid = patch_grid(every.model, clean, corrupted, lambda logits: logits[:, 0, 3].mean(), "z", logits_at=[row])
+        assert (grid.effect[:, :4] == 0).all()
+        assert (grid.effect[:2, 4:].abs().amax(dim=(0, 2)) > 0).all() == (row == 6)
+        assert bool((grid.effect == 0).all()) == (row == 2)
+
+
 @every_noise
-def test_a_row_of_a_batch_is_patched_as_it_is_alone(every, runs):
-    clean, corrupted = runs
+def test_a_row_of_a_batch_is_patched_as_it_is_alone(every, pair):
+    clean, corrupted = pair
     one_layer = dict(sites="z", layers=[1])
     for row in range(2):
         together = patch_grid(every.model, clean, corrupted, lambda logits, row=row: logits[row, -1, 3], **one_layer)
@@ -252,8 +281,16 @@ def test_a_clean_run_of_another_vocabulary_is_not_scored(either, runs):
     close(grid.scores, patch_grid(either.model, *runs, metric, "mlp_out").scores)
 
 
-def test_steps_are_the_canvases_one_by_one(either):
-    model, steps = either.model, [0, 2]
+def told_at(model, state):
+    """The network told the noise of a step by `at_time`; the last step of a block is told that there is none."""
+    if not model.cfg.is_told_time:
+        return nullcontext()
+    return model.at_time(min(max(1e-9, -math.expm1(-state.sigma) / (1 - 1e-3)), 1.0))
+
+
+@every_loop
+def test_steps_are_the_canvases_one_by_one(every):
+    model, steps = every.model, [0, 2]
     clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=3, steps=3) for token in (33, 44))
     settings = dict(sites=["z", "resid_post"], layers=[0, 2])
     grids = patch_grid(model, clean, corrupted, metric, steps=steps, **settings)
@@ -261,20 +298,23 @@ def test_steps_are_the_canvases_one_by_one(either):
         canvases = [run.canvases[step] for run in (clean, corrupted)]
         canvases = [canvas[:, canvas[0] != UNREACHED] for canvas in canvases]
         n_pos = canvases[0].shape[1]
-        for site, alone in patch_grid(model, *canvases, metric, **settings).items():
+        with told_at(model, corrupted.state_at(step)):
+            at_step = patch_grid(model, *canvases, metric, **settings)
+        for site, alone in at_step.items():
             close(grids[site].scores[index, :, :n_pos], alone.scores)
             close(grids[site].clean[index], alone.clean)
             close(grids[site].corrupted[index], alone.corrupted)
             assert grids[site].scores[index, :, n_pos:].isnan().all()
             close(grids[site].effect[index, :, :n_pos], alone.effect)
     assert grids["z"].axes == ("step", "layer", "pos", "head")
-    assert grids["z"].scores.shape == (2, 2, 6 if either.kind == "mdm" else 5, 4)
+    assert grids["z"].scores.shape == (2, 2, 5 if model.cfg.grows else 6, 4)
     assert grids["z"].coordinates["step"] == steps
-    assert (grids["z"].labels[0][-1] == "") == (either.kind == "ar")
+    assert (grids["z"].labels[0][-1] == "") == (model.cfg.grows or model.cfg.opens_blocks)
 
 
-def test_a_branch_keeps_the_numbers_of_its_steps(either):
-    model = either.model
+@every_loop
+def test_a_branch_keeps_the_numbers_of_its_steps(every):
+    model = every.model
     clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=3, steps=3) for token in (33, 44))
     whole = patch_grid(model, clean, corrupted, metric, "mlp_out", [2])
     branch = patch_grid(model, clean.from_step(2), corrupted.from_step(1), metric, "mlp_out", [2])
