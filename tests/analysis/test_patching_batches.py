@@ -79,15 +79,21 @@ def test_a_budget_too_small_is_refused_before_anything_is_run(either, runs, toke
     assert counted == [0]
 
 
-@pytest.mark.parametrize(("either", "method"), [("mdm", "exact"), ("ar", "attribution")], indirect=["either"])
-def test_the_predicted_bytes_are_those_that_both_runs_keep(either, runs, method, monkeypatch):
+METHODS = [
+    *[("lit_gpt-mdm", "exact"), ("lit_gpt-ar", "attribution"), ("bd3lm", "attribution"), ("udlm", "exact")],
+    ("llada2", "attribution"),
+]
+
+
+@pytest.mark.parametrize(("every", "method"), METHODS, indirect=["every"])
+def test_the_predicted_bytes_are_those_that_both_runs_keep(every, runs, method, monkeypatch):
     kept_runs, run = [], NetworkInput.run
     monkeypatch.setattr(NetworkInput, "run", lambda *given: kept_runs.append(run(*given)) or kept_runs[-1])
     offenders = []
     for site in PATCH_SITES:
         options = dict(layers=[0, 2], logits_at=[2], method=method)
-        predicted, _ = needed_bytes(either.model, *runs, metric, site, **options)
-        patch_grid(either.model, *runs, metric, site, **options)
+        predicted, _ = needed_bytes(every.model, *runs, metric, site, **options)
+        patch_grid(every.model, *runs, metric, site, **options)
         clean, corrupted = kept_runs[-2:]
         gradients = clean.activations if method == "attribution" else {}
         tensors = *clean.activations.values(), *corrupted.activations.values(), *gradients.values(), corrupted.logits
@@ -164,3 +170,38 @@ def test_what_no_row_read_can_see_is_not_run(either, runs):
         grid = patch_grid(either.model, *runs, score, "mlp_out", positions=[1, 2], logits_at=[0])
     assert (len(shapes) == 2) == (either.kind == "ar")
     assert bool((grid.effect == 0).all()) == (either.kind == "ar")
+
+
+@pytest.fixture
+def by_blocks():
+    """Two rows of seven positions, two blocks of four; the runs differ at each."""
+    return torch.arange(14).view(2, 7) + 100, torch.arange(14).view(2, 7) + 11
+
+
+BY_BLOCKS = [("bd3lm", site) for site in ("resid_pre", "k", "pattern")] + [("llada2", site) for site in ("z", "mlp_out")]
+
+
+@pytest.mark.parametrize(("every", "site"), BY_BLOCKS, indirect=["every"])
+def test_a_model_by_blocks_runs_only_positions_from_the_patched_block_on(every, by_blocks, site):
+    """A cell at a time, whatever rows are read; with a hook at the embedding every position runs."""
+    some = dict(layers=[0, 2], **({"heads": [1]} if site in ("z", "k", "pattern") else {}))
+    for read in ({}, {"logits_at": [-1, 1]}):
+        kept, cell = needed_bytes(every.model, *by_blocks, metric, site, **some, **read)
+        with forward_passes(every.model) as shapes:
+            grid = patch_grid(every.model, *by_blocks, metric, site, max_bytes=kept + cell, **some, **read)
+        assert {n_pos for _, n_pos in shapes[2:]} == {7, 3}
+        with every.model.hooks(fwd_hooks=[("hook_embed", lambda embedding, hook: None)]):
+            whole = patch_grid(every.model, *by_blocks, metric, site, **some, **read)
+        close(grid.scores, whole.scores)
+
+
+@pytest.mark.parametrize("every", ["bd3lm", "llada2"], indirect=True)
+def test_blocks_that_no_row_read_can_see_are_not_run(every, by_blocks):
+    def score(logits):
+        return logits[:, 0, 3].mean()
+
+    for row, n_passes in ((2, 2), (5, 3)):
+        with forward_passes(every.model) as shapes:
+            grid = patch_grid(every.model, *by_blocks, score, "mlp_out", positions=[4, 6], layers=[0], logits_at=[row])
+        assert min(len(shapes), 3) == n_passes
+        assert bool((grid.effect == 0).all()) == (row == 2)
