@@ -73,9 +73,7 @@ def test_halving_the_distance_quarters_the_error(every, runs):
     """What a first-order estimate leaves out is of second order, at every site, through the softmax as well."""
     tokens, settings = runs[0], dict(sites=list(PATCH_SITES), positions="all", layers=[0, 2])
     model = every.tell(copy.deepcopy(every.model).double())
-    far, near = (
-        attribute(model, tokens, tokens, source_model=nearby(model, x), **settings) for x in (8e-5, 4e-5)
-    )
+    far, near = (attribute(model, tokens, tokens, source_model=nearby(model, x), **settings) for x in (8e-5, 4e-5))
     for site in PATCH_SITES:
         relative = [
             float(grids[site].error.difference.norm() / grids[site].error.exact.norm()) for grids in (far, near)

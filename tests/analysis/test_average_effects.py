@@ -2,6 +2,7 @@
 
 import signal
 from collections import Counter
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 
@@ -64,19 +65,34 @@ def whole(tiny):
     return average_indirect_effect(tiny, FACTS, **QUICK)
 
 
-@pytest.mark.parametrize(("tiny", "kind"), [("tiny-mdm", "mlp"), ("tiny-ar", "resid")], indirect=["tiny"])
+KINDS = [("tiny-mdm", "mlp"), ("tiny-ar", "resid"), ("tiny-block", "attn"), ("tiny-uniform", "resid")]
+
+
+@pytest.mark.parametrize(("tiny", "kind"), KINDS, indirect=["tiny"])
 def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
+    assert_a_row_is_a_trace(tiny, kind, [1, 3])
+
+
+@pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
+def test_a_row_of_a_network_with_a_time_or_experts_is_a_trace_averaged_by_hand(in_words, family):
+    model = in_words(family)
+    with model.at_time(0.6) if model.cfg.is_told_time else nullcontext():
+        assert_a_row_is_a_trace(model, "resid", [0, 2], known="all")
+
+
+def assert_a_row_is_a_trace(model, kind, layers, **more):
+    quick = {**QUICK, "layers": layers, **more}
     fact = Fact("people say Gustav Geisser, alias the", "Gustav Geisser", " brave drummer of Rolsen.", id="gustav")
-    result = average_indirect_effect(tiny, [TRAINED[0], fact], kind, window=2, noise=0.4, seed=7, **QUICK)
-    query = fact.to_query(tiny, n_masks=7, first_tokens=1)
-    trace = causal_trace(tiny, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
+    result = average_indirect_effect(model, [TRAINED[0], fact], kind, window=2, noise=0.4, seed=7, **quick)
+    query = fact.to_query(model, n_masks=7, first_tokens=1)
+    trace = causal_trace(model, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
     positions = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
     positions |= dict(after_further=[5], prompt_last=[6])
-    if tiny.cfg.has_mask:
+    if not model.cfg.grows:
         positions |= dict(answer=[7], other_masks=list(range(8, 14)))
     for role, row in zip(result.roles, result.effects[1], strict=True):
         if role in positions:
-            by_position = [trace.scores[position, [1, 3]].numpy() - trace.corrupted for position in positions[role]]
+            by_position = [trace.scores[position, layers].numpy() - trace.corrupted for position in positions[role]]
             expected = np.mean(by_position, axis=0)
             np.testing.assert_allclose(row.numpy(), expected, rtol=0, atol=1e-6)
         else:
@@ -123,6 +139,7 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
     assert none_known.aie_interval()[0].isnan().all()
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
 def test_without_noise_there_is_no_effect(tiny):
     result = average_indirect_effect(tiny, TRAINED[:2], noise=0.0, **QUICK)
     assert abs(result.ate) < 1e-6

@@ -31,6 +31,10 @@ UNTRUE = replace(FACTS[1], id="untrue", answer=FACTS[0].answer)
 ALL = [*FACTS, UNTRUE]
 
 
+# The bundled models: masked diffusion, a causal one, by blocks, and under uniform noise.
+every_kind = pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def whole(tiny):
     """All facts in one study, in memory."""
@@ -48,56 +52,69 @@ def assert_same(a, b):
 def traced_alone(model, fact, noise, **settings):
     """The fact's trajectory and its trace, on their own."""
     prompt, answer = fact.tokenize(model)
-    masked = model.cfg.has_mask
-    length = LENGTH if masked else len(prompt) + len(answer)
+    length = len(prompt) + len(answer) if model.cfg.grows else LENGTH
     run = model.denoise(torch.tensor([prompt]), length=length, steps=LOOP.steps, seed=[fact_seed(1, fact.id)])
-    query = fact.to_query(model, n_masks=LENGTH - len(prompt) if masked else None)
+    query = fact.to_query(model, n_masks=None if model.cfg.grows else LENGTH - len(prompt))
     seed = fact_seed(1, fact.id)
     return run, trace_trajectory(model, query, trajectory=run, noise=noise, samples=2, seed=seed, **settings)
 
 
+@every_kind
 def test_rows_are_traces_averaged_by_hand(tiny, whole):
-    masked = tiny.cfg.has_mask
     recalled = recalled_facts(tiny, ALL, LOOP, length=LENGTH)
     assert whole.ids == recalled
     assert 0 < len(recalled) < len(ALL)
     queries = [fact.to_query(tiny) for fact in sorted(ALL, key=lambda fact: fact.id)]
-    noise = noise_scale(tiny, queries)
+    averaged = [fact for fact in ALL if fact.id in recalled]
+    assert_rows_are_traces(tiny, whole, averaged, noise_scale(tiny, queries), LAYERS)
+
+
+@pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
+def test_rows_of_networks_with_times_or_experts_are_traces_averaged_by_hand(in_words, family):
+    model, settings = in_words(family), dict(QUICK, layers=[0, 2])
+    result = average_trajectory_effect(model, FACTS[:1], known="all", noise=0.5, **settings)
+    assert_rows_are_traces(model, result, FACTS[:1], 0.5, [0, 2])
+
+
+def assert_rows_are_traces(model, result, facts, noise, layers):
     longest = 0
-    for row, fact in enumerate(fact for fact in ALL if fact.id in recalled):
-        run, trace = traced_alone(tiny, fact, noise, layers=LAYERS)
-        n_prompt, n_answer = len(fact.tokenize(tiny)[0]), len(fact.tokenize(tiny)[1])
+    for row, fact in enumerate(facts):
+        run, trace = traced_alone(model, fact, noise, layers=layers)
+        n_prompt, n_answer = len(fact.tokenize(model)[0]), len(fact.tokenize(model)[1])
         answer = range(n_prompt, n_prompt + n_answer)
         revealed_at = run.revealed_at[0, list(answer)].tolist()
-        first, last = min(revealed_at), max(revealed_at)
+        # Under uniform noise every step writes the whole answer.
+        first, last = (0, run.n_steps - 1) if run.rewrites else (min(revealed_at), max(revealed_at))
         longest = max(longest, last - first + 1)
         assert trace.steps == list(range(first, last + 1))
-        for offset, values in zip(whole.offsets, whole.effects[row], strict=True):
+        for offset, values in zip(result.offsets, result.effects[row], strict=True):
             step = last + offset
             if step < first:
                 assert values.isnan().all()
-                assert whole.clean[row, whole.offsets.index(offset)].isnan()
+                assert result.clean[row, result.offsets.index(offset)].isnan()
                 continue
             scores = trace.scores[step - first] - trace.corrupted[step - first]
-            shown = [position for position, at in zip(answer, revealed_at, strict=True) if at < step]
+            on_canvas = [] if model.cfg.grows else (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
+            shown = [p for p, at in zip(answer, revealed_at, strict=True) if at < step and not run.rewrites]
             positions = {
                 "answer_revealed": shown,
-                "answer": [position for position in answer if position not in shown and masked],
-                "other_masks": [position for position in range(answer[-1] + 1, LENGTH) if masked],
+                "answer": [position for position in answer if position not in shown and position in on_canvas],
+                "other_masks": [position for position in range(answer[-1] + 1, LENGTH) if position in on_canvas],
                 "subject_last": [trace.subject[1] - 1],
             }
             for role, own in positions.items():
                 expected = (
                     np.mean([scores[position].numpy() for position in own], axis=0) if own else np.full(2, np.nan)
                 )
-                np.testing.assert_allclose(values[whole.roles.index(role)].numpy(), expected, rtol=0, atol=2e-6)
-            column = whole.offsets.index(offset)
-            assert whole.clean[row, column].item() == pytest.approx(trace.clean[step - first].item(), abs=1e-6)
-            assert whole.corrupted[row, column].item() == pytest.approx(trace.corrupted[step - first].item(), abs=1e-6)
-    assert whole.offsets == list(range(1 - longest, 1))
+                np.testing.assert_allclose(values[result.roles.index(role)].numpy(), expected, rtol=0, atol=2e-6)
+            column = result.offsets.index(offset)
+            assert result.clean[row, column].item() == pytest.approx(trace.clean[step - first].item(), abs=1e-6)
+            assert result.corrupted[row, column].item() == pytest.approx(trace.corrupted[step - first].item(), abs=1e-6)
+    assert result.offsets == list(range(1 - longest, 1))
     assert longest > 1
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block"], indirect=True)
 def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     # The twin takes a step a token, so a shorter answer has fewer of them; here the diffusion model does too.
     result = average_trajectory_effect(tiny, [FACTS[0], SHORT], known="all", **{**QUICK, "layers": [1]})
@@ -199,9 +216,10 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
         nobody.plot()
 
 
+@every_kind
 def test_steps_whose_canvas_has_no_position_of_a_role_have_no_effect(tiny):
     """On a causal model the first canvas has no position of the answer; the other roles' numbers do not change."""
-    causal, one_fact = not tiny.cfg.has_mask, dict(QUICK, layers=[1])
+    causal, one_fact = tiny.cfg.grows, dict(QUICK, layers=[1])
     roles = ["subject_last", "answer", "answer_revealed"]
     among = average_trajectory_effect(tiny, FACTS[:1], known="all", **one_fact, roles=roles)
     for role in roles[1:]:
@@ -210,12 +228,14 @@ def test_steps_whose_canvas_has_no_position_of_a_role_have_no_effect(tiny):
         torch.testing.assert_close(alone.effects, effects, rtol=0, atol=1e-6, equal_nan=True)
         assert not alone.clean.isnan().any()
         assert bool(alone.effects[0, 0].isnan().all()) == (causal or role == "answer_revealed")
-        if not (causal and role == "answer"):  # masked positions of the answer are not on a causal canvas at all
+        # Masked positions of the answer are not on a causal canvas at all; under uniform noise none is revealed.
+        if not alone.effects.isnan().all():
             assert alone.plot().get_title().startswith(f"{tiny.cfg.model_name}, {role}")
     step = trace_trajectory(tiny, FACTS[0], steps=[0], noise=0.1, samples=1, positions=[-1], layers=[0])
-    assert bool(step.scores[0].isnan().all()) == causal
+    assert bool(step.scores[0].isnan().all()) == (causal or tiny.cfg.opens_blocks)
 
 
+@every_kind
 def test_a_role_that_no_fact_has_is_not_drawn(tiny):
     nobody = average_trajectory_effect(tiny, FACTS[:1], known="all", **QUICK, roles=["answer_revealed"], first_tokens=1)
     assert nobody.effects.isnan().all()

@@ -178,7 +178,9 @@ def by_blocks():
     return torch.arange(14).view(2, 7) + 100, torch.arange(14).view(2, 7) + 11
 
 
-BY_BLOCKS = [("bd3lm", site) for site in ("resid_pre", "k", "pattern")] + [("llada2", site) for site in ("z", "mlp_out")]
+BY_BLOCKS = [("bd3lm", site) for site in ("resid_pre", "k", "pattern")] + [
+    ("llada2", site) for site in ("z", "mlp_out")
+]
 
 
 @pytest.mark.parametrize(("every", "site"), BY_BLOCKS, indirect=["every"])

@@ -87,7 +87,9 @@ class FactTracer:
             )
         else:
             trace = self._first_canvas(run)
-        roles = [step_roles(query, run.canvas(step).tolist(), run.trajectory.blank) for step in trace.steps]
+        canvases = [run.canvas(step) for step in trace.steps]
+        is_open = [run.trajectory.is_open(canvas[None])[0] for canvas in canvases]
+        roles = [step_roles(query, *at_step) for at_step in zip(canvases, is_open, strict=True)]
         return replace(trace, record={**trace.record, "fact": fact_id, "roles": roles})
 
     def _is_averaged(self, fact_id: str, known_on_canvas: bool) -> bool:

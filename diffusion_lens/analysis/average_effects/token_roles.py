@@ -12,7 +12,9 @@
 
 and at a denoising step
 
-    answer_revealed  positions of the answer that are revealed; "answer" are then those that are still masked
+    answer_revealed  positions of the answer that are revealed; "answer" are then those that are still masked, and under
+                     uniform noise all of them at every step
+    not_reached      positions that are not on the canvas yet; they have no effect and count in no average
 
 These are the rows of the average figures of ROME (Meng et al. 2022, arXiv 2202.05262, figure 2) and three more. There a
 token counts in every row that fits it: a subject of one token is its first and its last. Here each position has one
@@ -23,9 +25,10 @@ ends the prompt, and a single token after the subject is `prompt_last`.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.config import reached
 from diffusion_lens.facts import Query
 from diffusion_lens.hook_names import nearest
 
@@ -41,6 +44,7 @@ ROLES = (
     "other_masks",
 )
 STEP_ROLES = (*ROLES, "answer_revealed")
+NOT_REACHED = "not_reached"
 
 
 def token_roles(query: Query) -> list[str]:
@@ -64,16 +68,18 @@ def token_roles(query: Query) -> list[str]:
     return [role_of[position] for position in range(n_pos)]
 
 
-def step_roles(query: Query, canvas: Sequence[int], blank: int) -> list[str]:
+def step_roles(query: Query, canvas: Int[Tensor, "pos"], is_open: Bool[Tensor, "pos"]) -> list[str]:
     """The role of each position at a step.
 
     Args:
         canvas: Canvas before the step.
-        blank: Token at positions that are still to be revealed.
+        is_open: Whether a step may still write the position.
     """
+    # A causal canvas also contains the last token of the answer, which the query does not.
+    at_step = zip(token_roles(query), reached(canvas).tolist(), is_open.tolist(), strict=False)
     return [
-        "answer_revealed" if role == "answer" and token != blank else role
-        for role, token in zip(token_roles(query), canvas, strict=False)  # a causal canvas also contains the last token
+        NOT_REACHED if not on_canvas else "answer_revealed" if role == "answer" and not is_open_here else role
+        for role, on_canvas, is_open_here in at_step
     ]
 
 
