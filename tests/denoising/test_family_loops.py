@@ -170,8 +170,8 @@ def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
         state = trajectory.state_at(step)
         with model.clock.at(state):
             canvas = model.cfg.readable(trajectory.canvases[step])
-            is_seeded = state.block is not None and state.block.seeded and position == state.block.start[0]
-            row = position - int(model.cfg.readout == "shifted" or is_seeded)
+            is_shifted = state.block is not None and state.block.first_shifted and position == state.block.start[0]
+            row = position - int(model.cfg.readout == "shifted" or is_shifted)
             logits = model.head_at(canvas[:, [position]]).clean_logits(model(canvas, logits_at=[row]))
         odds = logits[0, 0].softmax(-1)
         torch.testing.assert_close(
