@@ -14,7 +14,9 @@ from diffusion_lens.checks.expected import Expected
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.shards import require_model
+from diffusion_lens.denoising.as_python import load_code
 from diffusion_lens.loading import shape_of
+from diffusion_lens.records import provenance
 from weight_conversion import export
 
 NEMOTRON = Path(__file__).parents[1] / "golden" / "nemotron"
@@ -94,6 +96,15 @@ def test_the_explorer_shows_both_modes_of_a_checkpoint(folder: Path, tmp_path: P
     name = HookedDiffusionTransformer.from_pretrained(folder, device="cpu").cfg.model_name
     assert [model["name"] for model in models] == [f"{name}@bidirectional", f"{name}@ar"]
     assert f"from_pretrained('{name}', mode='ar')" in json.dumps(PageFile(out.read_text(encoding="utf-8")).manifest)
+
+
+@pytest.mark.parametrize("options", [{"mode": "ar"}, {"mode": "bidirectional"}, {"mode": "block", "block_size": 8}])
+def test_the_code_that_loads_the_model_of_a_record_reads_its_mode(options: dict) -> None:
+    model = HookedDiffusionTransformer.from_pretrained(NEMOTRON, device="cpu", **options)
+    code = load_code(provenance(model, model.cfg)).replace(repr(model.cfg.model_name), repr(str(NEMOTRON)))
+    names: dict = {}
+    exec(code, names)
+    assert names["model"].cfg.architecture == model.cfg.architecture
 
 
 def test_two_modes_of_a_checkpoint_are_two_models_of_a_study(folder: Path, tmp_path: Path) -> None:
