@@ -57,6 +57,13 @@ def test_canvases_equal_the_authors(name: str, run: str, passes: int, monkeypatc
     assert written.forward_passes == passes
 
 
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Probabilities up to a factor of each position; in the last step the authors cut off the column of [MASK]."""
+    theirs = torch.nn.functional.pad(theirs, (0, ours.shape[-1] - theirs.shape[-1]))
+    ours, theirs = (p.double() / p.double().sum(dim=-1, keepdim=True) for p in (ours, theirs))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "run"), [(name, run) for name in ("mdlm", "sedd") for run in runs_of(name)])
 def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the time told to the network and with constant conditioning; some runs end with masks to remove."""
@@ -73,7 +80,7 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
     def by_token(self: Any, step: int, positions: torch.Tensor, n: int) -> torch.Tensor:
         drawn = list(islice(draws, int(positions.sum())))
         # The last step of "ddpm" takes the likeliest tokens, whatever is drawn.
-        return torch.stack(drawn) if drawn else torch.full((int(positions.sum()), n), 0.5)
+        return torch.stack(drawn) if drawn else torch.rand(int(positions.sum()), n, dtype=torch.float64)
 
     monkeypatch.setattr(PositionNoise, "by_token", by_token)
     start, final = torch.full((2, 12), 129), g["x_final"].long()
@@ -81,11 +88,22 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
         start[:, : len(g["prefix"])] = final[:, : len(g["prefix"])] = g["prefix"].long()
     steps = case["num_steps"] if name == "mdlm" else case["steps"]
     sampler = (mdlm if name == "mdlm" else sedd)(case["predictor"], eps=case["eps"])
+    probabilities: dict[int, torch.Tensor] = {}
+    transition = type(sampler).transition
+
+    def kept(self: Any, step: Any, prediction: Any) -> torch.Tensor:
+        return probabilities.setdefault(step.index, transition(self, step, prediction))
+
+    monkeypatch.setattr(type(sampler), "transition", kept)
     settings = DenoiseSettings(steps + 1, sampler, temperature=1.0)
     written = denoise(authors_network(name, **told), Canvas(start, start != 129, None, 129), settings)
     expected = torch.cat([start[None], g["x_steps"].long()]) if name == "mdlm" else g["x_after_projection"].long()
     assert torch.equal(written.canvases, torch.cat([expected, final[None]]))
     assert next(draws, None) is None
+    close(probabilities[0].view(2, -1, 130)[:, -2:], g["probs_first"])
+    for step, last in ((steps - 1, "probs_last_step"), (steps, "probs_denoise")):
+        if last in g:
+            close(probabilities[step], g[last])
 
 
 @pytest.mark.parametrize(
