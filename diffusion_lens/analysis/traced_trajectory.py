@@ -131,9 +131,17 @@ class TracedTrajectory:
             )
 
     def corrupted(self, corruption: Corruption) -> Trajectory:
-        """The corrupted denoising runs, one row per sample; each reveals its own tokens."""
+        """The corrupted denoising runs, one row per sample; each reveals its own tokens, as if it ran alone.
+
+        Raises:
+            ValueError: No sampler is known by which samples do not depend on one another.
+        """
         hooks = [(name, on_branch(hook, "conditional")) for name, hook in corruption.hooks(self.model, self.query)]
-        return self.trajectory.repeat(corruption.rows).replay(self.model, canvas="free", fwd_hooks=hooks)
+        written_by = DenoiseSettings.recorded(self.trajectory.record).on(self.model.cfg, self.model.cfg.model_name)
+        assert written_by.sampler is not None
+        sampler = written_by.sampler.by_row(self.model.cfg)
+        copies = self.trajectory.repeat(corruption.rows)
+        return copies.replay(self.model, canvas="free", fwd_hooks=hooks, sampler=sampler)
 
     @property
     def n_pos(self) -> int:

@@ -117,6 +117,20 @@ class Sampler(ABC):
         """Whether the run of a row depends on the other rows of its batch."""
         return self.keeps_prediction and not self.has_times_of_rows and variant.is_told_time
 
+    def by_row(self, variant: Variant) -> "Sampler":
+        """The sampler with which every row of a batch runs as it runs alone with this one.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self.couples_rows(variant):
+            raise ValueError(
+                f"the sampler {self.name!r} of the run tells the network the time of the last step that changed any "
+                "row of a batch, so that corrupted runs which are denoised together would depend on one another. "
+                "Denoise with the same sampler and keeps_prediction=False"
+            )
+        return self
+
     def settled(self, steps: int | None, variant: Variant) -> "Sampler":
         """This sampler with the settings that it leaves to the number of steps and to the kind of model."""
         return self

@@ -1,7 +1,7 @@
 """Reveal the positions of the highest confidence: SMDM's "greedy" (ML-GSAI/SMDM `diff_sample`, alg="greddy")."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -46,6 +46,9 @@ class Confidence(Sampler):
 
     def couples_rows(self, variant: Variant) -> bool:
         return self.scope != "row"
+
+    def by_row(self, variant: Variant) -> Sampler:
+        return replace(self, scope="row")
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         n_masked = step.masked.sum(dim=1).float()
