@@ -1,6 +1,17 @@
-"""What norms, MLPs and gates do, written out from the weights and a cache, for tests of the parts beside them."""
+"""What norms, MLPs and gates do, written out from the weights and a cache, for tests of the parts beside them; and the
+time of a step of the loop as a number."""
+
+import math
+from contextlib import nullcontext
 
 import torch
+
+
+def told_noise_of(model, state):
+    """A context in which a network that is told the time is told the noise of a step; the last of a block has none."""
+    if not model.cfg.is_told_time:
+        return nullcontext()
+    return model.at_time(min(max(1e-9, -math.expm1(-state.sigma) / (1 - 1e-3)), 1.0))
 
 
 def normed(model, cache, name, normalized=None):

@@ -1,11 +1,10 @@
 """Grids equal TransformerLens's own, and the laws of patching hold."""
 
 import copy
-import math
-from contextlib import nullcontext
 
 import pytest
 import torch
+from parts_by_hand import told_noise_of
 from refusals import unrefused
 from transformer_lens import patching
 
@@ -281,13 +280,6 @@ def test_a_clean_run_of_another_vocabulary_is_not_scored(either, runs):
     close(grid.scores, patch_grid(either.model, *runs, metric, "mlp_out").scores)
 
 
-def told_at(model, state):
-    """The network told the noise of a step by `at_time`; the last step of a block is told that there is none."""
-    if not model.cfg.is_told_time:
-        return nullcontext()
-    return model.at_time(min(max(1e-9, -math.expm1(-state.sigma) / (1 - 1e-3)), 1.0))
-
-
 @every_loop
 def test_steps_are_the_canvases_one_by_one(every):
     model, steps = every.model, [0, 2]
@@ -298,7 +290,7 @@ def test_steps_are_the_canvases_one_by_one(every):
         canvases = [run.canvases[step] for run in (clean, corrupted)]
         canvases = [canvas[:, canvas[0] != UNREACHED] for canvas in canvases]
         n_pos = canvases[0].shape[1]
-        with told_at(model, corrupted.state_at(step)):
+        with told_noise_of(model, corrupted.state_at(step)):
             at_step = patch_grid(model, *canvases, metric, **settings)
         for site, alone in at_step.items():
             close(grids[site].scores[index, :, :n_pos], alone.scores)

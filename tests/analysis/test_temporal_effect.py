@@ -1,5 +1,7 @@
 """A state restored at one step only, and what is written in the end."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,18 +15,33 @@ from diffusion_lens.interventions import named
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
 
 
+# The bundled models: masked diffusion, a causal one, by blocks, and under uniform noise.
+every_kind = pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def query(tiny):
-    if tiny.cfg.has_mask:
-        return FACT.to_query(tiny, n_masks=14 - tiny.to_tokens(FACT.prompt).shape[1])
-    return FACT.to_query(tiny, first_tokens=3)
+    return lay_out(tiny)
+
+
+def lay_out(model):
+    if model.cfg.grows:
+        return FACT.to_query(model, first_tokens=3)
+    return FACT.to_query(model, n_masks=14 - model.to_tokens(FACT.prompt).shape[1])
 
 
 @pytest.fixture(scope="module")
 def run(tiny, query):
-    if tiny.cfg.has_mask:
-        return tiny.denoise(query.tokens[None], steps=3)
-    return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
+    return denoised(tiny, query)
+
+
+def denoised(model, query, **options):
+    """Three steps or, by blocks, two a block, and under uniform noise, which takes more to find the answer, eight."""
+    given = query.tokens[None, : query.answer_positions[0]]
+    if model.cfg.grows:
+        return model.denoise(given, max_new_tokens=len(query.answer_tokens))
+    steps = 8 if model.cfg.rewrites else 6 if model.cfg.opens_blocks else 3
+    return model.denoise(given, length=14, steps=steps, **options)
 
 
 @pytest.fixture
@@ -42,18 +59,38 @@ def by_row(request, tiny):
 
 @pytest.mark.parametrize(
     ("tiny", "cfg_scale", "by_row"),
-    [("tiny-mdm", 1.5, False), ("tiny-mdm", 4.0, True), ("tiny-ar", 0.0, False)],
+    [
+        *[("tiny-mdm", 1.5, False), ("tiny-mdm", 4.0, True), ("tiny-ar", 0.0, False)],
+        *[("tiny-block", 0.0, False), ("tiny-uniform", 0.0, False)],
+    ],
     indirect=["tiny", "by_row"],
 )
 def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scale, by_row):
     """Sample by sample and cell by cell: the whole loop under noise, one state put back at one step."""
     if cfg_scale:
-        run = tiny.denoise(query.tokens[None], steps=3, cfg_scale=cfg_scale)
-    noise, (start, stop), layer = noise_scale(tiny, [query]), query.subject, 0
-    drawn = noise * np.random.RandomState(5).randn(2, stop - start, tiny.cfg.d_model)
+        run = denoised(tiny, query, cfg_scale=cfg_scale)
+    effect = assert_cells_are_branches(tiny, query, run)
+    assert by_row or effect.clean == 1
+    assert 0 <= effect.corrupted < 1
+
+
+@pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
+def test_each_cell_of_a_network_with_times_or_experts_is_a_free_branch(in_words, family):
+    model = in_words(family)
+    query = lay_out(model)
+    run = denoised(model, query)
+    query = replace(query, answer_tokens=tuple(run.tokens[0, list(query.answer_positions)].tolist()))
+    effect = assert_cells_are_branches(model, query, run)
+    assert effect.clean == 1
+    assert effect.token_scores.nan_to_num(nan=1.0).min() < 1
+
+
+def assert_cells_are_branches(model, query, run):
+    noise, (start, stop), layer = noise_scale(model, [query]), query.subject, 0
+    drawn = noise * np.random.RandomState(5).randn(2, stop - start, model.cfg.d_model)
     positions = [start, query.answer_positions[0]]
     effect = temporal_effect(
-        tiny, query, trajectory=run, noise=noise, samples=2, seed=5, steps=[1, 2], positions=positions, layers=[layer]
+        model, query, trajectory=run, noise=noise, samples=2, seed=5, steps=[1, 2], positions=positions, layers=[layer]
     )
     expected = torch.full((2, 2, len(query.answer_tokens), 2), torch.nan)
     runs = run.repeat(2)  # a row for each sample
@@ -64,7 +101,8 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
         return embedding
 
     for i_step, step in enumerate((1, 2)):
-        _, clean = tiny.run_with_cache(run.canvases[step].clamp(min=0))
+        with model.clock.at(run.state_at(step)):
+            _, clean = model.run_with_cache(run.canvases[step].clamp(min=0))
         for i, position in enumerate(positions):
             if run.canvases[step, 0, position] == -1:
                 continue
@@ -76,14 +114,14 @@ def test_each_cell_is_a_free_branch_by_ordinary_hooks(tiny, query, run, cfg_scal
 
             hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
             hooks = [(name, on_branch(hook, "conditional")) for name, hook in hooks]
-            ended = runs.replay(tiny, canvas="free", fwd_hooks=hooks).tokens[:, list(query.answer_positions)]
+            ended = runs.replay(model, canvas="free", fwd_hooks=hooks).tokens[:, list(query.answer_positions)]
             expected[i_step, i] = (ended == torch.tensor(query.answer_tokens)).float().T
     torch.testing.assert_close(effect.token_scores[:, :, 0], expected.mean(3), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(effect.scores[:, :, 0], expected.prod(2).mean(2), rtol=0, atol=0, equal_nan=True)
-    assert by_row or effect.clean == 1
-    assert 0 <= effect.corrupted < 1
+    return effect
 
 
+@every_kind
 def test_without_noise_every_branch_ends_with_the_answer(tiny, query, run):
     effect = temporal_effect(tiny, query, trajectory=run, noise=0.0, samples=1, layers=[1], positions=[1, 3], steps=[0])
     assert effect.corrupted == 1

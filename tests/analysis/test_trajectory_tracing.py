@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from page_reader import PageFile
+from parts_by_hand import told_noise_of
 
 from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
@@ -18,19 +19,33 @@ from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.hook_names import resid_post
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
+# The bundled models: masked diffusion, a causal one, by blocks, and under uniform noise.
+every_kind = pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def query(tiny):
-    return FACT.to_query(tiny, n_masks=14 - tiny.to_tokens(FACT.prompt).shape[1] if tiny.cfg.has_mask else None)
+    return lay_out(tiny)
+
+
+def lay_out(model):
+    return FACT.to_query(model, n_masks=None if model.cfg.grows else 14 - model.to_tokens(FACT.prompt).shape[1])
 
 
 @pytest.fixture(scope="module")
 def run(tiny, query):
-    """A clean run: four steps on the masked diffusion model, one a token on the twin."""
-    if tiny.cfg.has_mask:
-        return tiny.denoise(query.tokens[None], steps=4)
-    return tiny.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
+    return denoised(tiny, query)
+
+
+def denoised(model, query):
+    """A clean run: one step a token on the twin, otherwise four or, by blocks, two a block. Under uniform noise it
+    begins with noise of its own."""
+    if model.cfg.has_mask:
+        return model.denoise(query.tokens[None], steps=6 if model.cfg.opens_blocks else 4)
+    given = query.tokens[None, : query.answer_positions[0]]
+    if model.cfg.grows:
+        return model.denoise(given, max_new_tokens=len(query.answer_tokens))
+    return model.denoise(given, length=len(query.tokens), steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +71,24 @@ def drawn_noise(tiny, query, noise):
 
 
 def query_at(tiny, query, run, step):
-    """The query of a step's canvas by hand: masked tokens only; the twin's canvas is filled with the answer."""
+    """The query of a step's canvas by hand: masked tokens only, or all under uniform noise; the twin's canvas is filled
+    with the answer, blocks that are not open with [MASK]."""
     canvas = run.canvases[step, 0].clone()
-    still_open = [i for i, pos in enumerate(query.answer_positions) if run.revealed_at[0, pos] >= step]
-    canvas[canvas == -1] = torch.tensor(query.answer_tokens)[len(query.answer_tokens) - int((canvas == -1).sum()) :]
+    still_open = [i for i, pos in enumerate(query.answer_positions) if run.rewrites or run.revealed_at[0, pos] >= step]
+    if tiny.cfg.grows:
+        canvas[canvas == -1] = torch.tensor(query.answer_tokens)[len(query.answer_tokens) - int((canvas == -1).sum()) :]
+    elif tiny.cfg.has_mask:
+        canvas[canvas == -1] = tiny.cfg.mask_token_id
     positions = tuple(query.answer_positions[i] for i in still_open)
     return still_open, Query(canvas, query.subject, positions, tuple(query.answer_tokens[i] for i in still_open))
 
 
+@every_kind
 def test_by_default_from_the_first_answer_token_revealed_to_the_last(query, run, trace):
     revealed = run.revealed_at[0, list(query.answer_positions)].tolist()
-    assert trace.known
-    assert trace.steps == list(range(min(revealed), max(revealed) + 1))
+    assert trace.known or run.rewrites
+    written = range(run.n_steps) if run.rewrites else range(min(revealed), max(revealed) + 1)
+    assert trace.steps == list(written)
     assert trace.revealed_at == revealed
     assert [revealed[token] for token in trace.order] == sorted(revealed)
 
@@ -78,15 +99,30 @@ def test_by_default_from_the_first_answer_token_revealed_to_the_last(query, run,
         ("tiny-mdm", dict()),
         ("tiny-mdm", dict(kind="mlp", window=2)),
         ("tiny-ar", dict(severed="attn")),
+        ("tiny-block", dict(kind="attn")),
+        ("tiny-uniform", dict()),
     ],
     indirect=["tiny"],
 )
 def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise, trace, options):
-    options = dict(options, **noise, layers=[1])
-    trace = trace_trajectory(tiny, query, trajectory=run, steps=trace.steps[::2], **options)
+    assert_grids_are_traces(tiny, query, run, trace.steps[::2], dict(options, **noise, layers=[1]))
+
+
+@pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
+def test_each_steps_grid_of_a_network_with_times_or_experts_is_a_causal_trace(in_words, family):
+    model = in_words(family)
+    query = lay_out(model)
+    run = denoised(model, query)
+    query = replace(query, answer_tokens=tuple(run.tokens[0, list(query.answer_positions)].tolist()))
+    assert_grids_are_traces(model, query, run, [0, 1, 2], dict(noise=0.5, samples=2))
+
+
+def assert_grids_are_traces(model, query, run, steps, options):
+    trace = trace_trajectory(model, query, trajectory=run, steps=steps, **options)
     for i, step in enumerate(trace.steps):
-        still_open, at_step = query_at(tiny, query, run, step)
-        alone = causal_trace(tiny, at_step, **options)
+        still_open, at_step = query_at(model, query, run, step)
+        with told_noise_of(model, run.state_at(step)):
+            alone = causal_trace(model, at_step, **options)
         reached = (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
         torch.testing.assert_close(trace.scores[i, reached], alone.scores[reached], rtol=0, atol=1e-6)
         torch.testing.assert_close(
@@ -97,9 +133,10 @@ def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise
         assert trace.scores[i].isnan().all(1).sum() == len(trace.positions) - len(reached)
         settled = [i for i in range(len(query.answer_tokens)) if i not in still_open]
         assert (trace.clean_token_scores[i, settled] == 1).all()
-        assert trace.at_step(step).str_tokens == tiny.words(run.canvases[step, 0].tolist())
+        assert trace.at_step(step).str_tokens == model.words(run.canvases[step, 0].tolist())
 
 
+@every_kind
 def test_chained_is_the_product_over_the_steps_that_commit(tiny, query, run, noise):
     """Sample by sample: with one sample the mean of products is the product."""
     noise = dict(noise, samples=1, layers=[1])
@@ -112,7 +149,10 @@ def test_chained_is_the_product_over_the_steps_that_commit(tiny, query, run, noi
     assert trace_trajectory(tiny, query, trajectory=run, steps=trace.steps[:1], **noise).chained is None
 
 
-@pytest.mark.parametrize(("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"])
+SCALES = [("tiny-mdm", 0.8), ("tiny-ar", 0.0), ("tiny-block", 0.0), ("tiny-uniform", 0.0)]
+
+
+@pytest.mark.parametrize(("tiny", "cfg_scale"), SCALES, indirect=["tiny"])
 def test_free_samples_read_what_they_wrote_themselves(tiny, query, noise, cfg_scale, request):
     """The slow way: each sample's own loop under noise, then one cell at each step by ordinary hooks, read by hand."""
     run = request.getfixturevalue("guided" if cfg_scale else "run")
@@ -146,13 +186,14 @@ def test_free_samples_read_what_they_wrote_themselves(tiny, query, noise, cfg_sc
         for sample in range(3):
             for at, token in zip(query.answer_positions, query.answer_tokens, strict=True):
                 present, row = own.canvases[step, sample, at].item(), int(tiny.readout.rows(torch.tensor(at)))
-                blank = present in (-1, tiny.cfg.mask_token_id)
+                blank = run.rewrites or present in (-1, tiny.cfg.mask_token_id)
                 expected[i, sample] *= probabilities[sample, row, token].item() if blank else float(present == token)
     torch.testing.assert_close(trace.scores[:, 0, 1], expected.mean(1), rtol=0, atol=1e-5)
     assert trace.chained is None
     assert len(set(own.tokens[-1].tolist()) ^ set(run.tokens[0].tolist())) > 0
 
 
+@every_kind
 def test_without_noise_free_is_forced_and_has_no_effect(tiny, query, run):
     quiet = dict(noise=0.0, samples=2, layers=[2], positions=[1, 4])
     forced = trace_trajectory(tiny, query, trajectory=run, **quiet)
@@ -194,11 +235,14 @@ def test_steps_begin_when_an_answer_token_is_first_unmasked_even_if_it_is_masked
     assert trace.steps == list(range(unmasked[0], int(revealed.max()) + 1))
 
 
+@every_kind
 def test_a_branch_is_traced_from_its_own_first_step(tiny, query, run):
     cells = dict(noise=0.1, samples=1, layers=[0], positions=[1, 3])
     whole = trace_trajectory(tiny, query, trajectory=run, **cells)
-    branch = trace_trajectory(tiny, query, trajectory=run.from_step(2), **cells)
-    later = [i for i, step in enumerate(whole.steps) if step >= 2]
+    start = whole.steps[1]
+    branch = trace_trajectory(tiny, query, trajectory=run.from_step(start), **cells)
+    later = [i for i, step in enumerate(whole.steps) if step >= start]
+    assert branch.steps[0] == start
     assert branch.steps == [whole.steps[i] for i in later]
     torch.testing.assert_close(branch.scores, whole.scores[later], rtol=0, atol=1e-6, equal_nan=True)
 
@@ -210,10 +254,11 @@ def test_a_fact_is_denoised_with_the_default_settings(tiny):
     assert trace.record["sampler"]
 
 
+@every_kind
 def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
     """At the length that the model was trained on, or at that of a run."""
     options = dict(noise=0.1, samples=1, layers=[0], positions=[1])
-    masked = tiny.cfg.has_mask
+    masked = not tiny.cfg.grows
     at_length = CanvasLayout(14 if masked else None).query(tiny, FACT)
     assert len(at_length.tokens) == 14 or not masked
     assert torch.equal(causal_trace(tiny, FACT, **options).scores, causal_trace(tiny, at_length, **options).scores)
@@ -222,7 +267,7 @@ def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
         warnings.simplefilter("ignore")  # 17 positions are more than it was trained on
         longer = CanvasLayout(17 if masked else None).query(tiny, FACT)
         given, length = loop_prompt(tiny, longer)
-        run = tiny.denoise(given[None], length=length, steps=3)
+        run = tiny.denoise(given[None], length=length, steps=4)
     assert torch.equal(TracedTrajectory.of(tiny, FACT, run).query.tokens, longer.tokens)
 
 
@@ -280,8 +325,9 @@ def test_bad_settings_are_refused(tiny, query, run, trace, noise):
         trace.at_step(77)
 
 
+@every_kind
 def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
-    """Restoring the row that is read after the last block, by `at_steps` in a forced replay: the clean confidence."""
+    """Restoring the row that is read after the last block, by `at_steps` in a forced replay: the clean probability."""
     position = query.answer_positions[0]
     step = int(run.revealed_at[0, position])
     row = int(tiny.readout.rows(torch.tensor(position)))
@@ -303,9 +349,16 @@ def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
         resid[:, row] = cache[hook.name][:, row]
         return resid
 
-    last = resid_post(tiny.cfg.n_layers - 1)
-    replayed = run.replay(tiny, fwd_hooks=[("hook_embed", corrupt), (last, at_steps(put_back, step))])
-    assert trace.token_scores[0, 0, 0, 0].item() == pytest.approx(replayed.confidence[0, position].item(), abs=1e-5)
+    def read(logits, hook):
+        # Under uniform noise later steps may write the position again, so that its confidence is theirs.
+        said.append(logits[0, position].softmax(-1)[query.answer_tokens[0]].item())
+
+    said, last = [], resid_post(tiny.cfg.n_layers - 1)
+    in_loop = [("hook_embed", corrupt), (last, at_steps(put_back, step)), ("denoise.hook_logits", at_steps(read, step))]
+    replayed = run.replay(tiny, fwd_hooks=in_loop)
+    assert said == [pytest.approx(trace.token_scores[0, 0, 0, 0].item(), abs=1e-5)]
+    if not run.rewrites:
+        assert replayed.confidence[0, position].item() == pytest.approx(said[0], abs=1e-5)
 
 
 def test_steps_that_show_the_network_the_same_tokens_share_one_trace(token_layers):
