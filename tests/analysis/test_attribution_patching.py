@@ -141,8 +141,9 @@ def test_pairs_are_estimated_position_by_position(either, runs):
     assert apart.abs().min() > 0
 
 
-def test_steps_are_estimated_one_by_one(either, tmp_path):
-    model, steps = either.model, [0, 1]
+@every_kind
+def test_steps_are_estimated_one_by_one(every, tmp_path):
+    model, steps = every.model, [0, 1]
     clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), max_new_tokens=2, steps=2) for token in (33, 44))
     grid = attribute(model, clean, corrupted, "mlp_out", steps=steps, check=3)
     singly = [attribute(model, clean, corrupted, "mlp_out", steps=[step], check=3) for step in steps]

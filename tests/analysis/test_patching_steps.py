@@ -14,21 +14,21 @@ from diffusion_lens.hook_names import mlp_out, resid_post
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
 CLEAN, CORRUPTED = FACTS[0], FACTS[5]
 
-guided_or_causal = pytest.mark.parametrize(
-    ("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"]
-)
+GUIDED_OR_CAUSAL = [("tiny-mdm", 0.8), ("tiny-ar", 0.0), ("tiny-block", 0.0), ("tiny-uniform", 0.0)]
+guided_or_causal = pytest.mark.parametrize(("tiny", "cfg_scale"), GUIDED_OR_CAUSAL, indirect=["tiny"])
 
 
 def lay_out(model, fact):
     n_masks = 14 - model.to_tokens(fact.prompt).shape[1]
-    return fact.to_query(model, n_masks=n_masks if model.cfg.has_mask else None)
+    return fact.to_query(model, n_masks=None if model.cfg.grows else n_masks)
 
 
 @cache
 def denoise(model, query, cfg_scale=0.0):
-    if model.cfg.has_mask:
-        return model.denoise(query.tokens[None], steps=5, cfg_scale=cfg_scale)
-    return model.denoise(query.tokens[None, : query.answer_positions[0]], max_new_tokens=len(query.answer_tokens))
+    given = query.tokens[None, : query.answer_positions[0]]
+    if model.cfg.grows:
+        return model.denoise(given, max_new_tokens=len(query.answer_tokens))
+    return model.denoise(given, length=len(query.tokens), steps=5, cfg_scale=cfg_scale)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def only(query, n):
     return replace(query, answer_positions=query.answer_positions[:n], answer_tokens=query.answer_tokens[:n])
 
 
+every_kind = pytest.mark.parametrize("tiny", [name for name, _ in GUIDED_OR_CAUSAL], indirect=True)
 ONE_TOKEN, WHOLE = "the clean answer's first token", "the corrupted answer"
 every_answer = pytest.mark.parametrize(
     ("tiny", "cfg_scale", "answer"),
@@ -49,6 +50,8 @@ every_answer = pytest.mark.parametrize(
         ("tiny-mdm", 0.0, ONE_TOKEN),
         ("tiny-mdm", 0.8, WHOLE),
         ("tiny-ar", 0.0, WHOLE),
+        ("tiny-block", 0.0, WHOLE),
+        ("tiny-uniform", 0.0, WHOLE),
     ],
     indirect=["tiny"],
 )
@@ -72,7 +75,8 @@ def slow_p_answer(model, query, run, cfg_scale, step, name=None, states=None, po
     """p(answer) of one canvas, read by hand from the whole network: of each row, with its position patched."""
     shown, answer = run.canvases[step, 0].clone(), dict(zip(query.answer_positions, query.answer_tokens, strict=True))
     for position in (shown == -1).nonzero().flatten().tolist():
-        shown[position] = answer.get(position, run.tokens[0, position])
+        filled = answer.get(position, run.tokens[0, position])
+        shown[position] = filled if model.cfg.grows else model.cfg.mask_token_id
 
     def put_one_in_each_row(activation, hook):
         activation = activation.clone()
@@ -89,14 +93,15 @@ def slow_p_answer(model, query, run, cfg_scale, step, name=None, states=None, po
     p = torch.ones(len(positions))
     for position, token in answer.items():
         written, row = run.canvases[step, 0, position].item(), position - model.cfg.grows
-        is_open = written in (-1, model.cfg.mask_token_id)
+        is_open = run.rewrites or written in (-1, model.cfg.mask_token_id)
         p *= logits[:, row].softmax(-1)[:, token] if is_open else float(written == token)
     return p, shown
 
 
 @every_answer
 def test_p_answer_of_a_step_is_that_of_its_masked_positions(tiny, queries, query, cfg_scale):
-    runs, steps = [denoise(tiny, laid_out, cfg_scale) for laid_out in queries], [0, 4]
+    runs = [denoise(tiny, laid_out, cfg_scale) for laid_out in queries]
+    steps = [0, 1 if tiny.cfg.opens_blocks else 4]  # by blocks the answer is written early
     positions, layers, close = [1, 3, 4], [0, 3], dict(rtol=0, atol=1e-5)
     grid = patch_grid(
         tiny, *runs, answer_probability(tiny, query), "mlp_out", steps, positions=positions, layers=layers
@@ -120,13 +125,13 @@ def test_p_answer_of_a_step_is_that_of_its_masked_positions(tiny, queries, query
 
 @pytest.mark.parametrize(
     ("tiny", "cfg_scale", "answer"),
-    [("tiny-mdm", 0.8, WHOLE), ("tiny-ar", 0.0, WHOLE)],
+    [(*kind, WHOLE) for kind in GUIDED_OR_CAUSAL],
     indirect=["tiny"],
 )
 def test_the_stream_patched_at_a_step_is_a_free_trace_of_a_swapped_subject(tiny, queries, query, cfg_scale):
     clean, corrupted = (denoise(tiny, laid_out, cfg_scale) for laid_out in queries)
     shown, layers = queries[0].tokens, [1]
-    if not tiny.cfg.has_mask:
+    if tiny.cfg.grows:
         shown = torch.cat([shown[: query.answer_positions[0]], torch.tensor(query.answer_tokens[:-1])]).long()
     query = replace(query, tokens=shown)
     swapped = dict(corruption="swap", swap=queries[1], layers=layers)
@@ -209,6 +214,7 @@ def test_estimates_of_p_answer(tiny, queries, cfg_scale):
     assert torch.equal(inferred.scores.nan_to_num(), estimate.scores.nan_to_num())
 
 
+@every_kind
 def test_all_positions_patched_at_a_step_are_the_clean_run(tiny, queries):
     runs = [denoise(tiny, query) for query in queries]
     for step in range(2):
@@ -219,6 +225,7 @@ def test_all_positions_patched_at_a_step_are_the_clean_run(tiny, queries):
             assert grid.clean > grid.corrupted + 0.1
 
 
+@every_kind
 def test_a_clean_run_of_another_layout_is_patched_and_not_read(tiny, queries):
     """Its prompt is a token longer: positions are paired by hand, and only the corrupted run's p(answer) is read."""
     longer = denoise(tiny, lay_out(tiny, FACTS[1]))

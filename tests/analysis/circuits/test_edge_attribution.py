@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parts_by_hand import told_noise_of
 from torch.testing import assert_close
 from transformer_lens.tools.analysis.attribution_patching import EdgeAttributionConfig, attribution_patch
 
@@ -144,16 +145,27 @@ def test_a_small_budget_splits_the_runs_of_the_nodes_and_changes_no_score(either
     assert_close(edge_attribution(model, clean, corrupted, logit, max_bytes=least, **settings).scores, whole.scores)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
 def test_steps_of_trajectories_are_attributed_one_by_one(tiny):
+    assert_steps_are_attributed_alone(tiny)
+
+
+@pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada_moe"])
+def test_steps_of_networks_with_times_or_experts_are_attributed_one_by_one(in_words, family):
+    assert_steps_are_attributed_alone(in_words(family))
+
+
+def assert_steps_are_attributed_alone(model):
     prompts = ["Gustav Geisser is the", "Tilda Drusser is the"]
-    runs = [tiny.denoise(prompt, max_new_tokens=5, steps=5) for prompt in prompts]
+    runs = [model.denoise(prompt, max_new_tokens=5, steps=5) for prompt in prompts]
     metric = lambda logits: logits[0, -1, 7]  # noqa: E731
-    scores = edge_attribution(tiny, *runs, metric, steps=[0, 3], ig_steps=2)
+    scores = edge_attribution(model, *runs, metric, steps=[0, 3], ig_steps=2)
     assert scores.scores.shape == (2, len(scores.writers), len(scores.readers))
     for step in (0, 3):
         canvases = [run.canvases[step] for run in runs]
         reached = int((canvases[0] >= 0).sum())
-        alone = edge_attribution(tiny, *(canvas[:, :reached] for canvas in canvases), metric, ig_steps=2)
+        with told_noise_of(model, runs[1].state_at(step)):
+            alone = edge_attribution(model, *(canvas[:, :reached] for canvas in canvases), metric, ig_steps=2)
         assert_close(scores.at_step(step).scores, alone.scores, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="step 1 was not attributed"):
         scores.at_step(1)
