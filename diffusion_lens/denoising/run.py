@@ -91,6 +91,13 @@ class Run:
         # Noise of the rows that the last step left as they were, where the sampler keeps it; NaN for the others.
         self._kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
 
+    def tell_first(self, index: int, sigma: float | tuple[float, ...]) -> None:
+        """Tell the network this noise, or that of each row, in the first step, which has this index."""
+        assert self.sigmas is not None
+        self.sigmas[index] = sigma
+        of_rows = sigma if isinstance(sigma, tuple) else (sigma,) * len(self.seeds)
+        self._kept = torch.tensor(of_rows, dtype=torch.float64)
+
     @property
     def sampler(self) -> Sampler:
         """The sampler of the settings."""

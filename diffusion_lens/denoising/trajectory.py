@@ -195,7 +195,7 @@ class Trajectory(Recording):
         settings = DenoiseSettings.recorded(self.record, sampler, seeds)
         device = model.cfg.device
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
-        return Run(
+        run = Run(
             model=model,
             canvas=self._canvas(self.canvases[0].to(device), reach_of(model.cfg)),
             settings=settings.on(model.cfg, model.cfg.model_name),
@@ -206,6 +206,10 @@ class Trajectory(Recording):
             script=self.canvases.to(device) if forced else None,
             sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
         )
+        if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
+            # Steps before the first one may have left the canvas as it is, and so its time.
+            run.tell_first(self.first_step, _plain(self.record["sigmas"][self.first_step]))
+        return run
 
     def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""

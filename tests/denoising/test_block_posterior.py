@@ -141,6 +141,10 @@ def test_rows_with_times_of_their_own_are_independent(told: Any, sampler: Any, t
         assert torch.equal(again.canvases, run.canvases)
         torch.testing.assert_close(again.confidence, run.confidence, rtol=1e-4, atol=1e-5)
         assert [again.state_at(step).sigma for step in range(5)] == [run.state_at(step).sigma for step in range(5)]
+    for step in range(1, saved.n_steps):
+        branch = saved.from_step(step).replay(told, canvas="free")
+        assert torch.equal(branch.canvases, run.canvases[step:])
+        assert branch.record["sigmas"][step:] == run.record["sigmas"][step:]
     one = run.row(1).replay(told)
     torch.testing.assert_close(one.confidence[0], run.confidence[1], rtol=1e-4, atol=1e-5)
     twice = run.repeat(2).replay(told)

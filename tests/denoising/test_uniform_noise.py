@@ -102,6 +102,20 @@ def test_kept_prediction_is_told_the_time_of_the_last_change(uniform: Any) -> No
     assert held == [*moved[:3], moved[2], moved[2], moved[5]]
 
 
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_a_branch_after_a_step_that_changed_nothing_is_told_the_kept_time(uniform: Any, step: int) -> None:
+    from diffusion_lens.denoising.samplers import udlm
+
+    def nothing(reveal: torch.Tensor, hook: Any) -> torch.Tensor:
+        return reveal & (hook.step.index not in (2, 3))
+
+    hooks = [("denoise.hook_reveal", nothing)]
+    held = run(uniform, sampler=udlm(), fwd_hooks=hooks)
+    branch = held.from_step(step).replay(uniform, canvas="free", fwd_hooks=hooks)
+    assert torch.equal(branch.canvases, held.canvases[step:])
+    assert branch.record["sigmas"][step:] == held.record["sigmas"][step:]
+
+
 def test_state_of_a_step_is_that_of_the_loop(uniform: Any, tmp_path: Any) -> None:
     from diffusion_lens.denoising.trajectory import Trajectory
 
