@@ -364,7 +364,8 @@ def test_padded_texts_are_patched_as_they_are_alone(small):
     close(by_itself.scores[0, 0], whole.scores[0, -1])
 
 
-def test_only_the_selected_rows_are_computed(either, runs):
+@with_noise
+def test_only_the_selected_rows_are_computed(every, pair):
     shapes = set()
 
     def at_rows(logits):
@@ -373,24 +374,28 @@ def test_only_the_selected_rows_are_computed(either, runs):
 
     # In the last block keys and values of other positions reach the rows that are read, and outputs do not.
     cells = dict(sites=["z", "k", "v", "resid_pre"], layers=[0, 2])
-    at_all_rows = patch_grid(either.model, *runs, metric, **cells)
-    for site, grid in patch_grid(either.model, *runs, at_rows, logits_at=[2], **cells).items():
+    at_all_rows = patch_grid(every.model, *pair, metric, **cells)
+    for site, grid in patch_grid(every.model, *pair, at_rows, logits_at=[-1], **cells).items():
         close(grid.scores, at_all_rows[site].scores, site)
-    assert shapes == {(2, 1, either.model.cfg.d_vocab_out)}
+    assert shapes == {(2, 1, every.model.cfg.d_vocab_out)}
 
 
-def test_answer_probability_is_read_where_the_answer_is(either):
-    model = either.model
-    if either.kind == "mdm":
-        mask = model.cfg.mask_token_id
-        clean, corrupted = (Query(torch.tensor([9, s, mask, mask]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
+@with_noise
+def test_answer_probability_is_read_where_the_answer_is(every):
+    model = every.model
+    if not model.cfg.grows:
+        noise = [model.cfg.blank] * 2 if model.cfg.has_mask else [7, 8]
+        clean, corrupted = (Query(torch.tensor([9, s, *noise]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
     else:
         clean, corrupted = (Query(torch.tensor([9, s, 11]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
-    rows = [2, 3] if either.kind == "mdm" else [1, 2]
+    rows = [1, 2] if model.cfg.grows else [2, 3]
     grid = patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "resid_pre")
 
     def p_answer(query):
-        return model(query.tokens[None])[0, rows].softmax(-1)[[0, 1], [11, 12]].prod().detach()
+        logits = model(query.tokens[None])[0, rows].detach()
+        if model.cfg.head != "logits":  # [MASK] takes no part in the softmax
+            logits[:, model.cfg.mask_token_id] = -1e6
+        return logits.softmax(-1)[[0, 1], [11, 12]].prod()
 
     torch.testing.assert_close(grid.clean, p_answer(clean), rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(grid.corrupted, p_answer(corrupted), rtol=1e-5, atol=1e-9)
@@ -400,10 +405,11 @@ def test_answer_probability_is_read_where_the_answer_is(either):
         patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "z", logits_at=[1])
 
 
-def test_hooks_around_the_sweep_act_once(either, runs):
+@with_noise
+def test_hooks_around_the_sweep_act_once(every, pair):
     """Steering vectors, one a position, on the stream where cells begin: neither lost nor added twice."""
-    model, (clean, corrupted) = either.model, runs
-    vector = torch.linspace(-3, 3, 3 * model.cfg.d_model).view(3, -1)
+    model, (clean, corrupted) = every.model, pair
+    vector = torch.linspace(-3, 3, clean.shape[1] * model.cfg.d_model).view(clean.shape[1], -1)
     steer = [(name, lambda resid, hook: resid + vector) for name in ("hook_embed", resid_pre(1), resid_post(1))]
     with model.hooks(fwd_hooks=steer):
         grids = patch_grid(model, clean, corrupted, metric, ["resid_pre", "resid_post"])
