@@ -209,11 +209,12 @@ DIFFUSION_TRANSFORMERS = {
 # Architectures that no published family has.
 NATIVE = {"uniform": uniform_noise()}
 # Between them: both directions, both readouts, every bias, norms of heads, clipped projections, tied and untied heads,
-# queries scaled by their position, experts with and without groups and a shared one, attention by blocks, LayerNorms,
-# plain MLPs, networks that are told the time, log scores, and uniform noise.
+# queries scaled by their position, experts with and without groups and a shared one, attention by blocks to each kind
+# of context, LayerNorms, plain MLPs, networks that are told the time, log scores, and uniform noise.
 UNDER_LAW = (
-    *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "llada_moe"),
-    *("llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd", "uniform", "udlm", "sedd-uniform"),
+    *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
+    *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
+    *("uniform", "udlm", "sedd-uniform"),
 )
 TIME = 0.6  # which a network that is told the time hears outside the loop
 
