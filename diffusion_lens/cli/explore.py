@@ -100,7 +100,9 @@ def explore(
     asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
     if prompt is not None and subject is not None and answer is not None:
         asked = Fact(prompt, subject, answer)
-    choices = [ModelChoice(names[0], config, tokenizer, device, dtype, mode, block_size, mask_token_id)]
+    # Beside another mode, the causal one takes neither option.
+    sizes = (None, None) if shared and mode == "ar" else (block_size, mask_token_id)
+    choices = [ModelChoice(names[0], config, tokenizer, device, dtype, mode, *sizes)]
     if shared:
         sizes = (None, None) if second_mode == "ar" else (block_size, mask_token_id)
         choices.append(replace(choices[0], mode=second_mode, block_size=sizes[0], mask_token_id=sizes[1]))

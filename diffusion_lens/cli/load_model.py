@@ -177,12 +177,16 @@ def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]
     """The name of a model and its mode, from `NAME@MODE` or the option --mode.
 
     Raises:
-        ValueError: The two are different modes.
+        ValueError: The two are different modes, or there is a checkpoint NAME, and no such mode.
     """
     from diffusion_lens.loading.given_options import MODES
 
     name, _, said = given.rpartition("@")
-    if not name or said not in MODES or Path(given).expanduser().exists():
+    if not name or Path(given).expanduser().exists():
+        return given, mode
+    if said not in MODES:
+        if Path(name).expanduser().exists():
+            raise ValueError(f"{given}: {said!r} is not a mode; the modes are {', '.join(MODES)}")
         return given, mode
     if mode not in (None, said):
         raise ValueError(f"{given} names the mode {said!r}, and --mode is {mode!r}: give one of them")

@@ -134,6 +134,8 @@ def test_compare_takes_two_modes_of_a_checkpoint(folder: Path) -> None:
     result = invoke("compare", modes[1], modes[1], *asked[:4], "--dry-run")
     assert result.exit_code == 2
     assert "the names must differ. Two modes of one checkpoint are NAME@block and NAME@ar" in result.output
+    result = invoke("info", f"{folder}@causal")
+    assert "'causal' is not a mode; the modes are bidirectional, block, ar" in result.output
     result = invoke("info", modes[0], "--mode", "ar")
     assert "names the mode 'block', and --mode is 'ar': give one of them" in result.output
 

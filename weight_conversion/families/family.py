@@ -65,7 +65,7 @@ class Family:
         size = options.get("block_size")
         if size is not None and size < architecture.n_ctx and architecture.causal_block != size:
             raise ValueError(
-                f"block_size={size} is not used: in the mode in which this checkpoint is read, its attention is "
+                f"block_size={size} is not used: in the mode in which this checkpoint is read, it is "
                 f"{architecture.attention_dir} and has no blocks. Leave block_size= out, or pass mode='block'"
             )
         mask = options.get("mask_token_id")
