@@ -18,6 +18,7 @@ from diffusion_lens.generation import Generation
 from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.loading.given_options import given_options
+from diffusion_lens.loading.source import Source
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.settings import naming_the_nearest
@@ -28,7 +29,13 @@ class HookedDiffusionTransformer(Generation):
 
     `model(tokens)`, `run_with_cache` and `run_with_hooks` work as in TransformerLens. `denoise` runs the denoising
     loop, in which the same hooks work and `hook.step` describes the current step.
+
+    Attributes:
+        source: Arguments of the `from_pretrained` call that gave the model; `None` for a model that was built
+            otherwise.
     """
+
+    source: Source | None = None
 
     @classmethod
     @naming_the_nearest
@@ -79,22 +86,48 @@ class HookedDiffusionTransformer(Generation):
                 cache while the hub is unreachable (the message says which files to put where).
             PermissionError: The repository's terms have not been accepted.
         """
-        cfg, checkpoint, loaded = open_pretrained(
+        source = Source(
             name_or_path,
             config=config,
             tokenizer=tokenizer,
-            device=device,
             dtype=dtype,
             revision=revision,
             cache_dir=cache_dir,
-            token=token,
             local_files_only=local_files_only,
+            fold_ln=fold_ln,
             options=given_options(mode, block_size, mask_token_id),
         )
-        model = cls(cfg, loaded, tensors=checkpoint.pieces())
-        check_folded(model)
-        if fold_ln:
-            fold_norms(model)
+        return cls.from_source(source, device, token=token)
+
+    @classmethod
+    def from_source(
+        cls,
+        source: Source,
+        device: str | torch.device | None = None,
+        *,
+        token: str | bool | None = None,
+        mapped: bool = False,
+        weights_of: "HookedDiffusionTransformer | None" = None,
+    ) -> "HookedDiffusionTransformer":
+        """The model that a call of `from_pretrained` gave, as the workers of a study load it.
+
+        Args:
+            source: Arguments of that call; `source` of a model that was loaded.
+            device, token: Arguments of `from_pretrained`.
+            mapped: Whether weights on the CPU stay mapped from the file where it has their dtype and layout, so that
+                several processes share one copy. The file must not be overwritten in place.
+            weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
+        """
+        cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
+        if weights_of is None:
+            tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
+            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped)
+            check_folded(model)
+            if source.fold_ln:
+                fold_norms(model)
+        else:
+            model = cls(cfg, tokenizer, weights_of=weights_of)
+        model.source = source
         return model
 
     @naming_the_nearest

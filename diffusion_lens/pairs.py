@@ -15,7 +15,6 @@ import torch
 
 from diffusion_lens.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.loading import open_pretrained
 from diffusion_lens.loading.given_options import MODES, given_options
 from diffusion_lens.settings import naming_the_nearest
 from weight_conversion import family_of
@@ -176,10 +175,11 @@ def _two_modes(
             f"{' or '.join(map(repr, MODES[:-1]))}, and the other model is the causal one, mode {MODES[-1]!r}"
         )
     diffusion = HookedDiffusionTransformer.from_pretrained(name, **options, **settings)
-    cfg, _, tokenizer = open_pretrained(
-        name, config=None, tokenizer=None, options={"mode": "ar"}, revision=None, **settings
+    assert diffusion.source is not None
+    causal = HookedDiffusionTransformer.from_source(
+        diffusion.source.in_mode("ar"), settings["device"], token=settings["token"], weights_of=diffusion
     )
-    return diffusion, HookedDiffusionTransformer(cfg, tokenizer, weights_of=diffusion)
+    return diffusion, causal
 
 
 def _no_pair(name: str) -> ValueError:

@@ -27,7 +27,7 @@ from weight_conversion import as_json, from_json, read_json, restore_numbers, to
 D = TypeVar("D")  # a dataclass
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
-NOT_COMPARED = ("device", "versions")
+NOT_COMPARED = ("device", "versions", "failed")
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 
 installed_version = cache(version)  # which reads and parses a file

@@ -55,7 +55,11 @@ class SafetensorsFile(TensorSource):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         with self._open() as file:
-            rows: Tensor = file.get_slice(name)[start:stop]
+            part = file.get_slice(name)
+            n_rows = part.get_shape()[0] if part.get_shape() else 1
+            # Only a whole tensor stays mapped from the file; rows are copied.
+            whole = start == 0 and (stop is None or stop >= n_rows)
+            rows: Tensor = file.get_tensor(name) if whole else part[start:stop]
             return rows
 
     def _open(self) -> Any:

@@ -92,6 +92,7 @@ from diffusion_lens.analysis.signatures import (
     routes,
 )
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
+from diffusion_lens.analysis.workers import LocalWorkers, Workers
 from diffusion_lens.taught_pairs import TaughtCanvas, TaughtPair
 
 __all__ = [
@@ -116,6 +117,7 @@ __all__ = [
     "KeyValueSettings",
     "KeyValueStudy",
     "Known",
+    "LocalWorkers",
     "LogitLens",
     "LoopSettings",
     "MemitEdit",
@@ -141,6 +143,7 @@ __all__ = [
     "Translators",
     "ValueResult",
     "ValueSettings",
+    "Workers",
     "activations",
     "answer_probability",
     "attention_sinks",

@@ -1,20 +1,24 @@
 """Studies over facts: the procedure and the result type that all of them share.
 
-A study has a record that describes it, batches of facts that are computed together, and a function that computes a
-batch. `Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is
-done (`analysis.resumable`). The result is a `StudyResult`: its shards can be merged, and it can be loaded from its own
-file or from the folder of its study.
+A study has a record that describes it, batches of facts that are computed together, and a job that computes a batch.
+`Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is done: in
+this process (`analysis.resumable`) or on the workers of an executor (`analysis.workers`). The result is a
+`StudyResult`: its shards can be merged, and it can be loaded from its own file or from the folder of its study.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from diffusion_lens.analysis.resumable import FactFolder, Shard, join_parts, pick_shard, work_through_batches
+from diffusion_lens.analysis.workers.job import Job
+from diffusion_lens.analysis.workers.spread import Executes, Work, spread
 from diffusion_lens.display import PicturedResult
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, save_fields
+from diffusion_lens.user_warnings import warn_user
 
 
 @runtime_checkable
@@ -64,6 +68,12 @@ class StudyResult(PicturedResult, Generic[F]):
         reasons: dict[str, str] = self.record["set_aside"]
         return reasons
 
+    @property
+    def failed(self) -> dict[str, str]:
+        """Facts whose computation on a worker ended with an error, with the errors. The same call tries them again."""
+        errors: dict[str, str] = self.record.get("failed", {})
+        return errors
+
     def warn_of_gaps(self) -> None:
         """Warn if the facts of a whole study leave nothing to report."""
 
@@ -112,26 +122,52 @@ class Study:
     """The plan of a study, of which nothing is computed yet.
 
     Attributes:
+        model: Model of the study; `None` if it trains its own.
         record: Description of the study, the content of `run.json` in its folder.
         batches: Ids of the facts that are computed together; shards consist of whole batches.
-        compute: Function that computes the results of the facts of a batch.
+        job: What is computed of each batch.
+        neighbours: Groups of facts that share work although they are not computed together.
     """
 
+    model: DiffusionTransformer | None
     record: dict[str, Any]
     batches: Sequence[Sequence[str]]
-    compute: Callable[[Sequence[str]], Sequence[Any]]
+    job: Job
+    neighbours: Sequence[Sequence[str]] = ()
 
-    def collect(self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool) -> C:
+    def collect(
+        self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool, executor: Executes | None
+    ) -> C:
         """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
 
         Args:
             out: Folder for one file per fact; by default nothing is written.
             shard: (i, n) or "i/n": the batches i, i + n, i + 2n, ...
             progress: Whether to show a progress bar.
+            executor: Executor whose workers compute; by default this process does.
+
+        Raises:
+            RuntimeError: Every fact failed on the workers, or as in `workers.spread`.
+
+        Warns:
+            UserWarning: Some facts failed on the workers.
         """
         own = pick_shard(self.batches, shard)
         folder = None if out is None else FactFolder.start(out, self.record)
-        saved = work_through_batches(own, self.compute, result_type.FACT_FILE.load, folder, progress, result_type.UNIT)
-        result = result_type.from_files(saved, self.record)
+        load, record = result_type.FACT_FILE.load, self.record
+        saved: Iterable[tuple[str, Any]]
+        if executor is None:
+            saved = work_through_batches(own, self.job.on(self.model), load, folder, progress, result_type.UNIT)
+        else:
+            work = Work(self.model, self.job, own, self.neighbours, folder, result_type.UNIT)
+            saved, failed = spread(work, executor, load, progress)
+            if failed:
+                record = {**record, "failed": failed}
+                first = next(iter(failed))
+                message = f"{len(failed)} {result_type.UNIT}s failed on the workers; {first!r}: {failed[first]}"
+                if len(failed) == sum(map(len, own)):
+                    raise RuntimeError(message)
+                warn_user(f"{message}. The result lists them in `failed`; the same call tries them again")
+        result = result_type.from_files(saved, record)
         result.warn_of_gaps()
         return result

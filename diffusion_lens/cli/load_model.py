@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
@@ -157,20 +157,11 @@ class ModelChoice:
         """
         from diffusion_lens.config import as_device
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+        from diffusion_lens.loading.source import Source
 
         device = None if self.device is None else as_device(self.device)
-        files: dict[str, Any] = {"config": self.config, "tokenizer": self.tokenizer}
-        if weights_of is not None:
-            from diffusion_lens.loading import open_pretrained
-
-            cfg, _, tokenizer = open_pretrained(
-                self.name, **files, device=device, dtype=self.dtype, options=self.options
-            )
-            return HookedDiffusionTransformer(cfg, tokenizer, weights_of=weights_of)
-        options: dict[str, Any] = self.options
-        return HookedDiffusionTransformer.from_pretrained(
-            self.name, **files, device=device, dtype=self.dtype, **options
-        )
+        source = Source(self.name, self.config, self.tokenizer, self.dtype, options=self.options)
+        return HookedDiffusionTransformer.from_source(source, device, weights_of=weights_of)
 
 
 def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]:

@@ -8,8 +8,9 @@ The authors denoise one prompt at a time. Rows of a batch are independent here, 
 precision, rounding can depend on the other rows, so the batch size is a recorded setting of the study.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.data.sources import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
@@ -99,6 +102,7 @@ def recall_by_steps(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> Recall:
     """Let the model answer every fact at every number of steps; the defaults are those of SMDM's evaluation.
 
@@ -119,6 +123,7 @@ def recall_by_steps(
             others. By default nothing is written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `Recall.merge` joins the shards.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, the folder contains another study, or the model
@@ -127,7 +132,7 @@ def recall_by_steps(
             `Recall.set_aside`.
     """
     loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed, batch_size=batch_size)
-    return recall_facts(model, facts, RecallSettings(steps, length, loop), out, shard, progress)
+    return recall_facts(model, facts, RecallSettings(steps, length, loop), out, shard, progress, executor)
 
 
 @begins_run
@@ -138,6 +143,7 @@ def recall_facts(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> Recall:
     """Let the model answer every fact, like `recall_by_steps`, with settings given as one object.
 
@@ -148,6 +154,7 @@ def recall_facts(
             written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
         ValueError: The same as in `recall_by_steps`.
@@ -166,20 +173,42 @@ def recall_facts(
         **provenance(model, model.cfg),
     }
 
-    def compute(batch: Sequence[str]) -> list[Reply]:
-        texts: dict[str, list[str]] = {fact_id: [] for fact_id in batch}
-        for column in columns:
-            prompts = [usable.facts[fact_id].prompt for fact_id in batch]
-            loop = replace(settings.loop.for_facts(batch, model.cfg), steps=column)
-            trajectory = denoise(model, lay_out(model, prompts, length), loop)
-            for fact_id, written in zip(batch, trajectory.completion, strict=True):
-                texts[fact_id].append(written)
-        return [Reply.to(usable.facts[fact_id], written) for fact_id, written in texts.items()]
-
     # Sorted by id first, so that the batches do not depend on the order of the facts.
     ids, size = sorted(prompt_lengths), settings.loop.facts_together(model.cfg)
     batches = by_length(ids, prompt_lengths.__getitem__, size, mixed=not model.cfg.grows)
-    return Study(record, batches, compute).collect(Recall, out, shard, progress)
+    study = Study(model, record, batches, ReplyJob(usable.facts, settings))
+    return study.collect(Recall, out, shard, progress, executor)
+
+
+@dataclass(frozen=True)
+class ReplyJob:
+    """The texts that a model writes for facts.
+
+    Attributes:
+        facts: Facts by id.
+        settings: How the answers are written, with the length of the canvas.
+    """
+
+    facts: Mapping[str, Fact]
+    settings: RecallSettings
+
+    def part(self, ids: Sequence[str]) -> "ReplyJob":
+        """The job with these facts."""
+        return replace(self, facts={fact_id: self.facts[fact_id] for fact_id in ids})
+
+    def on(self, model: HookedDiffusionTransformer) -> Compute:
+        """The function that lets the model write the answers of a batch."""
+        return partial(self._replies, model)
+
+    def _replies(self, model: HookedDiffusionTransformer, batch: Sequence[str]) -> list[Reply]:
+        texts: dict[str, list[str]] = {fact_id: [] for fact_id in batch}
+        canvas = lay_out(model, [self.facts[fact_id].prompt for fact_id in batch], self.settings.length)
+        for column in self.settings.columns(model.cfg):
+            loop = replace(self.settings.loop.for_facts(batch, model.cfg), steps=column)
+            trajectory = denoise(model, canvas, loop)
+            for fact_id, written in zip(batch, trajectory.completion, strict=True):
+                texts[fact_id].append(written)
+        return [Reply.to(self.facts[fact_id], written) for fact_id, written in texts.items()]
 
 
 def step_columns(steps: Sequence[int]) -> tuple[int, ...]:

@@ -136,9 +136,15 @@ _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]]
 
 
 def load_tensors(
-    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, dtype: torch.dtype
+    module: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    assign: bool = False,
 ) -> None:
     """Copy each tensor into its parameter; a tensor may come in several pieces of consecutive rows.
+
+    With `assign`, a whole tensor of this dtype on this device becomes the parameter itself.
 
     A tied weight may come a second time under its other name, as in a `state_dict`.
 
@@ -164,7 +170,11 @@ def load_tensors(
             raise ValueError(
                 f"rows {start}:{stop} of {name!r} are {list(piece.shape)}; it is {list(weights[name].shape)}"
             )
-        weights[name][start:stop].copy_(piece.detach())
+        whole = piece.shape == weights[name].shape
+        if assign and whole and (piece.dtype, piece.device) == (weights[name].dtype, weights[name].device):
+            weights[name] = piece.detach()
+        else:
+            weights[name][start:stop].copy_(piece.detach())
         filled[name] = stop
     if missing := [name for name, weight in weights.items() if filled[name] < len(weight)]:
         raise ValueError(f"the tensors lack {', '.join(missing[:4])}, or some of its rows")

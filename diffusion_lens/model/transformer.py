@@ -55,6 +55,8 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         tensors: Weights in our layout; by default random weights.
         seed: Seed of the random weights.
         weights_of: Model whose parameters this one shares, instead of `tensors`: a change of one is that of both.
+        assign: Whether a tensor of the right dtype on the right device becomes the weight itself instead of being
+            copied, as in `torch.nn.Module.load_state_dict`.
 
     Attributes:
         positions: How the network knows the order of its tokens (`model/positions.py`). `positions.turn(x, positions)`
@@ -73,6 +75,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         seed: int = 0,
         weights_of: "DiffusionTransformer | None" = None,
+        assign: bool = False,
     ) -> None:
         super().__init__()
         # Device, dtype and flags in the config are those of one model, also if several are made from the same config.
@@ -100,7 +103,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
             if folds:
                 tensors = chain(tensors, build.zero_shifts(architecture))
             self._tie()
-            build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype)
+            build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype, assign)
             self._tie()
             if folds:
                 fold(dict(self.named_parameters()), architecture)

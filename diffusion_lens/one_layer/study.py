@@ -13,9 +13,9 @@ of "B is [M]": whatever such a network learns forward, it knows in reverse, with
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +24,8 @@ import torch
 
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
+from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.one_layer.measures import MEASURES, measure
@@ -51,6 +53,7 @@ def one_layer_study(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> OneLayerStudy:
     """Train and measure the MDM and its AR baseline in every combination of the arguments.
 
@@ -67,17 +70,36 @@ def one_layer_study(
             belongs to these arguments: to add seeds, depths or kinds, name another one. By default nothing is written.
         shard: (i, n) or "i/n": the trainings i, i + n, i + 2n, ... only; `OneLayerStudy.merge` joins them.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that trains the networks; by default this process does.
 
     Raises:
         ValueError: An argument is empty, unknown, named twice or out of range; or the folder contains another study.
     """
     record = describe(positions, data, depths, seeds, steps)
     cells = {cell_id: Cell(**cell) for cell_id, cell in record["facts"].items()}
+    study = Study(None, record, [[cell_id] for cell_id in cells], TrainingJob(cells, int(steps)))
+    return study.collect(OneLayerStudy, out, shard, progress, executor)
 
-    def compute(batch: Sequence[str]) -> list[CellCurves]:
-        return [train_cell(cells[cell_id], int(steps)) for cell_id in batch]
 
-    return Study(record, [[cell_id] for cell_id in cells], compute).collect(OneLayerStudy, out, shard, progress)
+@dataclass(frozen=True)
+class TrainingJob:
+    """The trainings of some cells.
+
+    Attributes:
+        cells: Cells by id.
+        steps: Number of training steps.
+    """
+
+    cells: Mapping[str, Cell]
+    steps: int
+
+    def part(self, ids: Sequence[str]) -> "TrainingJob":
+        """The job with these cells."""
+        return replace(self, cells={cell_id: self.cells[cell_id] for cell_id in ids})
+
+    def on(self, model: None) -> Compute:
+        """The function that trains and measures some networks."""
+        return lambda batch: [train_cell(self.cells[cell_id], self.steps) for cell_id in batch]
 
 
 def describe(

@@ -35,6 +35,7 @@ from diffusion_lens.analysis.causal_tracing.restoration import Restoration
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.resumable import Shard
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -126,6 +127,7 @@ def average_indirect_effect(
     shard: Shard = (0, 1),
     max_bytes: int = 2**30,
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> AverageEffect:
     """Trace many facts on either variant, and average.
 
@@ -155,6 +157,8 @@ def average_indirect_effect(
         shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only; `AverageEffect.merge` joins the shards, bit
             for bit what one process gives on the same machine.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that traces the facts; by default this process does. The
+            numbers are the same to the bit on the same kind of machine.
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, the folder contains another study, a hook acts by
@@ -177,7 +181,7 @@ def average_indirect_effect(
         loop=loop,
         max_bytes=max_bytes,
     )
-    return average_facts(AverageEffect, model, facts, settings, out, shard, progress)
+    return average_facts(AverageEffect, model, facts, settings, out, shard, progress, executor)
 
 
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:

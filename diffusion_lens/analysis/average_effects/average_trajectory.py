@@ -37,6 +37,7 @@ from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryT
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.resumable import Shard
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -193,6 +194,7 @@ def average_trajectory_effect(
     shard: Shard = (0, 1),
     max_bytes: int = 2**30,
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> AverageTrajectoryEffect:
     """Trace many facts at the steps that write their answers, on either variant, and average step by step.
 
@@ -229,7 +231,7 @@ def average_trajectory_effect(
         canvas=canvas,
         max_bytes=max_bytes,
     )
-    return average_facts(AverageTrajectoryEffect, model, facts, settings, out, shard, progress)
+    return average_facts(AverageTrajectoryEffect, model, facts, settings, out, shard, progress, executor)
 
 
 def _step_label(offset: int) -> str:

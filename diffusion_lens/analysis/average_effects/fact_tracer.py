@@ -1,6 +1,6 @@
 """The trace of one fact among many: a grid if the fact is averaged, otherwise the clean run alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,44 @@ from diffusion_lens.analysis.causal_tracing.trajectory_trace import trace_steps
 from diffusion_lens.analysis.resumable import fact_seed
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
+from diffusion_lens.analysis.workers.job import Compute
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.facts import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
+
+
+@dataclass(frozen=True)
+class TraceJob:
+    """The traces of facts, one by one.
+
+    Attributes:
+        queries: The facts on their canvases, by id.
+        settings: Settings of the traces, with layers counted from 0.
+        denoised_together: Ids of the facts whose denoising runs share batches; empty if the settings do not use the
+            loop.
+    """
+
+    queries: Mapping[str, Query]
+    settings: TraceSettings
+    denoised_together: Sequence[Sequence[str]]
+
+    def part(self, ids: Sequence[str]) -> "TraceJob":
+        """The job with these facts, and those whose denoising runs share their batches."""
+        chosen = set(ids)
+        together = [batch for batch in self.denoised_together if not chosen.isdisjoint(batch)]
+        needed = chosen.union(*together)
+        return replace(
+            self,
+            queries={fact_id: query for fact_id, query in self.queries.items() if fact_id in needed},
+            denoised_together=together,
+        )
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that traces some facts."""
+        runs = LoopRuns(model, self.queries, self.settings.loop) if self.settings.loop else None
+        tracer = FactTracer(model, self.queries, self.settings, runs)
+        return lambda batch: [tracer.trace(fact_id) for fact_id in batch]
 
 
 @dataclass(frozen=True)

@@ -22,22 +22,23 @@ class LoopRuns:
     """The denoising run of each fact, as a trajectory of one row, by id.
 
     Batches are planned for all facts of a study, and a whole batch is denoised when one of its facts is first needed.
-    So no number depends on the shard, and a study that is resumed denoises only the batches that it needs.
+    So no number depends on the shard, and a study that is resumed denoises only the batches that it needs. Some whole
+    batches of a study, given by themselves, are planned as the same batches.
+
+    Attributes:
+        batches: Ids of the facts that are denoised together.
     """
 
     def __init__(self, model: DiffusionTransformer, queries: Mapping[str, Query], settings: LoopSettings) -> None:
         self._model, self._settings, self._queries = model, settings, queries
         self._prompts = {fact_id: loop_prompt(model, query) for fact_id, query in queries.items()}
-        self._batches = {
-            fact_id: batch
-            for batch in _equally_long(queries, self._shape, settings.facts_together(model.cfg))
-            for fact_id in batch
-        }
+        self.batches = _equally_long(queries, self._shape, settings.facts_together(model.cfg))
+        self._batch_of = {fact_id: batch for batch in self.batches for fact_id in batch}
         self._runs: dict[str, Trajectory] = {}
 
     def __getitem__(self, fact_id: str) -> Trajectory:
         if fact_id not in self._runs:
-            batch = self._batches[fact_id]
+            batch = self._batch_of[fact_id]
             prompts = torch.stack([self._prompts[member][0] for member in batch])
             length = self._prompts[fact_id][1]
             canvas = lay_out(self._model, prompts, length, attention_mask=torch.ones_like(prompts))

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from diffusion_lens.analysis.average_effects.fact_average import FactAverage
-from diffusion_lens.analysis.average_effects.fact_tracer import FactTracer
+from diffusion_lens.analysis.average_effects.fact_tracer import TraceJob
 from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns, refuse_step_hooks
 from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.trace import noise_scale
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -32,6 +33,7 @@ def average_facts(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> A:
     """Trace many facts and average them, with settings given as objects.
 
@@ -44,6 +46,7 @@ def average_facts(
             written.
         shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only.
         progress: Whether to show a progress bar.
+        executor: Executor or `Workers` that trace the facts; by default this process does.
 
     Raises:
         ValueError: The same as in `average_indirect_effect`; or the type of the result does not fit the settings.
@@ -56,7 +59,7 @@ def average_facts(
             f"settings.canvas={settings.canvas!r}: AverageTrajectoryEffect needs a canvas, 'forced' or 'free', and "
             "AverageEffect has none"
         )
-    return plan(model, facts, settings).collect(result_type, out, shard, progress)
+    return plan(model, facts, settings).collect(result_type, out, shard, progress, executor)
 
 
 def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: TraceSettings) -> Study:
@@ -84,6 +87,7 @@ def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: TraceSett
 
     # 4. Plan one trace per fact.
     runs = LoopRuns(model, queries, settings.loop) if settings.loop else None
-    tracer = FactTracer(model, queries, settings, runs)
+    together = runs.batches if runs else []
     record = {**settings.describe(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
-    return Study(record, [[fact_id] for fact_id in queries], lambda batch: [tracer.trace(fact_id) for fact_id in batch])
+    job = TraceJob(queries, settings, together)
+    return Study(model, record, [[fact_id] for fact_id in queries], job, neighbours=together)

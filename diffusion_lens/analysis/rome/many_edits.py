@@ -9,7 +9,7 @@ The values of a batch of requests are searched together. The batches are fixed f
 always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,8 @@ from diffusion_lens.analysis.rome.request_plan import RequestPlan
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.success import judge
 from diffusion_lens.analysis.rome.values import optimize_values
+from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -91,6 +93,7 @@ def edit_study(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> EditStudy:
     """Edit the model by each request in turn, and score the request's probes without and with its edit.
 
@@ -103,6 +106,7 @@ def edit_study(
             nothing is written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `EditStudy.merge` joins the shards.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
         ValueError: A setting is out of range, two requests have one id, the covariance belongs to another layer or
@@ -121,16 +125,38 @@ def edit_study(
         **provenance(model, model.cfg),
     }
     ids, size = list(plan.requests), int(settings.batch_size)
-
-    @cache
-    def inverse() -> InverseMoment | None:
-        return None if covariance is None else InverseMoment.of(covariance)
-
-    def compute(batch: Sequence[str]) -> list[EditOutcome]:
-        return edit_each(plan, batch, settings, inverse())
-
     batches = [ids[start : start + size] for start in range(0, len(ids), size)]
-    return Study(record, batches, compute).collect(EditStudy, out, shard, progress)
+    study = Study(model, record, batches, EditJob(plan.requests, settings, covariance))
+    return study.collect(EditStudy, out, shard, progress, executor)
+
+
+@dataclass(frozen=True, eq=False)
+class EditJob:
+    """The edits of requests, one by one.
+
+    Attributes:
+        requests: Requests by id.
+        settings: Settings of the edits, with the layer and the length of this model.
+        covariance: C of the layer; `None` for C = I.
+    """
+
+    requests: Mapping[str, EditRequest]
+    settings: EditSettings
+    covariance: Covariance | None
+
+    def part(self, ids: Sequence[str]) -> "EditJob":
+        """The job with these requests."""
+        return replace(self, requests={request_id: self.requests[request_id] for request_id in ids})
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that applies and scores the edits of a batch."""
+        plan = RequestPlan(model, dict(self.requests), {}, self.settings.prefixes, self.settings.layout)
+
+        @cache
+        def inverse() -> InverseMoment | None:
+            return None if self.covariance is None else InverseMoment.of(self.covariance)
+
+        return lambda batch: edit_each(plan, batch, self.settings, inverse())
 
 
 def edit_each(

@@ -1,6 +1,6 @@
 """The experiment of `edit_study` with all requests edited at once: what one MEMIT edit changes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from diffusion_lens.analysis.rome.mass_edit import (
 from diffusion_lens.analysis.rome.request_plan import RequestPlan
 from diffusion_lens.analysis.rome.search import Number, ValueSettings
 from diffusion_lens.analysis.rome.success import judge
+from diffusion_lens.analysis.workers.job import Compute
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -99,10 +100,32 @@ def memit_study(
     described = {str(layer): describe_covariance(each) for layer, each in used.items()}
     record = {**settings.describe(), "covariances": described, **plan.describe(), **provenance(model, model.cfg)}
 
-    def compute(batch: Sequence[str]) -> list[EditOutcome]:
-        return edit_together(plan, batch, settings, covariances)
+    job = MassEditJob(plan.requests, settings, covariances)
+    return Study(model, record, [list(plan.requests)], job).collect(EditStudy, out, (0, 1), progress, None)
 
-    return Study(record, [list(plan.requests)], compute).collect(EditStudy, out, (0, 1), progress)
+
+@dataclass(frozen=True, eq=False)
+class MassEditJob:
+    """One edit of all requests.
+
+    Attributes:
+        requests: Requests by id.
+        settings: Settings of the edit, with the layers and the length of this model.
+        covariances: C of each layer by its number.
+    """
+
+    requests: Mapping[str, EditRequest]
+    settings: MemitSettings
+    covariances: Covariances | None
+
+    def part(self, ids: Sequence[str]) -> "MassEditJob":
+        """The job itself: the requests are edited together."""
+        return self
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that applies and scores the edit."""
+        plan = RequestPlan(model, dict(self.requests), {}, self.settings.prefixes, self.settings.layout)
+        return lambda batch: edit_together(plan, batch, self.settings, self.covariances)
 
 
 def edit_together(

@@ -10,7 +10,7 @@ The result of a fact does not depend on the other facts, except for rounding err
 computed in full, even to fill in one missing fact.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.analysis.selection import unique_indices
 from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run
@@ -112,6 +114,7 @@ def key_value_study(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> KeyValueStudy:
     """k* and v* of every fact at every layer.
 
@@ -133,6 +136,7 @@ def key_value_study(
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards,
             bit for bit what one process gives on the same machine.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, the folder contains another study,
@@ -147,7 +151,7 @@ def key_value_study(
         batch_size=batch_size,
         layout=CanvasLayout(length, first_tokens=first_tokens, occurrence=occurrence),
     )
-    return study_keys_and_values(model, facts, chosen, out, shard, progress)
+    return study_keys_and_values(model, facts, chosen, out, shard, progress, executor)
 
 
 @begins_run
@@ -158,6 +162,7 @@ def study_keys_and_values(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> KeyValueStudy:
     """k* and v* of every fact at every layer, like `key_value_study`, with settings given as one object.
 
@@ -169,6 +174,7 @@ def study_keys_and_values(
             written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
         ValueError: The same as in `key_value_study`.
@@ -177,12 +183,30 @@ def study_keys_and_values(
     usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
     ids, size = list(usable.prepared), int(settings.batch_size)
     record = {**settings.describe(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
-
-    def compute(batch: Sequence[str]) -> list[FactVectors]:
-        return find_vectors(model, [usable.prepared[fact_id] for fact_id in batch], settings)
-
     batches = [ids[start : start + size] for start in range(0, len(ids), size)]
-    return Study(record, batches, compute).collect(KeyValueStudy, out, shard, progress)
+    study = Study(model, record, batches, VectorJob(usable.prepared, settings))
+    return study.collect(KeyValueStudy, out, shard, progress, executor)
+
+
+@dataclass(frozen=True)
+class VectorJob:
+    """The keys and values of requests.
+
+    Attributes:
+        requests: The plain request of each fact, and the request after each prefix, by id.
+        settings: Settings of the study.
+    """
+
+    requests: Mapping[str, list[Query]]
+    settings: KeyValueSettings
+
+    def part(self, ids: Sequence[str]) -> "VectorJob":
+        """The job with these facts."""
+        return replace(self, requests={fact_id: self.requests[fact_id] for fact_id in ids})
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that computes the vectors of a batch."""
+        return lambda batch: find_vectors(model, [self.requests[fact_id] for fact_id in batch], self.settings)
 
 
 def find_vectors(

@@ -8,7 +8,8 @@ of the forward loss. The measures are ours, named after what they measure.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from diffusion_lens.analysis.signatures.plan import SignaturePlan
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
 from diffusion_lens.analysis.signatures.routes import correlation_of_frequencies, routes_of
+from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
@@ -44,6 +47,7 @@ def reversal_signatures(
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> ReversalSignatures:
     """Evidence, edge cuts, routes and gradients of every pair, forward and in reverse.
 
@@ -62,6 +66,7 @@ def reversal_signatures(
             written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `ReversalSignatures.merge` joins them.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
         ValueError: There are no pairs, two have one id, the candidates do not contain an answer or are fewer than two,
@@ -71,11 +76,35 @@ def reversal_signatures(
     folding = {"layer_norm_folding": model.cfg.layer_norm_folding}
     record = {**plan.describe(), **folding, **provenance(model, model.cfg)}
 
-    def compute(batch: Sequence[str]) -> list[FactSignatures]:
-        with model.optional_hooks():
-            return _signatures(model, [plan.pairs[fact_id] for fact_id in batch], plan.candidates, plan.parameters)
+    study = Study(model, record, plan.batches, SignatureJob(plan.pairs, plan.candidates, plan.parameters))
+    return study.collect(ReversalSignatures, out, shard, progress, executor)
 
-    return Study(record, plan.batches, compute).collect(ReversalSignatures, out, shard, progress)
+
+@dataclass(frozen=True)
+class SignatureJob:
+    """The signatures of pairs.
+
+    Attributes:
+        pairs: Pairs by id.
+        candidates, parameters: The same as in `SignaturePlan`.
+    """
+
+    pairs: Mapping[str, TaughtPair]
+    candidates: Sequence[int]
+    parameters: Sequence[str]
+
+    def part(self, ids: Sequence[str]) -> "SignatureJob":
+        """The job with these pairs."""
+        return replace(self, pairs={pair_id: self.pairs[pair_id] for pair_id in ids})
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that computes the signatures of a batch."""
+
+        def compute(batch: Sequence[str]) -> list[FactSignatures]:
+            with model.optional_hooks():
+                return _signatures(model, [self.pairs[pair_id] for pair_id in batch], self.candidates, self.parameters)
+
+        return compute
 
 
 def _signatures(

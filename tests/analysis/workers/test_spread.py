@@ -1,0 +1,200 @@
+"""Studies on an executor: the same numbers as in one process, and what is lost when something fails."""
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import (
+    AverageEffect,
+    CanvasLayout,
+    EditSettings,
+    LoopSettings,
+    ValueSettings,
+    Workers,
+    average_indirect_effect,
+    average_trajectory_effect,
+    edit_study,
+    key_value_study,
+    reversal_signatures,
+)
+from diffusion_lens.analysis.average_effects import fact_tracer
+from diffusion_lens.analysis.resumable import FactFolder
+from diffusion_lens.analysis.workers import model_copy
+from diffusion_lens.data import EditRequest, toy_facts
+from diffusion_lens.evaluation import recall_by_steps
+
+PEOPLE = toy_facts.load()
+FACTS = PEOPLE.facts()[:5]
+REQUESTS = [
+    EditRequest(fact, replace(fact, answer=other.answer), (), ())
+    for fact, other in zip(FACTS, PEOPLE.facts()[20:25], strict=True)
+]
+SEARCH = ValueSettings(steps=2)
+LOCK = Lock()  # which no pickle can store
+SHORT = {"samples": 2, "length": 14}
+
+STUDIES: dict[str, Callable[..., Any]] = {
+    "one canvas": lambda model, **more: average_indirect_effect(model, FACTS, **SHORT, known="all", **more),
+    "recalled": lambda model, **more: average_indirect_effect(
+        model, FACTS, **SHORT, loop=LoopSettings(steps=2, temperature=0.5, batch_size=2), **more
+    ),
+    "trajectories": lambda model, **more: average_trajectory_effect(model, FACTS[:3], **SHORT, known="all", **more),
+    "keys and values": lambda model, **more: key_value_study(model, FACTS, [0], settings=SEARCH, batch_size=2, **more),
+    "recall": lambda model, **more: recall_by_steps(model, FACTS, [1, 3], temperature=0.7, batch_size=2, **more),
+    "signatures": lambda model, **more: reversal_signatures(
+        model, PEOPLE.taught_pairs(model)[:6], batch_size=2, **more
+    ),
+    "edits": lambda model, **more: edit_study(
+        model, REQUESTS, EditSettings(1, SEARCH, layout=CanvasLayout(14), batch_size=2), **more
+    ),
+}
+
+
+class Here(Executor):
+    """Runs every task in this process from a pickle of it. The first tasks end as if their worker had died."""
+
+    def __init__(self, deaths: int = 0) -> None:
+        self.deaths, self.n_tasks = deaths, 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.n_tasks += 1
+        function, received = pickle.loads(pickle.dumps((fn, args)))
+        if self.n_tasks <= self.deaths:
+            future.set_exception(OSError("the node went away"))
+        else:
+            future.set_result(pickle.loads(pickle.dumps(function(*received))))
+        return future
+
+
+def scaled(factor: float) -> Callable[..., torch.Tensor]:
+    return lambda activation, hook: activation * factor
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.ids == other.ids
+    assert one.record == other.record
+    ours, theirs = one.by_fact(), other.by_fact()
+    assert list(ours) == list(theirs)
+    assert all(result.equals(theirs[fact_id]) for fact_id, result in ours.items())
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+@pytest.mark.parametrize("name", STUDIES)
+def test_numbers_are_those_of_one_process(tiny: Any, name: str, size: int | None) -> None:
+    pool = Here()
+    assert_same(STUDIES[name](tiny, executor=Workers(pool, facts_per_task=size)), STUDIES[name](tiny))
+    assert pool.n_tasks > 1 or size == 3
+
+
+def test_hooks_travel_and_times_are_told(tiny: Any, in_words: Any, tmp_path: Any) -> None:
+    hooks = [("blocks.0.hook_attn_out", scaled(0.5)), ("blocks.1.hook_resid_pre", scaled(1.1))]
+    with tiny.hooks(fwd_hooks=hooks):
+        one, other = (STUDIES["one canvas"](tiny, executor=executor) for executor in (None, Here()))
+    assert one.record["hooks"]
+    assert_same(one, other)
+    in_words("udlm").save_pretrained(tmp_path)
+    told = HookedDiffusionTransformer.from_pretrained(tmp_path, device="cpu")
+    with told.at_time(0.4):
+        one, other = (STUDIES["one canvas"](told, executor=executor) for executor in (None, Here()))
+    assert one.record["time"] == 0.4
+    assert_same(one, other)
+
+
+def test_a_worker_that_dies_costs_its_task(tiny: Any, tmp_path: Any) -> None:
+    undisturbed, pool = Here(), Here(deaths=2)
+    STUDIES["recall"](tiny, executor=undisturbed)
+    assert_same(STUDIES["recall"](tiny, executor=pool, out=tmp_path), STUDIES["recall"](tiny))
+    assert pool.n_tasks == undisturbed.n_tasks + 2
+    for again in (None, Here()):
+        assert_same(STUDIES["recall"](tiny, executor=again, out=tmp_path), STUDIES["recall"](tiny))
+    assert again.n_tasks == 0
+    with pytest.raises(RuntimeError, match=r"died 3 times, last with OSError: the node went away"):
+        STUDIES["recall"](tiny, executor=Here(deaths=99))
+
+
+def test_a_fact_that_fails_is_set_aside(tiny: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = fact_tracer.trace_query
+
+    def failing(model: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.to_string(query.tokens).count(FACTS[2].subject):
+            raise MemoryError("no memory for this one")
+        return trace(model, query, *args, **kwargs)
+
+    facts = [*FACTS[2:3], *PEOPLE.facts()[20:22]]
+
+    def study(**more: Any) -> AverageEffect:
+        return average_indirect_effect(tiny, facts, **SHORT, known="all", **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fact_tracer, "trace_query", failing)
+        with pytest.warns(UserWarning, match=r"1 facts failed on the workers; .*MemoryError: no memory for this one"):
+            partial = study(executor=Here(), out=tmp_path)
+    assert partial.failed == {FACTS[2].id: "MemoryError: no memory for this one"}
+    assert partial.ids == [fact.id for fact in facts[1:]]
+    assert_same(study(executor=Here(), out=tmp_path), study())
+
+
+def test_all_that_fails_is_an_error(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fact_tracer, "trace_query", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(RuntimeError, match=r"5 facts failed on the workers; .*ZeroDivisionError"):
+        STUDIES["one canvas"](tiny, executor=Here())
+
+
+def test_a_changed_model_is_refused(tmp_path: Any) -> None:
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    with torch.no_grad():
+        model.blocks[0].mlp.W_out.mul_(1.5)
+    with pytest.raises(ValueError, match=r"gets another network .*weights_sha256.*save_pretrained"):
+        STUDIES["recall"](model, executor=Here(), out=tmp_path / "study")
+    folder = model.save_pretrained(tmp_path / "model")
+    loaded = HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
+    assert_same(STUDIES["recall"](loaded, executor=Here()), STUDIES["recall"](loaded))
+
+
+def test_what_cannot_be_sent_is_refused(tiny: Any) -> None:
+    with (
+        tiny.hooks(fwd_hooks=[("hook_embed", lambda activation, hook: None if LOCK else activation)]),
+        pytest.raises(ValueError, match=r"the hook .* at 'hook_embed' cannot be sent to workers"),
+    ):
+        STUDIES["recall"](tiny, executor=Here())
+    built = HookedDiffusionTransformer(tiny.cfg, tiny.tokenizer)
+    with pytest.raises(ValueError, match="was not loaded by from_pretrained"):
+        STUDIES["recall"](built, executor=Here())
+    with pytest.raises(TypeError, match="has no submit"):
+        Workers(4)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_run_leaves_a_folder_that_resumes(tiny: Any, tmp_path: Any) -> None:
+    class Interrupted(Here):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if self.n_tasks == 1:
+                raise KeyboardInterrupt
+            return super().submit(fn, *args, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        STUDIES["recall"](tiny, executor=Interrupted(), out=tmp_path)
+    folder = FactFolder.open(tmp_path)
+    assert 0 < sum(folder.has(fact.id) for fact in FACTS) < len(FACTS)
+    assert_same(STUDIES["recall"](tiny, out=tmp_path), STUDIES["recall"](tiny))
+
+
+def test_a_worker_loads_the_model_once_and_maps_its_weights(tiny: Any, tmp_path: Path) -> None:
+    model = HookedDiffusionTransformer.from_pretrained(tiny.save_pretrained(tmp_path), device="cpu")
+    STUDIES["recall"](model, executor=Here())
+    (copy,) = model_copy._LOADED.values()
+    STUDIES["keys and values"](model, executor=Here())
+    assert [*model_copy._LOADED.values()] == [copy]
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    spans = [[int(end, 16) for end in line[0].split("-")] for line in mapped]
+    for one in (model, copy):
+        shared = [any(low <= weight.data_ptr() < high for low, high in spans) for weight in one.parameters()]
+        assert all(shared) if one is copy else not any(shared)
