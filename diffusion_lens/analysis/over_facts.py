@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from diffusion_lens.analysis.resumable import FactFolder, Shard, join_parts, pick_shard, work_through_batches
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Job
-from diffusion_lens.analysis.workers.spread import Executes, Work, spread
+from diffusion_lens.analysis.workers.spread import Work, spread
 from diffusion_lens.display import PicturedResult
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, save_fields

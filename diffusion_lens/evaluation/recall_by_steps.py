@@ -18,8 +18,8 @@ from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Compute
-from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.data.sources import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out

@@ -24,8 +24,8 @@ import torch
 
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Compute
-from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.one_layer.measures import MEASURES, measure

@@ -37,7 +37,7 @@ from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryT
 from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.resumable import Shard
-from diffusion_lens.analysis.workers.spread import Executes
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer

@@ -14,7 +14,7 @@ from diffusion_lens.analysis.causal_tracing.trace import noise_scale
 from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.usable_facts import UsableFacts
-from diffusion_lens.analysis.workers.spread import Executes
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.facts import Fact
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer

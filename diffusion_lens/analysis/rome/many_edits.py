@@ -32,8 +32,8 @@ from diffusion_lens.analysis.rome.request_plan import RequestPlan
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.analysis.rome.success import judge
 from diffusion_lens.analysis.rome.values import optimize_values
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Compute
-from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer

@@ -27,8 +27,8 @@ from diffusion_lens.analysis.rome.study_result import FactVectors, KeyValueStudy
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.analysis.selection import unique_indices
 from diffusion_lens.analysis.usable_facts import UsableFacts
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Compute
-from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.facts import Fact, Query
 from diffusion_lens.identity import begins_run

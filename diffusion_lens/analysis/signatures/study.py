@@ -26,8 +26,8 @@ from diffusion_lens.analysis.signatures.plan import SignaturePlan
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
 from diffusion_lens.analysis.signatures.routes import correlation_of_frequencies, routes_of
+from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Compute
-from diffusion_lens.analysis.workers.spread import Executes
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance

@@ -25,7 +25,7 @@ from diffusion_lens.records import differences, provenance
 _LOADED: dict[str, HookedDiffusionTransformer] = {}  # the model that this process keeps
 
 
-class AnotherNetwork(Exception):
+class AnotherNetwork(ValueError):
     """A worker cannot compute with the network of the study; its message says why."""
 
 

@@ -1,0 +1,60 @@
+"""Executors, and how work is spread over their workers.
+
+Any object with the `submit` of `concurrent.futures.Executor` will do: the standard pools, `LocalWorkers`, Dask's
+`client.get_executor()`, the executors of submitit, mpi4py and loky.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from diffusion_lens.settings import at_least
+
+
+@runtime_checkable
+class Submits(Protocol):
+    """An executor: `concurrent.futures.Executor`, or one of submitit."""
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How work is spread over workers, for `executor=`.
+
+    Attributes:
+        executor: The executor.
+        facts_per_task: Number of facts in a task of a study, rounded up to whole batches; by default a 64th of the
+            study.
+        retries: Number of times that a task whose worker died is submitted again.
+        device: Kind of device of the workers, "cpu" or "cuda"; by default that of the model.
+        threads: Number of torch's threads in a worker; by default that of this process. Sums may have another order,
+            and their last bits may differ, on another number of threads.
+        ahead: Number of tasks that are submitted at a time where results are added up in order (`second_moment`), the
+            first that has not ended included. This process may have to keep the results of all but that one. By
+            default as many as take 4 GiB, at least 4.
+    """
+
+    executor: Executor | Submits
+    facts_per_task: int | None = None
+    retries: int = 2
+    device: str | None = None
+    threads: int | None = None
+    ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.executor, Submits):
+            raise TypeError(f"executor={self.executor!r} has no submit(); give a concurrent.futures.Executor")
+        for name in ("facts_per_task", "threads", "ahead"):
+            if getattr(self, name) is not None:
+                at_least(1, name, getattr(self, name))
+        at_least(0, "retries", self.retries)
+
+    @classmethod
+    def of(cls, executor: "Executor | Submits | Workers") -> "Workers":
+        """An executor with the default settings; `Workers` are returned as they are."""
+        return executor if isinstance(executor, Workers) else cls(executor)
+
+
+Executes = Executor | Submits | Workers

@@ -1,0 +1,113 @@
+"""Tasks on the workers of an executor: submitted, tried again when a worker dies, and collected.
+
+A future that ends with an error means that its worker died, or that something of its machine failed: the task is
+submitted again. Errors of the computation are results (`task.Outcome`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from diffusion_lens.analysis.workers.executor import Workers
+from diffusion_lens.analysis.workers.model_copy import ModelCopy
+from diffusion_lens.analysis.workers.task import Task, run_task
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+_POLL = 1.0  # seconds
+
+
+def run_tasks(
+    tasks: Sequence[Task], model: DiffusionTransformer | None, workers: Workers, bar: Any, ahead: int | None = None
+) -> Iterator[tuple[Task, Any]]:
+    """Each task with its result.
+
+    Args:
+        model: Model of which each worker gets a copy; `None` if the tasks need none.
+        bar: Progress bar, which moves as tasks end.
+        ahead: If given, results come in the order of the tasks, and no task is submitted until fewer than this number
+            of earlier ones have not been given out. By default all are submitted, and results come as tasks end.
+
+    Raises:
+        ValueError: The model or its hooks cannot be sent, or a worker gets another network.
+        RuntimeError: A task was given up after its workers died, or the executor takes no more tasks.
+        Exception: What a task raised.
+    """
+    if not tasks:
+        return
+    copy = None if model is None else ModelCopy.of(model, workers.device)
+    sent = (copy, workers.threads or torch.get_num_threads())
+    attempts: Counter[int] = Counter()
+    running: dict[Any, int] = {}
+    waiting: dict[int, Any] = {}  # results by number of the task, where an earlier one is still to come
+    died: list[int] = []
+    first = n_submitted = 0
+    try:
+        while True:
+            end = len(tasks) if ahead is None else min(len(tasks), first + ahead)
+            _submit([*died, *range(n_submitted, end)], tasks, sent, workers, running)
+            died, n_submitted = [], end
+            if not running:
+                return
+            for future in _ended(running):
+                number = running.pop(future)
+                try:
+                    outcome = future.result()
+                except Exception as error:
+                    attempts[number] += 1
+                    if attempts[number] > workers.retries:
+                        raise _given_up(tasks[number], attempts[number], error) from error
+                    died.append(number)
+                    continue
+                if outcome.error is not None:
+                    raise outcome.error
+                bar.update(tasks[number].size)
+                if ahead is None:
+                    yield tasks[number], outcome.result
+                else:
+                    waiting[number] = outcome.result
+            while first in waiting:
+                yield tasks[first], waiting.pop(first)
+                first += 1
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _submit(
+    numbers: Sequence[int], tasks: Sequence[Task], sent: tuple[Any, ...], workers: Workers, running: dict[Any, int]
+) -> None:
+    if not numbers:
+        return
+    # submitit sends what is submitted in one `batch` as one array of jobs.
+    together: Callable[[], AbstractContextManager[Any]] = getattr(workers.executor, "batch", nullcontext)
+    try:
+        with together():
+            futures = [(workers.executor.submit(run_task, tasks[number], *sent), number) for number in numbers]
+    except (BrokenExecutor, RuntimeError) as error:
+        raise RuntimeError(
+            f"the executor takes no more tasks: {error}. A ProcessPoolExecutor breaks when one of its processes dies; "
+            "LocalWorkers does not. What was computed is in the folder of the call, if one was given: call again to "
+            "compute the rest"
+        ) from error
+    running.update(futures)
+
+
+def _ended(running: Mapping[Any, int]) -> list[Any]:
+    """The futures that have ended; waits until there is one."""
+    if all(isinstance(future, Future) for future in running):
+        return list(wait(running, return_when=FIRST_COMPLETED).done)
+    while not (ended := [future for future in running if future.done()]):
+        time.sleep(_POLL)
+    return ended
+
+
+def _given_up(task: Task, attempts: int, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"the worker of the task {task.name} died {attempts} times, last with {type(error).__name__}: {error}. What "
+        "was computed is in the folder of the call, if one was given: call again to compute the rest"
+    )
