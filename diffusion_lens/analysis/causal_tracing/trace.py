@@ -291,7 +291,7 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
         for subject in subjects
     ]
     embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
-    return factor * float(embedded.float().std())
+    return factor * float(embedded.float().cpu().std())  # the same bits for any device
 
 
 def _known_tokens(model: DiffusionTransformer, text: str) -> Tensor:

@@ -25,8 +25,8 @@ class Workers:
 
     Attributes:
         executor: The executor.
-        facts_per_task: Number of facts in a task of a study, rounded up to whole batches; by default a 64th of the
-            study.
+        facts_per_task: Number of facts in a task of a study, rounded up to whole batches; by default what is
+            left of the study is split into `tasks`.
         retries: Number of times that a task whose worker died is submitted again.
         device: Kind of device of the workers, "cpu" or "cuda"; by default that of the model.
         threads: Number of torch's threads in a worker; by default that of this process. Sums may have another order,
@@ -34,6 +34,7 @@ class Workers:
         ahead: Number of tasks that are submitted at a time where results are added up in order (`second_moment`), the
             first that has not ended included. This process may have to keep the results of all but that one. By
             default as many as take 4 GiB, at least 4.
+        tasks: Number of tasks of a study, without `facts_per_task`. A few for each worker let fast ones do more.
     """
 
     executor: Executor | Submits
@@ -42,11 +43,12 @@ class Workers:
     device: str | None = None
     threads: int | None = None
     ahead: int | None = None
+    tasks: int = 64
 
     def __post_init__(self) -> None:
         if not isinstance(self.executor, Submits):
             raise TypeError(f"executor={self.executor!r} has no submit(); give a concurrent.futures.Executor")
-        for name in ("facts_per_task", "threads", "ahead"):
+        for name in ("facts_per_task", "threads", "ahead", "tasks"):
             if getattr(self, name) is not None:
                 at_least(1, name, getattr(self, name))
         at_least(0, "retries", self.retries)

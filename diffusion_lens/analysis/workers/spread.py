@@ -19,8 +19,6 @@ from diffusion_lens.analysis.workers.running import run_tasks
 from diffusion_lens.analysis.workers.shared_folder import SharedFolder
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-TASKS = 64  # of a study, by default
-
 
 @dataclass(frozen=True)
 class Work:
@@ -48,7 +46,7 @@ class Work:
         batches = [batch for batch in self.batches if not all(has(fact_id) for fact_id in batch)]
         place = {fact_id: i for i, group in enumerate(self.neighbours) for fact_id in group}
         batches.sort(key=lambda batch: place.get(batch[0], 0))
-        size = workers.facts_per_task or -(-sum(map(len, batches)) // TASKS)
+        size = workers.facts_per_task or -(-sum(map(len, batches)) // workers.tasks)
         shared = SharedFolder.of(self.folder.path, self.folder.record) if self.folder else None
         return [
             FactsTask(self.job.part([fact_id for batch in chunk for fact_id in batch]), chunk, shared)

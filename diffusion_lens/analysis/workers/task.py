@@ -4,11 +4,14 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from diffusion_lens.analysis.workers.model_copy import ModelCopy
+
+_ONE_TASK = Lock()  # The tasks of a process share its copy of the model, to which each attaches the hooks.
 
 
 @runtime_checkable
@@ -44,9 +47,9 @@ class Outcome:
 
 
 def run_task(task: Task, copy: ModelCopy | None, threads: int) -> Outcome:
-    """Compute a task in this process, with this number of torch's threads."""
+    """Compute a task with this number of torch's threads. A process with several threads computes one at a time."""
     try:
-        with _threads(threads), copy.ready() if copy else nullcontext() as model:
+        with _ONE_TASK, _threads(threads), copy.ready() if copy else nullcontext() as model:
             return Outcome(task.compute(model))
     except OSError:
         raise

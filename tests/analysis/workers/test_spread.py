@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -93,6 +93,28 @@ def test_numbers_are_those_of_one_process(tiny: Any, name: str, size: int | None
     pool = Here()
     assert_same(STUDIES[name](tiny, executor=Workers(pool, facts_per_task=size)), STUDIES[name](tiny))
     assert pool.n_tasks > 1 or size == 3
+
+
+def test_threads_of_one_process_take_turns_with_its_model(tiny: Any) -> None:
+    with tiny.hooks(fwd_hooks=[("blocks.0.hook_attn_out", scaled(0.5))]), ThreadPoolExecutor(3) as pool:
+        one, other = (STUDIES["one canvas"](tiny, executor=each) for each in (None, Workers(pool, facts_per_task=1)))
+    assert_same(one, other)
+
+
+def test_a_study_is_split_evenly(tiny: Any, tmp_path: Path) -> None:
+    pool = Here()
+    STUDIES["recall"](tiny, executor=Workers(pool, tasks=2), out=tmp_path)
+    assert pool.n_tasks == 2
+
+
+def test_the_record_has_the_device_of_the_workers(tiny: Any, tmp_path: Path) -> None:
+    class OnAGpu(Here):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            task, copy, threads = args
+            return super().submit(fn, task, replace(copy, device="cpu"), threads)
+
+    result = STUDIES["recall"](tiny, executor=Workers(OnAGpu(), device="cuda"), out=tmp_path)
+    assert result.record["device"] == FactFolder.open(tmp_path).record["device"] == "cuda"
 
 
 def test_hooks_travel_and_times_are_told(tiny: Any, in_words: Any, tmp_path: Any) -> None:
