@@ -43,8 +43,7 @@ def records() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["site-mdm", "site-ar"])
-@pytest.mark.parametrize("read", [counterfact, bake])
+@pytest.mark.parametrize(("read", "name"), [(counterfact, "site-mdm"), (bake, "site-ar")])
 def test_requests_of_a_file_are_edited_and_probed(
     read: Any, name: str, records: list[dict[str, Any]], tmp_path: Path
 ) -> None:
